@@ -1,0 +1,1 @@
+"""Pure decisions: no sockets, no event loop, no engine, no clock."""

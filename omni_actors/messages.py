@@ -1,0 +1,534 @@
+"""Every struct that crosses a socket, in one file. `codec.py` turns them into frames and back.
+
+msgspec checks types and `Meta` constraints only when it decodes, so structs whose fields depend on one another also
+check themselves in `__post_init__`; the same check then runs on the sender's side, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from omni_actors.errors import ERROR_CLASSES, ErrorCode, InvalidPayload, OmniError
+
+PROTOCOL_VERSION = 1
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors
+
+
+class DType(enum.StrEnum):
+    """Element types that may cross the wire."""
+
+    BF16 = "bf16"
+    F16 = "f16"
+    F32 = "f32"
+    I32 = "i32"
+    I64 = "i64"
+    U8 = "u8"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return _ITEMSIZE[self]
+
+
+_ITEMSIZE = {DType.BF16: 2, DType.F16: 2, DType.F32: 4, DType.I32: 4, DType.I64: 8, DType.U8: 1}
+
+MAX_RANK = 8
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Dimension = Annotated[int, Meta(ge=0, le=2**40)]
+
+
+def check_extent(dtype: DType, shape: tuple[int, ...], n_bytes: int, what: str) -> None:
+    """Raise `InvalidPayload` unless `n_bytes` bytes hold exactly `shape` elements of `dtype`."""
+    if len(shape) > MAX_RANK:
+        raise InvalidPayload(f"{what}: rank {len(shape)} exceeds the maximum of {MAX_RANK}.")
+    if any(dimension < 0 for dimension in shape):
+        raise InvalidPayload(f"{what}: shape {shape} has a negative dimension.")
+    expected = math.prod(shape) * dtype.itemsize
+    if expected != n_bytes:
+        raise InvalidPayload(f"{what}: shape {shape} of {dtype} needs {expected} bytes, got {n_bytes}.")
+
+
+class HostTensor(NamedTuple):
+    """A tensor in host memory, without torch: C-contiguous little-endian `data` of `shape` elements of `dtype`."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: bytes | bytearray | memoryview
+
+    def validate(self, what: str = "tensor") -> HostTensor:
+        """Return self, or raise `InvalidPayload` if shape, dtype and length disagree."""
+        check_extent(self.dtype, self.shape, memoryview(self.data).nbytes, what)
+        return self
+
+
+class TensorRef(Struct, frozen=True, array_like=True):
+    """Describes the buffer frame number `buffer` of the same message."""
+
+    dtype: DType
+    shape: Annotated[tuple[Dimension, ...], Meta(max_length=MAX_RANK)]
+    buffer: Annotated[int, Meta(ge=0, le=4096)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Payloads of a stage's input
+
+
+class AdditionalInformationEntry(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One named value: exactly one of a tensor, a list of numbers or strings, or a scalar."""
+
+    tensor: TensorRef | None = None
+    list: Annotated[tuple[int | float | str | bool, ...], Meta(max_length=65536)] | None = None
+    scalar: int | float | str | bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("tensor", "list", "scalar") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidPayload(
+                f"An additional-information entry holds exactly one of tensor, list and scalar; got {given or 'none'}."
+            )
+        if isinstance(self.scalar, str) and len(self.scalar) > 65536:
+            raise InvalidPayload("A scalar string is limited to 65536 characters.")
+
+
+class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Named values that travel with a stage's input, at most 64."""
+
+    entries: Annotated[dict[Name, AdditionalInformationEntry], Meta(max_length=64)] = {}
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        return tuple(entry.tensor for entry in self.entries.values() if entry.tensor is not None)
+
+    def scalar(self, name: str) -> int | float | str | bool:
+        """The scalar called `name`; raises `InvalidPayload` when it is missing or of another form."""
+        entry = self.entries.get(name)
+        if entry is None or entry.scalar is None:
+            raise InvalidPayload(f"Additional information lacks the scalar {name!r}; it has {sorted(self.entries)}.")
+        return entry.scalar
+
+
+class PromptEmbedsPayload(Struct, frozen=True, forbid_unknown_fields=True):
+    """Embeddings that stand in for prompt tokens: a floating-point tensor [positions >= 1, width >= 1]."""
+
+    tensor: TensorRef
+
+    def __post_init__(self) -> None:
+        if len(self.tensor.shape) != 2 or 0 in self.tensor.shape:
+            raise InvalidPayload(f"Prompt embeddings need the shape [positions, width]; got {list(self.tensor.shape)}.")
+        if self.tensor.dtype not in (DType.BF16, DType.F16, DType.F32):
+            raise InvalidPayload(f"Prompt embeddings need a floating dtype; got {self.tensor.dtype}.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a request asks for
+
+PositiveInt = Annotated[int, Meta(ge=1, le=1_000_000)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Per-request parameters of one stage; `None` means the stage's own default from the YAML.
+
+    The first block belongs to autoregressive stages, the second to diffusion stages.
+    """
+
+    max_tokens: PositiveInt | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1_000_000)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+
+    num_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    sway_coefficient: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
+
+    def merged_over(self, defaults: StageParams) -> StageParams:
+        """These values, with `defaults` where they are `None`."""
+        given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(defaults, **given)
+
+    def given(self) -> dict[str, Any]:
+        """Only the fields that are set."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+
+AUTOREGRESSIVE_PARAMS = frozenset(StageParams.__struct_fields__[:10])
+DIFFUSION_PARAMS = frozenset({"num_steps", "guidance_scale", "sway_coefficient", "seed"})
+
+
+class MediaEncoding(enum.StrEnum):
+    ARRAY = "array"  # audio f32 [samples]; image u8 [height, width, 3]; video u8 [frames, height, width, 3]
+    FILE = "file"  # u8 [bytes] of a WAV/FLAC/OGG/MP3 or PNG/JPEG/WEBP file
+
+
+class Media(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One audio, image or video that a prompt refers to."""
+
+    modality: str
+    encoding: MediaEncoding
+    tensor: TensorRef
+    sample_rate: Annotated[int, Meta(ge=1000, le=768_000)] | None = None  # Hz, audio arrays only
+    frames_per_second: Annotated[float, Meta(gt=0, le=1000)] | None = None  # video arrays only
+
+
+class ContentPart(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A piece of a chat message: text, or the index of one of the request's media."""
+
+    text: str | None = None
+    media: Annotated[int, Meta(ge=0, le=255)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.media is None):
+            raise InvalidPayload("A content part holds exactly one of text and media.")
+
+
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    role: Annotated[str, Meta(min_length=1, max_length=32)]
+    content: Annotated[tuple[ContentPart, ...], Meta(max_length=256)]
+
+
+class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Exactly one of chat `messages` (the chat template is applied) and `token_ids` (int32 little-endian, as is)."""
+
+    messages: Annotated[tuple[ChatMessage, ...], Meta(max_length=1024)] = ()
+    token_ids: bytes = b""
+    media: Annotated[tuple[Media, ...], Meta(max_length=256)] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.messages) == bool(self.token_ids):
+            raise InvalidPayload("A prompt needs exactly one of messages and token_ids, and neither may be empty.")
+        if len(self.token_ids) % 4:
+            raise InvalidPayload(f"token_ids are int32: {len(self.token_ids)} bytes is no multiple of 4.")
+        for message in self.messages:
+            for part in message.content:
+                if part.media is not None and part.media >= len(self.media):
+                    raise InvalidPayload(f"A content part names media {part.media}; only {len(self.media)} were sent.")
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        return tuple(item.tensor for item in self.media)
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as int32 little-endian bytes, the form in which they travel."""
+    import array
+
+    packed = array.array("i", token_ids)
+    return packed.tobytes()
+
+
+def unpack_token_ids(data: bytes) -> list[int]:
+    """Inverse of `pack_token_ids`; raises `InvalidPayload` if the length is no multiple of 4."""
+    import array
+
+    if len(data) % 4:
+        raise InvalidPayload(f"token ids are int32: {len(data)} bytes is no multiple of 4.")
+    unpacked = array.array("i")
+    unpacked.frombytes(data)
+    return unpacked.tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Header, shared by all channels
+
+
+class Header(Struct, frozen=True, array_like=True):
+    """Who sends what about which request.
+
+    `stage`, `replica` and `epoch` name the sending process (empty for clients and the coordinator). `attempt` counts
+    replays of a request, `seq` the messages of one sender about one request, from 0. `deadline` is Unix time in seconds,
+    0 for none.
+    """
+
+    kind: Annotated[str, Meta(max_length=32)]
+    request_id: Annotated[str, Meta(max_length=128)] = ""
+    stage: Annotated[str, Meta(max_length=64)] = ""
+    replica: Annotated[int, Meta(ge=0, le=65535)] = 0
+    epoch: Count = 0
+    attempt: Annotated[int, Meta(ge=0, le=255)] = 0
+    seq: Count = 0
+    deadline: float = 0.0
+    n_buffers: Annotated[int, Meta(ge=0, le=4096)] = 0
+
+
+class Body(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Base of all bodies. A body that carries tensors names them in `tensor_refs`."""
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        return ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Client channel
+
+
+class Submit(Body, tag="submit"):
+    """Client -> coordinator: run this request; its id is in the header."""
+
+    prompt: Prompt
+    modalities: Annotated[tuple[str, ...], Meta(min_length=1, max_length=8)] = ("text", "audio")
+    voice: str | None = None
+    params: Annotated[dict[Name, StageParams], Meta(max_length=64)] = {}
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        return self.prompt.tensor_refs()
+
+
+class Abort(Body, tag="abort"):
+    """Client -> coordinator, and coordinator -> stage: end the request named in the header. Idempotent."""
+
+
+class Describe(Body, tag="describe"):
+    """Client -> coordinator: which pipeline is this, and how is it?"""
+
+
+class StageStatus(Struct, frozen=True):
+    """State of one replica as the coordinator sees it."""
+
+    stage: str
+    replica: int
+    epoch: int
+    state: str
+    pid: int
+    in_flight: int
+    counts: dict[str, int] = {}
+
+
+class Description(Body, tag="description"):
+    """Coordinator -> client: the answer to `Describe`."""
+
+    pipeline: str
+    model: str
+    modalities: tuple[str, ...]
+    voices: tuple[str, ...]
+    sample_rate: int
+    healthy: bool
+    in_flight: int
+    stages: tuple[StageStatus, ...]
+
+
+class TextDelta(Body, tag="text"):
+    """Stage -> coordinator -> client: more text. `text` is empty inside a character; `token_ids` are int32 bytes."""
+
+    text: str
+    token_ids: bytes = b""
+
+
+class AudioChunk(Body, tag="audio"):
+    """Stage -> coordinator -> client: the next samples, f32 [samples] in [-1, 1]."""
+
+    samples: TensorRef
+    sample_rate: Annotated[int, Meta(ge=1, le=768_000)]
+
+    def __post_init__(self) -> None:
+        if len(self.samples.shape) != 1 or self.samples.dtype is not DType.F32:
+            raise InvalidPayload(
+                f"Audio is f32 with the shape [samples]; got {self.samples.dtype} {list(self.samples.shape)}."
+            )
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        return (self.samples,)
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class StageUsage(Struct, frozen=True, omit_defaults=True):
+    """What a stage did for one request. Times are seconds since the stage was told of the request."""
+
+    finish_reason: FinishReason
+    input_tokens: Count = 0
+    output_tokens: Count = 0
+    first_output: float = 0.0
+    finished: float = 0.0
+
+
+class Done(Body, tag="done"):
+    """Coordinator -> client, terminal: everything was delivered. `usage` is by stage name."""
+
+    usage: dict[str, StageUsage]
+
+
+class Failed(Body, tag="failed"):
+    """Terminal, on every channel: the request ended with an error."""
+
+    code: ErrorCode
+    message: Annotated[str, Meta(max_length=8192)]
+    hint: Annotated[str, Meta(max_length=2048)] = ""
+    stage: str | None = None
+    retryable: bool = False
+    retry_after: float | None = None
+
+    @classmethod
+    def from_error(cls, error: OmniError, stage: str | None = None) -> Failed:
+        return cls(
+            code=error.code,
+            message=error.message[:8192],
+            hint=error.hint[:2048],
+            stage=error.stage or stage,
+            retryable=error.retryable,
+            retry_after=error.retry_after,
+        )
+
+    def to_error(self) -> OmniError:
+        """The typed exception that this message stands for."""
+        return ERROR_CLASSES[self.code](
+            self.message, hint=self.hint, stage=self.stage, retry_after=self.retry_after
+        )
+
+
+ClientToCoordinator = Submit | Abort | Describe
+CoordinatorToClient = TextDelta | AudioChunk | Done | Failed | Description
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data channel: into a stage's inbox
+
+
+class Hop(Struct, frozen=True, array_like=True):
+    """The replica of one stage that a request is bound to."""
+
+    stage: Annotated[str, Meta(min_length=1, max_length=64)]
+    replica: Annotated[int, Meta(ge=0, le=65535)]
+    epoch: Count
+
+
+class Expect(Body, tag="expect"):
+    """Coordinator -> every stage of the route: this request will come (to the entry stage: with its `prompt`)."""
+
+    route: Annotated[tuple[Hop, ...], Meta(min_length=1, max_length=64)]
+    params: StageParams
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    voice: str | None = None
+    priority: int = 0
+    prompt: Prompt | None = None
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        return self.prompt.tensor_refs() if self.prompt is not None else ()
+
+
+class Chunk(Body, tag="chunk"):
+    """Stage -> next stage: the next piece of its input.
+
+    `start` is the absolute position of the first row or token in the sender's own sequence; a receiver drops what it
+    already has (a preempted sender computes rows again). `final` ends the stream.
+    """
+
+    token_ids: bytes = b""
+    tensors: Annotated[dict[Name, TensorRef], Meta(max_length=256)] = {}
+    information: AdditionalInformationPayload | None = None
+    start: Count = 0
+    final: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) % 4:
+            raise InvalidPayload(f"token_ids are int32: {len(self.token_ids)} bytes is no multiple of 4.")
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        more = self.information.tensor_refs() if self.information is not None else ()
+        return (*self.tensors.values(), *more)
+
+
+# A failing stage tells its downstream neighbours nothing: the coordinator aborts them, so that there is one way to end.
+IntoStage = Expect | Chunk | Abort
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results channel: stage -> coordinator
+
+
+class StageDone(Body, tag="stage_done"):
+    """Stage -> coordinator: this stage has finished the request and sent all of its output."""
+
+    usage: StageUsage
+
+
+FromStage = TextDelta | AudioChunk | StageDone | Failed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Control channel
+
+
+class Hello(Body, tag="hello"):
+    """Stage -> coordinator, first message: who I am. A mismatch of the three versions fails the start."""
+
+    protocol: int
+    package: str
+    config: str
+    pid: int
+    inbox: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Welcome(Body, tag="welcome"):
+    """Coordinator -> stage: accepted; send results to this endpoint."""
+
+    results: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Loading(Body, tag="loading"):
+    """Stage -> coordinator: what the start-up is doing now, for people to read."""
+
+    phase: Annotated[str, Meta(max_length=256)]
+
+
+class Ready(Body, tag="ready"):
+    """Stage -> coordinator: the engine takes requests. `facts` are what the model says of itself (voices, rates)."""
+
+    seconds: float
+    voices: tuple[str, ...] = ()
+    sample_rate: int = 0
+    max_input_tokens: int = 0
+
+
+class Peer(Struct, frozen=True, array_like=True):
+    stage: str
+    replica: int
+    epoch: int
+    inbox: str
+
+
+class Peers(Body, tag="peers"):
+    """Coordinator -> stage: the downstream replicas that are up now; a missing one is gone."""
+
+    peers: tuple[Peer, ...]
+
+
+class Heartbeat(Body, tag="heartbeat"):
+    """Stage -> coordinator: alive. `progress` counts turns of the engine loop, `counts` what the stage holds."""
+
+    progress: Count
+    counts: dict[str, int] = {}
+
+
+class Shutdown(Body, tag="shutdown"):
+    """Coordinator -> stage: end; what is in flight is aborted."""
+
+    reason: str = ""
+
+
+class Fatal(Body, tag="fatal"):
+    """Stage -> coordinator: this process is about to end, and why."""
+
+    message: Annotated[str, Meta(max_length=16384)]
+
+
+StageToCoordinator = Hello | Loading | Ready | Heartbeat | Fatal
+CoordinatorToStage = Welcome | Peers | Shutdown
