@@ -73,7 +73,7 @@ class AudioEvent:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """Output for the next stage. `start` is the absolute position of the first row or token; `final` ends the stream."""
+    """Output for the next stage. `start` is the position of the first row or token; `final` ends the stream."""
 
     request_id: str
     token_ids: Sequence[int] = ()
