@@ -1,8 +1,8 @@
 """The one factory of sockets: every option that keeps a peer's death or slowness from becoming ours is set here.
 
 Facts behind the values: a PUSH without peers accepts messages unless IMMEDIATE is set; a closed socket holds its
-process for ever unless LINGER is; an oversize message takes the good ones behind it along, so MAXMSGSIZE is only the last wall
-behind the codec's own limits; sockets belong to the thread that made them.
+process for ever unless LINGER is; an oversize message takes the good ones behind it along, so MAXMSGSIZE is only the
+last wall behind the codec's own limits; sockets belong to the thread that made them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import zmq
 from omni_actors.errors import ProtocolError
 
 HIGH_WATER_MARK = 1000  # messages; a last wall, not the flow control
-SEND_TIMEOUT_MS = 5000
 LAST_WORDS_MS = 500  # how long a closing socket may still send
 TCP_HEARTBEAT_MS = 1000
 
@@ -29,7 +28,6 @@ class Sockets:
         socket.setsockopt(zmq.LINGER, linger_ms)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
         socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5 * TCP_HEARTBEAT_MS)
