@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from omni_actors.codec import BadBody, BadHeader, Decoder, Envelope, Frame, encode
+from omni_actors.codec import BadBody, BadHeader, Decoder, Envelope, encode
 from omni_actors.errors import OmniError, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
@@ -39,6 +39,7 @@ logger = get_logger(__name__)
 
 INBOX_LIMIT = 4096  # decoded messages that may wait for the engine; further ones wait in zmq and at the sender
 MAXIMUM_POLL_MS = 200
+ORPHAN_SECONDS = 3.0  # how long the main thread may take to end once the launcher is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ class Inbound(threading.Thread):
         poller.register(self._outbox.fileno(), zmq.POLLIN)
         poller.register(inbox, zmq.POLLIN)
         next_beat = 0.0
+        orphaned_at: float | None = None
         while True:
             # A full inbox stops the reading: zmq's own queue fills, then the sender's outbox.
             poller.modify(inbox, zmq.POLLIN if self._events.qsize() < INBOX_LIMIT else 0)
@@ -154,6 +156,9 @@ class Inbound(threading.Thread):
             if launcher in ready:
                 self._events.put(Stop("the launcher is gone"))
                 poller.unregister(launcher)
+                orphaned_at = time.monotonic()
+            if orphaned_at is not None and time.monotonic() > orphaned_at + ORPHAN_SECONDS:
+                os._exit(1)  # the main thread loads or hangs; an orphan may not keep its GPU memory
             for body in self._outbox.drain():
                 if body is None:
                     return

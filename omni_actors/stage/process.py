@@ -109,6 +109,7 @@ class StageProcess:
         )
         self._outbound: Outbound | None = None
         self._stopping: Stop | None = None
+        self._loading = False
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def run(self) -> int:
@@ -173,7 +174,11 @@ class StageProcess:
             logger.info("%s", phase)
 
         report("loading")
-        return build_engine(self._pipeline, self._stage, report)
+        self._loading = True
+        try:
+            return build_engine(self._pipeline, self._stage, report)
+        finally:
+            self._loading = False
 
     def _make_actor(self, engine: StageEngine) -> StageActor:
         processor: type[InputProcessor] | None = None
@@ -221,6 +226,8 @@ class StageProcess:
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: object) -> None:
+        if self._loading:  # nothing is held yet that the system does not take back, and loading cannot be interrupted
+            os._exit(128 + number)
         self._events.put(Stop(f"signal {signal.Signals(number).name}"))
 
     def _close(self, engine: StageEngine | None) -> None:
@@ -260,4 +267,5 @@ def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[
     report("importing vLLM")
     from omni_actors.engine.factory import build_stage_engine
 
-    return build_stage_engine(pipeline, stage, report)
+    engine: StageEngine = build_stage_engine(pipeline, stage, report)
+    return engine
