@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+ARCHITECTURE = "Qwen2_5OmniModel"  # as published; it is the name under which vLLM knows the thinker
 MARKER_FILE = "omni_actors_checkpoint.json"
 DEFAULT_SYSTEM_PROMPT = (
     "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, "
@@ -339,7 +340,7 @@ def tiny_config(user_token: int) -> Any:
     config = Qwen2_5OmniConfig(
         thinker_config=thinker, talker_config=talker, token2wav_config=token2wav, enable_audio_output=True
     )
-    config.architectures = ["Qwen2_5OmniModel"]
+    config.architectures = [ARCHITECTURE]
     config.dtype = "float32"
     return config
 
@@ -389,7 +390,7 @@ def full_config(user_token: int) -> Any:
     config = Qwen2_5OmniConfig(
         thinker_config=thinker, talker_config=talker, token2wav_config=token2wav, enable_audio_output=True
     )
-    config.architectures = ["Qwen2_5OmniModel"]
+    config.architectures = [ARCHITECTURE]
     config.dtype = "bfloat16"
     return config
 
@@ -769,6 +770,8 @@ def write_tiny(folder: Path, seed: int = 0, *, check: bool = True) -> list[Answe
     draw_weights(model, seed, spoken_token_ids(tokenizer))
     model.generation_config = make_generation_config(TINY_TOKENS)
     model.save_pretrained(folder)
+    config.architectures = [ARCHITECTURE]  # saving the model has put its class name there
+    config.save_pretrained(folder)
     make_processor(tokenizer, audio_seconds=30, max_pixels=256 * 28 * 28).save_pretrained(folder)
     dit = config.token2wav_config.dit_config
     write_voices(folder, make_voices(TINY_TOKENS, seed, mel_dim=dit.mel_dim, speaker_dim=dit.enc_emb_dim))
