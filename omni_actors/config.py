@@ -13,7 +13,7 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -262,11 +262,13 @@ def _refuse_unknown_keys(data: Any, struct: type[Struct], path: str) -> None:
     """Like msgspec's own check, but naming the nearest valid key."""
     if not isinstance(data, dict):
         return  # the conversion reports the wrong type
-    fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}
+    hints = get_type_hints(struct, include_extras=True)
+    names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
+    fields = {encoded: hints[name] for name, encoded in names}
     for key, value in data.items():
         if key not in fields:
             raise ConfigError(f"Unknown key {_join(path, str(key))!r}.{suggest(str(key), fields)}")
-        inner, is_list = _inner_struct(fields[key].type)
+        inner, is_list = _inner_struct(fields[key])
         if inner is None:
             continue
         items = value if is_list and isinstance(value, list) else [value]
@@ -276,18 +278,18 @@ def _refuse_unknown_keys(data: Any, struct: type[Struct], path: str) -> None:
 
 
 def _inner_struct(annotation: Any) -> tuple[type[Struct] | None, bool]:
-    """The struct inside a field's type, and whether the field is a list of it."""
-    info = msgspec.inspect.type_info(annotation)
-    options = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
-    for option in options:
-        if isinstance(option, msgspec.inspect.Metadata):
-            option = option.type
-        if isinstance(option, msgspec.inspect.StructType):
-            return option.cls, False
-        if isinstance(option, msgspec.inspect.ListType):
-            item = option.item_type
-            if isinstance(item, msgspec.inspect.StructType):
-                return item.cls, True
+    """The struct inside a field's type, and whether the field is a list of it.
+
+    With `typing`, not `msgspec.inspect`: the latter crashed the interpreter in a later conversion (msgspec 0.22).
+    """
+    if isinstance(annotation, type) and issubclass(annotation, Struct):
+        return annotation, False
+    arguments = get_args(annotation)
+    is_list = get_origin(annotation) is list
+    for argument in arguments:
+        found, nested_list = _inner_struct(argument)
+        if found is not None:
+            return found, is_list or nested_list
     return None, False
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -67,6 +68,7 @@ class Coordinator:
         self.fatal: dict[Hop, str] = {}  # last words of replicas
         self.rejected: collections.Counter[str] = collections.Counter()
         self._on_change = on_change
+        self._closing = False
         limits = pipeline.limits
         self._sockets = Sockets(max_message_bytes=limits.message_bytes)
         listen = pipeline.coordinator.listen
@@ -94,16 +96,18 @@ class Coordinator:
         replica = self.state.replicas.find(hop.stage, hop.replica, hop.epoch)
         if replica is None or replica.state is ReplicaState.DEAD:
             return
-        logger.error("%s (epoch %d) died: %s", replica.name, replica.epoch, why)
+        logger.log(logging.INFO if self._closing else logging.ERROR, "%s ended: %s", replica.name, why)
         link = self._links.pop(hop, None)
         if link is not None:
             link.close()
         self._do(self.state.replica_lost(replica, time.time(), why))
-        self._announce_peers()
+        if not self._closing:
+            self._announce_peers()
         self._on_change(replica)
 
     def tell_shutdown(self, reason: str) -> None:
         """End every request with an answer to its client and ask every stage to stop."""
+        self._closing = True
         self._do(self.state.shut_down(time.time()))
         for replica in self.state.replicas:
             if replica.state in (ReplicaState.LOADING, ReplicaState.READY):
