@@ -1,26 +1,27 @@
 """What a diffusion model must offer to run as a stage: the seam between `DiffusionWorker` and the model's own code.
 
-A request of a diffusion stage is a `DiffusionJob` in `SamplingParams.extra_args["omni"]["diffusion"]`. Whether a request
-is a diffusion request is decided by that entry alone, never by the stage.
+A request of a diffusion stage is a `DiffusionJob` in `SamplingParams.extra_args["omni"]["diffusion"]`. That entry alone
+makes it a diffusion request, never the stage it is sent to.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omni_actors.engine.worker_base import OmniRunnerBase
 from omni_actors.stage.interface import EngineFacts, StageInputs, StageRequest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
 
-# The two token ids that a diffusion worker "samples": the base scheduler counts the first one as a done denoise step and
-# ends a request at the second one through its ordinary stop-token check.
+# The two token ids that a diffusion worker "samples": the base scheduler counts the first as a denoise step done and
+# ends a request at the second through its ordinary stop-token check.
 STEP_TOKEN = 0
 FAILED_TOKEN = 1
 
@@ -57,13 +58,13 @@ def diffusion_job(sampling_params: SamplingParams | None) -> DiffusionJob | None
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did for one request: tensors on the device after its last step, an error when it failed, else neither."""
+    """What a step did for a request: tensors on the device after its last step, an error if it failed, else neither."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     error: BaseException | None = None
 
 
-class DiffusionModelRunner(ABC):
+class DiffusionModelRunner(OmniRunnerBase):
     """Holds a diffusion model and the latents of its requests. All calls come from one thread.
 
     Args:
@@ -107,6 +108,5 @@ class DiffusionModelRunner(ABC):
         that fails alone is reported in its `StepResult`.
         """
 
-    @abstractmethod
-    def held(self) -> int:
-        """Number of requests that hold device memory."""
+    def omni_reset(self) -> None:
+        """Nothing is left half-way: `step` is all or nothing."""

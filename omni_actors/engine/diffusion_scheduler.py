@@ -16,6 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from omni_actors.engine.diffusion_runner import DiffusionJob, diffusion_job
+from omni_actors.engine.worker_base import omni_options
 
 NO_LIMIT = 1 << 62
 
@@ -31,8 +32,7 @@ class DiffusionMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = (self.vllm_config.additional_config or {}).get("omni") or {}
-        self.latent_budget_bytes = int(options.get("latent_budget_bytes") or NO_LIMIT)
+        self.latent_budget_bytes: int = omni_options(self.vllm_config).get("latent_budget_bytes", NO_LIMIT)
         self.latent_bytes = 0  # needed by the diffusion requests of the step that is being scheduled
         self.deferred = 0  # diffusion requests deferred so far, for metrics and tests
         self._admitting = True
@@ -70,6 +70,14 @@ class DiffusionMixin:
             return False
         self.latent_bytes += needed
         return True
+
+    def has_runnable(self) -> bool:
+        """Whether a step would do something: a request is not finished, or the worker has to free one that is."""
+        return self.has_requests()
+
+    def omni_counts(self) -> dict[str, int]:
+        """Nothing is held beside vLLM's own state."""
+        return {}
 
 
 def _next_step(request: Request) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from omni_actors.engine.diffusion_runner import (
@@ -19,72 +19,56 @@ from omni_actors.engine.diffusion_runner import (
     StepResult,
     diffusion_job,
 )
+from omni_actors.engine.worker_base import AttachedOutput, HostCopy, OmniWorkerBase, omni_options
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError
 
 logger = logging.getLogger(__name__)
 
 
-class DiffusionOutput(AsyncModelRunnerOutput):
+class DiffusionOutput(AttachedOutput):
     """The output of one step. All tensors of all requests cross to the host in one copy per dtype, on a side stream.
 
-    `get_output` waits for that copy alone, so the device already works on the next step meanwhile. The entry of a request
-    in `pooler_output` is None, a dict of CPU tensors after its last step, or an `OmniError`.
+    Waiting for it waits for that copy alone, so the device already works on the next step meanwhile. A request's
+    attachment is None, its tensors on the CPU after its last step, or `{"error": OmniError}`.
     """
 
     def __init__(
         self, request_ids: Sequence[str], results: Mapping[str, StepResult], copy_stream: torch.cuda.Stream | None
     ) -> None:
-        self._request_ids = list(request_ids)
-        self._results = results
-        self._event: torch.cuda.Event | None = None
-        self._host: dict[torch.dtype, torch.Tensor] = {}
-        flat: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in self._tensors():
-            flat.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
-        joined = {dtype: torch.cat(tensors) for dtype, tensors in flat.items()}
-        if copy_stream is None or not joined:
-            self._host = {dtype: tensor.cpu() for dtype, tensor in joined.items()}
-            return
-        copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(copy_stream):
-            for dtype, tensor in joined.items():
-                pinned = torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
-                self._host[dtype] = pinned.copy_(tensor, non_blocking=True)
-                # Its memory may be handed out again on the compute stream only after the copy.
-                tensor.record_stream(copy_stream)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [tensor for key in self._request_ids for tensor in self._results[key].tensors.values()]
-
-    def get_output(self) -> ModelRunnerOutput:
-        if self._event is not None:
-            self._event.synchronize()
-        offsets = dict.fromkeys(self._host, 0)
-        outputs: list[Any] = []
-        for request_id in self._request_ids:
-            result = self._results[request_id]
-            if result.error is not None:
-                outputs.append(result.error)
-                continue
-            tensors = {}
-            for name, tensor in result.tensors.items():
-                start = offsets[tensor.dtype]
-                offsets[tensor.dtype] = start + tensor.numel()
-                # A copy of its own: a view would keep the pinned memory of the whole batch alive.
-                tensors[name] = self._host[tensor.dtype][start : start + tensor.numel()].clone().view(tensor.shape)
-            outputs.append(tensors or None)
-        failed = [self._results[request_id].error is not None for request_id in self._request_ids]
-        return ModelRunnerOutput(
-            req_ids=self._request_ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(self._request_ids)},
-            sampled_token_ids=[[FAILED_TOKEN if wrong else STEP_TOKEN] for wrong in failed],
-            pooler_output=outputs,
+        failed = [results[request_id].error is not None for request_id in request_ids]
+        super().__init__(
+            ModelRunnerOutput(
+                req_ids=list(request_ids),
+                req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+                sampled_token_ids=[[FAILED_TOKEN if wrong else STEP_TOKEN] for wrong in failed],
+            )
         )
+        self._results = [results[request_id] for request_id in request_ids]
+        flat: dict[str, list[torch.Tensor]] = {}
+        for result in self._results:
+            for tensor in result.tensors.values():
+                flat.setdefault(str(tensor.dtype), []).append(tensor.reshape(-1))
+        joined = {dtype: torch.cat(tensors) for dtype, tensors in flat.items()}
+        self._copy = HostCopy(joined, copy_stream)
+
+    def attachments(self) -> list[dict[str, Any] | None]:
+        host = self._copy.wait()
+        offsets = dict.fromkeys(host, 0)
+        entries: list[dict[str, Any] | None] = []
+        for result in self._results:
+            entry: dict[str, Any] = {}
+            if result.error is not None:
+                entry["error"] = result.error
+            for name, tensor in result.tensors.items():
+                kind = str(tensor.dtype)
+                start, offsets[kind] = offsets[kind], offsets[kind] + tensor.numel()
+                # A copy of its own: a view would keep the memory of the whole batch alive.
+                entry[name] = host[kind][start : offsets[kind]].clone().view(tensor.shape)
+            entries.append(entry or None)
+        return entries
 
 
-class DiffusionWorker(WorkerBase):
+class DiffusionWorker(OmniWorkerBase, WorkerBase):
     """Runs a `DiffusionModelRunner` under a plain `EngineCore`, on CPU and CUDA, in float as the model wants it.
 
     One failing request ends alone: it gets its error as output together with `FAILED_TOKEN`, at which the ordinary
@@ -106,7 +90,7 @@ class DiffusionWorker(WorkerBase):
             self.device = torch.device(kind)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        path = ((self.vllm_config.additional_config or {}).get("omni") or {}).get("runner")
+        path = omni_options(self.vllm_config).get("runner")
         if not path:
             raise ConfigError("additional_config['omni']['runner'] names no diffusion model runner.")
         runner_class = resolve_obj_by_qualname(path)
@@ -149,7 +133,7 @@ class DiffusionWorker(WorkerBase):
         self._output = DiffusionOutput(request_ids, results, self._copy_stream)
         return None
 
-    def sample_tokens(self, grammar_output: Any) -> AsyncModelRunnerOutput:
+    def sample_tokens(self, grammar_output: Any) -> DiffusionOutput:
         output, self._output = self._output, None
         if output is None:
             raise EngineError("sample_tokens was called without a step.")
@@ -164,7 +148,7 @@ class DiffusionWorker(WorkerBase):
             self.model_runner.add(request_id, job)
         except torch.AcceleratorError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - reported as this request's error
             self._fail(request_id, error)
 
     def _step(self, request_ids: list[str]) -> dict[str, StepResult]:
@@ -176,7 +160,7 @@ class DiffusionWorker(WorkerBase):
         except torch.AcceleratorError:
             # The device's context is lost; no request can be saved in this process.
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - reported as the error of the requests that cause it
             if len(request_ids) == 1:
                 return {request_ids[0]: StepResult(error=error)}
             logger.warning("a batch of %d requests failed, trying them one by one: %r", len(request_ids), error)
@@ -194,9 +178,13 @@ class DiffusionWorker(WorkerBase):
             error = EngineError(f"The model failed: {type(error).__name__}: {error}")
         self._failed[request_id] = error
 
-    def counts(self) -> dict[str, int]:
-        """Requests that hold device memory, and failed ones that the scheduler has not yet ended."""
-        return {"latents": self.model_runner.held(), "failed": len(self._failed)}
+    def omni_counts(self) -> dict[str, int]:
+        """What the runner holds, and failed requests that the scheduler has not yet ended."""
+        return {**super().omni_counts(), "failed": len(self._failed)}
+
+    def omni_reset(self) -> None:
+        super().omni_reset()
+        self._output = None
 
     def execute_dummy_batch(self) -> None:
         """Nothing to keep in step with: a diffusion stage has no data-parallel peers."""

@@ -50,7 +50,7 @@ class MediaLimits:
 
 @dataclass(frozen=True)
 class DecodedMedia:
-    """What the model's processor takes: audio f32 [samples] at 16 kHz, a PIL image (RGB), or video u8 [frames, h, w, 3]."""
+    """For the model: audio f32 [samples] at 16 kHz, an RGB image of PIL or video u8 [frames, h, w, 3]."""
 
     modality: str
     data: Any
@@ -156,7 +156,7 @@ def _read(reader: Callable[[bytes, MediaLimits, str], Any], data: bytes, limits:
         return reader(data, limits, what)
     except OmniError:
         raise
-    except Exception as error:  # noqa: BLE001 - becomes a typed error with the cause
+    except Exception as error:
         raise MalformedMedia(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 

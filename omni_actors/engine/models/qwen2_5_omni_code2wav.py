@@ -1,11 +1,12 @@
 """Qwen2.5-Omni's vocoder (token2wav: a diffusion transformer and BigVGAN) for requests of any mix of lengths.
 
-The modules come from transformers; what is ours is how a batch runs through the DiT. Its attention is local: a frame sees
-the frames of its own block (24 frames), in a few layers also the block before or after. So every request is cut into
-blocks, the last one padded, and the blocks of all requests and of both guidance branches are stacked to
-[blocks, frames per block, width]. Attention runs per block over the keys of its window: the cost is linear in the length,
-a request pays for at most 23 frames of padding whatever else is in the batch, and nothing can leak between requests.
-One step is one interval of the Runge-Kutta solver (four evaluations), the last one also decodes the mel frames.
+The modules come from transformers; what is ours is how a batch runs through the DiT. Its attention is local: a frame
+sees the frames of its own block (24 frames), in a few layers also the block before or after. So every request is cut
+into blocks, the last one padded, and the blocks of all requests and of both guidance branches are stacked to
+[blocks, frames per block, width]. Attention runs per block over the keys of its window: the cost is linear in the
+length, a request pays for at most 23 frames of padding whatever else is in the batch, and nothing can leak between
+requests. One step is one interval of the Runge-Kutta solver (four evaluations); the last one also decodes the mel
+frames.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
+from transformers import PretrainedConfig, Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import apply_rotary_pos_emb, deinterleave_head_dim
 from transformers.utils import cached_file
 
 from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, StepResult
+from omni_actors.engine.models import ModelSpec
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong, StartupError, UnknownVoice
+from omni_actors.messages import DIFFUSION_PARAMS, StageParams
 from omni_actors.stage.interface import EngineFacts, StageInputs, StageRequest
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniToken2WavConfig
 
 SAMPLE_RATE = 24_000
+MAX_STEPS = 1000
 WEIGHT_PREFIX = "token2wav."
 VOICE_FILE = "spk_dict.pt"
 # Below this guidance scale transformers skips the unconditional branch.
@@ -86,7 +90,7 @@ class _Latents:
 
 @dataclass(frozen=True)
 class _Window:
-    """Which keys a block of queries sees: `blocks` i64 [blocks, n], `mask` bool [blocks, 1, 1, n * frames per block]."""
+    """The keys that a block sees: `blocks` i64 [blocks, n], `mask` bool [blocks, 1, 1, n * frames per block]."""
 
     blocks: torch.Tensor
     mask: torch.Tensor
@@ -109,6 +113,29 @@ class _Batch:
     fixed: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor]
     windows: Mapping[tuple[int, int], _Window]
+
+
+def placeholder_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The model that vLLM believes to serve: one of the smallest it knows, never built.
+
+    vLLM's configuration wants a language model; a vocabulary of two is what `DiffusionWorker` "samples" from. vLLM also
+    probes this function with a dummy configuration, which is returned as it is.
+    """
+    if not hasattr(config, "token2wav_config"):
+        return config
+    return PretrainedConfig(
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=2,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_STEPS + 1,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
 
 
 def solver_times(num_steps: int, sway_coefficient: float) -> torch.Tensor:
@@ -148,7 +175,7 @@ def read_tensors(model: str, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         raise StartupError(f"The checkpoint {model!r} has no tensor {prefix}*.", hint="Use a full Omni checkpoint.")
 
 
-class Qwen2_5OmniCode2Wav(DiffusionModelRunner):  # noqa: N801 - the model's own name
+class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
     """Codec tokens to waveform, f32 [samples] at 24 kHz, in float32 as the checkpoint requires."""
 
     def __init__(self, vllm_config, device: torch.device) -> None:  # noqa: ANN001 - VllmConfig
@@ -156,10 +183,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):  # noqa: N801 - the model's own
         self.model_name: str = vllm_config.model_config.model
         config: Qwen2_5OmniToken2WavConfig = Qwen2_5OmniConfig.from_pretrained(self.model_name).token2wav_config
         self.config = config
-        options = (vllm_config.additional_config or {}).get("omni", {})
-        positions = config.dit_config.max_position_embeddings // config.dit_config.repeats
-        self.max_tokens = min(positions, int(options.get("max_input_tokens") or positions))
-        self.max_steps = max(1, vllm_config.model_config.max_model_len - 1)
+        self.max_tokens = config.dit_config.max_position_embeddings // config.dit_config.repeats
         self._requests: dict[str, _Latents] = {}
         self._voices: dict[str, _Voice] = {}
         self._batch: _Batch | None = None
@@ -176,7 +200,8 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):  # noqa: N801 - the model's own
         with torch.device(self.device):
             model = Qwen2_5OmniToken2WavModel._from_config(self.config).float().eval()
         if not dummy:
-            missing, unexpected = model.load_state_dict(dict(read_tensors(self.model_name, WEIGHT_PREFIX)), strict=False)
+            weights = dict(read_tensors(self.model_name, WEIGHT_PREFIX))
+            missing, unexpected = model.load_state_dict(weights, strict=False)
             if missing or unexpected:
                 raise StartupError(
                     f"The vocoder's weights in {self.model_name!r} do not fit its config: missing {missing[:3]}, "
@@ -191,7 +216,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):  # noqa: N801 - the model's own
     def _load_voices(self) -> None:
         path = cached_file(self.model_name, VOICE_FILE, _raise_exceptions_for_missing_entries=False)
         if path is None or not os.path.isfile(path):
-            raise StartupError(f"The checkpoint {self.model_name!r} has no {VOICE_FILE}.", hint="Download it completely.")
+            raise StartupError(f"{self.model_name!r} has no {VOICE_FILE}.", hint="Download the whole checkpoint.")
         encoder = self.dit.input_embed.spk_encoder
         for name, entry in torch.load(path, weights_only=True, map_location="cpu").items():
             mel = entry["ref_mel"].to(self.device, torch.float32)
@@ -223,12 +248,12 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):  # noqa: N801 - the model's own
         voice = request.voice if request.voice is not None else next(iter(self._voices))
         if voice not in self._voices:
             raise UnknownVoice(f"There is no voice {voice!r}; the voices are {', '.join(self._voices)}.")
-        params = request.params
-        num_points = 10 if params.num_steps is None else params.num_steps
-        guidance = 0.5 if params.guidance_scale is None else params.guidance_scale
-        sway = -1.0 if params.sway_coefficient is None else params.sway_coefficient
-        if num_points < 1 or num_points - 1 > self.max_steps:
-            raise InvalidRequest(f"num_steps is {num_points}; it must lie in 1..{self.max_steps + 1}.")
+        if foreign := sorted(set(request.params.given()) - DIFFUSION_PARAMS):
+            raise InvalidRequest(f"Parameters {foreign} do not apply to a diffusion stage.")
+        params = request.params.merged_over(SPEC.params)
+        num_points, guidance, sway = params.num_steps, params.guidance_scale, params.sway_coefficient
+        if not 1 <= num_points <= MAX_STEPS:
+            raise InvalidRequest(f"num_steps is {num_points}; it must lie in 1..{MAX_STEPS}.")
         if not (guidance >= 0 and math.isfinite(guidance) and math.isfinite(sway)):
             raise InvalidRequest("guidance_scale must be finite and not negative, sway_coefficient finite.")
         payload = Code2WavPayload(token_ids, voice, request.effective_seed, solver_times(num_points, sway), guidance)
@@ -279,8 +304,8 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):  # noqa: N801 - the model's own
             # The batch holds copies of its requests' inputs; let them go with the first of them.
             self._batch = None if request_id in self._batch.request_ids else self._batch
 
-    def held(self) -> int:
-        return len(self._requests)
+    def omni_counts(self) -> dict[str, int]:
+        return {"latents": len(self._requests), "batches": int(self._batch is not None)}
 
     # ------------------------------------------------------------------------------------------------------- stepping
 
@@ -439,3 +464,19 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):  # noqa: N801 - the model's own
             hidden = sum(branch(hidden) for branch in branches) / kernels
         hidden = vocoder.conv_post(vocoder.activation_post(hidden))
         return hidden.clamp(-1.0, 1.0)[:, 0]
+
+
+SPEC = ModelSpec(
+    kind="diffusion",
+    hf_overrides=placeholder_config,
+    engine={"max_num_seqs": 32},
+    required={
+        "max_model_len": MAX_STEPS + 1,
+        "max_num_batched_tokens": MAX_STEPS + 1,
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+    },
+    params=StageParams(num_steps=10, guidance_scale=0.5, sway_coefficient=-1.0),
+    runner="omni_actors.engine.models.qwen2_5_omni_code2wav.Qwen2_5OmniCode2Wav",
+)
