@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
@@ -55,9 +56,8 @@ class CPUSampler(Sampler):
 
 def _gumbel_noise(seed: int, position: int, size: int) -> torch.Tensor:
     """Noise [size] that depends on nothing but the request's seed and the position, so that no neighbour changes it."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + position) & 0xFFFFFFFFFFFFFFFF
-    generator = torch.Generator().manual_seed(mixed - (1 << 64) if mixed >> 63 else mixed)
-    return -torch.empty(size).exponential_(generator=generator).log_()
+    generator = np.random.Generator(np.random.Philox(key=[seed, position]))
+    return torch.from_numpy(generator.gumbel(size=size).astype(np.float32))
 
 
 class OmniCPURunner(OmniRunnerMixin, CPUModelRunner):

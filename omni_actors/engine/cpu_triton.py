@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import types
+from importlib import metadata
 
 
 class _InterpreterDriver:
@@ -22,10 +23,11 @@ class _InterpreterDriver:
 
 def enable_interpreter() -> bool:
     """Register the interpreter as Triton's CPU backend. Returns whether it was needed. Must precede `import vllm`."""
+    if metadata.entry_points(group="triton.backends", name="cpu"):
+        return False
+    # Before Triton is imported: its own library functions decide then whether they are interpreted.
+    os.environ["TRITON_INTERPRET"] = "1"
     from triton.backends import backends
 
-    if "cpu" in backends:
-        return False
-    os.environ["TRITON_INTERPRET"] = "1"
     backends["cpu"] = types.SimpleNamespace(driver=_InterpreterDriver, compiler=None)  # type: ignore[assignment]
     return True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -15,9 +16,13 @@ from omni_actors.engine.scheduler import RowUpdate
 from omni_actors.engine.worker_base import AttachedOutput, HostCopy, OmniRunnerBase
 
 
+@dataclass(frozen=True, slots=True)
+class EmitRows:
+    """Payload (`extra_args["omni"]`) of a request whose rows are wanted."""
+
+
 class StreamedInputState(ABC):
-    """A ModelState whose requests get rows while they run. Registered with `StreamedInputState.register` is not enough:
-    subclasses derive from it, so that a missing method is an error at load."""
+    """A ModelState whose requests get rows while they run."""
 
     @abstractmethod
     def push_rows(self, request_id: str, update: RowUpdate) -> None:
@@ -30,6 +35,12 @@ class StreamedInputState(ABC):
     @abstractmethod
     def omni_counts(self) -> dict[str, int]:
         """What the state holds for requests; all zero when idle."""
+
+
+def payload_of(request: NewRequestData) -> Any:
+    """`extra_args["omni"]` of a new request; None for vLLM's own warm-up requests."""
+    parameters = request.sampling_params
+    return (parameters.extra_args or {}).get("omni") if parameters is not None else None
 
 
 class EmittedRows(AttachedOutput):
@@ -65,7 +76,7 @@ class EmittedRows(AttachedOutput):
 class OmniRunnerMixin(OmniRunnerBase):
     """To be mixed in front of vLLM's V2 `GPUModelRunner` (which the CPU runner derives from).
 
-    Rows out: requests with `extra_args["omni"]["rows"]` get, per step, `last hidden state + token embedding` of every
+    Rows out: requests with an `EmitRows` payload get, per step, `last hidden state + token embedding` of every
     position computed in it, the embedding left out at multimodal prompt positions: what the talker of Qwen2.5-Omni
     takes. Rows in: `SchedulerOutput.omni_row_updates` goes to the ModelState, if it is a `StreamedInputState`.
     """
@@ -83,8 +94,7 @@ class OmniRunnerMixin(OmniRunnerBase):
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
-            parameters = request.sampling_params
-            if parameters is not None and (parameters.extra_args or {}).get("omni", {}).get("rows"):
+            if isinstance(payload_of(request), EmitRows):
                 self._emitting.add(request.req_id)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:

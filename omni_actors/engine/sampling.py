@@ -17,7 +17,7 @@ def make_sampling_params(
     seed: int,
     end_token_ids: Iterable[int],
     vocabulary: int,
-    payload: dict[str, Any] | None = None,
+    payload: Any = None,
     read_prefix_cache: bool = True,
 ) -> SamplingParams:
     """vLLM parameters of one request.

@@ -152,9 +152,10 @@ class OmniSchedulerMixin:
         self._stalled = False
         super().add_request(request)
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        self._stalled = False
-        return super().update_from_output(*args, **kwargs)
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            self._stalled = False
+        return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         # Every way in which a request ends passes here: finished, aborted, failed.
