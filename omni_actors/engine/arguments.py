@@ -1,0 +1,150 @@
+"""What the operator says of a stage, turned into vLLM's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
+
+from omni_actors.engine.executor import EXECUTOR_PATH
+from omni_actors.engine.models import ModelSpec, StageKind, checkpoint_architecture, find_model_spec
+from omni_actors.engine.platform import Platform, prepare
+from omni_actors.errors import ConfigError
+
+GIB = 1 << 30
+
+# Fields that this package sets itself: a stage with others would not be the stage its engine expects.
+RESERVED = frozenset(
+    {"model", "worker_cls", "scheduler_cls", "distributed_executor_backend", "hf_overrides", "additional_config"}
+)
+
+_DEFAULTS: dict[str, Any] = {
+    # We add the end tokens ourselves (sampling.py); "auto" would mix the checkpoint's sampling defaults in.
+    "generation_config": "vllm",
+    # The prompt stage sends whole features; the cache protocol of vLLM would leave out tensors seen before.
+    "mm_processor_cache_gb": 0,
+    "enable_prefix_caching": False,
+    # 32-70 s per stage on a GPU for kernels that the first request compiles in less.
+    "kernel_config": {"enable_jit_warmup": False},
+}
+
+
+@dataclass(frozen=True)
+class OmniModelConfig:
+    """What omni_actors adds to vLLM's model configuration.
+
+    Args:
+        model: folder or hub name of the whole checkpoint (all stages).
+        model_stage: which stage of it, for example "talker".
+        outputs: what the stage gives to the client, for example ("text",).
+        row_budget_bytes: embedding rows that an autoregressive stage may hold for its requests at a time.
+        latent_budget_bytes: latents and conditions that a diffusion stage works on at a time.
+    """
+
+    model: str
+    model_stage: str
+    outputs: tuple[str, ...] = ()
+    row_budget_bytes: int = 2 * GIB
+    latent_budget_bytes: int = 2 * GIB
+
+    def __post_init__(self) -> None:
+        for name in ("row_budget_bytes", "latent_budget_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive; got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class OmniEngineArgs:
+    """Arguments of one stage's engine.
+
+    Args:
+        kind: "autoregressive", "diffusion" or "prompt".
+        engine: fields of vLLM's EngineArgs by name.
+        asynchronous: schedule a step ahead of the device; `None` leaves it to vLLM (on for CUDA, off for CPU).
+
+    Raises:
+        ConfigError: an unknown or reserved field in `engine`.
+    """
+
+    model_config: OmniModelConfig
+    kind: StageKind
+    engine: dict[str, Any] = field(default_factory=dict)
+    asynchronous: bool | None = None
+
+    def __post_init__(self) -> None:
+        known = {item.name for item in dataclasses.fields(EngineArgs)} - RESERVED
+        for name in self.engine:
+            if name in RESERVED:
+                raise ConfigError(f"engine.{name} is set by omni_actors itself.", hint="Remove it.")
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, 1)
+                advice = f" Did you mean {nearest[0]!r}?" if nearest else ""
+                raise ConfigError(f"engine.{name} is no field of vLLM's EngineArgs.{advice}")
+
+    def model_spec(self) -> ModelSpec:
+        """The model of this stage. Raises `ConfigError` if there is none or if it is of another kind."""
+        stage = "thinker" if self.kind == "prompt" else self.model_config.model_stage
+        spec = find_model_spec(checkpoint_architecture(self.model_config.model), stage)
+        if self.kind not in (spec.kind, "prompt"):
+            raise ConfigError(f"Stage {stage!r} is {spec.kind}, not {self.kind}.")
+        return spec
+
+    def create_engine_config(self) -> VllmConfig:
+        """vLLM's configuration of this stage, models registered.
+
+        Raises:
+            ConfigError: vLLM refuses the arguments, or they contradict what the model requires.
+        """
+        platform = prepare()
+        spec = self.model_spec()
+        for architecture, model_class in spec.vllm_models.items():
+            if architecture not in ModelRegistry.models:
+                ModelRegistry.register_model(architecture, model_class)
+        for name, value in spec.required.items():
+            if self.engine.get(name, value) != value:
+                raise ConfigError(f"engine.{name} must be {value!r} for the {self.model_config.model_stage}.")
+        arguments = {**_DEFAULTS, **spec.engine, **self.engine, **spec.required}
+        arguments |= {
+            "model": self.model_config.model,
+            "hf_overrides": spec.hf_overrides,
+            "distributed_executor_backend": EXECUTOR_PATH,
+            "additional_config": {
+                "omni": {**dataclasses.asdict(self.model_config), "kind": self.kind, "runner": spec.runner}
+            },
+        }
+        arguments |= self._classes(platform)
+        if self.asynchronous is not None:
+            arguments["async_scheduling"] = self.asynchronous
+        try:
+            config = EngineArgs(**arguments).create_engine_config()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"vLLM refuses the arguments of the {self.model_config.model_stage}: {error}") from error
+        if self.asynchronous is not None:
+            # The CPU platform always turns it off, although its executor supports it; tests turn it on again.
+            config.scheduler_config.async_scheduling = self.asynchronous
+        if self.kind != "prompt" and config.scheduler_config.async_scheduling:
+            # Only now is it known which way vLLM decided; a plain scheduler would waste every other step.
+            config.scheduler_config.scheduler_cls = self._scheduler(asynchronous=True)
+        return config
+
+    def _classes(self, platform: Platform) -> dict[str, str]:
+        if self.kind == "prompt":  # only reads the configuration, runs no core
+            return {}
+        if self.kind == "diffusion":
+            worker = "omni_actors.engine.diffusion_worker.DiffusionWorker"
+        else:
+            name = "cpu.OmniCPUWorker" if platform is Platform.CPU else "gpu.OmniGPUWorker"
+            worker = f"omni_actors.engine.{name}"
+        return {"worker_cls": worker, "scheduler_cls": self._scheduler(asynchronous=False)}
+
+    def _scheduler(self, *, asynchronous: bool) -> str:
+        if self.kind == "diffusion":
+            name = "diffusion_scheduler.Diffusion"
+        else:
+            name = "scheduler.Omni"
+        return f"omni_actors.engine.{name}{'Async' if asynchronous else ''}Scheduler"

@@ -1,0 +1,142 @@
+"""The engine of an autoregressive stage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import FinishReason as VllmFinishReason
+
+from omni_actors.engine.adapter import AutoregressiveAdapter, RequestOutputs
+from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.core import StepFailed, VllmCore
+from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError
+from omni_actors.messages import FinishReason, HostTensor
+from omni_actors.stage.interface import (
+    EngineEvent,
+    EngineFacts,
+    ErrorEvent,
+    FinishedEvent,
+    StageEngine,
+    StageInputs,
+    StageRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+_REASONS = {
+    VllmFinishReason.STOP: FinishReason.STOP,
+    VllmFinishReason.LENGTH: FinishReason.LENGTH,
+    VllmFinishReason.REPETITION: FinishReason.STOP,
+}
+
+
+@dataclass(slots=True)
+class _Running:
+    outputs: RequestOutputs
+    input_tokens: int
+    output_tokens: int = 0
+
+
+class AutoregressiveEngine(StageEngine):
+    """Runs one AR model in this process.
+
+    Raises:
+        ConfigError, StartupError: see `OmniEngineArgs.create_engine_config` and `VllmCore`.
+    """
+
+    def __init__(self, arguments: OmniEngineArgs) -> None:
+        spec = arguments.model_spec()
+        vllm_config = arguments.create_engine_config()
+        adapter_class = resolve_obj_by_qualname(spec.adapter)
+        if not issubclass(adapter_class, AutoregressiveAdapter):
+            raise ConfigError(f"{spec.adapter} is no AutoregressiveAdapter.")
+        self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, spec.params)
+        self.core = VllmCore(vllm_config)
+        self._requests: dict[str, _Running] = {}
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self.adapter.facts
+
+    def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        request_id = request.request_id
+        if request_id in self._requests:
+            raise InvalidRequest(f"Request {request_id!r} is already running.")
+        admission = self.adapter.admit(request, inputs)
+        if (stream := admission.stream) is not None:
+            self.core.scheduler.open_stream(
+                request_id, received=stream.received, complete=stream.complete, n_bytes=stream.n_bytes
+            )
+        try:
+            self.core.add(admission.request)
+        except Exception as error:
+            self.core.scheduler.close_stream(request_id)
+            raise EngineError(f"vLLM refuses the request: {type(error).__name__}: {error}") from error
+        self._requests[request_id] = _Running(admission.outputs, len(admission.request.prompt_token_ids or ()))
+
+    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
+        """See `StageEngine.extend`. Rows of a request that has ended are dropped: a talker may end before its input."""
+        if request_id not in self._requests:
+            return
+        try:
+            tensor = None if rows is None else self.adapter.read_rows(rows)
+            self.core.scheduler.push_rows(request_id, tensor, complete=complete)
+        except OmniError:
+            self.abort(request_id)  # without these rows it could never end
+            raise
+
+    def abort(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self.core.abort([request_id])
+
+    def runnable(self) -> bool:
+        return self.core.runnable()
+
+    def step(self) -> Sequence[EngineEvent]:
+        events: list[EngineEvent] = []
+        try:
+            outputs = self.core.step()
+        except StepFailed as failure:
+            for request_id in failure.request_ids:
+                if self._requests.pop(request_id, None) is not None:
+                    events.append(ErrorEvent(request_id, EngineError(f"A step of the model failed: {failure}")))
+            return events
+        for output in outputs:
+            running = self._requests.get(output.request_id)
+            if running is not None:
+                events.extend(self._events(running, output))
+        return events
+
+    def _events(self, running: _Running, output: EngineCoreOutput) -> list[EngineEvent]:
+        request_id = output.request_id
+        try:
+            if output.finish_reason in (VllmFinishReason.ERROR, VllmFinishReason.ABORT):
+                raise EngineError(f"vLLM ended the request: {output.finish_reason}.")
+            events = list(running.outputs.convert(output))
+        except OmniError as error:
+            self.abort(request_id)
+            return [ErrorEvent(request_id, error)]
+        running.output_tokens += len(output.new_token_ids)
+        if output.finish_reason is not None:
+            del self._requests[request_id]
+            reason = _REASONS[output.finish_reason]
+            events.append(FinishedEvent(request_id, reason, running.input_tokens, running.output_tokens))
+        return events
+
+    def counts(self) -> dict[str, int]:
+        running, waiting = self.core.scheduler.get_request_counts()
+        return {
+            "requests": len(self._requests),
+            "running": running,
+            "waiting": waiting,
+            **self.core.scheduler.omni_counts(),
+            **self.core.worker.omni_counts(),
+        }
+
+    def shutdown(self) -> None:
+        self._requests.clear()
+        self.core.shutdown()

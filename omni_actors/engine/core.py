@@ -1,0 +1,156 @@
+"""The only user of vLLM's EngineCore: add, abort, step, and what to do when a step fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.request import RequestStatus
+
+from omni_actors.engine.scheduler import OmniSchedulerInterface
+from omni_actors.errors import ConfigError, EngineError, StartupError
+
+logger = logging.getLogger(__name__)
+
+
+class StepFailed(Exception):
+    """A step failed and was contained: the core goes on, `request_ids` are gone from it."""
+
+    def __init__(self, request_ids: Sequence[str], cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.request_ids = tuple(request_ids)
+        self.cause = cause
+
+
+class EngineLost(EngineError):
+    """The device is in an undefined state; only a new process can go on."""
+
+    default_hint = "The stage restarts by itself; see its log for the device error."
+
+
+def make_request(
+    request_id: str,
+    token_ids: Sequence[int],
+    sampling_params: SamplingParams,
+    *,
+    prompt_embeds: torch.Tensor | None = None,
+    prompt_is_token_ids: list[bool] | None = None,
+    mm_features: list[Any] | None = None,
+    priority: int = 0,
+) -> EngineCoreRequest:
+    """A vLLM request from parts of our own making; `prompt_embeds` [len(token_ids), width] stand in for tokens."""
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(token_ids),  # a copy: vLLM keeps the list it is given
+        mm_features=mm_features,
+        sampling_params=sampling_params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        prompt_embeds=prompt_embeds,
+        prompt_is_token_ids=prompt_is_token_ids,
+        priority=priority,
+    )
+
+
+class VllmCore:
+    """An EngineCore in this process.
+
+    Raises:
+        ConfigError: the scheduler or the worker is not one of ours.
+        StartupError: the core does not start.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        if not vllm_config.use_v2_model_runner:
+            raise ConfigError("vLLM chose its V1 model runner.", hint="Call engine.platform.prepare before vLLM.")
+        self.vllm_config = vllm_config
+        try:
+            self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        except Exception as error:
+            raise StartupError(
+                f"The engine core does not start: {type(error).__name__}: {error}",
+                hint="The chained exception names the cause.",
+            ) from error
+        if not isinstance(self._core.scheduler, OmniSchedulerInterface):
+            raise ConfigError(f"{type(self._core.scheduler).__name__} is no OmniSchedulerInterface.")
+
+    @property
+    def scheduler(self) -> Any:
+        return self._core.scheduler
+
+    @property
+    def worker(self) -> Any:
+        """The worker in this process (the executor is the uniprocess one)."""
+        return self._core.model_executor.driver_worker.worker
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Queue a request whose id is not in use."""
+        self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop requests. Idempotent; unknown ids are ignored."""
+        self._core.abort_requests(list(request_ids))
+
+    def runnable(self) -> bool:
+        """Whether `step` would do something now."""
+        return bool(self._core.batch_queue) or self.scheduler.has_runnable()
+
+    def step(self) -> list[EngineCoreOutput]:
+        """One step; empty when there is nothing to do or the step only filled the pipeline.
+
+        Raises:
+            StepFailed: the step failed; the requests it concerned are gone, the core is usable.
+            EngineLost: the device failed; the process has to end.
+        """
+        if not self.runnable():
+            return []
+        try:
+            outputs, executed = self._core.step_fn()
+            self._core.post_step(executed)
+        except Exception as error:
+            logger.exception("A step failed.")
+            if _device_is_lost(error):
+                raise EngineLost(f"The device failed: {error}") from error
+            raise StepFailed(self._contain(), error) from error
+        return [output for group in (outputs or {}).values() for output in group.outputs]
+
+    def _contain(self) -> list[str]:
+        """End what the failed step may have touched and return the ids.
+
+        Without this the requests count as computed but never finish, and the loop spins for ever. Requests that still
+        wait have no state in the worker and go on.
+        """
+        scheduler = self.scheduler
+        # A failure inside schedule() can leave a request between the queues, so nothing running means: all of them.
+        touched = [request.request_id for request in scheduler.running] or list(scheduler.requests)
+        ended = scheduler.finish_requests(touched, RequestStatus.FINISHED_ERROR)
+        if self._core.batch_queue is not None:
+            self._core.batch_queue.clear()
+        self.worker.omni_reset()
+        return [request.request_id for request in ended]
+
+    def shutdown(self) -> None:
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self._core.shutdown()
+
+
+def _device_is_lost(error: BaseException) -> bool:
+    """After a CUDA error every later call on the device fails too. Running out of memory is not one of them."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return False
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+            return True
+        error = error.__cause__  # type: ignore[assignment]
+    return False

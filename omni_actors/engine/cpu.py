@@ -1,0 +1,76 @@
+"""Worker and runner of autoregressive stages on the CPU.
+
+Never import this on CUDA: vLLM's CPU worker patches `torch.cuda` when it is imported, after which the V2 runner fails
+on the GPU ("Pointer argument cannot be accessed from Triton").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from omni_actors.engine.runner import OmniRunnerMixin
+from omni_actors.engine.worker_base import OmniWorkerBase
+
+
+class CPUSampler(Sampler):
+    """vLLM's sampler with the random draw in PyTorch.
+
+    vLLM sends top-k/top-p to a Triton kernel whenever Triton is present, and Triton's interpreter cannot run that
+    kernel; the Gumbel kernel runs, but takes most of a step. See docs/adr/0003-v2-runner-on-cpu.md.
+    """
+
+    def __init__(self, made_by_vllm: Sampler) -> None:
+        # Takes the place of a sampler that vLLM has fully made, state and all; its constructor arguments are gone.
+        vars(self).update(vars(made_by_vllm))
+
+    def _sample_random(
+        self,
+        processed_logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: Any,
+        pos: torch.Tensor,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        use_fused_sampler: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        del expanded_idx_mapping, use_fused_sampler  # without drafts there is one row of logits per request
+        if top_k is not None or top_p is not None:
+            processed_logits = apply_top_k_top_p_pytorch(processed_logits, top_k, top_p)
+        noisy = processed_logits
+        temperatures = self.sampling_states.temperature.np[idx_mapping_np]
+        if temperatures.any():
+            noisy = processed_logits.float().clone()
+            seeds = self.sampling_states.seeds.np[idx_mapping_np].tolist()
+            for row, (seed, position, temperature) in enumerate(zip(seeds, pos.tolist(), temperatures, strict=True)):
+                if temperature:
+                    noisy[row] += _gumbel_noise(seed, position, noisy.shape[1])
+        return noisy.argmax(dim=-1), processed_logits
+
+
+def _gumbel_noise(seed: int, position: int, size: int) -> torch.Tensor:
+    """Noise [size] that depends on nothing but the request's seed and the position, so that no neighbour changes it."""
+    generator = np.random.Generator(np.random.Philox(key=[seed, position]))
+    return torch.from_numpy(generator.gumbel(size=size).astype(np.float32))
+
+
+class OmniCPURunner(OmniRunnerMixin, CPUModelRunner):
+    """vLLM's V2 runner on the CPU with rows in and out."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.sampler = CPUSampler(self.sampler)
+
+
+class OmniCPUWorker(OmniWorkerBase, CPUWorker):
+    """vLLM's CPU worker with our runner."""
+
+    def init_device(self) -> None:
+        super().init_device()  # also makes a runner of vLLM's, which only allocates small buffers on the CPU
+        self.model_runner = OmniCPURunner(self.vllm_config, self.device)

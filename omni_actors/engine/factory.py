@@ -1,0 +1,54 @@
+"""Builds the engine of a stage from its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from omni_actors.engine.platform import prepare
+from omni_actors.errors import ConfigError
+from omni_actors.stage.interface import StageEngine
+
+prepare()  # must come before anything that imports vLLM, and arguments.py does
+
+from omni_actors.engine.arguments import OmniEngineArgs  # noqa: E402
+
+
+def build_engine(stage_kind: str, arguments: OmniEngineArgs) -> StageEngine:
+    """The engine of a stage, loaded and ready.
+
+    Args:
+        stage_kind: "autoregressive", "diffusion" or "prompt".
+
+    Raises:
+        ConfigError: wrong arguments.
+        StartupError: the model does not load or the core does not start.
+    """
+    builders: dict[str, Callable[[OmniEngineArgs], StageEngine]] = {
+        "autoregressive": _autoregressive,
+        "diffusion": _diffusion,
+        "prompt": _prompt,
+    }
+    if stage_kind not in builders or stage_kind != arguments.kind:
+        raise ConfigError(f"Stage kind {stage_kind!r}, arguments for {arguments.kind!r}; there are {list(builders)}.")
+    return builders[stage_kind](arguments)
+
+
+# Imported late, so that a process loads only the engine it runs.
+
+
+def _autoregressive(arguments: OmniEngineArgs) -> StageEngine:
+    from omni_actors.engine.autoregressive import AutoregressiveEngine
+
+    return AutoregressiveEngine(arguments)
+
+
+def _diffusion(arguments: OmniEngineArgs) -> StageEngine:
+    from omni_actors.engine.diffusion import DiffusionEngine
+
+    return DiffusionEngine(arguments)
+
+
+def _prompt(arguments: OmniEngineArgs) -> StageEngine:
+    from omni_actors.engine.prompt import PromptEngine
+
+    return PromptEngine(arguments)

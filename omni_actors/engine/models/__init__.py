@@ -1,0 +1,86 @@
+"""Which model class serves which stage of which checkpoint. Entries are loaded only when used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from omni_actors.errors import ConfigError
+from omni_actors.messages import StageParams
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+StageKind = Literal["autoregressive", "diffusion", "prompt"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How vLLM is to run one stage of a checkpoint.
+
+    Args:
+        kind: which engine runs it.
+        hf_overrides: turns the checkpoint's configuration into the one vLLM sees for this stage.
+        vllm_models: architecture name -> class object. A class *object* spares vLLM a subprocess that imports all of
+            vLLM (8-10 s) only to look at the class.
+        engine: vLLM EngineArgs that this model needs or is better with; the user's own win.
+        required: EngineArgs without which the model is wrong; the user's own must agree.
+        params: sampling defaults of the published model.
+        adapter: class path of the `AutoregressiveModel` (AR stages) that maps stage inputs to vLLM requests.
+        runner: class path of the runner (diffusion stages).
+    """
+
+    kind: StageKind
+    hf_overrides: Callable[[PretrainedConfig], PretrainedConfig]
+    vllm_models: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, Any] = field(default_factory=dict)
+    params: StageParams = field(default_factory=StageParams)
+    adapter: str = ""
+    runner: str = ""
+
+
+_QWEN2_5_OMNI = ("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration")  # as published, and as transformers saves
+_MODULES: dict[tuple[str, str], str] = {
+    (architecture, stage): f"omni_actors.engine.models.{module}"
+    for architecture in _QWEN2_5_OMNI
+    for stage, module in (
+        ("thinker", "qwen2_5_omni_thinker"),
+        ("talker", "qwen2_5_omni_talker"),
+        ("code2wav", "qwen2_5_omni_code2wav"),
+    )
+}
+
+
+def find_model_spec(architecture: str, model_stage: str) -> ModelSpec:
+    """The `SPEC` of the module that serves `model_stage` of `architecture`.
+
+    Raises:
+        ConfigError: no such architecture or stage; names those there are.
+    """
+    module = _MODULES.get((architecture, model_stage))
+    if module is None:
+        stages = sorted(stage for name, stage in _MODULES if name == architecture)
+        known = f"its stages are {stages}" if stages else f"known are {sorted({name for name, _ in _MODULES})}"
+        raise ConfigError(f"No model serves the stage {model_stage!r} of {architecture!r}; {known}.")
+    spec = importlib.import_module(module).SPEC
+    if not isinstance(spec, ModelSpec):
+        raise ConfigError(f"{module}.SPEC is no ModelSpec.")
+    return spec
+
+
+def checkpoint_architecture(model: str) -> str:
+    """The architecture that a checkpoint's config.json names. Raises `ConfigError` if it cannot be read."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model)
+    except OSError as error:
+        raise ConfigError(f"No configuration can be read from {model!r}: {error}") from error
+    architectures = config.get("architectures") or []
+    if len(architectures) != 1:
+        raise ConfigError(f"config.json of {model!r} must name one architecture; it names {architectures}.")
+    return str(architectures[0])

@@ -1,0 +1,186 @@
+"""The model runner of autoregressive stages: vLLM's V2 runner, plus rows in and rows out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from omni_actors.engine.scheduler import RowUpdate
+from omni_actors.engine.worker_base import AttachedOutput, HostCopy, OmniRunnerBase
+
+
+@dataclass(frozen=True, slots=True)
+class EmitRows:
+    """Payload (`extra_args["omni"]`) of a request whose rows are wanted."""
+
+
+class StreamedInputState(ABC):
+    """A ModelState whose requests get rows while they run."""
+
+    @abstractmethod
+    def push_rows(self, request_id: str, update: RowUpdate) -> None:
+        """Rows that arrived since the last step."""
+
+    @abstractmethod
+    def drop_request(self, request_id: str) -> None:
+        """The request has ended (and was not merely preempted). Unknown ids are ignored."""
+
+    @abstractmethod
+    def omni_counts(self) -> dict[str, int]:
+        """What the state holds for requests; all zero when idle."""
+
+
+def payload_of(request: NewRequestData) -> Any:
+    """`extra_args["omni"]` of a new request; None for vLLM's own warm-up requests."""
+    parameters = request.sampling_params
+    return (parameters.extra_args or {}).get("omni") if parameters is not None else None
+
+
+class EmittedRows(AttachedOutput):
+    """Rows of a batch on their way to the host, cut per request when they are there."""
+
+    def __init__(
+        self,
+        inner: AsyncModelRunnerOutput | ModelRunnerOutput,
+        rows: HostCopy,
+        spans: list[tuple[int, int, int] | None],
+        positions: dict[int, HostCopy],
+    ) -> None:
+        super().__init__(inner)
+        self._rows = rows
+        self._spans = spans
+        self._positions = positions
+
+    def attachments(self) -> list[dict[str, Any] | None]:
+        rows = self._rows.wait()["rows"]
+        result: list[dict[str, Any] | None] = []
+        for index, span in enumerate(self._spans):
+            if span is None:
+                result.append(None)
+                continue
+            first, last, start = span
+            entry: dict[str, Any] = {"start": start, "rows": rows[first:last]}
+            if index in self._positions:
+                entry["mrope_positions"] = self._positions[index].wait()["positions"]
+            result.append(entry)
+        return result
+
+
+class OmniRunnerMixin(OmniRunnerBase):
+    """To be mixed in front of vLLM's V2 `GPUModelRunner` (which the CPU runner derives from).
+
+    Rows out: requests with an `EmitRows` payload get, per step, `last hidden state + token embedding` of every
+    position computed in it, the embedding left out at multimodal prompt positions: what the talker of Qwen2.5-Omni
+    takes. Rows in: `SchedulerOutput.omni_row_updates` goes to the ModelState, if it is a `StreamedInputState`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._emitting: set[str] = set()
+
+    @property
+    def _streamed_input(self) -> StreamedInputState | None:
+        return self.model_state if isinstance(self.model_state, StreamedInputState) else None
+
+    # -- vLLM's interface
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            if isinstance(payload_of(request), EmitRows):
+                self._emitting.add(request.req_id)
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().update_requests(scheduler_output)
+        updates: dict[str, RowUpdate] = getattr(scheduler_output, "omni_row_updates", {})
+        if updates and self._streamed_input is not None:
+            for request_id, update in updates.items():
+                self._streamed_input.push_rows(request_id, update)
+
+    def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        # vLLM treats preempted requests as finished too; only these have really ended.
+        for request_id in scheduler_output.finished_req_ids:
+            self._emitting.discard(request_id)
+            if self._streamed_input is not None:
+                self._streamed_input.drop_request(request_id)
+        super().finish_requests(scheduler_output)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.execute_model_state  # super() clears it
+        output = super().sample_tokens(*args, **kwargs)
+        if state is None or output is None or state.hidden_states is None:
+            return output
+        if self._emitting.isdisjoint(state.input_batch.req_ids):
+            return output
+        return self._emit(output, state.input_batch, state.hidden_states)
+
+    # -- rows out
+
+    @torch.inference_mode()
+    def _emit(self, output: Any, batch: InputBatch, hidden_states: torch.Tensor) -> EmittedRows:
+        n_tokens = batch.num_tokens  # without the padding of CUDA graphs
+        starts = batch.num_computed_tokens_np[: batch.num_reqs].tolist()
+        offsets = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
+        embeddings = self.model.embed_input_ids(batch.input_ids[:n_tokens])
+        media = self._media_positions(batch, starts, offsets)
+        if media is not None:
+            embeddings = embeddings.masked_fill(media.unsqueeze(-1), 0)
+        # A new tensor, so that the next replay of a graph, which reuses the static hidden states, cannot overwrite it.
+        rows = hidden_states[:n_tokens] + embeddings
+        stream = self.output_copy_stream if rows.is_cuda else None
+        spans = [
+            (offsets[index], offsets[index + 1], starts[index]) if request_id in self._emitting else None
+            for index, request_id in enumerate(batch.req_ids)
+        ]
+        positions = {
+            index: HostCopy({"positions": self._prompt_positions(batch, index)}, stream)
+            for index, request_id in enumerate(batch.req_ids)
+            if spans[index] is not None and starts[index] == 0 and self._media_of(request_id)
+        }
+        return EmittedRows(output, HostCopy({"rows": rows}, stream), spans, positions)
+
+    def _media_of(self, request_id: str) -> list[Any]:
+        return self.encoder_cache.mm_features.get(request_id, []) if self.encoder_cache is not None else []
+
+    def _media_positions(self, batch: InputBatch, starts: list[int], offsets: list[int]) -> torch.Tensor | None:
+        """Mask [n_tokens] of the positions filled by media, or None. Generated tokens never are, whatever their id."""
+        mask: np.ndarray | None = None
+        for index, request_id in enumerate(batch.req_ids):
+            start, end = starts[index], starts[index] + offsets[index + 1] - offsets[index]
+            for feature in self._media_of(request_id):
+                place = feature.mm_position
+                first, last = max(start, place.offset), min(end, place.offset + place.length)
+                if first >= last:
+                    continue
+                if mask is None:
+                    mask = np.zeros(batch.num_tokens, dtype=bool)
+                filled = True
+                if place.is_embed is not None:
+                    filled = place.is_embed[first - place.offset : last - place.offset].numpy()
+                mask[offsets[index] + first - start : offsets[index] + last - start] = filled
+        return None if mask is None else torch.from_numpy(mask).to(self.device, non_blocking=True)
+
+    def _prompt_positions(self, batch: InputBatch, index: int) -> torch.Tensor:
+        """M-RoPE positions i64 [3, P] of a request's prompt, as the model made them."""
+        slot = int(batch.idx_mapping_np[index])
+        length = int(self.req_states.prompt_len.np[slot])
+        positions = self.model_state.rope_state.read_prefill_positions(slot, length)
+        return positions.to(torch.int64, copy=True)
+
+    # -- OmniRunnerBase
+
+    def omni_counts(self) -> dict[str, int]:
+        counts = {"worker_requests": len(self.req_states.req_id_to_index), "emitting": len(self._emitting)}
+        if self._streamed_input is not None:
+            counts |= self._streamed_input.omni_counts()
+        return counts
+
+    def omni_reset(self) -> None:
+        self.execute_model_state = None

@@ -1,0 +1,54 @@
+"""HostTensor <-> torch. bfloat16 has no numpy type, so everything goes through raw bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from omni_actors.errors import InvalidPayload
+from omni_actors.messages import DType, HostTensor
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    DType.BF16: torch.bfloat16,
+    DType.F16: torch.float16,
+    DType.F32: torch.float32,
+    DType.I32: torch.int32,
+    DType.I64: torch.int64,
+    DType.U8: torch.uint8,
+}
+_WIRE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def to_torch(tensor: HostTensor, what: str = "tensor") -> torch.Tensor:
+    """A CPU tensor of its own (the bytes may be a socket frame or shared memory that is soon reused).
+
+    Raises:
+        InvalidPayload: dtype, shape and length disagree.
+    """
+    tensor.validate(what)
+    result = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+    if result.numel():
+        memoryview(result.view(-1).view(torch.uint8).numpy()).cast("B")[:] = memoryview(tensor.data).cast("B")
+    return result
+
+
+def to_host(tensor: torch.Tensor) -> HostTensor:
+    """A HostTensor over the bytes of a CPU tensor, which must not be changed afterwards.
+
+    Raises:
+        InvalidPayload: the dtype may not cross the wire.
+    """
+    dtype = _WIRE_DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidPayload(f"Tensors of {tensor.dtype} cannot be sent; only {[name.value for name in DType]} can.")
+    contiguous = tensor.detach().contiguous()
+    data = contiguous.view(-1).view(torch.uint8).numpy() if contiguous.numel() else b""
+    return HostTensor(dtype, tuple(contiguous.shape), memoryview(data))
+
+
+def check_rows(tensor: HostTensor, width: int, what: str, *, minimum: int = 0) -> None:
+    """Raise `InvalidPayload` unless `tensor` is floating [n >= minimum, width]."""
+    tensor.validate(what)
+    if tensor.dtype not in (DType.BF16, DType.F16, DType.F32):
+        raise InvalidPayload(f"{what}: rows need a floating dtype; got {tensor.dtype}.")
+    if len(tensor.shape) != 2 or tensor.shape[1] != width or tensor.shape[0] < minimum:
+        raise InvalidPayload(f"{what}: needs the shape [n >= {minimum}, {width}]; got {list(tensor.shape)}.")

@@ -1,0 +1,97 @@
+"""What the workers and runners of autoregressive and of diffusion stages share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+
+def omni_options(vllm_config: Any) -> Mapping[str, Any]:
+    """Our part of vLLM's additional_config (see `OmniEngineArgs.create_engine_config`)."""
+    return (vllm_config.additional_config or {}).get("omni", {})
+
+
+class OmniRunnerBase(ABC):
+    """A runner keeps state per request beside vLLM's; this is how the engine looks at it and clears it."""
+
+    @abstractmethod
+    def omni_counts(self) -> dict[str, int]:
+        """What the runner holds for requests, by name; all zero when idle."""
+
+    @abstractmethod
+    def omni_reset(self) -> None:
+        """Forget a step that failed half-way. Requests themselves end through `finished_req_ids` as usual."""
+
+
+class OmniWorkerBase:
+    """Mixin for vLLM workers whose `model_runner` is an `OmniRunnerBase`."""
+
+    model_runner: OmniRunnerBase
+
+    def omni_counts(self) -> dict[str, int]:
+        return self.model_runner.omni_counts()
+
+    def omni_reset(self) -> None:
+        self.model_runner.omni_reset()
+
+
+class HostCopy:
+    """Tensors on their way to the host: one copy each for the whole batch, on a side stream, dtype kept.
+
+    Args:
+        tensors: device tensors that nothing overwrites; they are kept alive until the copy is done.
+        copy_stream: the side stream; needed for CUDA tensors only.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], copy_stream: torch.cuda.Stream | None = None) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._source: Mapping[str, torch.Tensor] = tensors
+        if not any(tensor.is_cuda for tensor in tensors.values()):
+            self._host = dict(tensors)
+            return
+        if copy_stream is None:
+            raise ValueError("CUDA tensors need a stream to be copied on.")
+        copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copy_stream):
+            # torch takes pinned memory for a non-blocking copy to the CPU by itself.
+            self._host = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
+            self._event = torch.cuda.Event(blocking=True)  # sleeps instead of spinning on the driver's lock
+            self._event.record(copy_stream)
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        """The host tensors; blocks until they are complete."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        self._source = {}
+        return self._host
+
+
+class AttachedOutput(AsyncModelRunnerOutput):
+    """A runner's output plus one dictionary per request in `pooler_output`.
+
+    vLLM hands `pooler_output[i]` on as `EngineCoreOutput.pooling_output`, also for requests that sample tokens.
+    Subclasses build the dictionaries in `attachments`, which runs when the output is waited for.
+    """
+
+    def __init__(self, inner: AsyncModelRunnerOutput | ModelRunnerOutput) -> None:
+        self._inner = inner
+
+    @abstractmethod
+    def attachments(self) -> list[dict[str, Any] | None]:
+        """One entry per request of the batch, in its order."""
+
+    def get_output(self) -> ModelRunnerOutput:
+        inner = self._inner
+        output = inner.get_output() if isinstance(inner, AsyncModelRunnerOutput) else inner
+        output.pooler_output = self.attachments()
+        return output
+
+    def get_kv_connector_output(self) -> Any:
+        """Abstract from vLLM 0.33 on, unused in 0.32."""
+        inner = getattr(self._inner, "get_kv_connector_output", None)
+        return inner() if inner else getattr(self._inner, "kv_connector_output", None)
