@@ -74,6 +74,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     `model_stage` says which part of the checkpoint it runs (default: the stage's name), `engine` holds vLLM's engine
     arguments by name, `devices` GPU numbers of this host, `sampling` the defaults of the stage's parameters.
+    `budget_bytes` bounds the embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
     """
 
     name: StageName
@@ -86,6 +87,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
     devices: list[Annotated[int, Meta(ge=0, le=1023)]] | None = None
     startup_timeout: Seconds | None = None
+    budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
 
     @property
     def source_names(self) -> tuple[str, ...]:
