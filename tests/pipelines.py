@@ -18,7 +18,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 class RunningPipeline:
     """A launcher process in a run directory of its own; a context manager."""
 
-    def __init__(self, config: str | Path, overrides: Mapping[str, object] | None = None, timeout: float = 240.0) -> None:
+    def __init__(
+        self, config: str | Path, overrides: Mapping[str, object] | None = None, timeout: float = 240.0
+    ) -> None:
         self.run_dir = Path(tempfile.mkdtemp(prefix="omni-test-"))
         self.endpoint = f"ipc://{self.run_dir}/client"
         command = [sys.executable, "-m", "omni_actors.launch", str(config), "--run-dir", str(self.run_dir)]

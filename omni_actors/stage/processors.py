@@ -142,7 +142,7 @@ class Thinker2Talker(InputProcessor):
 
 
 class Talker2Code2Wav(InputProcessor):
-    """Qwen2.5-Omni: all codec tokens of the talker but the last, its end token, as the published model does."""
+    """Qwen2.5-Omni: all codec tokens of the talker, which leaves its end token out itself."""
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
         super().__init__(start_after, sources)
@@ -152,8 +152,7 @@ class Talker2Code2Wav(InputProcessor):
         self._codes.extend(_unseen_tokens(piece, len(self._codes)))
         if not piece.final:
             return []
-        codes = self._codes[:-1]
-        return [Start(StageInputs(token_ids=codes))] if codes else [Skip()]
+        return [Start(StageInputs(token_ids=self._codes))] if self._codes else [Skip()]
 
 
 PROCESSORS: dict[str, type[InputProcessor]] = {
