@@ -33,10 +33,6 @@ from torch import nn
 
 ARCHITECTURE = "Qwen2_5OmniModel"  # as published; it is the name under which vLLM knows the thinker
 MARKER_FILE = "omni_actors_checkpoint.json"
-DEFAULT_SYSTEM_PROMPT = (
-    "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, "
-    "capable of perceiving auditory and visual inputs, as well as generating text and speech."
-)
 AUDIO_RATE = 16000
 
 

@@ -1,0 +1,27 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Qwen2.5-Omni checkpoint (seed 0): the folder in OMNI_TEST_CHECKPOINT, else built for this run."""
+    given = os.environ.get("OMNI_TEST_CHECKPOINT")
+    if given:
+        folder = Path(given)
+        if not (folder / "model.safetensors").exists():
+            pytest.fail(f"OMNI_TEST_CHECKPOINT={given} holds no checkpoint")
+        return folder
+    from omni_actors.checkpoints import quiet_transformers, write_tiny
+
+    quiet_transformers()
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen2_5_omni"
+    write_tiny(folder, check=False)  # tests/e2e/test_reference.py checks what it answers
+    return folder
