@@ -3,9 +3,9 @@
     python benchmarks/serve.py stage_configs/qwen2_5_omni.yaml --model DIR --concurrency 1 8 32
     python benchmarks/serve.py --endpoint ipc:///tmp/omni-x/client
 
-TTFT: submit -> first text token at the client. TTFA: submit -> first samples at the client. RTF: wall / audio seconds.
-Every request has the same lengths (`--text-tokens`, `--codec-tokens`, end tokens ignored); figures are medians after one
-warm-up round.
+TTFT: submit -> first text token at the client. TTFA: submit -> first samples at the client. RTF: wall / audio
+seconds. Every request has the same lengths (`--text-tokens`, `--codec-tokens`, end tokens ignored); figures are medians
+after one warm-up round.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def describe(description: Description) -> str:
 def table(rows: list[dict[str, float]]) -> str:
     header = "| " + " | ".join(rows[0]) + " |"
     rule = "|" + "---|" * len(rows[0])
-    return "\n".join([header, rule, *("| " + " | ".join(str(value) for value in line.values()) + " |" for line in rows)])
+    lines = ["| " + " | ".join(str(value) for value in line.values()) + " |" for line in rows]
+    return "\n".join([header, rule, *lines])
 
 
 async def main(options: argparse.Namespace) -> None:
