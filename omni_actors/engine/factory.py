@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import os
-=======
 import gc
->>>>>>> helper-b
+import os
 from collections.abc import Callable
 
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
