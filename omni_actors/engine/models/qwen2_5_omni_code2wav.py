@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from transformers.utils import cached_file
 
 from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, StepResult
 from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.voices import load_voices
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong, StartupError, UnknownVoice
 from omni_actors.messages import DIFFUSION_PARAMS, StageParams
 from omni_actors.stage.interface import EngineFacts, StageInputs, StageRequest
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 SAMPLE_RATE = 24_000
 MAX_STEPS = 1000
 WEIGHT_PREFIX = "token2wav."
-VOICE_FILE = "spk_dict.pt"
 # Below this guidance scale transformers skips the unconditional branch.
 MIN_GUIDANCE = 1e-5
 # Live copies of the widest activation, for the byte estimates.
@@ -214,11 +213,8 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
 
     @torch.inference_mode()
     def _load_voices(self) -> None:
-        path = cached_file(self.model_name, VOICE_FILE, _raise_exceptions_for_missing_entries=False)
-        if path is None or not os.path.isfile(path):
-            raise StartupError(f"{self.model_name!r} has no {VOICE_FILE}.", hint="Download the whole checkpoint.")
         encoder = self.dit.input_embed.spk_encoder
-        for name, entry in torch.load(path, weights_only=True, map_location="cpu").items():
+        for name, entry in load_voices(self.model_name).items():
             mel = entry["ref_mel"].to(self.device, torch.float32)
             # The unconditional branch encodes a silent reference of the same length. Both depend on the voice alone.
             speaker, null_speaker = encoder(torch.cat([mel, torch.zeros_like(mel)]))
