@@ -281,6 +281,7 @@ class Coordinator:
             healthy=not state.replicas.missing(),
             in_flight=state.in_flight,
             stages=tuple(replica.status() for replica in state.replicas),
+            outputs={modality: stage.name for stage in self.pipeline.stages for modality in stage.outputs},
         )
 
 

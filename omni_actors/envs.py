@@ -24,6 +24,8 @@ VARIABLES = (
     Variable("OMNI_ACTORS_MAX_IN_FLIGHT", "coordinator.max_in_flight", "requests admitted at once"),
     Variable("OMNI_ACTORS_ALLOW_IMPORTS", "", "comma-separated prefixes from which the YAML may name own classes"),
     Variable("OMNI_ACTORS_LOG_LEVEL", "", "debug, info, warning or error"),
+    Variable("OMNI_ACTORS_API_KEY", "", "key that HTTP requests must bring; needed to listen off loopback"),
+    Variable("OMNI_ACTORS_MEDIA_HOSTS", "", "comma-separated hosts from which the HTTP server may fetch media"),
 )
 
 
@@ -45,3 +47,14 @@ def allowed_import_prefixes() -> tuple[str, ...]:
 
 def log_level() -> str:
     return os.environ.get("OMNI_ACTORS_LOG_LEVEL", "info").upper()
+
+
+def api_key() -> str | None:
+    """The key that HTTP requests must bring; `None` for no check."""
+    return os.environ.get("OMNI_ACTORS_API_KEY", "").strip() or None
+
+
+def media_hosts() -> tuple[str, ...]:
+    """Hosts from which the HTTP server may fetch media."""
+    value = os.environ.get("OMNI_ACTORS_MEDIA_HOSTS", "")
+    return tuple(host.strip().lower() for host in value.split(",") if host.strip())

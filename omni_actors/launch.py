@@ -22,6 +22,7 @@ from omni_actors.core.replicas import Replica, ReplicaState
 from omni_actors.errors import ConfigError, OmniError, StartupError
 from omni_actors.messages import Hop
 from omni_actors.node import LocalNode
+from omni_actors.server.process import HttpProcess
 from omni_actors.transport.run_directory import RunDirectory
 
 logger = logs.get_logger(__name__)
@@ -63,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--startup-timeout", type=float, help="seconds until every stage must be ready")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="any value of the YAML, for instance stages.talker.engine.max_num_seqs=8")  # fmt: skip
+    http = parser.add_argument_group("HTTP", "The key that requests must bring is in OMNI_ACTORS_API_KEY.")
+    http.add_argument("--http", metavar="HOST:PORT", help="serve the OpenAI API and a web page here")
+    http.add_argument("--http-insecure", action="store_true", help="listen off loopback without an API key")
+    http.add_argument("--served-name", action="append", default=[], metavar="NAME",
+                      help="name of the model for HTTP clients (default: the pipeline's)")  # fmt: skip
+    http.add_argument("--media-host", action="append", default=[], metavar="HOST",
+                      help="host from which media may be fetched over https; .example.com: also below it")  # fmt: skip
     request = parser.add_argument_group("one request")
     request.add_argument("--prompt", help="answer this and exit")
     request.add_argument("--audio", action="append", default=[], metavar="FILE", help="audio to go with the prompt")
@@ -97,6 +105,8 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
     launcher = Launcher(pipeline)
     launcher.install_signal_handlers()
     try:
+        if options.http is not None:
+            await launcher.start_http(options)
         await launcher.start()
         if options.prompt is None:
             await launcher.serve()
@@ -116,6 +126,7 @@ class Launcher:
         self._stop = asyncio.Event()
         self._started = False
         self._failure: StartupError | None = None
+        self._http: HttpProcess | None = None
         self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
         try:
             self._coordinator = Coordinator(pipeline, self._run_directory, self._on_change)
@@ -144,6 +155,20 @@ class Launcher:
         self._stop.set()
 
     # -- start --------------------------------------------------------------------------------------------------------
+
+    async def start_http(self, options: argparse.Namespace) -> None:
+        """Start the HTTP server. Before the stages: it answers 503 with their names while they load.
+
+        Raises:
+            ConfigError: the address is wrong or taken, or would be open to others without a key.
+        """
+        arguments = [f"--served-name={name}" for name in options.served_name]
+        arguments += [f"--media-host={host}" for host in options.media_host]
+        self._http = HttpProcess(
+            options.http, options.http_insecure, self.endpoint, arguments, self._run_directory.log_file("http")
+        )
+        await self._http.start()
+        _say(f"HTTP on {self._http.url}")
 
     async def start(self) -> None:
         """Start all replicas in parallel and wait until every one is ready.
@@ -251,7 +276,10 @@ class Launcher:
         """Clients get their answers, stages end, sockets and files go, in this order."""
         self._stop.set()
         self._coordinator.tell_shutdown("the launcher stops")
-        await self._node.stop(self._pipeline.coordinator.shutdown_timeout)
+        stops = [self._node.stop(self._pipeline.coordinator.shutdown_timeout)]
+        if self._http is not None:
+            stops.append(self._http.stop())
+        await asyncio.gather(*stops)
         await self._coordinator.close()
         self._run_directory.close()
 

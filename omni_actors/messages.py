@@ -318,7 +318,7 @@ class StageStatus(Struct, frozen=True):
 
 
 class Description(Body, tag="description", frozen=True):
-    """Coordinator -> client: the answer to `Describe`."""
+    """Coordinator -> client: the answer to `Describe`. `outputs` is modality -> the stage that answers in it."""
 
     pipeline: str
     model: str
@@ -328,6 +328,7 @@ class Description(Body, tag="description", frozen=True):
     healthy: bool
     in_flight: int
     stages: tuple[StageStatus, ...]
+    outputs: dict[str, str] = {}
 
 
 class TextDelta(Body, tag="text", frozen=True):

@@ -1,0 +1,110 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with the status that clients expect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from omni_actors.errors import ErrorCode, OmniError
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away; nobody reads it but the log
+RETRY_SECONDS = 1.0
+
+# Status and OpenAI error type of every code. The clients of OpenAI retry 408, 409, 429 and 5xx by themselves.
+STATUS: dict[ErrorCode, tuple[int, str]] = {
+    ErrorCode.INVALID_REQUEST: (400, "invalid_request_error"),
+    ErrorCode.INVALID_PAYLOAD: (400, "invalid_request_error"),
+    ErrorCode.PROMPT_TOO_LONG: (400, "invalid_request_error"),
+    ErrorCode.UNKNOWN_VOICE: (400, "invalid_request_error"),
+    ErrorCode.UNKNOWN_MODALITY: (400, "invalid_request_error"),
+    ErrorCode.MALFORMED_MEDIA: (400, "invalid_request_error"),
+    ErrorCode.OVERLOADED: (429, "rate_limit_error"),
+    ErrorCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
+    ErrorCode.ABORTED: (CLIENT_CLOSED_REQUEST, "invalid_request_error"),
+    ErrorCode.STAGE_UNAVAILABLE: (503, "service_unavailable_error"),
+    ErrorCode.STAGE_LOST: (503, "service_unavailable_error"),
+    ErrorCode.ENGINE_ERROR: (500, "server_error"),
+    ErrorCode.PROTOCOL_ERROR: (500, "server_error"),
+    ErrorCode.CONFIG_ERROR: (500, "server_error"),
+    ErrorCode.STARTUP_ERROR: (500, "server_error"),
+    ErrorCode.TIMEOUT: (503, "service_unavailable_error"),
+}
+
+
+class HttpError(Exception):
+    """An answer other than success.
+
+    Args:
+        param: the request's field that is wrong, as `messages[0].content[1].image_url.url`.
+        code: a stable word to switch on; those of `ErrorCode` for errors of the pipeline.
+        retry_after: seconds for the Retry-After header.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.kind = kind
+        self.retry_after = retry_after
+
+    @classmethod
+    def of(cls, error: OmniError, fields: Mapping[ErrorCode, str] | None = None) -> HttpError:
+        """What the HTTP client is told about an error of the pipeline; `fields` names the field at fault by code."""
+        status, kind = STATUS[error.code]
+        retry_after = error.retry_after
+        if status in (429, 503) and retry_after is None:
+            retry_after = RETRY_SECONDS
+        param = (fields or {}).get(error.code)
+        return cls(status, str(error), param=param, code=error.code.value, kind=kind, retry_after=retry_after)
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        content = msgspec.json.encode(self.body())
+        return Response(content, self.status, headers, media_type="application/json")
+
+
+def bad_field(param: str, message: str, code: str = "invalid_value") -> HttpError:
+    """400 for one field."""
+    return HttpError(400, message, param=param, code=code)
+
+
+def field_name(location: Sequence[str | int]) -> str | None:
+    """`("body", "messages", 0, "content")` -> `messages[0].content`; `None` for the body as a whole.
+
+    Pydantic puts the branches of unions into its locations; those are no fields of the request. The members of lists
+    are unions with a tag, so a word right after an index is that tag.
+    """
+    name = ""
+    after_index = False
+    for step in location[1:]:  # the first is "body"
+        if isinstance(step, int):
+            name += f"[{step}]"
+        elif step.isidentifier() and step not in UNION_BRANCHES and not after_index:
+            name += f".{step}" if name else step
+        after_index = isinstance(step, int)
+    return name or None
+
+
+UNION_BRANCHES = frozenset({"str", "int", "VoiceId"})  # in the request models of `schemas.py`
