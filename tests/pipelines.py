@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from omni_actors.client import OmniClient
@@ -19,15 +20,26 @@ class RunningPipeline:
     """A launcher process in a run directory of its own; a context manager."""
 
     def __init__(
-        self, config: str | Path, overrides: Mapping[str, object] | None = None, timeout: float = 240.0
+        self,
+        config: str | Path,
+        overrides: Mapping[str, object] | None = None,
+        timeout: float = 240.0,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.run_dir = Path(tempfile.mkdtemp(prefix="omni-test-"))
         self.endpoint = f"ipc://{self.run_dir}/client"
         command = [sys.executable, "-m", "omni_actors.launch", str(config), "--run-dir", str(self.run_dir)]
         for key, value in (overrides or {}).items():
             command += ["--set", f"{key}={value}"]
+        command += arguments
         self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **(environment or {})},
         )
         self._wait_ready(timeout)
 

@@ -1,0 +1,51 @@
+"""Pipelines with an HTTP server, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.http.servers import HttpPipeline
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts no models needs echo stages at most."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("e2e") is None:
+            item.add_marker(pytest.mark.process)
+
+
+@pytest.fixture(scope="session")
+def echo_pipeline() -> Iterator[HttpPipeline]:
+    with HttpPipeline() as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def echo(echo_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """Fast echo stages; idle again after each test."""
+    yield echo_pipeline
+    echo_pipeline.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def slow_pipeline() -> Iterator[HttpPipeline]:
+    overrides = {"stages.thinker.engine.step_seconds": 0.05, "coordinator.max_in_flight": 2}
+    with HttpPipeline(overrides=overrides) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def slow(slow_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """20 tokens a second, two requests at a time; idle again after each test."""
+    yield slow_pipeline
+    slow_pipeline.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def tiny_http(tiny_checkpoint: Path) -> Iterator[HttpPipeline]:
+    """The tiny Qwen2.5-Omni with an HTTP server."""
+    with HttpPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": tiny_checkpoint}) as pipeline:
+        yield pipeline

@@ -1,0 +1,135 @@
+"""HTTP servers for tests: with a pipeline of their own, or inside of the test's process beside a running pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+import numpy
+import soundfile
+import uvicorn
+from openai import OpenAI
+from PIL import Image
+from starlette.types import ASGIApp
+
+from tests.pipelines import RunningPipeline
+
+ECHO = "stage_configs/echo.yaml"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class HttpPipeline(RunningPipeline):
+    """A pipeline started with --http; `url` is where it listens."""
+
+    def __init__(
+        self,
+        config: str | Path = ECHO,
+        overrides: Mapping[str, object] | None = None,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(
+            config, overrides, arguments=["--http", f"127.0.0.1:{port}", *arguments], environment=environment
+        )
+        wait_healthy(self.url)
+
+    def openai(self, **options: object) -> OpenAI:
+        """The client as users make it, without its retries: they would hide errors."""
+        return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 60, **options})
+
+    def log(self) -> str:
+        return (self.run_dir / "logs" / "http.log").read_text()
+
+
+def wait_healthy(url: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.05)
+    raise RuntimeError(f"{url} is not healthy after {seconds} s")
+
+
+@contextlib.contextmanager
+def serving(app: ASGIApp, **options: object) -> Iterator[str]:
+    """Serve an application from a thread of this process; gives its URL."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", ws="none", loop="asyncio", **options)
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.01)
+    scheme = "https" if "ssl_certfile" in options else "http"
+    try:
+        yield f"{scheme}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def tone(seconds: float, rate: int = 16_000) -> numpy.ndarray:
+    return (0.3 * numpy.sin(2 * numpy.pi * 330 * numpy.arange(int(seconds * rate)) / rate)).astype(numpy.float32)
+
+
+def sound(seconds: float = 0.5, rate: int = 16_000, format: str = "WAV") -> bytes:
+    """A sound file."""
+    sink = io.BytesIO()
+    soundfile.write(sink, tone(seconds, rate), rate, format=format)
+    return sink.getvalue()
+
+
+def picture(width: int = 64, height: int = 64, format: str = "PNG") -> bytes:
+    """An image file."""
+    sink = io.BytesIO()
+    noise = numpy.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=numpy.uint8)
+    Image.fromarray(noise).save(sink, format)
+    return sink.getvalue()
+
+
+def film(seconds: float = 1.0, side: int = 64) -> bytes:
+    """A video file (MPEG-4), 10 frames a second."""
+    import av
+
+    sink = io.BytesIO()
+    with av.open(sink, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = side
+        stream.pix_fmt = "yuv420p"
+        for index in range(int(10 * seconds)):
+            frame = av.VideoFrame.from_ndarray(numpy.full((side, side, 3), 20 * index % 256, numpy.uint8), "rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return sink.getvalue()
+
+
+def processes_titled(title: str, parent: int) -> list[int]:
+    """Children of `parent` whose process title begins with `title`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes().decode(errors="replace")
+            status = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        if command.startswith(title) and int(status[1]) == parent and int(entry.name) != os.getpid():
+            found.append(int(entry.name))
+    return found

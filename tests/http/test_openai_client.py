@@ -1,0 +1,410 @@
+"""The `openai` package, unchanged, against echo stages: whatever is sent comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import time
+
+import httpx
+import numpy
+import openai
+import pytest
+import soundfile
+from openai import AsyncOpenAI
+
+from tests.http.servers import HttpPipeline, picture, sound
+
+HELLO = [{"role": "user", "content": "hello, sea"}]
+SAMPLES_PER_TOKEN = 480
+
+
+def data_uri(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def expected_samples(text: str) -> numpy.ndarray:
+    return numpy.repeat(numpy.frombuffer(text.encode(), numpy.uint8) / 256.0, SAMPLES_PER_TOKEN)
+
+
+# -- chat -------------------------------------------------------------------------------------------------------------
+
+
+def test_chat(echo: HttpPipeline) -> None:
+    answer = echo.openai().chat.completions.create(model="echo", messages=HELLO)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.choices[0].message.content == "hello, sea"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (10, 10, 20)
+    assert set(answer.usage.stages) == {"prompt", "thinker"}, "text needs no talker"
+
+
+def test_roles_and_parts(echo: HttpPipeline) -> None:
+    messages = [
+        {"role": "developer", "content": "a"},
+        {"role": "system", "content": [{"type": "text", "text": "b"}]},
+        {"role": "user", "name": "x", "content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]},
+        {"role": "assistant", "content": "e"},
+        {"role": "user", "content": "f"},
+    ]
+    assert echo.openai().chat.completions.create(model="echo", messages=messages).choices[0].message.content == "abcdef"
+
+
+def test_max_tokens_both_names_and_stage_params(echo: HttpPipeline) -> None:
+    client = echo.openai()
+    for options in (
+        {"max_tokens": 4},
+        {"max_completion_tokens": 4},
+        {"max_tokens": 7, "extra_body": {"stage_params": {"thinker": {"max_tokens": 4}}}},
+        {"extra_body": {"stage_params": {"prompt": {"max_tokens": 4}}}},
+    ):
+        answer = client.chat.completions.create(model="echo", messages=HELLO, **options)
+        assert answer.choices[0].message.content == "hell", options
+
+
+def test_sampling_fields_are_taken(echo: HttpPipeline) -> None:
+    answer = echo.openai().chat.completions.create(
+        model="echo",
+        messages=HELLO,
+        temperature=0.5,
+        top_p=0.9,
+        seed=7,
+        n=1,
+        user="someone",
+        metadata={"a": "b"},
+        store=False,
+        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "stage_params": {"code2wav": {"num_steps": 3}}},
+    )
+    assert answer.choices[0].message.content == "hello, sea"
+
+
+def test_stream(echo: HttpPipeline) -> None:
+    stream = echo.openai().chat.completions.create(
+        model="echo", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    *deltas, last = [chunk for chunk in chunks if chunk.choices]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == "hello, sea"
+    assert all(chunk.choices[0].finish_reason is None for chunk in deltas)
+    assert last.choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 10
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_stream_without_usage_has_none(echo: HttpPipeline) -> None:
+    chunks = list(echo.openai().chat.completions.create(model="echo", messages=HELLO, stream=True))
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
+def test_spoken_stream(echo: HttpPipeline) -> None:
+    stream = echo.openai().chat.completions.create(
+        model="echo",
+        messages=HELLO,
+        stream=True,
+        modalities=["text", "audio"],
+        audio={"voice": "Ethan", "format": "pcm16"},
+        stream_options={"include_usage": True},
+    )
+    audios, data, contents, usage = [], b"", [], None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            contents.append(choice.delta.content)
+            if choice.delta.audio:
+                audios.append(choice.delta.audio)
+                data += base64.b64decode(choice.delta.audio.data or "")
+    assert "".join(audio.transcript or "" for audio in audios) == "hello, sea"
+    assert not any(contents), "a spoken answer has its text in the transcript"
+    assert {audio.id for audio in audios if audio.id} == {audios[0].id}
+    assert audios[-1].expires_at > time.time()
+    samples = numpy.frombuffer(data, "<i2") / 32767.0
+    numpy.testing.assert_allclose(samples, expected_samples("hello, sea"), atol=1e-4)
+    assert usage.completion_tokens_details.audio_tokens == 10
+    assert list(usage.stages) == ["prompt", "thinker", "talker", "code2wav"]
+
+
+@pytest.mark.parametrize("format", ["wav", "flac", "mp3", "opus", "pcm16"])
+def test_spoken_whole(echo: HttpPipeline, format: str) -> None:
+    answer = echo.openai().chat.completions.create(
+        model="echo", messages=HELLO, modalities=["text", "audio"], audio={"voice": "Chelsie", "format": format}
+    )
+    message = answer.choices[0].message
+    assert message.content is None
+    assert message.audio.transcript == "hello, sea"
+    assert message.audio.expires_at > time.time()
+    data = base64.b64decode(message.audio.data)
+    wanted = expected_samples("hello, sea")
+    if format == "pcm16":
+        samples, rate = numpy.frombuffer(data, "<i2") / 32767.0, 24_000
+    else:
+        samples, rate = soundfile.read(io.BytesIO(data))
+    assert rate == 24_000
+    if format in ("wav", "flac", "pcm16"):
+        numpy.testing.assert_allclose(samples, wanted, atol=1e-4)
+    else:
+        assert abs(len(samples) - len(wanted)) < 2400
+
+
+def test_a_later_turn_names_the_audio_of_an_earlier_one(echo: HttpPipeline) -> None:
+    client = echo.openai()
+    first = client.chat.completions.create(
+        model="echo", messages=HELLO, modalities=["text", "audio"], audio={"voice": "Chelsie", "format": "wav"}
+    )
+    messages = [*HELLO, {"role": "assistant", "audio": {"id": first.choices[0].message.audio.id}},
+                {"role": "user", "content": "!"}]  # fmt: skip
+    again = client.chat.completions.create(model="echo", messages=messages)
+    assert again.choices[0].message.content == "hello, seahello, sea!"
+    messages[1] = {"role": "assistant", "audio": {"id": "audio_unknown"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="echo", messages=messages)
+    assert caught.value.param == "messages[1].audio.id"
+
+
+def test_media_in(echo: HttpPipeline) -> None:
+    """Echo stages ignore media, so this proves that they are accepted and counted, not that they are understood."""
+    parts = [
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(sound()).decode(), "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(sound(format="MP3")).decode(), "format": "mp3"}},
+        {"type": "image_url", "image_url": {"url": data_uri("image/png", picture()), "detail": "low"}},
+        {"type": "file", "file": {"file_data": data_uri("image/jpeg", picture(format="JPEG")), "filename": "a.jpg"}},
+        {"type": "text", "text": "what?"},
+    ]
+    answer = echo.openai().chat.completions.create(model="echo", messages=[{"role": "user", "content": parts}])
+    assert answer.choices[0].message.content == "what?"
+
+
+def test_uploaded_file(echo: HttpPipeline) -> None:
+    client = echo.openai()
+    uploaded = client.files.create(file=("a.wav", sound()), purpose="user_data")
+    assert uploaded.bytes == len(sound())
+    assert client.files.retrieve(uploaded.id).filename == "a.wav"
+    assert uploaded.id in [file.id for file in client.files.list()]
+    parts = [{"type": "file", "file": {"file_id": uploaded.id}}, {"type": "text", "text": "what?"}]
+    answer = client.chat.completions.create(model="echo", messages=[{"role": "user", "content": parts}])
+    assert answer.choices[0].message.content == "what?"
+    assert client.files.delete(uploaded.id).deleted
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="echo", messages=[{"role": "user", "content": parts}])
+    assert caught.value.param == "messages[0].content[0].file.file_id"
+
+
+# -- other routes -----------------------------------------------------------------------------------------------------
+
+
+def test_completions(echo: HttpPipeline) -> None:
+    client = echo.openai()
+    answer = client.completions.create(model="echo", prompt="hello", max_tokens=3)
+    assert (answer.object, answer.choices[0].text, answer.usage.completion_tokens) == ("text_completion", "hel", 3)
+    answer = client.completions.create(model="echo", prompt=[104, 105])
+    assert answer.choices[0].text == "hi"
+    chunks = list(
+        client.completions.create(
+            model="echo", prompt=["hello"], stream=True, stream_options={"include_usage": True}, max_tokens=9
+        )
+    )
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "hello"
+    assert chunks[-1].usage.prompt_tokens == 5
+
+
+@pytest.mark.parametrize("format", ["wav", "pcm", "flac", "mp3", "opus"])
+def test_speech(echo: HttpPipeline, format: str) -> None:
+    with echo.openai().audio.speech.with_streaming_response.create(
+        model="echo", input="hello", voice="Chelsie", response_format=format
+    ) as response:
+        data = b"".join(response.iter_bytes())
+        assert response.headers["content-type"].startswith("audio/")
+    if format == "pcm":
+        samples = numpy.frombuffer(data, "<i2") / 32767.0
+    else:
+        samples, rate = soundfile.read(io.BytesIO(data))
+        assert rate == 24_000
+    # The echo repeats the whole instruction, the text included.
+    assert len(samples) > len("hello") * SAMPLES_PER_TOKEN
+    assert len(samples) >= 100 * SAMPLES_PER_TOKEN
+    if format in ("wav", "pcm", "flac"):
+        assert len(samples) % SAMPLES_PER_TOKEN == 0
+        spoken = bytes(numpy.round(samples[::SAMPLES_PER_TOKEN] * 256).astype(numpy.uint8)).decode()
+        assert "<<<\nhello\n>>>" in spoken
+
+
+def test_speech_events(echo: HttpPipeline) -> None:
+    body = {"model": "echo", "input": "hi", "voice": "Ethan", "response_format": "pcm", "stream_format": "sse"}
+    with httpx.stream("POST", f"{echo.url}/v1/audio/speech", json=body) as response:
+        lines = [line for line in response.iter_lines() if line]
+    kinds = [line.split('"type":"')[1].split('"')[0] for line in lines]
+    assert set(kinds[:-1]) == {"speech.audio.delta"}
+    assert kinds[-1] == "speech.audio.done"
+    assert '"transcript":"Read the text' in lines[-1]
+
+
+def test_flac_streams_where_asked_for(echo: HttpPipeline) -> None:
+    body = {"model": "echo", "input": "hi", "response_format": "flac", "stream_format": "audio"}
+    with httpx.stream("POST", f"{echo.url}/v1/audio/speech", json=body) as response:
+        assert "content-length" not in response.headers
+        assert b"".join(response.iter_bytes()).startswith(b"fLaC")
+
+
+def test_models_and_voices(echo: HttpPipeline) -> None:
+    client = echo.openai()
+    assert [model.id for model in client.models.list()] == ["echo"]
+    assert client.models.retrieve("echo").id == "echo"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4o")
+    assert httpx.get(f"{echo.url}/v1/audio/voices").json() == {"voices": ["Chelsie", "Ethan"]}
+    status = httpx.get(f"{echo.url}/v1/status").json()
+    assert [stage["stage"] for stage in status["stages"]] == ["prompt", "thinker", "talker", "code2wav"]
+    assert httpx.get(f"{echo.url}/metrics").status_code == 404
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+ERRORS = [
+    ({"model": "gpt-4o"}, openai.NotFoundError, "model", "model_not_found"),
+    ({"modalities": ["smell"]}, openai.BadRequestError, "modalities", "unknown_modality"),
+    ({"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}}, openai.BadRequestError,
+     "audio.voice", "unknown_voice"),
+    ({"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "aac"}}, openai.BadRequestError,
+     "audio.format", None),
+    ({"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}, "stream": True},
+     openai.BadRequestError, "audio.format", "unsupported_value"),
+    ({"n": 2}, openai.BadRequestError, "n", "unsupported_value"),
+    ({"stop": ["."]}, openai.BadRequestError, "stop", "unsupported_parameter"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools", None),
+    ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format", None),
+    ({"temperature": 3}, openai.BadRequestError, "temperature", "invalid_value"),
+    ({"top_p": 0}, openai.BadRequestError, "top_p", None),
+    ({"seed": -1}, openai.BadRequestError, "seed", None),
+    ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", None),
+    ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature", "unknown_parameter"),
+    ({"extra_body": {"stage_params": {"thinkr": {}}}}, openai.BadRequestError, "stage_params", None),
+    ({"extra_body": {"stage_params": {"thinker": {"tempo": 1}}}}, openai.BadRequestError, "stage_params.thinker", None),
+    ({"extra_body": {"stage_params": {"thinker": {"top_p": 9}}}}, openai.BadRequestError, "stage_params.thinker", None),
+    ({"messages": []}, openai.BadRequestError, "messages", None),
+    ({"messages": [{"role": "user", "content": ""}]}, openai.BadRequestError, None, "invalid_request"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, openai.BadRequestError, "messages[0]", None),
+    ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, openai.BadRequestError,
+     "messages[0].content[0]", None),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
+     openai.BadRequestError, "messages[0].content[0].image_url.url", None),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url":
+     {"url": "data:image/png;base64,!!"}}]}]}, openai.BadRequestError, "messages[0].content[1].image_url.url",
+     "invalid_base64"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
+     "data:image/png;base64,AAAA"}}]}]}, openai.BadRequestError, "messages[0].content[0].image_url.url",
+     "malformed_media"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format":
+     "wav"}}]}]}, openai.BadRequestError, "messages[0].content[0].input_audio.data", "malformed_media"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError, "messages", "prompt_too_long"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "param", "code"), ERRORS, ids=[str(case[0])[:60] for case in ERRORS])
+def test_errors_name_the_field(
+    echo: HttpPipeline, change: dict, kind: type[openai.APIStatusError], param: str | None, code: str | None
+) -> None:
+    with pytest.raises(kind) as caught:
+        echo.openai().chat.completions.create(**{"model": "echo", "messages": HELLO, **change})
+    assert caught.value.param == param
+    if code is not None:
+        assert caught.value.code == code
+    assert caught.value.body["message"]
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_unknown_voices_are_told_the_known_ones(echo: HttpPipeline) -> None:
+    with pytest.raises(openai.BadRequestError, match="Chelsie, Ethan") as caught:
+        echo.openai().audio.speech.create(model="echo", input="x", voice="alloy")
+    assert caught.value.param == "voice"
+
+
+def test_a_failure_before_the_first_token_is_a_status(echo: HttpPipeline) -> None:
+    """FAIL_TOKEN: the stage fails this request alone."""
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as caught:
+            echo.openai().completions.create(model="echo", prompt=[0x7FFF0002], stream=stream)
+        assert caught.value.code == "engine_error"
+
+
+def test_a_failure_inside_of_a_stream_is_an_event(slow: HttpPipeline) -> None:
+    stream = slow.openai().chat.completions.create(
+        model="echo", messages=[{"role": "user", "content": "x" * 500}], stream=True, extra_body={"timeout": 0.6}
+    )
+    texts = []
+    with pytest.raises(openai.APIError, match="deadline") as caught:
+        texts.extend(chunk.choices[0].delta.content for chunk in stream)
+    assert caught.value.code == "deadline_exceeded"
+    assert "x" in texts
+
+
+# -- cancellation -----------------------------------------------------------------------------------------------------
+
+
+def wait_in_flight(pipeline: HttpPipeline, wanted: int, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while httpx.get(f"{pipeline.url}/v1/status").json()["in_flight"] != wanted:
+        assert time.monotonic() < deadline, f"not {wanted} in flight after {seconds} s"
+        time.sleep(0.02)
+
+
+LONG = [{"role": "user", "content": "x" * 2000}]  # 100 s at 20 tokens a second
+
+
+def test_closing_a_stream_frees_every_stage(slow: HttpPipeline) -> None:
+    stream = slow.openai().chat.completions.create(
+        model="echo", messages=LONG, stream=True, modalities=["text", "audio"], audio={"voice": "Ethan", "format": "pcm16"}
+    )
+    next(iter(stream))
+    wait_in_flight(slow, 1)
+    stream.close()
+    wait_in_flight(slow, 0)
+    slow.assert_idle(timeout=5)
+    assert "the client went away" in slow.log()
+
+
+def test_cancelling_a_whole_answer_frees_every_stage(slow: HttpPipeline) -> None:
+    async def run() -> None:
+        client = AsyncOpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
+        task = asyncio.create_task(client.chat.completions.create(model="echo", messages=LONG))
+        await asyncio.to_thread(wait_in_flight, slow, 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.close()
+
+    asyncio.run(run())
+    wait_in_flight(slow, 0)
+    slow.assert_idle(timeout=5)
+
+
+def test_a_timeout_of_the_client_frees_every_stage(slow: HttpPipeline) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        slow.openai(timeout=0.5).chat.completions.create(model="echo", messages=LONG)
+    wait_in_flight(slow, 0)
+
+
+def test_timeout_in_the_request(slow: HttpPipeline) -> None:
+    with pytest.raises(openai.InternalServerError) as caught:
+        slow.openai().chat.completions.create(model="echo", messages=LONG, extra_body={"timeout": 0.3})
+    assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
+
+
+def test_full_admission_is_429_with_retry_after(slow: HttpPipeline) -> None:
+    streams = [slow.openai().chat.completions.create(model="echo", messages=LONG, stream=True) for _ in range(2)]
+    try:
+        with pytest.raises(openai.RateLimitError) as caught:
+            slow.openai().chat.completions.create(model="echo", messages=HELLO)
+        assert caught.value.code == "overloaded"
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+    finally:
+        for stream in streams:
+            stream.close()
+    wait_in_flight(slow, 0)
+    # The client's own retries get through once there is room.
+    assert slow.openai(max_retries=3).chat.completions.create(model="echo", messages=HELLO, max_tokens=2)
