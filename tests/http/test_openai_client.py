@@ -76,7 +76,7 @@ def test_sampling_fields_are_taken(echo: HttpPipeline) -> None:
         user="someone",
         metadata={"a": "b"},
         store=False,
-        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "stage_params": {"code2wav": {"num_steps": 3}}},
+        extra_body={"top_k": 5, "min_p": 0.1, "stage_params": {"code2wav": {"num_steps": 3}}},
     )
     assert answer.choices[0].message.content == "hello, sea"
 
@@ -169,9 +169,10 @@ def test_a_later_turn_names_the_audio_of_an_earlier_one(echo: HttpPipeline) -> N
 
 def test_media_in(echo: HttpPipeline) -> None:
     """Echo stages ignore media, so this proves that they are accepted and counted, not that they are understood."""
+    wav, mp3 = (base64.b64encode(sound(format=name)).decode() for name in ("WAV", "MP3"))
     parts = [
-        {"type": "input_audio", "input_audio": {"data": base64.b64encode(sound()).decode(), "format": "wav"}},
-        {"type": "input_audio", "input_audio": {"data": base64.b64encode(sound(format="MP3")).decode(), "format": "mp3"}},
+        {"type": "input_audio", "input_audio": {"data": wav, "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"data": mp3, "format": "mp3"}},
         {"type": "image_url", "image_url": {"url": data_uri("image/png", picture()), "detail": "low"}},
         {"type": "file", "file": {"file_data": data_uri("image/jpeg", picture(format="JPEG")), "filename": "a.jpg"}},
         {"type": "text", "text": "what?"},
@@ -358,8 +359,9 @@ LONG = [{"role": "user", "content": "x" * 2000}]  # 100 s at 20 tokens a second
 
 
 def test_closing_a_stream_frees_every_stage(slow: HttpPipeline) -> None:
+    audio = {"voice": "Ethan", "format": "pcm16"}
     stream = slow.openai().chat.completions.create(
-        model="echo", messages=LONG, stream=True, modalities=["text", "audio"], audio={"voice": "Ethan", "format": "pcm16"}
+        model="echo", messages=LONG, stream=True, modalities=["text", "audio"], audio=audio
     )
     next(iter(stream))
     wait_in_flight(slow, 1)

@@ -1,0 +1,220 @@
+"""Media by URL: nothing of what SSRF needs goes through."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from omni_actors.server.app import create_app
+from omni_actors.server.failures import HttpError
+from omni_actors.server.fetch import Fetcher, is_public
+from omni_actors.server.settings import ServerSettings
+from tests.http.servers import HttpPipeline, picture, serving
+
+HOSTS = ("media.example.com", ".cdn.example.com")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "10.0.0.1", "172.16.3.4", "192.168.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
+     "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
+     "64:ff9b::7f00:1", "2002:7f00:1::", "198.51.100.7"],
+)  # fmt: skip
+def test_addresses_that_are_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_public_addresses(address: str) -> None:
+    assert is_public(address)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://media.example.com/a.png",
+        "ftp://media.example.com/a.png",
+        "file:///etc/passwd",
+        "gopher://media.example.com/",
+        "https://other.example.com/a.png",
+        "https://example.com/",
+        "https://media.example.com.evil.net/a.png",
+        "https://evilcdn.example.com/a.png",
+        "https://media.example.com@evil.net/",
+        "https://user:pass@media.example.com/",
+        "https://media.example.com:8443/",
+        "https://127.0.0.1/",
+        "https://[::1]/",
+        "https://2130706433/",
+        "https://0x7f.1/",
+        "https://localhost/",
+        "https://169.254.169.254/latest/meta-data/",
+        "https://media.example.com\\@evil.net/",
+        "https://media.example.com\t.evil.net/",
+        "https://media.example.com /",
+        "https://mediа.example.com/",  # a Cyrillic letter
+        "https://[media.example.com/",
+        "https://media.example.com:99999/",
+        "https:///a.png",
+        "//media.example.com/a.png",
+        "media.example.com/a.png",
+        "",
+    ],
+)
+def test_urls_that_are_refused(url: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        Fetcher(HOSTS, 1000).check(url, "field")
+    assert (caught.value.status, caught.value.param) == (400, "field")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["https://media.example.com/a.png?b=c", "https://MEDIA.example.com:443/", "https://cdn.example.com/", "https://a.b.cdn.example.com/"],
+)
+def test_urls_that_are_allowed(url: str) -> None:
+    Fetcher(HOSTS, 1000).check(url, "field")
+
+
+def test_switched_off_unless_hosts_are_named() -> None:
+    with pytest.raises(HttpError, match="switched off"):
+        Fetcher((), 1000).check("https://media.example.com/", "field")
+
+
+# -- against a real https server --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def media_server(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    folder: Path = tmp_path_factory.mktemp("certificates")
+    certificate = authority.issue_cert("media.example.com")
+    certificate.private_key_pem.write_to_path(str(folder / "key.pem"))
+    for index, blob in enumerate(certificate.cert_chain_pems):
+        blob.write_to_path(str(folder / "chain.pem"), append=bool(index))
+
+    async def image(request: Request) -> Response:
+        return Response(picture(), media_type="image/png")
+
+    async def redirect(request: Request) -> Response:
+        return RedirectResponse("http://127.0.0.1/secret")
+
+    async def large(request: Request) -> Response:
+        return Response(b"x" * 200_000)
+
+    async def missing(request: Request) -> Response:
+        return Response(b"secret words", 404)
+
+    routes = [Route(f"/{f.__name__}", f) for f in (image, redirect, large, missing)]
+    with serving(
+        Starlette(routes=routes), ssl_certfile=str(folder / "chain.pem"), ssl_keyfile=str(folder / "key.pem")
+    ) as url:
+        yield int(url.rpartition(":")[2])
+
+
+Make = Callable[..., Fetcher]
+
+
+@pytest.fixture
+def make(authority: trustme.CA, media_server: int) -> Make:
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+
+    def fetcher(
+        *addresses: Sequence[str], allowed: Callable[[str], bool] = lambda address: True, limit: int = 100_000
+    ) -> Fetcher:
+        answers = list(addresses) or [["127.0.0.1"]]
+
+        async def resolve(host: str, port: int) -> Sequence[str]:
+            return answers.pop(0) if len(answers) > 1 else answers[0]
+
+        return Fetcher(
+            HOSTS, limit, ports=(443, media_server), trust=trust, resolve=resolve, allowed=allowed
+        )
+
+    return fetcher
+
+
+def get(fetcher: Fetcher, port: int, path: str, host: str = "media.example.com") -> bytes:
+    return asyncio.run(fetcher.fetch(f"https://{host}:{port}/{path}", "field"))
+
+
+def test_a_medium_is_fetched(make: Make, media_server: int) -> None:
+    assert get(make(), media_server, "image") == picture()
+
+
+def test_redirects_are_not_followed(make: Make, media_server: int) -> None:
+    with pytest.raises(HttpError, match="Redirects are not followed"):
+        get(make(), media_server, "redirect")
+
+
+def test_too_large(make: Make, media_server: int) -> None:
+    with pytest.raises(HttpError) as caught:
+        get(make(), media_server, "large")
+    assert caught.value.status == 413
+
+
+def test_errors_do_not_repeat_what_the_host_said(make: Make, media_server: int) -> None:
+    with pytest.raises(HttpError) as caught:
+        get(make(), media_server, "missing")
+    assert "404" in caught.value.message
+    assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "addresses", [["127.0.0.1"], ["10.1.2.3"], ["93.184.216.34", "127.0.0.1"], ["::ffff:127.0.0.1"], []]
+)
+def test_names_that_resolve_to_private_addresses(make: Make, media_server: int, addresses: list[str]) -> None:
+    with pytest.raises(HttpError, match="may not be reached"):
+        get(make(addresses, allowed=is_public), media_server, "image")
+
+
+def test_a_name_that_resolves_differently_the_second_time(make: Make, media_server: int) -> None:
+    """The one resolution that is checked is the one that is connected to."""
+    seen: list[str] = []
+
+    def allowed(address: str) -> bool:
+        seen.append(address)
+        return address == "127.0.0.1"
+
+    assert get(make(["127.0.0.1"], ["127.0.0.2"], allowed=allowed), media_server, "image") == picture()
+    assert seen == ["127.0.0.1"]
+
+
+def test_the_certificate_must_be_the_hosts(make: Make, media_server: int) -> None:
+    with pytest.raises(HttpError, match="could not be fetched"):
+        get(make(), media_server, "image", host="cdn.example.com")
+
+
+def test_from_a_request(echo: HttpPipeline, make: Make, media_server: int) -> None:
+    def body(url: str) -> dict:
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "x"}]
+        return {"model": "echo", "messages": [{"role": "user", "content": parts}]}
+
+    app = create_app(ServerSettings(endpoint=echo.endpoint), fetcher=make())
+    with serving(app) as url:
+        good = httpx.post(f"{url}/v1/chat/completions", json=body(f"https://media.example.com:{media_server}/image"))
+        assert good.status_code == 200
+        bad = httpx.post(f"{url}/v1/chat/completions", json=body("http://169.254.169.254/latest/meta-data/"))
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
+
+
+def test_off_by_default(echo: HttpPipeline) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "https://media.example.com/a.png"}}]
+    response = httpx.post(
+        f"{echo.url}/v1/chat/completions", json={"model": "echo", "messages": [{"role": "user", "content": parts}]}
+    )
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "url_not_allowed")

@@ -1,0 +1,79 @@
+"""Generated requests against the OpenAPI schema: no server error that is not a typed one, and errors in one shape."""
+
+from __future__ import annotations
+
+import collections
+
+import httpx
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck
+from schemathesis.checks import CHECKS
+
+from tests.http.servers import HttpPipeline
+
+TYPED = {500: {"engine_error"}, 503: {"overloaded", "stage_unavailable", "stage_lost", "timeout"},
+         504: {"deadline_exceeded"}}  # fmt: skip
+
+NAMES = ["status_code_conformance", "content_type_conformance", "response_schema_conformance"]
+MAX_EXAMPLES = {"/v1/chat/completions": 200, "/v1/completions": 80, "/v1/audio/speech": 60, "/v1/files": 30}
+
+OPERATIONS = [
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/audio/speech"), ("POST", "/v1/files"),
+    ("GET", "/v1/files"), ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"), ("GET", "/v1/audio/voices"), ("GET", "/v1/status"), ("GET", "/health"),
+    ("GET", "/metrics"),
+]  # fmt: skip
+
+FILE = "/v1/files/{file_id}"
+CASES = [(*operation, schemathesis.GenerationMode.POSITIVE) for operation in OPERATIONS]
+CASES += [(*operation, schemathesis.GenerationMode.NEGATIVE) for operation in OPERATIONS if operation[0] == "POST"]
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), CASES)
+def test_generated_requests(
+    echo: HttpPipeline, method: str, path: str, mode: schemathesis.GenerationMode
+) -> None:
+    """In both of the generator's modes: requests that fit the schema, and requests that do not."""
+    operation = schemathesis.openapi.from_url(f"{echo.url}/openapi.json")[path][method]
+    statuses: collections.Counter[int] = collections.Counter()
+
+    @hypothesis.settings(
+        max_examples=MAX_EXAMPLES.get(path, 15),
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: schemathesis.Case) -> None:
+        # A made-up model ends every request at once, so most are sent for the model that is there.
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str) and case.body["model"][:1] != "0":
+            case.body["model"] = "echo"
+        response = case.call(timeout=20)
+        statuses[response.status_code] += 1
+        if response.status_code >= 400 and path != "/health":
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["message"]
+            if response.status_code >= 500:
+                assert error["code"] in TYPED[response.status_code], error
+        case.validate_response(response, checks=CHECKS.get_by_names(NAMES))
+
+    check()
+    print(f"{mode.value} {method} {path}: {dict(statuses)}")
+    if mode is schemathesis.GenerationMode.POSITIVE and path not in ("/metrics", "/v1/models/{name}", FILE):
+        assert statuses[200], "a schema none of whose requests is answered proves nothing"
+
+
+def test_schema_says_what_the_server_does(echo: HttpPipeline) -> None:
+    schema = httpx.get(f"{echo.url}/openapi.json").json()
+    assert set(schema["paths"]) == {
+        "/health", "/metrics", "/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions", "/v1/completions",
+        "/v1/files", "/v1/files/{file_id}", "/v1/models", "/v1/models/{name}", "/v1/status",
+    }  # fmt: skip
+    for path in schema["paths"].values():
+        for operation in path.values():
+            assert "422" not in operation["responses"]
+            assert {"400", "401", "429", "503"} <= set(operation["responses"])
