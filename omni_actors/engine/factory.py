@@ -5,13 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from omni_actors.engine.platform import prepare
+from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.errors import ConfigError
 from omni_actors.stage.interface import StageEngine
-
-prepare()  # must come before anything that imports vLLM, and arguments.py does
-
-from omni_actors.engine.arguments import OmniEngineArgs  # noqa: E402
 
 
 def build_engine(stage_kind: str, arguments: OmniEngineArgs) -> StageEngine:
