@@ -1,0 +1,32 @@
+"""omni_actors serves omni-modality models: every stage an independent vLLM process, joined by ZMQ.
+
+The names below are imported on first use, so that `import omni_actors` loads neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from omni_actors.client import AsyncOmniClient, OmniClient
+    from omni_actors.llm import OmniLLM
+    from omni_actors.outputs import OmniRequestOutput, OmniTokensPrompt
+
+_HOMES = {
+    "AsyncOmniClient": "omni_actors.client",
+    "OmniClient": "omni_actors.client",
+    "OmniLLM": "omni_actors.llm",
+    "OmniRequestOutput": "omni_actors.outputs",
+    "OmniTokensPrompt": "omni_actors.outputs",
+}
+
+__all__ = ["AsyncOmniClient", "OmniClient", "OmniLLM", "OmniRequestOutput", "OmniTokensPrompt", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'omni_actors' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

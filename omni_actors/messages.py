@@ -6,6 +6,7 @@ check themselves in `__post_init__`; the same check then runs on the sender's si
 
 from __future__ import annotations
 
+import array
 import enum
 import math
 from collections.abc import Sequence
@@ -40,7 +41,18 @@ class DType(enum.StrEnum):
 
 _ITEMSIZE = {DType.BF16: 2, DType.F16: 2, DType.F32: 4, DType.I32: 4, DType.I64: 8, DType.U8: 1}
 
+class Limits(Struct, frozen=True, forbid_unknown_fields=True):
+    """Largest message that is sent or accepted, in bytes and counts."""
+
+    header_bytes: int = 1024
+    body_bytes: int = 4 << 20
+    buffers: int = 256
+    buffer_bytes: int = 256 << 20
+    message_bytes: int = 512 << 20
+
+
 MAX_RANK = 8
+Scalar = int | float | str | bool
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -87,8 +99,8 @@ class AdditionalInformationEntry(Struct, frozen=True, omit_defaults=True, forbid
     """One named value: exactly one of a tensor, a list of numbers or strings, or a scalar."""
 
     tensor: TensorRef | None = None
-    list: Annotated[tuple[int | float | str | bool, ...], Meta(max_length=65536)] | None = None
-    scalar: int | float | str | bool | None = None
+    list: Annotated[tuple[Scalar, ...], Meta(max_length=65536)] | None = None
+    scalar: Scalar | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("tensor", "list", "scalar") if getattr(self, name) is not None]
@@ -108,7 +120,7 @@ class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forb
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         return tuple(entry.tensor for entry in self.entries.values() if entry.tensor is not None)
 
-    def scalar(self, name: str) -> int | float | str | bool:
+    def scalar(self, name: str) -> Scalar:
         """The scalar called `name`; raises `InvalidPayload` when it is missing or of another form."""
         entry = self.entries.get(name)
         if entry is None or entry.scalar is None:
@@ -224,16 +236,12 @@ class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as int32 little-endian bytes, the form in which they travel."""
-    import array
-
     packed = array.array("i", token_ids)
     return packed.tobytes()
 
 
 def unpack_token_ids(data: bytes) -> list[int]:
     """Inverse of `pack_token_ids`; raises `InvalidPayload` if the length is no multiple of 4."""
-    import array
-
     if len(data) % 4:
         raise InvalidPayload(f"token ids are int32: {len(data)} bytes is no multiple of 4.")
     unpacked = array.array("i")
@@ -249,8 +257,8 @@ class Header(Struct, frozen=True, array_like=True):
     """Who sends what about which request.
 
     `stage`, `replica` and `epoch` name the sending process (empty for clients and the coordinator). `attempt` counts
-    replays of a request, `seq` the messages of one sender about one request, from 0. `deadline` is Unix time in seconds,
-    0 for none.
+    replays of a request, `seq` the messages of one sender about one request, from 0. `deadline` is Unix time in
+    seconds, 0 for none.
     """
 
     kind: Annotated[str, Meta(max_length=32)]
@@ -275,7 +283,7 @@ class Body(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 # Client channel
 
 
-class Submit(Body, tag="submit"):
+class Submit(Body, tag="submit", frozen=True):
     """Client -> coordinator: run this request; its id is in the header."""
 
     prompt: Prompt
@@ -289,11 +297,11 @@ class Submit(Body, tag="submit"):
         return self.prompt.tensor_refs()
 
 
-class Abort(Body, tag="abort"):
+class Abort(Body, tag="abort", frozen=True):
     """Client -> coordinator, and coordinator -> stage: end the request named in the header. Idempotent."""
 
 
-class Describe(Body, tag="describe"):
+class Describe(Body, tag="describe", frozen=True):
     """Client -> coordinator: which pipeline is this, and how is it?"""
 
 
@@ -309,7 +317,7 @@ class StageStatus(Struct, frozen=True):
     counts: dict[str, int] = {}
 
 
-class Description(Body, tag="description"):
+class Description(Body, tag="description", frozen=True):
     """Coordinator -> client: the answer to `Describe`."""
 
     pipeline: str
@@ -322,14 +330,14 @@ class Description(Body, tag="description"):
     stages: tuple[StageStatus, ...]
 
 
-class TextDelta(Body, tag="text"):
+class TextDelta(Body, tag="text", frozen=True):
     """Stage -> coordinator -> client: more text. `text` is empty inside a character; `token_ids` are int32 bytes."""
 
     text: str
     token_ids: bytes = b""
 
 
-class AudioChunk(Body, tag="audio"):
+class AudioChunk(Body, tag="audio", frozen=True):
     """Stage -> coordinator -> client: the next samples, f32 [samples] in [-1, 1]."""
 
     samples: TensorRef
@@ -360,13 +368,13 @@ class StageUsage(Struct, frozen=True, omit_defaults=True):
     finished: float = 0.0
 
 
-class Done(Body, tag="done"):
+class Done(Body, tag="done", frozen=True):
     """Coordinator -> client, terminal: everything was delivered. `usage` is by stage name."""
 
     usage: dict[str, StageUsage]
 
 
-class Failed(Body, tag="failed"):
+class Failed(Body, tag="failed", frozen=True):
     """Terminal, on every channel: the request ended with an error."""
 
     code: ErrorCode
@@ -410,7 +418,7 @@ class Hop(Struct, frozen=True, array_like=True):
     epoch: Count
 
 
-class Expect(Body, tag="expect"):
+class Expect(Body, tag="expect", frozen=True):
     """Coordinator -> every stage of the route: this request will come (to the entry stage: with its `prompt`)."""
 
     route: Annotated[tuple[Hop, ...], Meta(min_length=1, max_length=64)]
@@ -424,7 +432,7 @@ class Expect(Body, tag="expect"):
         return self.prompt.tensor_refs() if self.prompt is not None else ()
 
 
-class Chunk(Body, tag="chunk"):
+class Chunk(Body, tag="chunk", frozen=True):
     """Stage -> next stage: the next piece of its input.
 
     `start` is the absolute position of the first row or token in the sender's own sequence; a receiver drops what it
@@ -454,7 +462,7 @@ IntoStage = Expect | Chunk | Abort
 # Results channel: stage -> coordinator
 
 
-class StageDone(Body, tag="stage_done"):
+class StageDone(Body, tag="stage_done", frozen=True):
     """Stage -> coordinator: this stage has finished the request and sent all of its output."""
 
     usage: StageUsage
@@ -467,7 +475,7 @@ FromStage = TextDelta | AudioChunk | StageDone | Failed
 # Control channel
 
 
-class Hello(Body, tag="hello"):
+class Hello(Body, tag="hello", frozen=True):
     """Stage -> coordinator, first message: who I am. A mismatch of the three versions fails the start."""
 
     protocol: int
@@ -477,19 +485,19 @@ class Hello(Body, tag="hello"):
     inbox: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class Welcome(Body, tag="welcome"):
+class Welcome(Body, tag="welcome", frozen=True):
     """Coordinator -> stage: accepted; send results to this endpoint."""
 
     results: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class Loading(Body, tag="loading"):
+class Loading(Body, tag="loading", frozen=True):
     """Stage -> coordinator: what the start-up is doing now, for people to read."""
 
     phase: Annotated[str, Meta(max_length=256)]
 
 
-class Ready(Body, tag="ready"):
+class Ready(Body, tag="ready", frozen=True):
     """Stage -> coordinator: the engine takes requests. `facts` are what the model says of itself (voices, rates)."""
 
     seconds: float
@@ -505,26 +513,26 @@ class Peer(Struct, frozen=True, array_like=True):
     inbox: str
 
 
-class Peers(Body, tag="peers"):
+class Peers(Body, tag="peers", frozen=True):
     """Coordinator -> stage: the downstream replicas that are up now; a missing one is gone."""
 
     peers: tuple[Peer, ...]
 
 
-class Heartbeat(Body, tag="heartbeat"):
+class Heartbeat(Body, tag="heartbeat", frozen=True):
     """Stage -> coordinator: alive. `progress` counts turns of the engine loop, `counts` what the stage holds."""
 
     progress: Count
     counts: dict[str, int] = {}
 
 
-class Shutdown(Body, tag="shutdown"):
+class Shutdown(Body, tag="shutdown", frozen=True):
     """Coordinator -> stage: end; what is in flight is aborted."""
 
     reason: str = ""
 
 
-class Fatal(Body, tag="fatal"):
+class Fatal(Body, tag="fatal", frozen=True):
     """Stage -> coordinator: this process is about to end, and why."""
 
     message: Annotated[str, Meta(max_length=16384)]

@@ -1,4 +1,4 @@
-"""What offline callers give and get: prompts of tokens, and results. Imports neither torch nor vLLM."""
+"""What users put in and get out, free of torch and vLLM."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Required, TypedDict
 
-import numpy as np
+import numpy
+from numpy.typing import NDArray
 
 from omni_actors.errors import OmniError
-from omni_actors.messages import HostTensor
-from omni_actors.stage.interface import Scalar
+from omni_actors.messages import HostTensor, Scalar, StageUsage
 
 
 class OmniTokensPrompt(TypedDict, total=False):
     """A prompt that is tokenised already.
 
-    `tensors` and `scalars` are what the stage takes beside tokens, by name: the talker's "prompt_rows" for example.
+    `tensors` and `scalars` are what a single stage takes beside tokens, by name: the talker's "prompt_rows" for
+    example. A whole pipeline takes token ids only.
     """
 
     prompt_token_ids: Required[Sequence[int]]
@@ -31,17 +32,19 @@ class OmniRequestOutput:
     Args:
         text: the answer, special tokens left out.
         token_ids: the tokens of the text, or of the stage that ran.
-        audio: f32 [samples] at `sample_rate` Hz; None where no audio was asked for.
+        audio: f32 [samples] in [-1, 1] at `sample_rate` Hz; `None` where none came.
         finish_reasons: stage name -> "stop" or "length".
+        usage: stage name -> counts and times.
         tensors: what a single stage streamed, by name, joined along the first dimension.
-        error: why the request failed; the other fields then hold what had come by then.
+        error: why the request failed, from calls that answer many requests at once; the others raise it.
     """
 
     request_id: str
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    audio: np.ndarray | None = None
+    audio: NDArray[numpy.float32] | None = None
     sample_rate: int = 0
     finish_reasons: dict[str, str] = field(default_factory=dict)
+    usage: dict[str, StageUsage] = field(default_factory=dict)
     tensors: dict[str, HostTensor] = field(default_factory=dict)
     error: OmniError | None = None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.pipelines import RunningPipeline
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -25,3 +28,10 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen2_5_omni"
     write_tiny(folder, check=False)  # tests/e2e/test_reference.py checks what it answers
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(tiny_checkpoint: Path) -> Iterator[RunningPipeline]:
+    """The tiny Qwen2.5-Omni pipeline with all its processes, started once per session of tests."""
+    with RunningPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": tiny_checkpoint}) as pipeline:
+        yield pipeline

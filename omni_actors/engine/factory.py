@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 
-from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.config import PipelineConfig, StageConfig, StageKind
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.errors import ConfigError
 from omni_actors.stage.interface import StageEngine
+
+
+def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
+    """The engine of a stage of a pipeline. `report` is told what the start-up does."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        # The fork server has read the variable already; this process may have another share of the cores.
+        import torch
+
+        torch.set_num_threads(int(threads))
+    report(f"loading {stage.part} of {pipeline.model}")
+    return build_engine(stage.kind.value, stage_arguments(pipeline, stage))
+
+
+def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineArgs:
+    """Engine arguments of a stage. The prompt stage prepares for the stage after it and has that stage's arguments."""
+    engine = dict(stage.engine)
+    if stage.kind is StageKind.PROMPT:
+        for name in pipeline.downstream(stage.name):
+            engine = {**pipeline.stage(name).engine, **engine}
+    model = OmniModelConfig(
+        model=pipeline.model,
+        model_stage=stage.part,
+        outputs=tuple(output.value for output in stage.outputs),
+        row_budget_bytes=stage.budget_bytes,
+        latent_budget_bytes=stage.budget_bytes,
+    )
+    return OmniEngineArgs(model, stage.kind.value, engine)
 
 
 def build_engine(stage_kind: str, arguments: OmniEngineArgs) -> StageEngine:

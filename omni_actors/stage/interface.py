@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.errors import OmniError
-from omni_actors.messages import FinishReason, HostTensor, Prompt, StageParams
-
-Scalar = int | float | str | bool
+from omni_actors.messages import FinishReason, HostTensor, Prompt, Scalar, StageParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class AudioEvent:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """Output for the next stage. `start` is the absolute position of the first row or token; `final` ends the stream."""
+    """Output for the next stage. `start` is the position of the first row or token; `final` ends the stream."""
 
     request_id: str
     token_ids: Sequence[int] = ()

@@ -1,0 +1,530 @@
+"""Clients of a running pipeline. Import neither torch nor vLLM; usable from any process that reaches the endpoint.
+
+`AsyncOmniClient` is the implementation; `OmniClient` runs one in a thread for code without an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy
+import zmq
+from numpy.typing import NDArray
+
+from omni_actors.codec import BadBody, BadHeader, BufferList, Decoder, encode
+from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError, ProtocolError, RequestTimeout
+from omni_actors.logs import get_logger
+from omni_actors.messages import (
+    Abort,
+    AudioChunk,
+    Body,
+    ChatMessage,
+    ContentPart,
+    CoordinatorToClient,
+    Describe,
+    Description,
+    Done,
+    DType,
+    Failed,
+    Header,
+    HostTensor,
+    Limits,
+    Media,
+    MediaEncoding,
+    Prompt,
+    StageParams,
+    StageUsage,
+    Submit,
+    TextDelta,
+    pack_token_ids,
+    unpack_token_ids,
+)
+from omni_actors.outputs import OmniRequestOutput, OmniTokensPrompt
+from omni_actors.transport.reader import SocketReader
+from omni_actors.transport.sockets import Sockets
+
+logger = get_logger(__name__)
+
+ANSWER_SECONDS = 10.0  # a coordinator that does not answer `Describe` within this time is gone
+PING_SECONDS = 2.0
+T = TypeVar("T")
+
+Prompting = str | Sequence[Mapping[str, Any]] | OmniTokensPrompt
+AudioInput = tuple[NDArray[Any], int] | bytes | Path
+ImageInput = NDArray[numpy.uint8] | bytes | Path
+VideoInput = tuple[NDArray[numpy.uint8], float]
+
+
+class Text(msgspec.Struct, frozen=True):
+    """More of the answer's text. `token_ids` are the thinker's; the text may be empty inside a character."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Audio(msgspec.Struct, frozen=True):
+    """The next samples: f32 [samples] in [-1, 1] at `sample_rate` Hz."""
+
+    samples: NDArray[numpy.float32]
+    sample_rate: int
+
+
+StreamItem = Text | Audio
+
+
+class RequestStream:
+    """The answer to one request: iterate for `Text` and `Audio` in order, then read `usage`. Raises typed errors."""
+
+    def __init__(self, client: AsyncOmniClient, request_id: str) -> None:
+        self.request_id = request_id
+        self.usage: dict[str, StageUsage] = {}
+        self._client = client
+        self._items: asyncio.Queue[StreamItem | Done | OmniError] = asyncio.Queue()
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[StreamItem]:
+        return self
+
+    async def __anext__(self) -> StreamItem:
+        if self._ended:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, Text | Audio):
+            return item
+        self._ended = True
+        if isinstance(item, OmniError):
+            raise item
+        self.usage = item.usage
+        raise StopAsyncIteration
+
+    async def abort(self) -> None:
+        """End the request everywhere. Idempotent; iteration then raises `Aborted` unless it was over already."""
+        if not self._ended:
+            self._client.abort(self.request_id)
+
+    async def result(self) -> OmniRequestOutput:
+        """Wait for the whole answer. Raises what the request failed with."""
+        output = OmniRequestOutput(self.request_id)
+        texts: list[str] = []
+        pieces: list[NDArray[numpy.float32]] = []
+        async for item in self:
+            if isinstance(item, Text):
+                texts.append(item.text)
+                output.token_ids.extend(item.token_ids)
+            else:
+                pieces.append(item.samples)
+                output.sample_rate = item.sample_rate
+        output.text = "".join(texts)
+        if pieces:
+            output.audio = numpy.concatenate(pieces)
+        output.usage = self.usage
+        output.finish_reasons = {stage: usage.finish_reason.value for stage, usage in self.usage.items()}
+        return output
+
+    def deliver(self, item: StreamItem | Done | OmniError) -> None:
+        """Called by the client for each message about this request."""
+        self._items.put_nowait(item)
+
+
+class AsyncOmniClient:
+    """A connection to a coordinator; many requests at once. Use it as an async context manager.
+
+    Args:
+        endpoint: as the launcher prints it, for instance `ipc:///tmp/omni-x/client` or `tcp://127.0.0.1:5555`.
+        limits: largest message to send or accept.
+    """
+
+    def __init__(self, endpoint: str, limits: Limits | None = None) -> None:
+        self._endpoint = endpoint
+        self._limits = limits or Limits()
+        self._decoder: Decoder[CoordinatorToClient] = Decoder(CoordinatorToClient, self._limits)
+        self._streams: dict[str, RequestStream] = {}
+        self._next_seq: dict[str, int] = {}
+        self._descriptions: dict[str, asyncio.Future[Description]] = {}
+        self._last_heard = time.monotonic()
+        self._sockets: Sockets | None = None
+
+    async def __aenter__(self) -> AsyncOmniClient:
+        self._sockets = Sockets(max_message_bytes=self._limits.message_bytes)
+        try:
+            self._socket = self._sockets.dealer(self._endpoint, uuid.uuid4().bytes)
+        except zmq.ZMQError as error:
+            raise InvalidRequest(f"{self._endpoint!r} is no endpoint: {error}.") from error
+        self._reader = SocketReader(self._socket, self._on_message)
+        self._watch = asyncio.create_task(self._watch_coordinator(), name="client watch")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Abort what is in flight and disconnect. Idempotent."""
+        if self._sockets is None:
+            return
+        sockets, self._sockets = self._sockets, None
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        for request_id in list(self._streams):
+            self._send(request_id, Abort())
+            self._end(request_id, RequestTimeout("The client was closed."))
+        self._reader.close()
+        self._socket.close()
+        await asyncio.get_running_loop().run_in_executor(None, sockets.context.term)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        prompt: Prompting,
+        *,
+        modalities: Sequence[str] | None = None,
+        voice: str | None = None,
+        params: Mapping[str, StageParams | Mapping[str, Any]] | None = None,
+        seed: int | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        audios: Sequence[AudioInput] = (),
+        images: Sequence[ImageInput] = (),
+        videos: Sequence[VideoInput] = (),
+    ) -> RequestStream:
+        """Send a request; the answer comes through the returned stream.
+
+        Args:
+            prompt: a user's text, chat messages (`[{"role": ..., "content": str | [parts]}]` with parts
+                `{"type": "text", "text": ...}`, `{"type": "audio", "audio": AudioInput}`, and likewise `image` and
+                `video`), or `{"prompt_token_ids": [...]}`.
+            modalities: `["text"]`, `["text", "audio"]` or `["audio"]`; all that the pipeline has when `None`.
+            voice: a speaker out of `describe().voices`.
+            params: by stage name, for instance `{"thinker": {"max_tokens": 64, "temperature": 0.7}}`.
+            seed: makes sampling and the vocoder's noise repeatable.
+            timeout: seconds until the request is ended with `DeadlineExceeded`.
+            audios, images, videos: media that go before a prompt given as text. Audio is (f32 [samples], Hz), a file's
+                bytes or a path; an image u8 [height, width, 3], bytes or path; a video (u8 [frames, height, width, 3],
+                frames per second).
+
+        Raises:
+            InvalidRequest, InvalidPayload, MalformedMedia: the request is wrong before it is sent.
+            RequestTimeout: the coordinator does not answer.
+        """
+        buffers = BufferList()
+        body = Submit(
+            prompt=_prompt(prompt, audios, images, videos, buffers),
+            modalities=tuple(modalities) if modalities is not None else (await self.describe()).modalities,
+            voice=voice,
+            params=_params(params or {}),
+            seed=seed,
+            priority=priority,
+        )
+        request_id = request_id or uuid.uuid4().hex
+        if request_id in self._streams:
+            raise InvalidRequest(f"The request id {request_id!r} is in use.")
+        deadline = time.time() + timeout if timeout is not None else 0.0
+        stream = self._streams[request_id] = RequestStream(self, request_id)
+        try:
+            self._send(request_id, body, buffers, deadline)
+        except OmniError:
+            del self._streams[request_id]
+            raise
+        return stream
+
+    async def generate(self, prompt: Prompting, **options: Any) -> OmniRequestOutput:
+        """`submit` and wait for the whole answer."""
+        stream = await self.submit(prompt, **options)
+        return await stream.result()
+
+    def abort(self, request_id: str) -> None:
+        """End a request everywhere. Idempotent."""
+        if request_id in self._streams:
+            self._send(request_id, Abort())
+
+    async def describe(self, timeout: float = ANSWER_SECONDS) -> Description:
+        """What the pipeline offers and how its stages are. Raises `RequestTimeout` if nobody answers."""
+        token = uuid.uuid4().hex
+        answer: asyncio.Future[Description] = asyncio.get_running_loop().create_future()
+        self._descriptions[token] = answer
+        self._send(token, Describe())
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise RequestTimeout(f"The coordinator at {self._endpoint} did not answer within {timeout:g} s.") from None
+        finally:
+            del self._descriptions[token]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _send(self, request_id: str, body: Body, buffers: BufferList | None = None, deadline: float = 0.0) -> None:
+        header = Header("", request_id=request_id, deadline=deadline)
+        frames = encode(header, body, buffers.buffers if buffers is not None else (), self._limits)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            raise RequestTimeout(f"The coordinator at {self._endpoint} takes no messages.") from None
+        self._reader.poke()
+
+    def _on_message(self, frames: Sequence[bytes]) -> None:
+        self._last_heard = time.monotonic()
+        try:
+            envelope = self._decoder.decode(frames)
+        except BadHeader as error:
+            logger.warning("dropped a message with a bad header: %s", error.reason)
+            return
+        except BadBody as error:
+            self._end(error.header.request_id, error.error)
+            return
+        header, body = envelope.header, envelope.body
+        if isinstance(body, Description):
+            answer = self._descriptions.get(header.request_id)
+            if answer is not None and not answer.done():
+                answer.set_result(body)
+            return
+        stream = self._streams.get(header.request_id)
+        if stream is None:
+            return
+        expected = self._next_seq.get(header.request_id, 0)
+        if header.seq != expected and not isinstance(body, Failed):
+            self._end(header.request_id, ProtocolError(f"Message {header.seq} came where {expected} was due."))
+            return
+        self._next_seq[header.request_id] = expected + 1
+        if isinstance(body, TextDelta):
+            stream.deliver(Text(body.text, unpack_token_ids(body.token_ids)))
+        elif isinstance(body, AudioChunk):
+            samples = numpy.frombuffer(envelope.tensor(body.samples).data, numpy.float32).copy()
+            stream.deliver(Audio(samples, body.sample_rate))
+        elif isinstance(body, Failed):
+            self._end(header.request_id, body.to_error())
+        else:
+            self._end(header.request_id, body)
+
+    def _end(self, request_id: str, last: Done | OmniError) -> None:
+        self._next_seq.pop(request_id, None)
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.deliver(last)
+
+    async def _watch_coordinator(self) -> None:
+        """Every waiter is answered when the coordinator is gone: while requests wait, it has to answer pings."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            if not self._streams or self._last_heard + PING_SECONDS > time.monotonic():
+                continue
+            try:
+                await self.describe()
+            except OmniError as error:
+                for request_id in list(self._streams):
+                    self._end(request_id, error)
+
+
+class OmniClient:
+    """The same for code without an event loop: one background thread runs an `AsyncOmniClient`. Thread-safe."""
+
+    def __init__(self, endpoint: str, limits: Limits | None = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="omni client", daemon=True)
+        self._thread.start()
+        self._client = AsyncOmniClient(endpoint, limits)
+        self._closed = False
+        try:
+            self._run(self._client.__aenter__())
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def __enter__(self) -> OmniClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is in flight and disconnect. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._run(self._client.close())
+            finally:
+                self._stop_loop()
+
+    def describe(self, timeout: float = ANSWER_SECONDS) -> Description:
+        """See `AsyncOmniClient.describe`."""
+        return self._run(self._client.describe(timeout))
+
+    def generate(self, prompt: Prompting, **options: Any) -> OmniRequestOutput:
+        """The whole answer; options as for `AsyncOmniClient.submit`."""
+        return self._run(self._client.generate(prompt, **options))
+
+    def submit(self, prompt: Prompting, **options: Any) -> SyncRequestStream:
+        """Send a request; iterate over what is returned. Options as for `AsyncOmniClient.submit`."""
+        return SyncRequestStream(self, self._run(self._client.submit(prompt, **options)))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class SyncRequestStream:
+    """The answer to one request of an `OmniClient`: iterate for `Text` and `Audio`."""
+
+    def __init__(self, client: OmniClient, stream: RequestStream) -> None:
+        self._client = client
+        self._stream = stream
+
+    @property
+    def request_id(self) -> str:
+        return self._stream.request_id
+
+    @property
+    def usage(self) -> dict[str, StageUsage]:
+        return self._stream.usage
+
+    def __iter__(self) -> Iterator[StreamItem]:
+        while True:
+            item = self._client._run(_next_or_none(self._stream))
+            if item is None:
+                return
+            yield item
+
+    def abort(self) -> None:
+        self._client._run(self._stream.abort())
+
+    def result(self) -> OmniRequestOutput:
+        return self._client._run(self._stream.result())
+
+
+async def _next_or_none(stream: RequestStream) -> StreamItem | None:
+    with contextlib.suppress(StopAsyncIteration):
+        return await stream.__anext__()
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From what users write to what travels
+
+
+def _params(given: Mapping[str, StageParams | Mapping[str, Any]]) -> dict[str, StageParams]:
+    params = {}
+    for stage, value in given.items():
+        try:
+            fields = value.given() if isinstance(value, StageParams) else dict(value)
+            params[stage] = msgspec.convert(fields, StageParams, strict=True)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"Parameters of stage {stage!r}: {error}.") from error
+    return params
+
+
+def _prompt(
+    prompt: Prompting,
+    audios: Sequence[AudioInput],
+    images: Sequence[ImageInput],
+    videos: Sequence[VideoInput],
+    buffers: BufferList,
+) -> Prompt:
+    media: list[Media] = []
+    if isinstance(prompt, str):
+        if not prompt and not (audios or images or videos):
+            raise InvalidRequest("The prompt is empty.")
+        content: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
+        content += [{"type": "video", "video": video} for video in videos]
+        content += [{"type": "audio", "audio": audio} for audio in audios]
+        content += [{"type": "text", "text": prompt}] if prompt else []
+        prompt = [{"role": "user", "content": content}]
+    elif audios or images or videos:
+        raise InvalidRequest("audios, images and videos go with a prompt given as text; put them into the messages.")
+    if isinstance(prompt, Mapping):
+        token_ids = prompt.get("prompt_token_ids") or ()
+        if not token_ids:
+            raise InvalidRequest("The prompt is empty: prompt_token_ids has no tokens.")
+        try:
+            return Prompt(token_ids=pack_token_ids(token_ids))
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequest(f"prompt_token_ids must be 32-bit whole numbers: {error}.") from error
+    messages = tuple(_message(message, media, buffers) for message in prompt)
+    if not messages:
+        raise InvalidRequest("The prompt is empty: there are no messages.")
+    return Prompt(messages=messages, media=tuple(media))
+
+
+def _message(message: Mapping[str, Any], media: list[Media], buffers: BufferList) -> ChatMessage:
+    unknown = set(message) - {"role", "content"}
+    if unknown or "role" not in message:
+        raise InvalidRequest(f"A chat message has role and content; this one has {sorted(message)}.")
+    content = message.get("content", "")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return ChatMessage(str(message["role"]), tuple(_part(part, media, buffers) for part in parts))
+
+
+def _part(part: Mapping[str, Any], media: list[Media], buffers: BufferList) -> ContentPart:
+    kind = part.get("type")
+    if kind == "text":
+        return ContentPart(text=str(part.get("text", "")))
+    makers: dict[str, Callable[[Any, BufferList], Media]] = {"audio": _audio, "image": _image, "video": _video}
+    if not isinstance(kind, str) or kind not in makers or kind not in part:
+        raise InvalidRequest(f"A content part is text, audio, image or video with its data; got {sorted(part)}.")
+    media.append(makers[kind](part[kind], buffers))
+    return ContentPart(media=len(media) - 1)
+
+
+def _file(modality: str, value: bytes | Path, buffers: BufferList) -> Media:
+    if isinstance(value, Path):
+        try:
+            value = value.read_bytes()
+        except OSError as error:
+            raise MalformedMedia(f"Cannot read the file {str(value)!r}: {error.strerror}.") from error
+    return Media(modality, MediaEncoding.FILE, buffers.add(HostTensor(DType.U8, (len(value),), value)))
+
+
+def _audio(value: AudioInput, buffers: BufferList) -> Media:
+    if isinstance(value, bytes | Path):
+        return _file("audio", value, buffers)
+    samples, rate = value
+    array = numpy.asarray(samples)
+    if array.dtype == numpy.int16:
+        array = array.astype(numpy.float32) / 32768.0
+    return Media(
+        "audio", MediaEncoding.ARRAY, buffers.add(_host(array, numpy.float32, DType.F32)), sample_rate=int(rate)
+    )
+
+
+def _image(value: ImageInput, buffers: BufferList) -> Media:
+    if isinstance(value, bytes | Path):
+        return _file("image", value, buffers)
+    return Media("image", MediaEncoding.ARRAY, buffers.add(_host(numpy.asarray(value), numpy.uint8, DType.U8)))
+
+
+def _video(value: VideoInput, buffers: BufferList) -> Media:
+    frames, rate = value
+    tensor = buffers.add(_host(numpy.asarray(frames), numpy.uint8, DType.U8))
+    return Media("video", MediaEncoding.ARRAY, tensor, frames_per_second=float(rate))
+
+
+def _host(array: NDArray[Any], kind: type[numpy.generic], dtype: DType) -> HostTensor:
+    if array.dtype != kind:
+        if dtype is DType.U8:
+            raise MalformedMedia(f"Images and videos are arrays of uint8, got {array.dtype}.")
+        array = array.astype(kind)
+    array = numpy.ascontiguousarray(array)
+    return HostTensor(dtype, array.shape, array.tobytes())
+

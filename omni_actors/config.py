@@ -1,0 +1,512 @@
+"""The pipeline's YAML: strict, checked before anything starts, every value with its source.
+
+Precedence: command line > environment > YAML > default. A key that is not known is an error that names the nearest
+valid one; so is a stage graph with a cycle, a missing stage or a device that this host does not have.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import hashlib
+import importlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+from omni_actors import envs
+from omni_actors.errors import ConfigError
+from omni_actors.messages import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, Limits, StageParams
+
+Seconds = Annotated[float, Meta(gt=0, le=1e7)]
+StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
+
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
+BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
+
+
+class StageKind(enum.StrEnum):
+    """What computes a stage."""
+
+    PROMPT = "prompt"  # chat template, tokenizer, media processing
+    AUTOREGRESSIVE = "autoregressive"  # a vLLM engine core with the omni scheduler
+    DIFFUSION = "diffusion"  # a vLLM engine core without KV cache, one scheduled token per denoise step
+    ECHO = "echo"  # no model: repeats its input; for tests and measurements of everything around the engine
+
+
+PARAMS_BY_KIND = {
+    StageKind.PROMPT: frozenset[str](),
+    StageKind.AUTOREGRESSIVE: AUTOREGRESSIVE_PARAMS,
+    StageKind.DIFFUSION: DIFFUSION_PARAMS,
+    StageKind.ECHO: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,
+}
+
+
+class Modality(enum.StrEnum):
+    TEXT = "text"
+    AUDIO = "audio"
+
+
+class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sources": "from"}):
+    """Where a stage's input comes from.
+
+    `processor` turns the output of the source stages into this stage's input: a registered name or, from an allowed
+    prefix, a dotted path. `start_after` is the number of the source's steps to wait for before this stage starts; 0
+    waits for the whole of the source's output.
+    """
+
+    sources: StageName | Annotated[list[StageName], Meta(min_length=1)]
+    processor: str = "passthrough"
+    start_after: Annotated[int, Meta(ge=0, le=100_000)] = 2
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
+
+
+class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """One stage.
+
+    `model_stage` says which part of the checkpoint it runs (default: the stage's name), `engine` holds vLLM's engine
+    arguments by name, `devices` GPU numbers of this host, `sampling` the defaults of the stage's parameters.
+    `budget_bytes` bounds the embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
+    """
+
+    name: StageName
+    kind: StageKind
+    model_stage: str | None = None
+    inputs: InputConfig | None = None
+    outputs: list[Modality] = []
+    engine: dict[str, Any] = {}
+    sampling: StageParams = StageParams()
+    replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
+    devices: list[Annotated[int, Meta(ge=0, le=1023)]] | None = None
+    startup_timeout: Seconds | None = None
+    budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return self.inputs.source_names if self.inputs is not None else ()
+
+    @property
+    def part(self) -> str:
+        """The part of the checkpoint that this stage runs."""
+        return self.model_stage or self.name
+
+
+class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The process that owns requests."""
+
+    run_dir: str | None = None  # default: a new folder of this run, removed at exit
+    listen: str = "ipc"  # client endpoint: "ipc" (a socket in run_dir), or tcp://127.0.0.1:PORT
+    max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
+    startup_timeout: Seconds = 600.0
+    shutdown_timeout: Seconds = 8.0
+    heartbeat_interval: Seconds = 1.0
+    default_timeout: Seconds = 600.0  # deadline of requests that bring none
+    tombstone_ttl: Seconds = 60.0
+
+
+class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole pipeline: one checkpoint, a directed acyclic graph of stages."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    model: Annotated[str, Meta(min_length=1, max_length=4096)]
+    stages: Annotated[list[StageConfig], Meta(min_length=1, max_length=64)]
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    limits: Limits = Limits()
+
+    def stage(self, name: str) -> StageConfig:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise ConfigError(f"There is no stage {name!r}; the stages are {[stage.name for stage in self.stages]}.")
+
+    @property
+    def entry(self) -> StageConfig:
+        """The stage that takes the prompt: the one without inputs."""
+        return next(stage for stage in self.stages if stage.inputs is None)
+
+    @property
+    def modalities(self) -> tuple[Modality, ...]:
+        """All that the pipeline can answer in, in stage order."""
+        return tuple(dict.fromkeys(modality for stage in self.stages for modality in stage.outputs))
+
+    def downstream(self, name: str) -> tuple[str, ...]:
+        """The stages that take input from `name`."""
+        return tuple(stage.name for stage in self.stages if name in stage.source_names)
+
+    def route(self, modalities: Iterable[str]) -> tuple[str, ...]:
+        """The stages needed to answer in `modalities`, in order of the graph, entry first."""
+        needed = {stage.name for stage in self.stages if set(stage.outputs) & set(modalities)}
+        for stage in reversed(self.stages):  # stages are in topological order after validation
+            if stage.name in needed:
+                needed.update(stage.source_names)
+        return tuple(stage.name for stage in self.stages if stage.name in needed)
+
+    def digest(self) -> str:
+        """Hash of everything that both ends of a connection must agree on."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+class LoadedConfig(NamedTuple):
+    """A checked pipeline and where each of its values comes from (dotted key -> source)."""
+
+    pipeline: PipelineConfig
+    sources: dict[str, str]
+    path: Path
+
+
+def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: int | None = None) -> LoadedConfig:
+    """Read, override, check.
+
+    Args:
+        path: the YAML file.
+        overrides: command-line values by dotted key, for instance `{"stages.thinker.engine.max_num_seqs": "8"}`.
+        devices: number of GPUs of this host; counted when `None`.
+
+    Raises:
+        ConfigError: anything wrong, naming the key and, for unknown ones, the nearest valid key.
+    """
+    path = Path(path)
+    data = _read_yaml(path)
+    sources = {key: f"yaml {path.name}" for key in flatten(data)}
+    from_env = envs.config_overrides()
+    for key, (value, variable) in from_env.items():
+        _set_value(data, key, value, sources, f"env {variable}")
+    for key, value in (overrides or {}).items():
+        _set_value(data, key, value, sources, "command line")
+    _refuse_unknown_keys(data, PipelineConfig, "")
+    try:
+        pipeline = msgspec.convert(data, PipelineConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path.name}: {error}.") from error
+    pipeline = msgspec.structs.replace(
+        pipeline, model=_resolve_model(pipeline.model, path.parent), stages=_in_graph_order(pipeline.stages)
+    )
+    _check_stages(pipeline, host_devices() if devices is None else devices)
+    return LoadedConfig(pipeline, sources, path)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except OSError as error:
+        raise ConfigError(f"Cannot read the pipeline file {path}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no valid YAML: {error}.") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping with the keys name, model and stages.")
+    return data
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice instead of taking the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _set_value(data: dict[str, Any], key: str, text: str, sources: dict[str, str], source: str) -> None:
+    """Set the dotted `key` to `text`, read as YAML. Stages are addressed by name: `stages.thinker.replicas`."""
+    node: Any = data
+    parts = key.split(".")
+    for index, part in enumerate(parts[:-1]):
+        if isinstance(node, list):
+            node = _stage_by_name(node, part, key)
+        elif isinstance(node, dict):
+            if node.get(part) is None:
+                node[part] = {}
+            node = node[part]
+        else:
+            raise ConfigError(f"{source}: {'.'.join(parts[: index + 1])!r} is no mapping, so {key!r} cannot be set.")
+    if not isinstance(node, dict):
+        raise ConfigError(f"{source}: {key!r} does not name a value.")
+    try:
+        node[parts[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: the value {text!r} of {key!r} is no valid YAML.") from error
+    for old in [old for old in sources if old == key or old.startswith(f"{key}.")]:
+        del sources[old]
+    sources[key] = source
+
+
+def _stage_by_name(stages: list[Any], name: str, key: str) -> Any:
+    names = [stage.get("name") for stage in stages if isinstance(stage, dict)]
+    if name not in names:
+        raise ConfigError(f"{key!r}: there is no stage {name!r}.{suggest(name, [str(known) for known in names])}")
+    return next(stage for stage in stages if isinstance(stage, dict) and stage.get("name") == name)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """' Did you mean X?' for the nearest known word, else the list of them."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if nearest:
+        return f" Did you mean {nearest[0]!r}?"
+    return f" Known: {', '.join(known)}." if known else ""
+
+
+def _refuse_unknown_keys(data: Any, struct: type[Struct], path: str) -> None:
+    """Like msgspec's own check, but naming the nearest valid key."""
+    if not isinstance(data, dict):
+        return  # the conversion reports the wrong type
+    hints = get_type_hints(struct, include_extras=True)
+    names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
+    fields = {encoded: hints[name] for name, encoded in names}
+    for key, value in data.items():
+        if key not in fields:
+            raise ConfigError(f"Unknown key {_join(path, str(key))!r}.{suggest(str(key), fields)}")
+        inner, is_list = _inner_struct(fields[key])
+        if inner is None:
+            continue
+        items = value if is_list and isinstance(value, list) else [value]
+        for index, item in enumerate(items):
+            name = item.get("name", index) if isinstance(item, dict) else index
+            _refuse_unknown_keys(item, inner, _join(path, f"{key}.{name}" if is_list else str(key)))
+
+
+def _inner_struct(annotation: Any) -> tuple[type[Struct] | None, bool]:
+    """The struct inside a field's type, and whether the field is a list of it.
+
+    With `typing`, not `msgspec.inspect`: the latter crashed the interpreter in a later conversion (msgspec 0.22).
+    """
+    if isinstance(annotation, type) and issubclass(annotation, Struct):
+        return annotation, False
+    arguments = get_args(annotation)
+    is_list = get_origin(annotation) is list
+    for argument in arguments:
+        found, nested_list = _inner_struct(argument)
+        if found is not None:
+            return found, is_list or nested_list
+    return None, False
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _resolve_model(model: str, base: Path) -> str:
+    """Relative paths are relative to the YAML file; what is no existing folder stays a hub name."""
+    candidate = Path(model).expanduser()
+    for folder in (base / candidate, candidate):
+        if folder.is_dir():
+            return str(folder.resolve())
+    if model.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"model: there is no folder {model!r} (looked beside the YAML file and in the current folder).",
+            hint="Give the folder of a checkpoint, or make a tiny one: python -m omni_actors.checkpoints tiny DIR.",
+        )
+    return model
+
+
+def _in_graph_order(stages: Sequence[StageConfig]) -> list[StageConfig]:
+    """The stages, each after its sources; raises `ConfigError` for double or missing names and cycles."""
+    names = [stage.name for stage in stages]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"Two stages are called {name!r}; stage names must differ.")
+    for stage in stages:
+        for source in stage.source_names:
+            if source not in names:
+                raise ConfigError(
+                    f"stages.{stage.name}.inputs.from: there is no stage {source!r}.{suggest(source, names)}"
+                )
+    ordered: list[StageConfig] = []
+    remaining = list(stages)
+    while remaining:
+        done = {stage.name for stage in ordered}
+        ready = [stage for stage in remaining if set(stage.source_names) <= done]
+        if not ready:
+            cycle = ", ".join(stage.name for stage in remaining)
+            raise ConfigError(f"The stages {cycle} wait for one another: the inputs form a cycle.")
+        ordered += ready
+        remaining = [stage for stage in remaining if stage not in ready]
+    return ordered
+
+
+def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
+    entries = [stage.name for stage in pipeline.stages if stage.inputs is None]
+    if len(entries) != 1:
+        raise ConfigError(f"Exactly one stage has no inputs and takes the prompt; here: {entries or 'none'}.")
+    if not pipeline.modalities:
+        raise ConfigError("No stage has outputs: at least one stage needs outputs: [text] or [audio].")
+    for modality in pipeline.modalities:
+        producers = [stage.name for stage in pipeline.stages if modality in stage.outputs]
+        if len(producers) > 1:
+            raise ConfigError(f"The stages {producers} all output {modality}; one stage owns a modality.")
+    for stage in pipeline.stages:
+        where = f"stages.{stage.name}"
+        for name in stage.sampling.given():
+            allowed = PARAMS_BY_KIND[stage.kind]
+            if name not in allowed:
+                raise ConfigError(
+                    f"{where}.sampling.{name} does not apply to a stage of kind {stage.kind}.{suggest(name, allowed)}"
+                )
+        if stage.inputs is not None:
+            check_importable(stage.inputs.processor, f"{where}.inputs.processor")
+        if not stage.outputs and not pipeline.downstream(stage.name):
+            raise ConfigError(f"{where}: its output goes nowhere; give it outputs, or make it the input of a stage.")
+        _check_devices(stage, where, devices)
+    _check_memory_shares(pipeline, devices)
+
+
+def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
+    if stage.devices is None:
+        return
+    if len(set(stage.devices)) != len(stage.devices):
+        raise ConfigError(f"{where}.devices names a device twice: {stage.devices}.")
+    for device in stage.devices:
+        if device >= devices:
+            have = f"devices 0 to {devices - 1}" if devices else "no GPU"
+            raise ConfigError(f"{where}.devices: there is no device {device}; this host has {have}.")
+
+
+def _check_memory_shares(pipeline: PipelineConfig, devices: int) -> None:
+    """The shares of one GPU must fit; explicit `kv_cache_memory_bytes` are not counted, vLLM checks those itself."""
+    for device, shares in memory_plan(pipeline, devices).items():
+        total = sum(share for _, share in shares)
+        if total > 1.0:
+            listed = ", ".join(f"{name} {share:g}" for name, share in shares)
+            raise ConfigError(
+                f"GPU {device} is promised {total:.2f} of its memory: {listed}.",
+                hint="Lower engine.gpu_memory_utilization of these stages, or move one to another device.",
+            )
+
+
+def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[int, list[tuple[str, float]]]:
+    """GPU -> (stage, share of its memory) for the stages that vLLM sizes by `gpu_memory_utilization`."""
+    plan: dict[int, list[tuple[str, float]]] = {}
+    if not devices:
+        return plan
+    for stage in pipeline.stages:
+        if stage.kind is not StageKind.AUTOREGRESSIVE or "kv_cache_memory_bytes" in stage.engine:
+            continue
+        share = float(stage.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION))
+        for device in stage_devices(stage, devices):
+            plan.setdefault(device, []).append((stage.name, share * stage.replicas))
+    return plan
+
+
+def stage_devices(stage: StageConfig, devices: int) -> list[int]:
+    """GPUs of a stage: those named, else the first one, else none where the host has none or none is needed."""
+    if stage.devices is not None:
+        return stage.devices
+    needs_device = stage.kind in (StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)
+    return [0] if devices and needs_device else []
+
+
+def host_devices() -> int:
+    """Number of NVIDIA GPUs that this process may use, without initialising CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if visible is None:
+        return present
+    return min(present, len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Classes named in the YAML
+
+
+def check_importable(name: str, where: str) -> None:
+    """A dotted `name` must begin with an allowed prefix; plain names are looked up in a registry later."""
+    allowed = BUILT_IN_IMPORT_PREFIXES + envs.allowed_import_prefixes()
+    if "." in name and not name.startswith(allowed):
+        raise ConfigError(
+            f"{where}: {name!r} is outside the allowed import prefixes {list(allowed)}.",
+            hint="Only code that you trust may be named; add its prefix to OMNI_ACTORS_ALLOW_IMPORTS.",
+        )
+
+
+def resolve_class(name: str, registry: Mapping[str, type], base: type, where: str) -> type:
+    """The class that `name` stands for, from `registry` or an allowed dotted path.
+
+    Raises:
+        ConfigError: unknown name, forbidden prefix, or no subclass of `base`.
+    """
+    if "." not in name:
+        if name not in registry:
+            raise ConfigError(f"{where}: unknown name {name!r}.{suggest(name, registry)}")
+        return registry[name]
+    check_importable(name, where)
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{where}: cannot import {name!r}: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{where}: {name!r} is no subclass of {base.__name__}.")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Showing
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested mappings; list items that have a name are addressed by it."""
+    if isinstance(value, dict):
+        flat: dict[str, Any] = {}
+        for key, item in value.items():
+            flat.update(flatten(item, _join(prefix, str(key))))
+        return flat or {prefix: {}}
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
+        flat = {}
+        for item in value:
+            flat.update(flatten(item, _join(prefix, str(item["name"]))))
+        return flat
+    return {prefix: value}
+
+
+def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
+    """The effective configuration, one value a line with its source, then placement and memory plan."""
+    devices = host_devices() if devices is None else devices
+    pipeline = loaded.pipeline
+    flat = {
+        key: value
+        for key, value in flatten(msgspec.to_builtins(pipeline)).items()
+        if value is not None or key in loaded.sources
+    }
+    width = max(len(key) for key in flat)
+    shown = {key: _show(value) for key, value in flat.items()}
+    value_width = min(60, max(len(text) for text in shown.values()))
+    lines = [f"pipeline {pipeline.name} ({loaded.path}), configuration {pipeline.digest()}"]
+    lines += [
+        f"  {key:<{width}}  {text:<{value_width}}  [{_source_of(key, loaded.sources)}]" for key, text in shown.items()
+    ]
+    lines.append("placement")
+    for stage in pipeline.stages:
+        where = ", ".join(f"GPU {device}" for device in stage_devices(stage, devices)) or "CPU"
+        lines.append(f"  {stage.name}: {stage.replicas} x {stage.kind} on {where}, takes input from "
+                     f"{', '.join(stage.source_names) or 'the client'}")  # fmt: skip
+    for device, shares in memory_plan(pipeline, devices).items():
+        total = sum(share for _, share in shares)
+        lines.append(f"memory of GPU {device}: " + " + ".join(f"{n} {s:g}" for n, s in shares) + f" = {total:.2f}")
+    return "\n".join(lines)
+
+
+def _show(value: Any) -> str:
+    return str(msgspec.json.encode(value).decode())
+
+
+def _source_of(key: str, sources: Mapping[str, str]) -> str:
+    """The source of a key, or of the mapping that holds it."""
+    while key:
+        if key in sources:
+            return sources[key]
+        key = key.rpartition(".")[0]
+    return "default"

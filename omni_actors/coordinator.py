@@ -1,0 +1,286 @@
+"""The coordinator: sockets around `core.coordination`. One asyncio loop, no tensor is ever looked at.
+
+Three bound sockets: clients (ROUTER), control (ROUTER, to every stage process) and results (PULL, from every stage
+process); one PUSH link to each replica's inbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import zmq
+
+import omni_actors
+from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
+from omni_actors.config import PipelineConfig
+from omni_actors.core.coordination import Coordination, Instruction, ToClient
+from omni_actors.core.replicas import Replica, ReplicaState
+from omni_actors.errors import StageLost
+from omni_actors.logs import get_logger
+from omni_actors.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Body,
+    ClientToCoordinator,
+    Describe,
+    Description,
+    Fatal,
+    FromStage,
+    Header,
+    Heartbeat,
+    Hello,
+    Hop,
+    Loading,
+    Peers,
+    Ready,
+    Shutdown,
+    StageToCoordinator,
+    Submit,
+    Welcome,
+)
+from omni_actors.transport.link import Link
+from omni_actors.transport.reader import SocketReader
+from omni_actors.transport.run_directory import RunDirectory
+from omni_actors.transport.sockets import Sockets
+
+logger = get_logger(__name__)
+
+TICK_SECONDS = 0.1
+
+
+class Coordinator:
+    """Binds its sockets when made; needs a running event loop.
+
+    Args:
+        on_change: called after a replica's state or phase changed, for start-up progress and supervision.
+    """
+
+    def __init__(
+        self, pipeline: PipelineConfig, run_directory: RunDirectory, on_change: Callable[[Replica], None]
+    ) -> None:
+        self.pipeline = pipeline
+        self.state = Coordination(pipeline, new_seed=lambda: secrets.randbits(63))
+        self.fatal: dict[Hop, str] = {}  # last words of replicas
+        self.rejected: collections.Counter[str] = collections.Counter()
+        self._on_change = on_change
+        self._closing = False
+        limits = pipeline.limits
+        self._sockets = Sockets(max_message_bytes=limits.message_bytes)
+        listen = pipeline.coordinator.listen
+        client_endpoint = run_directory.endpoint("client") if listen == "ipc" else listen
+        self._clients, self.client_endpoint = self._sockets.router(client_endpoint)
+        self._control, self.control_endpoint = self._sockets.router(run_directory.endpoint("control"))
+        self._results, self.results_endpoint = self._sockets.pull(run_directory.endpoint("results"))
+        self._client_decoder: Decoder[ClientToCoordinator] = Decoder(ClientToCoordinator, limits)
+        self._control_decoder: Decoder[StageToCoordinator] = Decoder(StageToCoordinator, limits)
+        self._results_decoder: Decoder[FromStage] = Decoder(FromStage, limits)
+        self._links: dict[Hop, Link] = {}
+        self._client_reader = SocketReader(self._clients, self._on_client)
+        self._control_reader = SocketReader(self._control, self._on_control)
+        self._results_reader = SocketReader(self._results, self._on_result)
+        self._ticker = asyncio.create_task(self._tick(), name="coordinator tick")
+
+    # -- called by the launcher ---------------------------------------------------------------------------------------
+
+    def expect_replica(self, stage: str, index: int, epoch: int) -> Replica:
+        """A process for this replica is about to be started."""
+        return self.state.replicas.add(stage, index, epoch)
+
+    def replica_died(self, hop: Hop, why: str) -> None:
+        """The supervisor saw the process end: fail what it held, tell the others that it is gone."""
+        replica = self.state.replicas.find(hop.stage, hop.replica, hop.epoch)
+        if replica is None or replica.state is ReplicaState.DEAD:
+            return
+        logger.log(logging.INFO if self._closing else logging.ERROR, "%s ended: %s", replica.name, why)
+        link = self._links.pop(hop, None)
+        if link is not None:
+            link.close()
+        self._do(self.state.replica_lost(replica, time.time(), why))
+        if not self._closing:
+            self._announce_peers()
+        self._on_change(replica)
+
+    def tell_shutdown(self, reason: str) -> None:
+        """End every request with an answer to its client and ask every stage to stop."""
+        self._closing = True
+        self._do(self.state.shut_down(time.time()))
+        for replica in self.state.replicas:
+            if replica.state in (ReplicaState.LOADING, ReplicaState.READY):
+                self._tell(replica, Shutdown(reason=reason))
+
+    async def close(self) -> None:
+        """Close all sockets; what is queued for clients gets a moment to leave."""
+        self._ticker.cancel()
+        await asyncio.gather(self._ticker, return_exceptions=True)
+        for reader in (self._client_reader, self._control_reader, self._results_reader):
+            reader.close()
+        for link in self._links.values():
+            link.close()
+        for socket in (self._clients, self._control, self._results):
+            socket.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._sockets.context.term)
+
+    # -- inbound ------------------------------------------------------------------------------------------------------
+
+    def _on_client(self, frames: Sequence[bytes]) -> None:
+        client, *rest = frames
+        now = time.time()
+        try:
+            envelope = self._client_decoder.decode(rest)
+        except BadHeader as error:
+            logger.warning("dropped a client message with a bad header: %s", error.reason)
+            return
+        except BadBody as error:
+            self._do(self.state.reject(client, error.header, error.error, now))
+            return
+        header, body = envelope.header, envelope.body
+        if isinstance(body, Submit):
+            self._do(self.state.submit(client, header, body, envelope.buffers, now))
+        elif isinstance(body, Abort):
+            self._do(self.state.abort(client, header.request_id, now))
+        elif isinstance(body, Describe):
+            self._do([ToClient(client, header.request_id, 0, self.describe())])
+
+    def _on_result(self, frames: Sequence[bytes]) -> None:
+        now = time.time()
+        try:
+            envelope = self._results_decoder.decode(frames)
+        except BadHeader as error:
+            logger.warning("dropped a result with a bad header: %s", error.reason)
+        except BadBody as error:
+            self._do(self.state.reject_from_stage(error.header, error.error, now))
+        else:
+            self._do(self.state.from_stage(envelope.header, envelope.body, envelope.buffers, now))
+
+    def _on_control(self, frames: Sequence[bytes]) -> None:
+        identity, *rest = frames
+        try:
+            envelope = self._control_decoder.decode(rest)
+        except (BadHeader, BadBody) as error:
+            logger.warning("dropped a control message: %s", error)
+            return
+        header = envelope.header
+        replica = self.state.replicas.find(header.stage, header.replica, header.epoch)
+        if replica is None or replica.state is ReplicaState.DEAD:
+            logger.warning("dropped a control message of the unknown replica %s", identity.decode(errors="replace"))
+            return
+        replica.last_heard = time.time()
+        self._on_stage(replica, envelope.body)
+
+    def _on_stage(self, replica: Replica, body: StageToCoordinator) -> None:
+        if isinstance(body, Heartbeat):
+            replica.progress, replica.counts = body.progress, body.counts
+            return
+        if isinstance(body, Hello):
+            self._welcome(replica, body)
+        elif isinstance(body, Loading):
+            replica.phase = body.phase
+        elif isinstance(body, Ready):
+            replica.state, replica.phase, replica.seconds = ReplicaState.READY, "ready", body.seconds
+            replica.voices, replica.sample_rate = body.voices, body.sample_rate
+            replica.max_input_tokens = body.max_input_tokens
+        elif isinstance(body, Fatal):
+            self.fatal[replica.hop] = body.message
+        self._on_change(replica)
+
+    def _welcome(self, replica: Replica, hello: Hello) -> None:
+        ours = (PROTOCOL_VERSION, omni_actors.__version__, self.pipeline.digest())
+        theirs = (hello.protocol, hello.package, hello.config)
+        if ours != theirs:
+            text = f"protocol, package and configuration are {theirs} there and {ours} here"
+            self.fatal[replica.hop] = f"{replica.name}: {text}."
+            self._tell(replica, Shutdown(reason=text))
+            return
+        replica.state, replica.pid, replica.inbox = ReplicaState.LOADING, hello.pid, hello.inbox
+        self._links[replica.hop] = Link(self._sockets.push(hello.inbox), time.monotonic)
+        self._tell(replica, Welcome(results=self.results_endpoint))
+        self._announce_peers()
+
+    def _announce_peers(self) -> None:
+        """Every stage learns the addresses of the stages after it."""
+        for replica in self.state.replicas:
+            downstream = self.pipeline.downstream(replica.stage)
+            if downstream and replica.state in (ReplicaState.LOADING, ReplicaState.READY):
+                self._tell(replica, Peers(peers=self.state.replicas.peers(downstream)))
+
+    # -- outbound -----------------------------------------------------------------------------------------------------
+
+    def _do(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, ToClient):
+                self._send_to_client(instruction)
+            else:
+                self._send_to_stage(instruction.hop, self._header(instruction), instruction.body, instruction.buffers)
+        self._client_reader.poke()  # sending may have swallowed the descriptor's edge
+
+    @staticmethod
+    def _header(instruction: Instruction) -> Header:
+        if isinstance(instruction, ToClient):
+            return Header("", request_id=instruction.request_id, seq=instruction.seq)
+        return Header(
+            "", request_id=instruction.request_id, attempt=instruction.attempt, deadline=instruction.deadline
+        )
+
+    def _send_to_client(self, message: ToClient) -> None:
+        frames = encode(self._header(message), message.body, message.buffers, self.pipeline.limits)
+        try:
+            self._clients.send_multipart([message.client, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # EHOSTUNREACH: gone; EAGAIN: it has not read for a thousand messages
+            logger.warning("a client is gone or reads nothing (%s); its requests end", error)
+            self._do(self.state.client_gone(message.client, time.time()))
+
+    def _send_to_stage(self, hop: Hop, header: Header, body: Body, buffers: Sequence[Frame]) -> None:
+        link = self._links.get(hop)
+        frames = encode(header, body, buffers, self.pipeline.limits)
+        if link is not None and link.send(header.request_id, frames):
+            return
+        error = StageLost(f"{hop.stage}/{hop.replica} takes no messages.", stage=hop.stage)
+        self._reject_later(header.request_id, hop, error)
+
+    def _reject_later(self, request_id: str, hop: Hop, error: StageLost) -> None:
+        """Fail a request on the next turn of the loop, outside of the instructions that are being done now."""
+        header = Header("", request_id=request_id, stage=hop.stage, replica=hop.replica, epoch=hop.epoch)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(lambda: self._do(self.state.reject_from_stage(header, error, time.time())))
+
+    def _tell(self, replica: Replica, body: Body) -> None:
+        identity = f"{replica.stage}/{replica.index}/{replica.epoch}".encode()
+        try:
+            self._control.send_multipart([identity, *encode(Header(""), body)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("%s takes no control messages: %s", replica.name, error)
+        self._control_reader.poke()
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._do(self.state.tick(time.time()))
+            for hop, link in list(self._links.items()):
+                link.flush()
+                if link.stalled():
+                    error = StageLost(f"{hop.stage}/{hop.replica} takes no messages.", stage=hop.stage)
+                    for request_id in link.give_up():
+                        self._reject_later(request_id, hop, error)
+
+    def describe(self) -> Description:
+        """What clients may know of the pipeline."""
+        state = self.state
+        return Description(
+            pipeline=self.pipeline.name,
+            model=self.pipeline.model,
+            modalities=tuple(self.pipeline.modalities),
+            voices=state.voices,
+            sample_rate=state.sample_rate,
+            healthy=not state.replicas.missing(),
+            in_flight=state.in_flight,
+            stages=tuple(replica.status() for replica in state.replicas),
+        )
+
+

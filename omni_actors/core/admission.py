@@ -1,0 +1,65 @@
+"""May this request run, and with which parameters? What can be refused is refused here, before any work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from omni_actors.config import PARAMS_BY_KIND, PipelineConfig, suggest
+from omni_actors.errors import InvalidRequest, UnknownModality, UnknownVoice
+from omni_actors.messages import StageParams, Submit
+
+
+class AdmittedRequest(NamedTuple):
+    """What a request needs: the stages in order of the graph and the parameters of each."""
+
+    stages: tuple[str, ...]
+    params: dict[str, StageParams]
+    modalities: frozenset[str]
+
+
+def admit(pipeline: PipelineConfig, submit: Submit, voices: tuple[str, ...]) -> AdmittedRequest:
+    """Check a request against the pipeline.
+
+    Raises:
+        UnknownModality, UnknownVoice, InvalidRequest: with the values that would be right.
+    """
+    offered = pipeline.modalities
+    for modality in submit.modalities:
+        if modality not in offered:
+            raise UnknownModality(
+                f"The output modality {modality!r} is not offered; this pipeline answers in {_listed(offered)}."
+            )
+    if submit.voice is not None and voices and submit.voice not in voices:
+        raise UnknownVoice(f"There is no voice {submit.voice!r}; the voices are {_listed(voices)}.")
+    stages = pipeline.route(submit.modalities)
+    return AdmittedRequest(stages, _stage_params(pipeline, submit.params), frozenset(submit.modalities))
+
+
+def _stage_params(pipeline: PipelineConfig, given: Mapping[str, StageParams]) -> dict[str, StageParams]:
+    names = [stage.name for stage in pipeline.stages]
+    for name in given:
+        if name not in names:
+            raise InvalidRequest(f"Parameters for the unknown stage {name!r}.{suggest(name, names)}")
+    merged = {}
+    for stage in pipeline.stages:
+        own = given.get(stage.name, StageParams())
+        for parameter in own.given():
+            allowed = PARAMS_BY_KIND[stage.kind]
+            if parameter not in allowed:
+                raise InvalidRequest(
+                    f"{parameter} does not apply to stage {stage.name!r} of kind {stage.kind}."
+                    f"{suggest(parameter, allowed)}"
+                )
+        merged[stage.name] = own.merged_over(stage.sampling)
+        _check_lengths(stage.name, merged[stage.name])
+    return merged
+
+
+def _check_lengths(stage: str, params: StageParams) -> None:
+    if params.min_tokens is not None and params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidRequest(f"Stage {stage!r}: min_tokens {params.min_tokens} exceeds max_tokens {params.max_tokens}.")
+
+
+def _listed(values: tuple[str, ...]) -> str:
+    return ", ".join(str(value) for value in values) or "nothing"

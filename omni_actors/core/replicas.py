@@ -1,0 +1,99 @@
+"""Which replicas there are, what state they are in, and which one takes the next request."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from omni_actors.messages import Hop, Peer, StageStatus
+
+
+class ReplicaState(enum.StrEnum):
+    STARTING = "starting"  # spawned, has not said hello
+    LOADING = "loading"  # said hello, loads its model
+    READY = "ready"
+    DEAD = "dead"
+
+
+@dataclass
+class Replica:
+    """One process of a stage. An epoch is one life of it: a restart gets the next number."""
+
+    stage: str
+    index: int
+    epoch: int
+    state: ReplicaState = ReplicaState.STARTING
+    inbox: str = ""
+    pid: int = 0
+    phase: str = "starting process"
+    seconds: float = 0.0
+    voices: tuple[str, ...] = ()
+    sample_rate: int = 0
+    max_input_tokens: int = 0
+    last_heard: float = 0.0
+    progress: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    requests: set[str] = field(default_factory=set)
+
+    @property
+    def hop(self) -> Hop:
+        return Hop(self.stage, self.index, self.epoch)
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}/{self.index}"
+
+    def status(self) -> StageStatus:
+        return StageStatus(
+            self.stage, self.index, self.epoch, self.state, self.pid, len(self.requests), dict(self.counts)
+        )
+
+
+class ReplicaTable:
+    """All replicas of a pipeline, by stage and index."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[tuple[str, int], Replica] = {}
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def add(self, stage: str, index: int, epoch: int) -> Replica:
+        """Register a new life of a replica, in place of the one before."""
+        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch)
+        return replica
+
+    def find(self, stage: str, index: int, epoch: int) -> Replica | None:
+        """The replica in exactly this epoch; `None` for unknown ones and for former lives."""
+        replica = self._replicas.get((stage, index))
+        return replica if replica is not None and replica.epoch == epoch else None
+
+    def choose(self, stage: str) -> Replica | None:
+        """The ready replica of a stage with the fewest requests; `None` if none is ready."""
+        ready = [replica for replica in self if replica.stage == stage and replica.state is ReplicaState.READY]
+        return min(ready, key=lambda replica: (len(replica.requests), replica.index), default=None)
+
+    def release(self, request_id: str, route: tuple[Hop, ...]) -> None:
+        """The replicas of a route no longer hold this request."""
+        for hop in route:
+            replica = self.find(hop.stage, hop.replica, hop.epoch)
+            if replica is not None:
+                replica.requests.discard(request_id)
+
+    def missing(self) -> list[Replica]:
+        """Replicas that are not ready, in order of the pipeline."""
+        return [replica for replica in self if replica.state is not ReplicaState.READY]
+
+    def unavailable_stages(self) -> list[str]:
+        """Stages without any ready replica."""
+        stages = dict.fromkeys(replica.stage for replica in self)
+        return [stage for stage in stages if self.choose(stage) is None]
+
+    def peers(self, stages: tuple[str, ...]) -> tuple[Peer, ...]:
+        """Addresses of all live replicas of these stages that have said hello."""
+        return tuple(
+            Peer(replica.stage, replica.index, replica.epoch, replica.inbox)
+            for replica in self
+            if replica.stage in stages and replica.inbox and replica.state is not ReplicaState.DEAD
+        )

@@ -1,0 +1,34 @@
+"""Remembers which requests have ended, for a while, so that late messages about them are recognised."""
+
+from __future__ import annotations
+
+MAXIMUM = 100_000
+
+
+class Tombstones:
+    """Ids of ended requests. Bounded by age (`ttl` seconds) and by number; the oldest go first."""
+
+    def __init__(self, ttl: float, maximum: int = MAXIMUM) -> None:
+        self._ttl = ttl
+        self._maximum = maximum
+        self._ended: dict[str, float] = {}  # insertion order is order of time
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._ended
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def add(self, request_id: str, now: float) -> None:
+        self._ended.pop(request_id, None)
+        self._ended[request_id] = now
+        while len(self._ended) > self._maximum:
+            del self._ended[next(iter(self._ended))]
+
+    def expire(self, now: float) -> None:
+        """Forget those that ended more than the time to live ago."""
+        while self._ended:
+            oldest = next(iter(self._ended))
+            if self._ended[oldest] + self._ttl > now:
+                return
+            del self._ended[oldest]

@@ -1,0 +1,268 @@
+"""The prompt stage: chat template, tokenizer and the model's processor, in a process of its own.
+
+Images and audio take tens of milliseconds to seconds to prepare; done inside the thinker's loop they would stall every
+other request's next token. What leaves this stage is what vLLM's own front end makes, byte for byte, so the thinker
+treats it as any vLLM request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import torch
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.media import MODALITIES, DecodedMedia, MediaLimits, check_media, decode_media
+from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, OmniError, PromptTooLong
+from omni_actors.messages import DType, FinishReason, HostTensor, Prompt, unpack_token_ids
+from omni_actors.stage.interface import (
+    EngineEvent,
+    EngineFacts,
+    ErrorEvent,
+    FinishedEvent,
+    StageEngine,
+    StageInputs,
+    StageRequest,
+    StreamEvent,
+)
+
+logger = logging.getLogger(__name__)
+
+# Names of the tensors that carry an encoded vLLM request: FRAME_PREFIX + "0", "1", ... in order.
+FRAME_PREFIX = "vllm."
+MAX_FRAMES = 256  # tensors that one message may carry
+# Fewer samples at 16 kHz than this give the audio encoder no frame to represent (two convolutions with stride 2 after
+# a hop of 160 samples).
+MIN_AUDIO_SAMPLES = 321
+
+
+def seconds_per_patch(seconds: float, patches: int, positions_per_second: int) -> float:
+    """The value for which vLLM's time positions of a video come closest to those of transformers.
+
+    Both floor `patch * seconds * positions_per_second`, vLLM in double precision, transformers in single. Where the
+    product is a whole number, as for 25 frames per second, the last bit of `seconds` decides.
+    """
+    index = torch.arange(patches)
+    wanted = (index.float() * torch.tensor(seconds, dtype=torch.float32) * positions_per_second).long()
+
+    def misses(candidate: float) -> int:
+        return int(((index.double() * (candidate * positions_per_second)).long() != wanted).sum())
+
+    return min(torch.tensor(seconds, dtype=torch.float32).item(), seconds, key=misses)
+
+
+class PromptEngine(StageEngine):
+    """Turns prompts into token ids and encoded features, one request per step, in order of arrival.
+
+    Args:
+        arguments: of kind "prompt"; the vLLM fields are those of the thinker that takes the result.
+        limits: largest media; the length of audio is lowered to what the model's feature extractor takes.
+
+    Raises:
+        ConfigError: the model has no processor for audio, images and video.
+    """
+
+    def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits | None = None) -> None:
+        config = arguments.create_engine_config()
+        self._input_processor = InputProcessor(config)
+        self._renderer = self._input_processor.renderer
+        if not config.model_config.supports_multimodal_inputs:
+            raise ConfigError(f"{config.model_config.model!r} takes text only.", hint="Use an Omni checkpoint.")
+        self._processor = self._renderer.get_mm_processor().info.get_hf_processor()
+        self._tokenizer = self._processor.tokenizer
+        self._vocabulary: int = config.model_config.get_vocab_size()
+        self._max_tokens: int = config.model_config.max_model_len - 1  # leaves room for one token of reply
+        self._placeholders: dict[str, int] = {
+            modality: self._tokenizer.convert_tokens_to_ids(getattr(self._processor, f"{modality}_token"))
+            for modality in MODALITIES
+        }
+        vision = config.model_config.hf_config.thinker_config.vision_config
+        self._positions_per_second: int = getattr(vision, "tokens_per_second", 25)
+        limits = limits or MediaLimits()
+        seconds = min(limits.audio_seconds, float(self._processor.feature_extractor.chunk_length))
+        self._limits = dataclasses.replace(limits, audio_seconds=seconds)
+        self._encoder = MsgpackEncoder()
+        self._waiting: deque[tuple[StageRequest, Prompt, Sequence[HostTensor]]] = deque()
+
+    @property
+    def facts(self) -> EngineFacts:
+        return EngineFacts(max_input_tokens=self._max_tokens)
+
+    @property
+    def limits(self) -> MediaLimits:
+        """The limits in force."""
+        return self._limits
+
+    # -- StageEngine
+
+    def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        prompt = inputs.prompt
+        if prompt is None:
+            raise InvalidRequest("The prompt stage needs a prompt.")
+        if any(waiting.request_id == request.request_id for waiting, _, _ in self._waiting):
+            raise InvalidRequest(f"Request {request.request_id!r} is already running.")
+        if len(inputs.media) != len(prompt.media):
+            raise InvalidPayload(f"The prompt names {len(prompt.media)} media; {len(inputs.media)} tensors came.")
+        for index, (media, tensor) in enumerate(zip(prompt.media, inputs.media, strict=True)):
+            check_media(media, tensor, self._limits, index)
+        self._check_prompt(prompt)
+        self._waiting.append((request, prompt, inputs.media))
+
+    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
+        """A late, empty end of the input is harmless; anything else contradicts what the request began with."""
+        if rows is not None or not complete:
+            raise InvalidRequest(f"Request {request_id!r} got more input; a prompt comes as a whole.")
+
+    def abort(self, request_id: str) -> None:
+        self._waiting = deque(entry for entry in self._waiting if entry[0].request_id != request_id)
+
+    def runnable(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> Sequence[EngineEvent]:
+        """Process the oldest request."""
+        if not self._waiting:
+            return []
+        request, prompt, media = self._waiting.popleft()
+        try:
+            token_ids, tensors = self._process(request.request_id, prompt, media)
+        except OmniError as error:
+            return [ErrorEvent(request.request_id, error)]
+        except (ValueError, VLLMClientError, jinja2.TemplateError) as error:
+            # That is how the processors of vLLM and transformers report what they cannot take.
+            logger.info("request %s refused by the processor", request.request_id, exc_info=error)
+            return [ErrorEvent(request.request_id, InvalidRequest(f"The prompt cannot be processed: {error}"))]
+        except Exception as error:
+            logger.exception("request %s failed in the processor", request.request_id)
+            failure = EngineError(f"The prompt's processing failed: {type(error).__name__}: {error}")
+            return [ErrorEvent(request.request_id, failure)]
+        return [
+            StreamEvent(request.request_id, token_ids=token_ids, tensors=tensors, start=0, final=True),
+            FinishedEvent(request.request_id, FinishReason.STOP, 0, len(token_ids)),
+        ]
+
+    def counts(self) -> dict[str, int]:
+        return {"requests": len(self._waiting)}
+
+    def shutdown(self) -> None:
+        self._waiting.clear()
+        self._renderer.shutdown()
+
+    # -- checks
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        if prompt.token_ids:
+            token_ids = unpack_token_ids(prompt.token_ids)
+            if wrong := [token for token in token_ids if not 0 <= token < self._vocabulary]:
+                raise InvalidPayload(f"Token id {wrong[0]} lies outside the vocabulary 0..{self._vocabulary - 1}.")
+            self._check_length(len(token_ids))
+            return
+        parts = [part for message in prompt.messages for part in message.content]
+        if not any(part.media is not None or (part.text and part.text.strip()) for part in parts):
+            raise InvalidRequest("The prompt is empty.", hint="Send some text, audio, image or video.")
+        named = {part.media for part in parts}
+        if unused := [index for index in range(len(prompt.media)) if index not in named]:
+            raise InvalidRequest(f"Media {unused} are not referred to by any message.")
+
+    def _check_length(self, n_tokens: int) -> None:
+        if n_tokens > self._max_tokens:
+            raise PromptTooLong(f"The prompt has {n_tokens} tokens; at most {self._max_tokens} fit.")
+
+    def _check_placeholders(self, token_ids: Sequence[int], media: Sequence[DecodedMedia]) -> None:
+        """Every medium needs its placeholder and the other way round.
+
+        Text that contains a placeholder of its own would silently take the place of the medium that follows.
+        """
+        for modality, token_id in self._placeholders.items():
+            wanted = sum(item.modality == modality for item in media)
+            if (found := token_ids.count(token_id)) != wanted:
+                token = getattr(self._processor, f"{modality}_token")
+                raise InvalidRequest(
+                    f"The prompt has {found} times {token} for {wanted} {modality} media.",
+                    hint=f"Remove {token} from texts, or send one medium for each.",
+                )
+
+    # -- processing
+
+    def _process(
+        self, request_id: str, prompt: Prompt, tensors: Sequence[HostTensor]
+    ) -> tuple[list[int], dict[str, HostTensor]]:
+        decoded = [
+            decode_media(media, tensor, self._limits, index)
+            for index, (media, tensor) in enumerate(zip(prompt.media, tensors, strict=True))
+        ]
+        for index, item in enumerate(decoded):
+            if item.modality == "audio" and len(item.data) < MIN_AUDIO_SAMPLES:
+                raise InvalidRequest(f"media {index} (audio) is shorter than {MIN_AUDIO_SAMPLES} samples at 16 kHz.")
+        if prompt.token_ids:
+            token_ids, media = unpack_token_ids(prompt.token_ids), decoded
+        else:
+            token_ids = self._tokenizer(self._render(prompt))["input_ids"]
+            # In the order in which the messages refer to them, which is that of the placeholders.
+            media = [
+                decoded[part.media] for message in prompt.messages for part in message.content if part.media is not None
+            ]
+        self._check_length(len(token_ids))
+        self._check_placeholders(token_ids, media)
+        if not media:
+            return token_ids, {}
+
+        data: dict[str, list[Any]] = {}
+        for item in media:
+            data.setdefault(item.modality, []).append(item.data)
+        (engine_input,) = self._renderer.render_cmpl([{"prompt_token_ids": token_ids, "multi_modal_data": data}])
+        self._check_length(len(engine_input["prompt_token_ids"]))
+        request = self._input_processor.process_inputs(
+            request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
+        )
+        self._set_video_rates(request, [item for item in media if item.modality == "video"])
+        return list(request.prompt_token_ids or ()), self._encode(request)
+
+    def _render(self, prompt: Prompt) -> str:
+        """The prompt as text, one placeholder per medium."""
+        messages: list[dict[str, Any]] = []
+        for message in prompt.messages:
+            content: list[Mapping[str, str]] = []
+            for part in message.content:
+                if part.media is None:
+                    content.append({"type": "text", "text": part.text or ""})
+                else:
+                    content.append({"type": prompt.media[part.media].modality})
+            messages.append({"role": message.role, "content": content})
+        return self._processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def _set_video_rates(self, request: EngineCoreRequest, videos: Sequence[DecodedMedia]) -> None:
+        """Seconds per temporal patch of each video, from which the model computes its positions.
+
+        The processor takes one frame rate for all videos of a prompt, and vLLM casts the result to the model's dtype:
+        in bfloat16 a video of 5 frames per second is off by a position after ten seconds.
+        """
+        frames = self._processor.video_processor.temporal_patch_size
+        features = [feature for feature in request.mm_features or () if feature.modality == "video"]
+        for feature, video in zip(features, videos, strict=True):
+            patches = int(feature.data["video_grid_thw"].data[0])
+            seconds = seconds_per_patch(frames / video.frames_per_second, patches, self._positions_per_second)
+            field = feature.data["second_per_grid_ts"]
+            data = torch.tensor(seconds, dtype=torch.float64)
+            feature.data["second_per_grid_ts"] = dataclasses.replace(field, data=data)
+
+    def _encode(self, request: EngineCoreRequest) -> dict[str, HostTensor]:
+        """vLLM's own encoding of a request; its frames alias the features, which nothing changes any more."""
+        frames = self._encoder.encode(request)
+        if len(frames) > MAX_FRAMES:
+            raise InvalidRequest(f"The media of the prompt make {len(frames)} tensors; at most {MAX_FRAMES} fit.")
+        encoded = {}
+        for index, frame in enumerate(frames):
+            data = memoryview(frame).cast("B")
+            encoded[f"{FRAME_PREFIX}{index}"] = HostTensor(DType.U8, (data.nbytes,), data)
+        return encoded

@@ -1,0 +1,47 @@
+"""Every environment variable that omni_actors reads, in one place.
+
+Each is read when it is asked for, never at import, so that tests and launchers can set them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Variable(NamedTuple):
+    name: str
+    config_key: str  # the configuration value that it sets, "" for none
+    help: str
+
+
+VARIABLES = (
+    Variable("OMNI_ACTORS_MODEL", "model", "checkpoint folder or hub name"),
+    Variable("OMNI_ACTORS_RUN_DIR", "coordinator.run_dir", "folder for sockets, logs and pid files"),
+    Variable("OMNI_ACTORS_LISTEN", "coordinator.listen", "client endpoint: 'ipc', or tcp://127.0.0.1:PORT"),
+    Variable("OMNI_ACTORS_STARTUP_TIMEOUT", "coordinator.startup_timeout", "seconds until every stage must be ready"),
+    Variable("OMNI_ACTORS_MAX_IN_FLIGHT", "coordinator.max_in_flight", "requests admitted at once"),
+    Variable("OMNI_ACTORS_ALLOW_IMPORTS", "", "comma-separated prefixes from which the YAML may name own classes"),
+    Variable("OMNI_ACTORS_LOG_LEVEL", "", "debug, info, warning or error"),
+)
+
+
+def config_overrides(environ: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
+    """Configuration values set by the environment: key -> (value, variable name)."""
+    environ = os.environ if environ is None else environ
+    return {
+        variable.config_key: (environ[variable.name], variable.name)
+        for variable in VARIABLES
+        if variable.config_key and environ.get(variable.name)
+    }
+
+
+def allowed_import_prefixes() -> tuple[str, ...]:
+    """Further module prefixes from which a pipeline may name classes."""
+    value = os.environ.get("OMNI_ACTORS_ALLOW_IMPORTS", "")
+    return tuple(prefix.strip() for prefix in value.split(",") if prefix.strip())
+
+
+def log_level() -> str:
+    return os.environ.get("OMNI_ACTORS_LOG_LEVEL", "info").upper()

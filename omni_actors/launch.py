@@ -1,0 +1,303 @@
+"""Command line: `python -m omni_actors.launch config.yaml` starts a pipeline and serves it, or answers one prompt."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import soundfile
+
+from omni_actors import __version__, config, logs
+from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.coordinator import Coordinator
+from omni_actors.core.replicas import Replica, ReplicaState
+from omni_actors.errors import ConfigError, OmniError, StartupError
+from omni_actors.messages import Hop
+from omni_actors.node import LocalNode
+from omni_actors.transport.run_directory import RunDirectory
+
+logger = logs.get_logger(__name__)
+
+PROGRESS_SECONDS = 5.0
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0 ok, 1 failure, 2 wrong usage or configuration)."""
+    options = _parser().parse_args(arguments)
+    logs.configure("launcher")
+    try:
+        loaded = config.load(options.config, _overrides(options))
+        if options.check:
+            print(config.describe(loaded))
+            return EXIT_OK
+        return asyncio.run(_run(loaded.pipeline, options))
+    except ConfigError as error:
+        print(f"configuration error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except OmniError as error:
+        print(f"error ({error.code.value}): {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m omni_actors.launch",
+        description="Start a pipeline of stages and serve it until Ctrl-C; with --prompt, answer once and exit.",
+        epilog="Values: command line > environment (OMNI_ACTORS_*) > YAML > default; --check shows the source of each.",
+    )
+    parser.add_argument("config", help="the pipeline's YAML, for instance stage_configs/tiny_qwen2_5_omni.yaml")
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--check", action="store_true", help="print the effective configuration and start nothing")
+    parser.add_argument("--model", help="checkpoint folder or hub name")
+    parser.add_argument("--run-dir", help="folder for sockets and logs")
+    parser.add_argument("--listen", help="client endpoint: 'ipc', or tcp://127.0.0.1:PORT")
+    parser.add_argument("--startup-timeout", type=float, help="seconds until every stage must be ready")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="any value of the YAML, for instance stages.talker.engine.max_num_seqs=8")  # fmt: skip
+    request = parser.add_argument_group("one request")
+    request.add_argument("--prompt", help="answer this and exit")
+    request.add_argument("--audio", action="append", default=[], metavar="FILE", help="audio to go with the prompt")
+    request.add_argument("--image", action="append", default=[], metavar="FILE", help="image to go with the prompt")
+    request.add_argument("--save-audio", metavar="WAV", help="write the spoken answer here")
+    request.add_argument("--modalities", help="comma-separated outputs (default: all that are needed)")
+    request.add_argument("--voice", help="speaker")
+    request.add_argument("--seed", type=int, help="seed of sampling and of the vocoder's noise")
+    request.add_argument("--timeout", type=float, default=600.0, help="seconds for the answer")
+    return parser
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, str]:
+    overrides = {}
+    for item in options.set:
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {item!r} is not of the form KEY=VALUE.")
+        overrides[key] = value
+    for key, value in (
+        ("model", options.model),
+        ("coordinator.run_dir", options.run_dir),
+        ("coordinator.listen", options.listen),
+        ("coordinator.startup_timeout", options.startup_timeout),
+    ):
+        if value is not None:
+            overrides[key] = str(value)
+    return overrides
+
+
+async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
+    launcher = Launcher(pipeline)
+    launcher.install_signal_handlers()
+    try:
+        await launcher.start()
+        if options.prompt is None:
+            await launcher.serve()
+            return EXIT_OK
+        return await launcher.until_stopped(_answer(launcher.endpoint, options))
+    finally:
+        await launcher.close()
+
+
+class Launcher:
+    """A whole pipeline on this host: run directory, coordinator, processes."""
+
+    def __init__(self, pipeline: config.PipelineConfig) -> None:
+        self._pipeline = pipeline
+        self._began = time.monotonic()
+        self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._started = False
+        self._failure: StartupError | None = None
+        self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
+        try:
+            self._coordinator = Coordinator(pipeline, self._run_directory, self._on_change)
+        except BaseException:
+            self._run_directory.close()
+            raise
+        self._node = LocalNode(pipeline, self._run_directory, self._coordinator.control_endpoint, self._on_exit)
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients connect."""
+        return self._coordinator.client_endpoint
+
+    def install_signal_handlers(self) -> None:
+        """First SIGINT or SIGTERM: orderly end. Second: at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            self._node.kill()
+            self._run_directory.close()
+            os._exit(128 + number)
+        _say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
+        self._stop.set()
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start all replicas in parallel and wait until every one is ready.
+
+        Raises:
+            StartupError: a replica died or is not ready in time; the text holds the tail of its log.
+        """
+        replicas = [
+            self._coordinator.expect_replica(stage.name, index, 1)
+            for stage in self._pipeline.stages
+            for index in range(stage.replicas)
+        ]
+        _say(f"starting {', '.join(replica.name for replica in replicas)}; logs in {self._run_directory.logs}")
+        spawning = asyncio.create_task(self._spawn(replicas))
+        try:
+            await self._await_ready(spawning)
+        finally:
+            if not spawning.done():
+                spawning.cancel()
+            await asyncio.gather(spawning, return_exceptions=True)
+        self._started = True
+        if not self._stop.is_set():
+            _say(f"ready after {time.monotonic() - self._began:.1f} s, clients connect to {self.endpoint}")
+
+    async def _spawn(self, replicas: list[Replica]) -> None:
+        for replica in replicas:
+            await self._node.start(replica.hop)
+
+    async def _await_ready(self, spawning: asyncio.Task[None]) -> None:
+        next_report = self._began + PROGRESS_SECONDS
+        while missing := self._coordinator.state.replicas.missing():
+            if self._stop.is_set():
+                return
+            if self._failure is not None:
+                raise self._failure
+            if spawning.done() and spawning.exception() is not None:
+                raise StartupError(f"Cannot start a process: {spawning.exception()}.")
+            now = time.monotonic()
+            for replica in missing:
+                if now > self._began + self._startup_timeout(replica):
+                    raise StartupError(self._explain(replica, "is not ready in time"), hint="")
+            if now >= next_report:
+                next_report = now + PROGRESS_SECONDS
+                _say(self._progress())
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), 0.5)
+
+    def _startup_timeout(self, replica: Replica) -> float:
+        own = self._pipeline.stage(replica.stage).startup_timeout
+        return own if own is not None else self._pipeline.coordinator.startup_timeout
+
+    def _progress(self) -> str:
+        replicas = list(self._coordinator.state.replicas)
+        ready = [replica.name for replica in replicas if replica.state is ReplicaState.READY]
+        missing = [f"{replica.name} ({replica.phase})" for replica in replicas if replica.name not in ready]
+        return f"ready: {', '.join(ready) or 'none'}; missing: {', '.join(missing) or 'none'}"
+
+    def _on_change(self, replica: Replica) -> None:
+        if replica.state is ReplicaState.READY and not self._started:
+            _say(f"{replica.name} ready in {replica.seconds:.1f} s; {self._progress()}")
+        self._changed.set()
+
+    def _on_exit(self, identity: Hop, how: str) -> None:
+        """A process ended. While starting that ends the launch; later the pipeline goes on without it."""
+        self._coordinator.replica_died(identity, how)
+        if self._stop.is_set():
+            return
+        replica = self._coordinator.state.replicas.find(identity.stage, identity.replica, identity.epoch)
+        if replica is None:
+            return
+        self._run_directory.keep = True
+        text = self._explain(replica, f"died ({how})")
+        if self._started:
+            _say(f"degraded: {text}")
+        elif self._failure is None:
+            self._failure = StartupError(text, hint="")
+        self._changed.set()
+
+    def _explain(self, replica: Replica, what: str) -> str:
+        words = self._coordinator.fatal.get(replica.hop, "").strip()
+        tail = self._node.log_tail(replica.hop)
+        reason = f" {words}" if words else ""
+        return f"{replica.name} {what} while {replica.phase}.{reason}\n--- last lines of its log\n{tail}\n---"
+
+    # -- serve and end ------------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Until a signal comes."""
+        await self._stop.wait()
+
+    async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
+        """Run `work`; a signal cancels it."""
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return EXIT_FAILED
+        return task.result()
+
+    async def close(self) -> None:
+        """Clients get their answers, stages end, sockets and files go, in this order."""
+        self._stop.set()
+        self._coordinator.tell_shutdown("the launcher stops")
+        await self._node.stop(self._pipeline.coordinator.shutdown_timeout)
+        await self._coordinator.close()
+        self._run_directory.close()
+
+
+def _say(text: str) -> None:
+    """For the person at the terminal; stdout belongs to the answer."""
+    print(f"[omni_actors] {text}", file=sys.stderr, flush=True)
+
+
+async def _answer(endpoint: str, options: argparse.Namespace) -> int:
+    """One request: text to stdout as it comes, audio to a file."""
+    modalities = options.modalities.split(",") if options.modalities else _needed_modalities(options)
+    pieces = []
+    rate = 0
+    async with AsyncOmniClient(endpoint) as client:
+        stream = await client.submit(
+            options.prompt,
+            modalities=modalities,
+            voice=options.voice,
+            seed=options.seed,
+            audios=[Path(name) for name in options.audio],
+            images=[Path(name) for name in options.image],
+            timeout=options.timeout,
+        )
+        async for event in stream:
+            if isinstance(event, Text):
+                print(event.text, end="", flush=True)
+            elif isinstance(event, Audio):
+                pieces.append(event.samples)
+                rate = event.sample_rate
+    print(flush=True)
+    if options.save_audio:
+        if not pieces:
+            raise StartupError("The answer has no audio to save.", hint="Ask for --modalities text,audio.")
+        with soundfile.SoundFile(options.save_audio, "w", rate, 1, format="WAV", subtype="PCM_16") as file:
+            for piece in pieces:
+                file.write(piece)
+        seconds = sum(len(piece) for piece in pieces) / rate
+        _say(f"wrote {seconds:.2f} s of audio to {options.save_audio}")
+    return EXIT_OK
+
+
+def _needed_modalities(options: argparse.Namespace) -> list[str] | None:
+    """Text alone needs no talker; `None` asks for all that the pipeline has."""
+    return None if options.save_audio else ["text"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

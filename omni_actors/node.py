@@ -1,0 +1,129 @@
+"""Processes of one host: starts replicas, notices at once when one ends, stops them all.
+
+Replicas come from a fork server that imported vLLM once (ADR 0006): a stage then starts in a second or two instead of
+ten, also after a crash, and the stages share the memory of the imported code. The fork server never touches CUDA.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+import msgspec
+
+from omni_actors.config import PipelineConfig, StageKind, host_devices, stage_devices
+from omni_actors.logs import get_logger
+from omni_actors.messages import Hop
+from omni_actors.stage.process import ReplicaSpec, main
+from omni_actors.transport.run_directory import RunDirectory
+
+logger = get_logger(__name__)
+
+MODEL_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)
+MODEL_PRELOAD = "omni_actors.engine.preload"  # torch and vLLM
+LIGHT_PRELOAD = "omni_actors.stage.process"
+TAIL_LINES = 20
+KILL_SECONDS = 2.0  # for the system to take a killed process away
+
+
+class LocalNode:
+    """Owns the stage processes of this host.
+
+    Args:
+        control_endpoint: where the coordinator listens for stages.
+        on_exit: called in the event loop with a replica's identity and a sentence on how its process ended.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        run_directory: RunDirectory,
+        control_endpoint: str,
+        on_exit: Callable[[Hop, str], None],
+    ) -> None:
+        self._pipeline = pipeline
+        self._run_directory = run_directory
+        self._control_endpoint = control_endpoint
+        self._on_exit = on_exit
+        self._processes: dict[Hop, ForkServerProcess] = {}
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+        self._context: ForkServerContext = multiprocessing.get_context("forkserver")
+        needs_models = any(stage.kind in MODEL_KINDS for stage in pipeline.stages)
+        self._context.set_forkserver_preload([MODEL_PRELOAD if needs_models else LIGHT_PRELOAD])
+
+    async def start(self, identity: Hop) -> None:
+        """Start one replica. Returns once its process exists; the first call waits for the fork server's imports."""
+        process = self._context.Process(target=main, args=(self._spec(identity),), name=f"omni:{identity.stage}")
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, process.start)
+        self._processes[identity] = process
+        self._none_left.clear()
+        loop.add_reader(process.sentinel, self._ended, identity)
+        logger.debug("%s/%d is process %s", identity.stage, identity.replica, process.pid)
+
+    def _spec(self, identity: Hop) -> ReplicaSpec:
+        stage = self._pipeline.stage(identity.stage)
+        devices = host_devices()
+        placed = stage_devices(stage, devices)
+        model_replicas = sum(other.replicas for other in self._pipeline.stages if other.kind in MODEL_KINDS)
+        on_cpu = not placed and stage.kind in MODEL_KINDS
+        return ReplicaSpec(
+            pipeline_json=msgspec.json.encode(self._pipeline),
+            stage=identity.stage,
+            replica=identity.replica,
+            epoch=identity.epoch,
+            control_endpoint=self._control_endpoint,
+            inbox_endpoint=self._run_directory.endpoint(f"{identity.stage}-{identity.replica}-{identity.epoch}"),
+            devices=tuple(placed),
+            threads=max(1, (os.cpu_count() or 1) // model_replicas) if on_cpu else 0,
+            launcher_pid=os.getpid(),
+            log_file=str(self._run_directory.log_file(f"{identity.stage}/{identity.replica}")),
+        )
+
+    def _ended(self, identity: Hop) -> None:
+        process = self._processes.pop(identity)
+        asyncio.get_running_loop().remove_reader(process.sentinel)
+        process.join()
+        if not self._processes:
+            self._none_left.set()
+        self._on_exit(identity, describe_exit(process.exitcode))
+
+    def log_tail(self, identity: Hop) -> str:
+        """The last lines of a replica's log."""
+        path = self._run_directory.log_file(f"{identity.stage}/{identity.replica}")
+        try:
+            lines = path.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"(no log: {error.strerror})"
+        return "\n".join(lines[-TAIL_LINES:])
+
+    async def stop(self, timeout: float) -> None:
+        """SIGTERM to all, SIGKILL to those that are still there after `timeout` seconds. Returns when none is left."""
+        for process in self._processes.values():
+            process.terminate()
+        await self._all_ended(timeout)
+        for identity, process in self._processes.items():
+            logger.warning("%s/%d did not stop; killing it", identity.stage, identity.replica)
+            process.kill()
+        await self._all_ended(KILL_SECONDS)
+
+    async def _all_ended(self, timeout: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._none_left.wait(), timeout)
+
+    def kill(self) -> None:
+        """SIGKILL to all, now."""
+        for process in self._processes.values():
+            process.kill()
+
+
+def describe_exit(code: int | None) -> str:
+    """'exit code 1' or 'killed by signal 9'."""
+    if code is None:
+        return "ended without an exit code"
+    return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"

@@ -1,0 +1,376 @@
+"""The actor: drives one engine by messages. Knows requests, order and deadlines; knows no socket and no model.
+
+Every method that takes an event returns the messages to send. A request is here from its `Expect` (chunks that come
+earlier are parked) until the engine finished it, it failed, or it was aborted; a tombstone absorbs later messages.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from omni_actors.codec import BufferList, Envelope, Frame
+from omni_actors.config import PipelineConfig, StageConfig
+from omni_actors.core.tombstones import Tombstones
+from omni_actors.errors import DeadlineExceeded, EngineError, InvalidPayload, OmniError, ProtocolError
+from omni_actors.logs import get_logger
+from omni_actors.messages import (
+    Abort,
+    AdditionalInformationEntry,
+    AdditionalInformationPayload,
+    AudioChunk,
+    Body,
+    Chunk,
+    Expect,
+    Failed,
+    FinishReason,
+    Header,
+    Hop,
+    IntoStage,
+    StageDone,
+    StageUsage,
+    TextDelta,
+    pack_token_ids,
+    unpack_token_ids,
+)
+from omni_actors.stage.interface import (
+    AudioEvent,
+    EngineEvent,
+    ErrorEvent,
+    FinishedEvent,
+    StageEngine,
+    StageInputs,
+    StageRequest,
+    StreamEvent,
+    TextEvent,
+)
+from omni_actors.stage.processors import Action, Extend, InputProcessor, Piece, Skip, Start
+
+logger = get_logger(__name__)
+
+PARKED_SECONDS = 10.0
+PARKED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to send: to a downstream replica, or to the coordinator when `destination` is `None`."""
+
+    destination: Hop | None
+    header: Header
+    body: Body
+    buffers: Sequence[Frame] = ()
+
+
+@dataclass
+class Work:
+    """One request in this stage."""
+
+    request: StageRequest
+    route: tuple[Hop, ...]
+    attempt: int
+    deadline: float
+    opened: float
+    processor: InputProcessor | None
+    started: bool = False
+    first_output: float = 0.0
+    next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
+    sent: dict[str, int] = field(default_factory=dict)  # by destination stage, "" for the coordinator
+
+
+class StageActor:
+    """Drives `engine` for one replica.
+
+    Args:
+        identity: stage, replica and epoch of this process.
+        processor_class: makes the input processor of a request; `None` for the entry stage.
+        clock: Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        stage: StageConfig,
+        identity: Hop,
+        engine: StageEngine,
+        processor_class: type[InputProcessor] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._stage = stage
+        self._downstream = pipeline.downstream(stage.name)
+        self._identity = identity
+        self._engine = engine
+        self._processor_class = processor_class
+        self._clock = clock
+        self._work: dict[str, Work] = {}
+        self._parked: dict[str, list[tuple[float, Envelope[IntoStage]]]] = {}
+        self._parked_bytes = 0
+        self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
+        self.dropped: collections.Counter[str] = collections.Counter()
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def receive(self, envelope: Envelope[IntoStage]) -> list[Outgoing]:
+        """A checked message from the coordinator or a source stage."""
+        body = envelope.body
+        if isinstance(body, Expect):
+            return self._open(envelope.header, body, envelope)
+        if isinstance(body, Abort):
+            self._drop(envelope.header.request_id)
+            return []
+        return self._chunk(envelope.header, body, envelope)
+
+    def reject(self, header: Header, error: OmniError) -> list[Outgoing]:
+        """A message about a request did not decode: the request fails, whoever sent it."""
+        return self._fail(header.request_id, error)
+
+    def step(self) -> list[Outgoing]:
+        """One step of the engine, its events as messages."""
+        if not self._engine.runnable():
+            return []
+        return [message for event in self._engine.step() for message in self._on_event(event)]
+
+    def tick(self) -> list[Outgoing]:
+        """Ends requests past their deadline and forgets what has been parked too long."""
+        now = self._clock()
+        self._tombstones.expire(now)
+        messages = []
+        for request_id in [key for key, work in self._work.items() if work.deadline <= now]:
+            messages += self._fail(request_id, DeadlineExceeded("The request's deadline has passed."))
+        for request_id in [key for key, parked in self._parked.items() if parked[0][0] + PARKED_SECONDS <= now]:
+            self._unpark(request_id)
+            self.dropped["parked_too_long"] += 1
+        return messages
+
+    def runnable(self) -> bool:
+        return self._engine.runnable()
+
+    def counts(self) -> dict[str, int]:
+        """What this stage holds now; all zero when it is idle."""
+        return {
+            "requests": len(self._work),
+            "parked": len(self._parked),
+            "parked_bytes": self._parked_bytes,
+            **{f"engine_{name}": value for name, value in self._engine.counts().items()},
+        }
+
+    # -- inbound ------------------------------------------------------------------------------------------------------
+
+    def _open(self, header: Header, expect: Expect, envelope: Envelope[IntoStage]) -> list[Outgoing]:
+        request_id = header.request_id
+        if self._identity not in expect.route:
+            self.dropped["foreign_epoch"] += 1
+            return []
+        if request_id in self._work or request_id in self._tombstones:
+            self.dropped["expected_twice"] += 1
+            return []
+        request = StageRequest(
+            request_id=request_id,
+            params=expect.params,
+            seed=expect.seed,
+            voice=expect.voice,
+            priority=expect.priority,
+            streams=any(hop.stage in self._downstream for hop in expect.route),
+        )
+        processor = None
+        if self._processor_class is not None and self._stage.inputs is not None:
+            processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
+        self._work[request_id] = Work(
+            request, expect.route, header.attempt, header.deadline or float("inf"), self._clock(), processor
+        )
+        logger.debug("request expected", extra={"request_id": request_id})
+        if expect.prompt is not None:
+            media = [envelope.tensor(item.tensor) for item in expect.prompt.media]
+            return self._guarded(request_id, [Start(StageInputs(prompt=expect.prompt, media=media))])
+        messages = []
+        for parked in self._unpark(request_id):
+            messages += self.receive(parked)
+        return messages
+
+    def _chunk(self, header: Header, chunk: Chunk, envelope: Envelope[IntoStage]) -> list[Outgoing]:
+        work = self._work.get(header.request_id)
+        if work is None:
+            return self._park(header, envelope)
+        if Hop(header.stage, header.replica, header.epoch) not in work.route or header.attempt != work.attempt:
+            self.dropped["foreign_epoch"] += 1
+            return []
+        if header.stage not in self._stage.source_names or work.processor is None:
+            self.dropped["unexpected_source"] += 1
+            return []
+        expected = work.next_seq.get(header.stage, 0)
+        if header.seq != expected:
+            text = f"Stage {header.stage!r} sent chunk {header.seq} where {expected} was due."
+            return self._fail(header.request_id, ProtocolError(text))
+        work.next_seq[header.stage] = expected + 1
+        try:
+            actions = work.processor.feed(header.stage, _piece(chunk, envelope))
+        except OmniError as error:
+            return self._fail(header.request_id, error)
+        return self._guarded(header.request_id, actions)
+
+    def _guarded(self, request_id: str, actions: Iterable[Action]) -> list[Outgoing]:
+        """Apply actions; an error of the engine's is the request's."""
+        work = self._work[request_id]
+        for action in actions:
+            try:
+                if isinstance(action, Start):
+                    self._engine.start(work.request, action.inputs)
+                    work.started = True
+                elif isinstance(action, Extend):
+                    self._engine.extend(request_id, action.rows, complete=action.complete)
+                elif isinstance(action, Skip):
+                    return self._finish_empty(work)
+            except OmniError as error:
+                return self._fail(request_id, error)
+            except Exception as error:  # the request's fault as far as anybody can tell; the others go on
+                logger.exception("the engine refused a request", extra={"request_id": request_id})
+                return self._fail(request_id, EngineError(f"{type(error).__name__}: {error}."))
+        return []
+
+    def _park(self, header: Header, envelope: Envelope[IntoStage]) -> list[Outgoing]:
+        if header.request_id in self._tombstones:
+            self.dropped["late"] += 1
+            return []
+        size = sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
+        if self._parked_bytes + size > PARKED_BYTES:
+            self.dropped["parked_overflow"] += 1
+            return [self._failure(header, ProtocolError("Too much input came before its announcement."))]
+        self._parked.setdefault(header.request_id, []).append((self._clock(), envelope))
+        self._parked_bytes += size
+        return []
+
+    def _unpark(self, request_id: str) -> list[Envelope[IntoStage]]:
+        envelopes = [envelope for _, envelope in self._parked.pop(request_id, [])]
+        self._parked_bytes -= sum(memoryview(buffer).nbytes for item in envelopes for buffer in item.buffers)
+        return envelopes
+
+    # -- outbound -----------------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: EngineEvent) -> list[Outgoing]:
+        work = self._work.get(event.request_id)
+        if work is None:
+            self.dropped["event_of_ended_request"] += 1
+            return []
+        if isinstance(event, ErrorEvent):
+            return self._fail(event.request_id, event.error)
+        if isinstance(event, FinishedEvent):
+            return self._finish(work, event.reason, event.input_tokens, event.output_tokens)
+        if not work.first_output:
+            work.first_output = self._clock()
+        if isinstance(event, TextEvent):
+            body = TextDelta(text=event.text, token_ids=pack_token_ids(event.token_ids))
+            return [self._message(work, None, body)]
+        if isinstance(event, AudioEvent):
+            buffers = BufferList()
+            audio = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate)
+            return [self._message(work, None, audio, buffers.buffers)]
+        return self._stream(work, event)
+
+    def _stream(self, work: Work, event: StreamEvent) -> list[Outgoing]:
+        """The same chunk to every downstream stage of the route."""
+        buffers = BufferList()
+        tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
+        information = None
+        if event.scalars:
+            information = AdditionalInformationPayload(
+                {name: AdditionalInformationEntry(scalar=value) for name, value in event.scalars.items()}
+            )
+        chunk = Chunk(
+            token_ids=pack_token_ids(event.token_ids),
+            tensors=tensors,
+            information=information,
+            start=event.start,
+            final=event.final,
+        )
+        return [self._message(work, hop, chunk, buffers.buffers) for hop in self._targets(work)]
+
+    def _targets(self, work: Work) -> list[Hop]:
+        return [hop for hop in work.route if hop.stage in self._downstream]
+
+    def _finish_empty(self, work: Work) -> list[Outgoing]:
+        """Nothing to compute here: later stages get an empty, final chunk."""
+        event = StreamEvent(work.request.request_id, final=True)
+        return [*self._stream(work, event), *self._finish(work, FinishReason.STOP, 0, 0)]
+
+    def _finish(self, work: Work, reason: FinishReason, input_tokens: int, output_tokens: int) -> list[Outgoing]:
+        now = self._clock()
+        usage = StageUsage(
+            finish_reason=reason,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            first_output=max(0.0, work.first_output - work.opened) if work.first_output else 0.0,
+            finished=max(0.0, now - work.opened),
+        )
+        message = self._message(work, None, StageDone(usage=usage))
+        self._forget(work.request.request_id)
+        return [message]
+
+    def _fail(self, request_id: str, error: OmniError) -> list[Outgoing]:
+        """Ends a request here and tells the coordinator, which ends it everywhere else."""
+        work = self._work.get(request_id)
+        if work is None:
+            self.dropped["error_of_unknown_request"] += 1
+            return []
+        logger.info("request failed: %s", error.code.value, extra={"request_id": request_id})
+        message = self._message(work, None, Failed.from_error(error, self._stage.name))
+        self._drop(request_id)
+        return [message]
+
+    def _failure(self, header: Header, error: OmniError) -> Outgoing:
+        """A failure of a request that is not known here yet."""
+        own = Header(
+            kind="",
+            request_id=header.request_id,
+            stage=self._identity.stage,
+            replica=self._identity.replica,
+            epoch=self._identity.epoch,
+            attempt=header.attempt,
+        )
+        return Outgoing(None, own, Failed.from_error(error, self._stage.name))
+
+    def _message(self, work: Work, target: Hop | None, body: Body, buffers: Sequence[Frame] = ()) -> Outgoing:
+        key = target.stage if target is not None else ""
+        seq = work.sent.get(key, 0)
+        work.sent[key] = seq + 1
+        header = Header(
+            kind="",
+            request_id=work.request.request_id,
+            stage=self._identity.stage,
+            replica=self._identity.replica,
+            epoch=self._identity.epoch,
+            attempt=work.attempt,
+            seq=seq,
+            deadline=work.deadline if work.deadline != float("inf") else 0.0,
+        )
+        return Outgoing(target, header, body, buffers)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _drop(self, request_id: str) -> None:
+        """The request is over here, whatever state it is in. Idempotent."""
+        work = self._work.get(request_id)
+        if work is not None and work.started:
+            self._engine.abort(request_id)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._work.pop(request_id, None)
+        self._unpark(request_id)
+        self._tombstones.add(request_id, self._clock())
+
+
+def _piece(chunk: Chunk, envelope: Envelope[IntoStage]) -> Piece:
+    scalars = {}
+    if chunk.information is not None:
+        for name, entry in chunk.information.entries.items():
+            if entry.scalar is None:
+                raise InvalidPayload(f"The additional information {name!r} must be a scalar here.")
+            scalars[name] = entry.scalar
+    return Piece(
+        token_ids=unpack_token_ids(chunk.token_ids),
+        tensors={name: envelope.tensor(ref) for name, ref in chunk.tensors.items()},
+        scalars=scalars,
+        start=chunk.start,
+        final=chunk.final,
+    )

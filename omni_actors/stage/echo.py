@@ -1,0 +1,142 @@
+"""An engine without a model: repeats its input, one token a step. Everything around it is the real thing.
+
+It lets tests and measurements load sockets, coordinator and actors with thousands of requests in seconds. What it does
+follows from its `outputs`: `text` gives one character per token, `audio` gives `samples_per_token` samples per token;
+every token is streamed to the next stage together with a row of `row_width` values.
+"""
+
+from __future__ import annotations
+
+import array
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omni_actors.config import StageConfig, suggest
+from omni_actors.errors import ConfigError, EngineError, InvalidRequest, PromptTooLong
+from omni_actors.messages import DType, FinishReason, HostTensor, unpack_token_ids
+from omni_actors.stage.interface import (
+    AudioEvent,
+    EngineEvent,
+    EngineFacts,
+    ErrorEvent,
+    FinishedEvent,
+    StageEngine,
+    StageInputs,
+    StageRequest,
+    StreamEvent,
+    TextEvent,
+)
+
+SAMPLE_RATE = 24_000
+CRASH_TOKEN = 0x7FFF0001  # a prompt with this token ends the process: tests of supervision
+FAIL_TOKEN = 0x7FFF0002  # a prompt with this token fails alone
+
+
+@dataclass(frozen=True)
+class EchoOptions:
+    """Options in the YAML's `engine` mapping of an echo stage."""
+
+    max_input_tokens: int = 4096
+    step_seconds: float = 0.0  # time that each step takes
+    start_seconds: float = 0.0  # time that loading takes
+    row_width: int = 0
+    samples_per_token: int = 480
+    voices: tuple[str, ...] = ("Chelsie", "Ethan")
+    fail_start: str = ""  # a text with which loading fails
+
+
+@dataclass
+class _Echo:
+    request: StageRequest
+    tokens: list[int]
+    sent: int = 0
+
+
+class EchoEngine(StageEngine):
+    """See the module's text."""
+
+    def __init__(self, stage: StageConfig) -> None:
+        known = EchoOptions.__dataclass_fields__
+        for name in stage.engine:
+            if name not in known:
+                where = f"stages.{stage.name}.engine.{name}"
+                raise ConfigError(f"{where} is no option of an echo stage.{suggest(name, known)}")
+        self._options = EchoOptions(**stage.engine)
+        self._outputs = frozenset(stage.outputs)
+        self._active: dict[str, _Echo] = {}
+        time.sleep(self._options.start_seconds)
+        if self._options.fail_start:
+            raise EngineError(self._options.fail_start)
+
+    @property
+    def facts(self) -> EngineFacts:
+        return EngineFacts(
+            voices=tuple(self._options.voices) if "audio" in self._outputs else (),
+            sample_rate=SAMPLE_RATE if "audio" in self._outputs else 0,
+            max_input_tokens=self._options.max_input_tokens,
+        )
+
+    def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        tokens = list(inputs.token_ids)
+        if inputs.prompt is not None:
+            tokens = unpack_token_ids(inputs.prompt.token_ids)
+            for message in inputs.prompt.messages:
+                for part in message.content:
+                    tokens += (part.text or "").encode()
+        if not tokens:
+            raise InvalidRequest("The prompt is empty.")
+        limit = self._options.max_input_tokens
+        if len(tokens) > limit:
+            raise PromptTooLong(f"The prompt has {len(tokens)} tokens, at most {limit} are possible.")
+        if request.params.max_tokens is not None:
+            tokens = tokens[: request.params.max_tokens]
+        self._active[request.request_id] = _Echo(request, tokens)
+
+    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
+        raise InvalidRequest("An echo stage takes its input at once.")
+
+    def abort(self, request_id: str) -> None:
+        self._active.pop(request_id, None)
+
+    def runnable(self) -> bool:
+        return bool(self._active)
+
+    def step(self) -> Sequence[EngineEvent]:
+        time.sleep(self._options.step_seconds)
+        events: list[EngineEvent] = []
+        for echo in list(self._active.values()):
+            events += self._advance(echo)
+        return events
+
+    def _advance(self, echo: _Echo) -> list[EngineEvent]:
+        request_id = echo.request.request_id
+        token = echo.tokens[echo.sent]
+        if token == CRASH_TOKEN:
+            raise EngineError("A test asked this stage to end.")
+        if token == FAIL_TOKEN:
+            del self._active[request_id]
+            return [ErrorEvent(request_id, EngineError("A test asked this request to fail."))]
+        final = echo.sent + 1 == len(echo.tokens)
+        events: list[EngineEvent] = []
+        if "text" in self._outputs:
+            events.append(TextEvent(request_id, chr(token % 0x110000) if token < 0xD800 else "?", [token]))
+        if "audio" in self._outputs:
+            count = self._options.samples_per_token
+            samples = array.array("f", [(token % 256) / 256.0]) * count
+            events.append(AudioEvent(request_id, HostTensor(DType.F32, (count,), samples.tobytes()), SAMPLE_RATE))
+        if echo.request.streams:
+            width = self._options.row_width
+            row = {"rows": HostTensor(DType.BF16, (1, width), bytes(2 * width))} if width else {}
+            events.append(StreamEvent(request_id, [token], row, {}, echo.sent, final))
+        echo.sent += 1
+        if final:
+            del self._active[request_id]
+            events.append(FinishedEvent(request_id, FinishReason.STOP, len(echo.tokens), len(echo.tokens)))
+        return events
+
+    def counts(self) -> dict[str, int]:
+        return {"requests": len(self._active)}
+
+    def shutdown(self) -> None:
+        self._active.clear()

@@ -1,0 +1,271 @@
+"""A stage's process, from its first line to its last: environment, hello, load, ready, loop, shutdown."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import setproctitle
+
+import omni_actors
+from omni_actors import logs
+from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
+from omni_actors.errors import OmniError, ProtocolError, StartupError
+from omni_actors.messages import PROTOCOL_VERSION, Fatal, Hello, Hop, Loading, Peers, Ready, Shutdown, Welcome
+from omni_actors.stage.actor import StageActor
+from omni_actors.stage.interface import StageEngine
+from omni_actors.stage.io_threads import Control, Event, Inbound, Outbound, Received, Rejected, Stop
+from omni_actors.stage.processors import PROCESSORS, InputProcessor
+from omni_actors.transport.sockets import Sockets
+
+logger = logs.get_logger(__name__)
+
+WELCOME_SECONDS = 30.0
+TICK_SECONDS = 0.1
+EXIT_GRACE_SECONDS = 4.0
+PR_SET_PDEATHSIG = 1
+
+
+class ReplicaSpec(NamedTuple):
+    """What a stage process is told at birth: strings and numbers only."""
+
+    pipeline_json: bytes
+    stage: str
+    replica: int
+    epoch: int
+    control_endpoint: str
+    inbox_endpoint: str
+    devices: tuple[int, ...]
+    threads: int  # CPU threads for torch, 0 to leave it alone
+    launcher_pid: int
+    log_file: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}/{self.replica}"
+
+
+def main(spec: ReplicaSpec) -> None:
+    """Entry of the child process. Ends the process: exit code 0 after a shutdown, 1 after a failure."""
+    _prepare_process(spec)
+    code = 1
+    try:
+        code = StageProcess(spec).run()
+    except BaseException:
+        logger.exception("the stage process failed")
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if code == 0:
+            logger.info("stopped")
+    raise SystemExit(code)
+
+
+def _prepare_process(spec: ReplicaSpec) -> None:
+    # Ctrl-C reaches the whole process group; the launcher decides in which order the stages end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    setproctitle.setproctitle(f"omni:{spec.name}")
+    log = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    if spec.devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in spec.devices)
+    if spec.threads:
+        os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    logs.configure(f"{spec.name} epoch={spec.epoch}")
+
+
+class StageProcess:
+    """Lifecycle of one replica. All of it runs on the main thread, except the sockets (`io_threads`)."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._spec = spec
+        self._pipeline = msgspec.json.decode(spec.pipeline_json, type=PipelineConfig)
+        self._stage = self._pipeline.stage(spec.stage)
+        self._identity = Hop(spec.stage, spec.replica, spec.epoch)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._sockets = Sockets(max_message_bytes=self._pipeline.limits.message_bytes)
+        self._inbound = Inbound(
+            self._sockets,
+            self._identity,
+            spec.control_endpoint,
+            spec.inbox_endpoint,
+            self._hello,
+            self._events,
+            self._pipeline.limits,
+            self._pipeline.coordinator.heartbeat_interval,
+            spec.launcher_pid,
+        )
+        self._outbound: Outbound | None = None
+        self._stopping: Stop | None = None
+        self._loading = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def run(self) -> int:
+        """Start, serve until told to stop, shut down; the exit code."""
+        began = time.monotonic()
+        self._inbound.start()
+        engine: StageEngine | None = None
+        try:
+            self._outbound = self._await_welcome()
+            engine = self._load()
+            actor = self._make_actor(engine)
+            facts = engine.facts
+            self._inbound.tell(
+                Ready(
+                    seconds=time.monotonic() - began,
+                    voices=facts.voices,
+                    sample_rate=facts.sample_rate,
+                    max_input_tokens=facts.max_input_tokens,
+                )
+            )
+            logger.info("ready after %.1f s", time.monotonic() - began)
+            self._serve(actor)
+        except Exception as error:
+            logger.exception("fatal")
+            self._inbound.tell(Fatal(message=_describe(error)))
+            self._stopping = Stop(str(error), failed=True)
+        finally:
+            self._close(engine)
+        return 1 if self._stopping is not None and self._stopping.failed else 0
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def _hello(self, inbox: str) -> Hello:
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            package=omni_actors.__version__,
+            config=self._pipeline.digest(),
+            pid=os.getpid(),
+            inbox=inbox,
+        )
+
+    def _await_welcome(self) -> Outbound:
+        deadline = time.monotonic() + WELCOME_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                event = self._events.get(timeout=TICK_SECONDS)
+            except queue.Empty:
+                continue
+            if isinstance(event, Stop):
+                raise StartupError(f"Stopped before the coordinator answered: {event.reason}.")
+            if isinstance(event, Control) and isinstance(event.body, Shutdown):
+                raise StartupError(f"The coordinator refused this stage: {event.body.reason}.")
+            if isinstance(event, Control) and isinstance(event.body, Welcome):
+                outbound = Outbound(self._sockets, event.body.results, self._pipeline.limits, self._events)
+                outbound.start()
+                return outbound
+        raise StartupError(f"The coordinator did not answer within {WELCOME_SECONDS:g} s.")
+
+    def _load(self) -> StageEngine:
+        def report(phase: str) -> None:
+            self._inbound.tell(Loading(phase=phase))
+            logger.info("%s", phase)
+
+        report("loading")
+        self._loading = True
+        try:
+            return build_engine(self._pipeline, self._stage, report)
+        finally:
+            self._loading = False
+
+    def _make_actor(self, engine: StageEngine) -> StageActor:
+        processor: type[InputProcessor] | None = None
+        if self._stage.inputs is not None:
+            where = f"stages.{self._stage.name}.inputs.processor"
+            processor = resolve_class(self._stage.inputs.processor, PROCESSORS, InputProcessor, where)
+        return StageActor(self._pipeline, self._stage, self._identity, engine, processor, time.time)
+
+    # -- loop ---------------------------------------------------------------------------------------------------------
+
+    def _serve(self, actor: StageActor) -> None:
+        outbound = self._outbound
+        if outbound is None:
+            raise ProtocolError("The stage serves before it was welcomed.")
+        next_tick = 0.0
+        while self._stopping is None:
+            self._take_events(actor, outbound)
+            outbound.send(actor.step())
+            self._inbound.pulse.progress += 1
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + TICK_SECONDS
+                outbound.send(actor.tick())
+                self._inbound.pulse.counts = {**actor.counts(), **{f"dropped_{k}": v for k, v in actor.dropped.items()}}
+
+    def _take_events(self, actor: StageActor, outbound: Outbound) -> None:
+        """All events that are there; waits for the first one when the engine has nothing to do."""
+        wait = not actor.runnable()
+        while self._stopping is None:
+            try:
+                event = self._events.get(timeout=TICK_SECONDS) if wait else self._events.get_nowait()
+            except queue.Empty:
+                return
+            wait = False
+            if isinstance(event, Received):
+                outbound.send(actor.receive(event.envelope))
+            elif isinstance(event, Rejected):
+                outbound.send(actor.reject(event.header, event.error))
+            elif isinstance(event, Stop):
+                self._stopping = event
+            elif isinstance(event.body, Peers):
+                outbound.set_peers(event.body.peers)
+            elif isinstance(event.body, Shutdown):
+                self._stopping = Stop(event.body.reason)
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._loading:  # nothing is held yet that the system does not take back, and loading cannot be interrupted
+            os._exit(128 + number)
+        self._events.put(Stop(f"signal {signal.Signals(number).name}"))
+
+    def _close(self, engine: StageEngine | None) -> None:
+        """Engine first (it frees devices), then the threads that own sockets, then the context."""
+        signal.signal(signal.SIGALRM, _exit_now)
+        signal.setitimer(signal.ITIMER_REAL, EXIT_GRACE_SECONDS)
+        logger.info("stopping: %s", self._stopping.reason if self._stopping else "failed")
+        if engine is not None:
+            engine.shutdown()
+        if self._outbound is not None:
+            self._outbound.finish()
+            self._outbound.join(EXIT_GRACE_SECONDS)
+        self._inbound.finish()
+        self._inbound.join(EXIT_GRACE_SECONDS)
+        self._sockets.context.destroy(linger=0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _exit_now(number: int, frame: object) -> None:
+    """The orderly end took too long: a process that hangs in its shutdown helps nobody."""
+    os._exit(1)
+
+
+def _describe(error: BaseException) -> str:
+    """What the launcher shows: a typed error's own text, or the last lines of the traceback."""
+    if isinstance(error, OmniError):
+        return str(error)
+    return "".join(traceback.format_exception(error)[-6:])[-16000:]
+
+
+def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
+    """The engine of a stage. Only the model kinds import torch and vLLM."""
+    if stage.kind is StageKind.ECHO:
+        from omni_actors.stage.echo import EchoEngine
+
+        return EchoEngine(stage)
+    report("importing vLLM")
+    from omni_actors.engine.factory import build_stage_engine
+
+    engine: StageEngine = build_stage_engine(pipeline, stage, report)
+    return engine

@@ -1,0 +1,201 @@
+"""Input processors: turn what the stages before sent into this stage's engine input. Pure Python, one per request.
+
+A processor is fed pieces in order and answers with actions: `Start` once, then `Extend` for rows that are streamed into
+a running request, or `Skip` when there turns out to be nothing to compute.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from omni_actors.errors import InvalidPayload
+from omni_actors.messages import HostTensor, Scalar
+from omni_actors.stage.interface import StageInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One chunk of a source stage's output, decoded. `start` is the position of its first row or token."""
+
+    token_ids: Sequence[int] = ()
+    tensors: Mapping[str, HostTensor] = field(default_factory=dict)
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    start: int = 0
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    inputs: StageInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    rows: HostTensor | None
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """The request ends here with no output: its source had nothing for this stage."""
+
+
+Action = Start | Extend | Skip
+
+
+class InputProcessor(ABC):
+    """Base class; the YAML names subclasses by registered name or allowed dotted path.
+
+    Args:
+        start_after: the source's steps to wait for before the stage starts, 0 for all of them.
+        sources: names of the source stages.
+    """
+
+    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
+        self.start_after = start_after
+        self.sources = sources
+
+    @abstractmethod
+    def feed(self, source: str, piece: Piece) -> list[Action]:
+        """Take the next piece from a source stage. Raises `InvalidPayload` for one that does not fit."""
+
+
+class Passthrough(InputProcessor):
+    """Waits for the final piece of every source and starts with the tokens and tensors of all of them, in order."""
+
+    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
+        super().__init__(start_after, sources)
+        self._token_ids: dict[str, list[int]] = {source: [] for source in sources}
+        self._tensors: dict[str, HostTensor] = {}
+        self._scalars: dict[str, Scalar] = {}
+        self._open = set(sources)
+
+    def feed(self, source: str, piece: Piece) -> list[Action]:
+        tokens = self._token_ids[source]
+        tokens.extend(_unseen_tokens(piece, len(tokens)))
+        self._tensors.update(piece.tensors)
+        self._scalars.update(piece.scalars)
+        if piece.final:
+            self._open.discard(source)
+        if self._open:
+            return []
+        joined = [token for source in self.sources for token in self._token_ids[source]]
+        return [Start(StageInputs(token_ids=joined, tensors=self._tensors, scalars=self._scalars))]
+
+
+class Thinker2Talker(InputProcessor):
+    """Qwen2.5-Omni: the thinker's rows (last hidden state + token embedding) become the talker's prompt and reply.
+
+    The talker's prompt is the thinker's P prompt rows and the first reply row; every later row belongs to one decode
+    step of the talker. It starts once `start_after` thinker steps have come: the prompt's and `start_after - 1` reply
+    rows. A reply without rows (the thinker stopped at its first token) has no speech.
+    """
+
+    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
+        super().__init__(start_after, sources)
+        self._rows: list[HostTensor] = []
+        self._received = 0
+        self._prompt_tokens: int | None = None
+        self._mrope_positions: HostTensor | None = None
+        self._started = False
+
+    def feed(self, source: str, piece: Piece) -> list[Action]:
+        if "prompt_tokens" in piece.scalars:
+            self._prompt_tokens = _whole_number(piece.scalars["prompt_tokens"], "prompt_tokens")
+        self._mrope_positions = piece.tensors.get("mrope_positions", self._mrope_positions)
+        rows = self._unseen_rows(piece)
+        if self._started:
+            return [Extend(rows, piece.final)] if rows is not None or piece.final else []
+        if rows is not None:
+            self._rows.append(rows)
+        return self._start_if_enough(piece.final)
+
+    def _unseen_rows(self, piece: Piece) -> HostTensor | None:
+        rows = piece.tensors.get("rows")
+        if rows is None or rows.shape[0] == 0:
+            return None
+        if piece.start > self._received:
+            raise InvalidPayload(f"Rows from position {piece.start} came where {self._received} was due.")
+        fresh = slice_rows(rows, self._received - piece.start)
+        self._received += fresh.shape[0]
+        return fresh if fresh.shape[0] else None
+
+    def _start_if_enough(self, final: bool) -> list[Action]:
+        prompt = self._prompt_tokens
+        reply = self._received - prompt if prompt is not None else 0
+        if final and reply < 1:
+            return [Skip()]
+        wanted = max(1, self.start_after - 1)
+        if prompt is None or reply < 1 or not (final or (self.start_after and reply >= wanted)):
+            return []
+        rows = concatenate_rows(self._rows)
+        tensors = {"prompt_rows": slice_rows(rows, 0, prompt + 1)}
+        if reply > 1:
+            tensors["reply_rows"] = slice_rows(rows, prompt + 1)
+        if self._mrope_positions is not None:
+            tensors["mrope_positions"] = self._mrope_positions
+        self._rows.clear()
+        self._started = True
+        return [Start(StageInputs(tensors=tensors, scalars={"prompt_tokens": prompt}, complete=final))]
+
+
+class Talker2Code2Wav(InputProcessor):
+    """Qwen2.5-Omni: all codec tokens of the talker, which leaves its end token out itself."""
+
+    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
+        super().__init__(start_after, sources)
+        self._codes: list[int] = []
+
+    def feed(self, source: str, piece: Piece) -> list[Action]:
+        self._codes.extend(_unseen_tokens(piece, len(self._codes)))
+        if not piece.final:
+            return []
+        return [Start(StageInputs(token_ids=self._codes))] if self._codes else [Skip()]
+
+
+PROCESSORS: dict[str, type[InputProcessor]] = {
+    "passthrough": Passthrough,
+    "thinker2talker": Thinker2Talker,
+    "talker2code2wav": Talker2Code2Wav,
+}
+
+
+def _unseen_tokens(piece: Piece, received: int) -> Sequence[int]:
+    """The tokens of a piece that were not there yet; a gap is an error."""
+    if not piece.token_ids:
+        return ()
+    if piece.start > received:
+        raise InvalidPayload(f"Tokens from position {piece.start} came where {received} was due.")
+    return piece.token_ids[received - piece.start :]
+
+
+def _whole_number(value: Scalar, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidPayload(f"{name} must be a whole number from 0, got {value!r}.")
+    return value
+
+
+def slice_rows(tensor: HostTensor, start: int, stop: int | None = None) -> HostTensor:
+    """Rows `start` to `stop` of a tensor [rows, ...], as a view of its data."""
+    length = tensor.shape[0]
+    start = min(start, length)
+    stop = length if stop is None else min(stop, length)
+    data = memoryview(tensor.data).cast("B")
+    row_bytes = data.nbytes // length if length else 0
+    return HostTensor(tensor.dtype, (stop - start, *tensor.shape[1:]), data[start * row_bytes : stop * row_bytes])
+
+
+def concatenate_rows(tensors: Sequence[HostTensor]) -> HostTensor:
+    """Tensors [rows_i, ...] one after the other; raises `InvalidPayload` unless dtypes and widths agree."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    for tensor in tensors:
+        if tensor.dtype is not first.dtype or tensor.shape[1:] != first.shape[1:]:
+            raise InvalidPayload(
+                f"Rows of {tensor.dtype} {list(tensor.shape)} do not continue {first.dtype} {list(first.shape)}."
+            )
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return HostTensor(first.dtype, (rows, *first.shape[1:]), b"".join(tensor.data for tensor in tensors))

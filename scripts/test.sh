@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Everything that must hold: style, types, and all tests with the coverage of the package, child processes included.
+#
+#   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
+#
+# With pytest arguments (a folder, -k ...) only those tests run, without the coverage floor.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=.venv
+if [[ "${1:-}" == "--venv" ]]; then
+    venv=${2:?--venv needs a folder}
+    shift 2
+fi
+scripts/setup.sh --venv "$venv"
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+PATH="$(cd "$venv" && pwd)/bin:$PATH"
+
+ruff check .
+mypy
+if [[ $# -gt 0 ]]; then
+    exec python -m pytest "$@"
+fi
+coverage erase
+status=0
+coverage run -m pytest --durations=15 || status=$?
+coverage combine --quiet
+coverage report --fail-under=80 || status=1
+exit "$status"

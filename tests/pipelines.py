@@ -1,0 +1,81 @@
+"""Starts pipelines for tests the way users do: `python -m omni_actors.launch` in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from omni_actors.client import OmniClient
+from omni_actors.errors import OmniError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class RunningPipeline:
+    """A launcher process in a run directory of its own; a context manager."""
+
+    def __init__(
+        self, config: str | Path, overrides: Mapping[str, object] | None = None, timeout: float = 240.0
+    ) -> None:
+        self.run_dir = Path(tempfile.mkdtemp(prefix="omni-test-"))
+        self.endpoint = f"ipc://{self.run_dir}/client"
+        command = [sys.executable, "-m", "omni_actors.launch", str(config), "--run-dir", str(self.run_dir)]
+        for key, value in (overrides or {}).items():
+            command += ["--set", f"{key}={value}"]
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._wait_ready(timeout)
+
+    def _wait_ready(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        with OmniClient(self.endpoint) as client:
+            while time.monotonic() < deadline:
+                if self.process.poll() is not None:
+                    raise RuntimeError(f"the launcher ended: {self.process.communicate()[0]}")
+                try:
+                    if client.describe(timeout=1.0).healthy:
+                        return
+                except OmniError:
+                    continue
+                time.sleep(0.1)
+        self.stop()
+        raise RuntimeError(f"not ready after {timeout} s")
+
+    def assert_idle(self, timeout: float = 10.0) -> None:
+        """All counts of all stages return to zero."""
+        deadline = time.monotonic() + timeout
+        with OmniClient(self.endpoint) as client:
+            while True:
+                stages = client.describe().stages
+                held = {
+                    f"{stage.stage}.{name}": count
+                    for stage in stages
+                    for name, count in stage.counts.items()
+                    if count and not name.startswith(("dropped_", "rejected_"))
+                }
+                if not held and not any(stage.in_flight for stage in stages):
+                    return
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"still held: {held}")
+                time.sleep(0.2)
+
+    def stop(self) -> str:
+        """SIGTERM, wait, and return what the launcher printed."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.communicate(timeout=15)[0]
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+    def __enter__(self) -> RunningPipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
