@@ -320,9 +320,9 @@ def test_image_files(engine: PromptEngine, kind: str):
 
 
 def test_each_video_keeps_its_own_rate(engine: PromptEngine):
-    media = tuple(item("video", CLIP, frames_per_second=rate) for rate in (8.0, 1.0))
+    media = tuple(item("video", CLIP, frames_per_second=rate) for rate in (5.0, 1.0))
     got = features(process(engine, *chat(1, 0, media=media)))
-    assert [data["second_per_grid_ts"].item() for _, data in got] == [2.0, 0.25]
+    assert [data["second_per_grid_ts"].item() for _, data in got] == pytest.approx([2.0, 0.4], rel=1e-6)
 
 
 def test_video_positions_are_those_of_transformers():
