@@ -70,7 +70,9 @@ def refused_header(frames: list[bytes], limits: Limits | None = None) -> str:
 def test_round_trip_of_every_dtype(dtype: DType) -> None:
     data = bytes(range(2 * 3 * dtype.itemsize))
     buffers = BufferList()
-    chunk = Chunk(token_ids=b"\x01\x00\x00\x00", tensors={"rows": buffers.add(HostTensor(dtype, (2, 3), data))}, start=4)
+    chunk = Chunk(
+        token_ids=b"\x01\x00\x00\x00", tensors={"rows": buffers.add(HostTensor(dtype, (2, 3), data))}, start=4
+    )
     envelope = Decoder(IntoStage).decode(encode(HEADER, chunk, buffers.buffers))
     assert envelope.body == chunk
     assert envelope.header == msgspec.structs.replace(HEADER, kind="chunk", n_buffers=1)
@@ -125,7 +127,8 @@ def test_kinds_of_other_channels_are_refused() -> None:
 
 def test_kind_in_header_and_body_must_agree() -> None:
     bad = refused_body(frames_of(TextDelta(text="x"), [], kind="failed"))
-    assert "'failed'" in str(bad) and "'text'" in str(bad)
+    assert "'failed'" in str(bad)
+    assert "'text'" in str(bad)
 
 
 def test_body_over_its_size() -> None:

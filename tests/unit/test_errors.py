@@ -31,7 +31,9 @@ def test_every_code_has_a_class_and_a_hint() -> None:
 
 
 def test_text_has_place_message_and_hint() -> None:
-    assert str(UnknownVoice("No voice 'X'.", stage="talker")) == "[talker] No voice 'X'. Choose one of the voices named."
+    assert (
+        str(UnknownVoice("No voice 'X'.", stage="talker")) == "[talker] No voice 'X'. Choose one of the voices named."
+    )
     assert str(UnknownVoice("No.", hint="")) == "No."
 
 
@@ -43,7 +45,13 @@ def test_only_some_are_retryable() -> None:
 def test_copies_keep_everything() -> None:
     error = Overloaded("full", hint="h", stage="s", retry_after=1.0)
     again = copy.copy(error)
-    assert (type(again), again.message, again.hint, again.stage, again.retry_after) == (Overloaded, "full", "h", "s", 1.0)
+    assert (type(again), again.message, again.hint, again.stage, again.retry_after) == (
+        Overloaded,
+        "full",
+        "h",
+        "s",
+        1.0,
+    )
 
 
 def test_stage_of_the_error_wins_over_the_reporting_one() -> None:

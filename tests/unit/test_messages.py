@@ -202,7 +202,7 @@ def test_token_ids_travel_as_bytes() -> None:
 
 def test_host_tensor_validates() -> None:
     m.HostTensor(m.DType.I64, (2,), bytes(16)).validate()
-    with pytest.raises(InvalidPayload, match="rows: .*needs 16 bytes, got 15"):
+    with pytest.raises(InvalidPayload, match=r"rows: .*needs 16 bytes, got 15"):
         m.HostTensor(m.DType.I64, (2,), bytes(15)).validate("rows")
 
 
