@@ -33,8 +33,8 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 ok, 1 failure, 2 wrong usage or configuration)."""
     options = _parser().parse_args(arguments)
-    logs.configure("launcher")
     try:
+        logs.configure("launcher")
         loaded = config.load(options.config, _overrides(options))
         if options.check:
             print(config.describe(loaded))
@@ -142,6 +142,7 @@ class Launcher:
             os._exit(128 + number)
         _say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
         self._stop.set()
+        self._changed.set()
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -151,8 +152,11 @@ class Launcher:
         Raises:
             StartupError: a replica died or is not ready in time; the text holds the tail of its log.
         """
+        # No epoch occurs twice in a run directory: a stage that outlives a killed launcher for a moment must not be
+        # taken for one of the next launcher's.
+        epoch = time.time_ns() // 1_000_000
         replicas = [
-            self._coordinator.expect_replica(stage.name, index, 1)
+            self._coordinator.expect_replica(stage.name, index, epoch)
             for stage in self._pipeline.stages
             for index in range(stage.replicas)
         ]
@@ -162,7 +166,7 @@ class Launcher:
             await self._await_ready(spawning)
         finally:
             if not spawning.done():
-                spawning.cancel()
+                self._node.abandon_starts()
             await asyncio.gather(spawning, return_exceptions=True)
         self._started = True
         if not self._stop.is_set():

@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from omni_actors.client import OmniClient, Prompting, RequestStream
-from omni_actors.errors import ConfigError, OmniError, RequestTimeout, StartupError
+from omni_actors.errors import ConfigError, OmniError, Overloaded, RequestTimeout, StartupError
 from omni_actors.messages import StageParams
 from omni_actors.outputs import OmniRequestOutput
+from omni_actors.transport.run_directory import short_temporary_folder
 
 STOP_SECONDS = 15.0
 POLL_SECONDS = 0.1
@@ -42,7 +43,7 @@ class OmniLLM:
     def __init__(
         self, config: str | Path, overrides: Mapping[str, Any] | None = None, startup_timeout: float = 600.0
     ) -> None:
-        self._run_dir = tempfile.mkdtemp(prefix="omni-llm-")
+        self._run_dir = tempfile.mkdtemp(prefix="omni-llm-", dir=short_temporary_folder())
         self._log = open(Path(self._run_dir) / "launcher.log", "w+b")  # noqa: SIM115 - closed in close()
         command = [sys.executable, "-m", "omni_actors.launch", str(config), "--run-dir", self._run_dir]
         for key, value in (overrides or {}).items():
@@ -119,8 +120,12 @@ class OmniLLM:
         async def one(prompt: Prompting) -> OmniRequestOutput:
             stream: RequestStream | None = None
             try:
-                stream = await client.submit(prompt, params=params, **options)
-                return await stream.result()
+                while True:
+                    try:
+                        stream = await client.submit(prompt, params=params, **options)
+                        return await stream.result()
+                    except Overloaded as error:  # more prompts than the coordinator admits at once: they queue here
+                        await asyncio.sleep(error.retry_after or POLL_SECONDS)
             except OmniError as error:
                 return OmniRequestOutput(stream.request_id if stream is not None else "", error=error)
 

@@ -318,7 +318,11 @@ class StageStatus(Struct, frozen=True):
 
 
 class Description(Body, tag="description", frozen=True):
-    """Coordinator -> client: the answer to `Describe`."""
+    """Coordinator -> client: the answer to `Describe`.
+
+    `requests` are the asking client's own requests in flight: one that it waits for and does not find here is lost.
+    `counts` says what the coordinator refused or dropped, by reason.
+    """
 
     pipeline: str
     model: str
@@ -328,6 +332,8 @@ class Description(Body, tag="description", frozen=True):
     healthy: bool
     in_flight: int
     stages: tuple[StageStatus, ...]
+    requests: tuple[str, ...] = ()
+    counts: dict[str, int] = {}
 
 
 class TextDelta(Body, tag="text", frozen=True):

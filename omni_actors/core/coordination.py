@@ -7,6 +7,7 @@ tombstone absorbs what still arrives about it.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -108,6 +109,10 @@ class Coordination:
     def in_flight(self) -> int:
         return len(self._requests)
 
+    def requests_of(self, client: bytes) -> tuple[str, ...]:
+        """The ids of a client's requests in flight."""
+        return tuple(request.request_id for request in self._requests.values() if request.client == client)
+
     @property
     def voices(self) -> tuple[str, ...]:
         """All voices that the loaded stages know."""
@@ -142,6 +147,8 @@ class Coordination:
             raise Overloaded(
                 f"{self.in_flight} requests are in flight, the limit is {limit}.", retry_after=RETRY_AFTER_SECONDS
             )
+        if not math.isfinite(header.deadline):
+            raise InvalidRequest(f"The deadline {header.deadline} is no point in time.")
         deadline = header.deadline or now + self.pipeline.coordinator.default_timeout
         if deadline <= now:
             raise DeadlineExceeded("The deadline had passed before the request arrived.")
@@ -215,7 +222,8 @@ class Coordination:
         if request is None:
             return []
         expected = request.next_seq.get(header.stage, 0)
-        if header.seq != expected:
+        # A failure may be about the very message that is missing.
+        if header.seq != expected and not isinstance(body, Failed):
             error = ProtocolError(
                 f"Stage {header.stage!r} sent message {header.seq} where {expected} was due.", stage=header.stage
             )
