@@ -414,13 +414,15 @@ def test_talker_leaves_out_the_token_that_ends(talker, answers):
     assert talker.finished("r").output_tokens == first + 1
 
 
-def test_talker_knows_end_tokens_and_never_samples_the_start_token(talker, reference, answers):
+def test_talker_samples_what_sounds_or_ends_and_nothing_else(talker, reference, answers):
     config = reference.model.config.talker_config
     assert talker.engine.adapter._ends == {config.tts_codec_pad_token_id, config.tts_codec_end_token_id}
     model = talker.engine.core.worker.model_runner.model
     logits = model.compute_logits(torch.randn(3, config.hidden_size))
     assert torch.isinf(logits[:, config.tts_codec_start_token_id]).all()
-    assert torch.isfinite(logits).sum() == 3 * (config.vocab_size - 1)
+    sounding = reference.model.config.token2wav_config.dit_config.num_embeds
+    assert torch.isfinite(logits[:, :sounding]).all()
+    assert torch.isfinite(logits).sum() == 3 * (sounding + 2)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
