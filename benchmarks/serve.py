@@ -3,9 +3,9 @@
     python benchmarks/serve.py stage_configs/qwen2_5_omni.yaml --model DIR --concurrency 1 8 32
     python benchmarks/serve.py --endpoint ipc:///tmp/omni-x/client
 
-TTFT: submit -> first text token at the client. TTFA: submit -> first samples at the client. RTF: wall / audio seconds.
-Every request has the same lengths (`--text-tokens`, `--codec-tokens`, end tokens ignored); figures are medians after one
-warm-up round.
+TTFT: submit -> first text token at the client. TTFA: submit -> first samples at the client. RTF: wall / audio
+seconds. Every request has the same lengths (`--text-tokens`, `--codec-tokens`, no earlier end); figures are medians
+after one warm-up round.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Sample:
 
 async def ask(client: AsyncOmniClient, index: int, options: argparse.Namespace) -> Sample:
     modalities = ["text", "audio"] if options.codec_tokens else ["text"]
-    params = {"thinker": {"max_tokens": options.text_tokens, "ignore_eos": True, "temperature": 0.0}}
+    # min_tokens keeps the end tokens from being sampled; ignoring them would hand them to the vocoder.
+    params = {"thinker": {"max_tokens": options.text_tokens, "min_tokens": options.text_tokens, "temperature": 0.0}}
     if options.codec_tokens:
-        params["talker"] = {"max_tokens": options.codec_tokens, "ignore_eos": True}
+        params["talker"] = {"max_tokens": options.codec_tokens, "min_tokens": options.codec_tokens}
     began = time.perf_counter()
     sample = Sample()
     stream = await client.submit(
@@ -104,7 +105,8 @@ def describe(description: Description) -> str:
 def table(rows: list[dict[str, float]]) -> str:
     header = "| " + " | ".join(rows[0]) + " |"
     rule = "|" + "---|" * len(rows[0])
-    return "\n".join([header, rule, *("| " + " | ".join(str(value) for value in line.values()) + " |" for line in rows)])
+    lines = ["| " + " | ".join(str(value) for value in line.values()) + " |" for line in rows]
+    return "\n".join([header, rule, *lines])
 
 
 async def main(options: argparse.Namespace) -> None:

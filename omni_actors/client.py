@@ -127,6 +127,7 @@ class RequestStream:
         if pieces:
             output.audio = numpy.concatenate(pieces)
         output.usage = self.usage
+        output.finish_reasons = {stage: usage.finish_reason.value for stage, usage in self.usage.items()}
         return output
 
     def deliver(self, item: StreamItem | Done | OmniError) -> None:

@@ -52,6 +52,7 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 MAX_RANK = 8
+Scalar = int | float | str | bool
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -98,8 +99,8 @@ class AdditionalInformationEntry(Struct, frozen=True, omit_defaults=True, forbid
     """One named value: exactly one of a tensor, a list of numbers or strings, or a scalar."""
 
     tensor: TensorRef | None = None
-    list: Annotated[tuple[int | float | str | bool, ...], Meta(max_length=65536)] | None = None
-    scalar: int | float | str | bool | None = None
+    list: Annotated[tuple[Scalar, ...], Meta(max_length=65536)] | None = None
+    scalar: Scalar | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("tensor", "list", "scalar") if getattr(self, name) is not None]
@@ -119,7 +120,7 @@ class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forb
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         return tuple(entry.tensor for entry in self.entries.values() if entry.tensor is not None)
 
-    def scalar(self, name: str) -> int | float | str | bool:
+    def scalar(self, name: str) -> Scalar:
         """The scalar called `name`; raises `InvalidPayload` when it is missing or of another form."""
         entry = self.entries.get(name)
         if entry is None or entry.scalar is None:

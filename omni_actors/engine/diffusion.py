@@ -35,18 +35,14 @@ class DiffusionEngine(StageEngine):
     """
 
     def __init__(self, arguments: OmniEngineArgs) -> None:
-        self._core = VllmCore(arguments.create_engine_config())
-        self._runner: DiffusionModelRunner = self._core.worker.model_runner
+        self.core = VllmCore(arguments.create_engine_config())
+        self._runner: DiffusionModelRunner = self.core.worker.model_runner
         self._facts = self._runner.facts
         self._jobs: dict[str, DiffusionJob] = {}
 
     @property
     def facts(self) -> EngineFacts:
         return self._facts
-
-    @property
-    def core(self) -> VllmCore:
-        return self._core
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         if request.request_id in self._jobs:
@@ -62,7 +58,7 @@ class DiffusionEngine(StageEngine):
             stop_token_ids=[FAILED_TOKEN],
             extra_args={"omni": {"diffusion": job}},
         )
-        self._core.add(make_request(request.request_id, [STEP_TOKEN], parameters, priority=request.priority))
+        self.core.add(make_request(request.request_id, [STEP_TOKEN], parameters, priority=request.priority))
         self._jobs[request.request_id] = job
 
     def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
@@ -72,14 +68,14 @@ class DiffusionEngine(StageEngine):
 
     def abort(self, request_id: str) -> None:
         if self._jobs.pop(request_id, None) is not None:
-            self._core.abort([request_id])
+            self.core.abort([request_id])
 
     def runnable(self) -> bool:
-        return self._core.runnable()
+        return self.core.runnable()
 
     def step(self) -> Sequence[EngineEvent]:
         try:
-            outputs = self._core.step()
+            outputs = self.core.step()
         except StepFailed as failure:
             error = EngineError(f"A step of the model failed: {failure}")
             return [
@@ -108,15 +104,15 @@ class DiffusionEngine(StageEngine):
         ]
 
     def counts(self) -> dict[str, int]:
-        running, waiting = self._core.scheduler.get_request_counts()
+        running, waiting = self.core.scheduler.get_request_counts()
         return {
             "requests": len(self._jobs),
             "running": running,
             "waiting": waiting,
-            **self._core.scheduler.omni_counts(),
-            **self._core.worker.omni_counts(),
+            **self.core.scheduler.omni_counts(),
+            **self.core.worker.omni_counts(),
         }
 
     def shutdown(self) -> None:
         self._jobs.clear()
-        self._core.shutdown()
+        self.core.shutdown()

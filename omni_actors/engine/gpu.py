@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from omni_actors.engine.runner import OmniRunnerMixin
 from omni_actors.engine.worker_base import OmniWorkerBase
+from omni_actors.errors import ConfigError
+
+GIB = 1 << 30
+OUTSIDE_TORCH_BYTES = 2 * GIB  # CUDA context, cuBLAS and captured graphs of one process
 
 
 class OmniGPURunner(OmniRunnerMixin, GPUModelRunner):
@@ -14,7 +19,32 @@ class OmniGPURunner(OmniRunnerMixin, GPUModelRunner):
 
 
 class OmniGPUWorker(OmniWorkerBase, Worker):
-    """vLLM's worker with our runner."""
+    """vLLM's worker with our runner, and a KV cache sized by what this process itself uses."""
 
     def _make_model_runner(self) -> OmniGPURunner:
         return OmniGPURunner(self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: the stage's share of the device less this process's own peak.
+
+        vLLM compares the free memory of the whole device before and after its profile run, so stages that load side by
+        side on one GPU would be charged for one another. torch's statistics count this process alone; no lock is
+        needed and the stages profile in parallel.
+        """
+        cache = self.cache_config
+        if cache.kv_cache_memory_bytes is not None:
+            return super().determine_available_memory()
+        share = int(self.requested_memory)
+        torch.cuda.reset_peak_memory_stats()
+        cache.kv_cache_memory_bytes = share  # vLLM then runs the profile without measuring the device
+        super().determine_available_memory()
+        torch.cuda.empty_cache()
+        own = torch.cuda.max_memory_allocated() + OUTSIDE_TORCH_BYTES
+        if share <= own:
+            raise ConfigError(
+                f"gpu_memory_utilization {cache.gpu_memory_utilization:g} is {share / GIB:.1f} GiB of this GPU; the "
+                f"model alone takes {own / GIB:.1f} GiB and leaves nothing for the KV cache.",
+                hint="Raise gpu_memory_utilization of this stage, or lower max_num_batched_tokens.",
+            )
+        cache.kv_cache_memory_bytes = share - own
+        return share - own

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.errors import OmniError
-from omni_actors.messages import FinishReason, HostTensor, Prompt, StageParams
-
-Scalar = int | float | str | bool
+from omni_actors.messages import FinishReason, HostTensor, Prompt, Scalar, StageParams
 
 
 @dataclass(frozen=True, slots=True)

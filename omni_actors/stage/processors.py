@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.messages import HostTensor
-from omni_actors.stage.interface import Scalar, StageInputs
+from omni_actors.messages import HostTensor, Scalar
+from omni_actors.stage.interface import StageInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     # A Llama layer with these is the talker's layer; vLLM's Qwen2 layer has no head_dim of its own.
     talker.qkv_bias = True
     talker.mlp_bias = False
+    talker.sounding_tokens = config.token2wav_config.dit_config.num_embeds  # tokens that the vocoder can say
     return talker
 
 
@@ -111,6 +112,12 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
         self.register_buffer(
             "text_rows", torch.zeros(len(self.text_token_ids), config.embedding_size), persistent=False
         )
+        # Never sampled: the start token, as in transformers, and tokens that neither sound nor end the speech, at which
+        # transformers' vocoder fails.
+        unspeakable = torch.arange(config.vocab_size) >= config.sounding_tokens
+        unspeakable[[config.tts_codec_end_token_id, config.tts_codec_pad_token_id]] = False
+        unspeakable[config.tts_codec_start_token_id] = True
+        self.register_buffer("unspeakable", unspeakable, persistent=False)
         self.codec_embedding = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
         self.text_projection = ReplicatedLinear(
             config.embedding_size, config.hidden_size, bias=True, return_bias=False
@@ -157,7 +164,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         logits = self.logits_processor(self.codec_head, hidden_states)
         if logits is not None:
-            logits[:, self.config.tts_codec_start_token_id] = float("-inf")  # `suppress_tokens` of the published model
+            logits.masked_fill_(self.unspeakable, float("-inf"))
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -1,0 +1,412 @@
+"""The vocoder stage in a real EngineCore, compared with transformers: batches of mixed requests, budget, failures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from omni_actors.engine.platform import prepare
+
+prepare()
+
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
+from omni_actors.engine.core import VllmCore, make_request  # noqa: E402
+from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni_code2wav import read_tensors, solver_times  # noqa: E402
+from omni_actors.errors import (  # noqa: E402
+    EngineError,
+    InvalidPayload,
+    InvalidRequest,
+    OmniError,
+    PromptTooLong,
+    StartupError,
+    UnknownVoice,
+)
+from omni_actors.messages import StageParams  # noqa: E402
+from omni_actors.stage.interface import (  # noqa: E402
+    AudioEvent,
+    ErrorEvent,
+    FinishedEvent,
+    StageInputs,
+    StageRequest,
+)
+from tests.reference import InjectedNoise, Reference, one_thread, vocoder_noise  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+
+TOLERANCE = 1e-4  # of the waveform's peak, against transformers
+BATCH_TOLERANCE = 5e-6  # of the peak, against the same request alone: float rounding
+
+# tokens, points in time, voice, guidance: lengths on and off block borders (12 tokens are 24 frames, one block).
+MIX = [
+    (7, 10, "Chelsie", 0.5),
+    (12, 5, "Ethan", 0.5),
+    (40, 10, "Ethan", 1.5),
+    (25, 3, "Chelsie", 0.0),
+    (1, 2, "Chelsie", 0.5),
+    (90, 10, "Chelsie", 0.5),
+    (7, 1, "Ethan", 0.5),
+    (24, 8, "Ethan", 0.5),
+]
+
+
+def arguments(checkpoint: Path, *, asynchronous: bool = False, **engine: Any) -> OmniEngineArgs:
+    config = OmniModelConfig(str(checkpoint), "code2wav", outputs=("audio",))
+    return OmniEngineArgs(config, "diffusion", engine=engine, asynchronous=asynchronous)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoint: Path) -> Reference:
+    return Reference(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def shared_engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
+    engine = DiffusionEngine(arguments(tiny_checkpoint, asynchronous=request.param))
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def engine(shared_engine: DiffusionEngine) -> Iterator[DiffusionEngine]:
+    yield shared_engine
+    drain(shared_engine)
+    assert set(shared_engine.counts().values()) == {0}, shared_engine.counts()
+
+
+@pytest.fixture
+def batches(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The requests of every step of the model."""
+    runner = engine.core.worker.model_runner
+    original, seen = runner.step, []
+
+    def step(request_ids: Sequence[str]) -> Any:
+        seen.append(tuple(request_ids))
+        return original(request_ids)
+
+    monkeypatch.setattr(runner, "step", step)
+    return seen
+
+
+def codec_tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 257, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def start(engine: DiffusionEngine, name: str, spec: tuple[int, int, str, float], seed: int = 0) -> None:
+    tokens, points, voice, guidance = spec
+    params = StageParams(num_steps=points, guidance_scale=guidance)
+    engine.start(StageRequest(name, params, seed, voice), StageInputs(token_ids=codec_tokens(tokens, seed)))
+
+
+def drain(engine: DiffusionEngine, at_step: dict[int, Any] | None = None) -> tuple[dict[str, np.ndarray], list[Any]]:
+    """Run until idle: waveforms by request, and all other events. `at_step` calls a function before that step."""
+    waveforms, others = {}, []
+    for number in range(500):
+        if at_step and number in at_step:
+            at_step.pop(number)()
+        elif not engine.runnable():
+            break
+        for event in engine.step():
+            if isinstance(event, AudioEvent):
+                assert event.request_id not in waveforms
+                assert event.sample_rate == 24_000
+                waveforms[event.request_id] = np.frombuffer(event.samples.data, np.float32)
+            else:
+                others.append(event)
+    else:
+        pytest.fail("the engine does not become idle")
+    return waveforms, others
+
+
+def expected(reference: Reference, spec: tuple[int, int, str, float], seed: int) -> np.ndarray:
+    tokens, points, voice, guidance = spec
+    speaker = reference.voices[voice]
+    noise = InjectedNoise(lambda frames, mel: vocoder_noise(seed, frames, mel))
+    with torch.no_grad(), one_thread(), noise:
+        waveform = reference.model.token2wav(
+            torch.tensor([codec_tokens(tokens, seed)]),
+            conditioning=speaker["cond"].float(),
+            reference_mel=speaker["ref_mel"].float(),
+            num_steps=points,
+            guidance_scale=guidance,
+        )
+    return waveform.reshape(-1).numpy()
+
+
+def difference(waveform: np.ndarray, other: np.ndarray) -> float:
+    assert waveform.shape == other.shape
+    return float(np.abs(waveform - other).max() / np.abs(other).max())
+
+
+def test_mixed_batch_equals_transformers_and_each_request_alone(
+    engine: DiffusionEngine, reference: Reference, batches: list[tuple[str, ...]]
+):
+    def join() -> None:
+        for index in range(5, len(MIX)):
+            start(engine, f"r{index}", MIX[index], seed=index)
+
+    for index in range(5):
+        start(engine, f"r{index}", MIX[index], seed=index)
+    together, others = drain(engine, at_step={2: join})
+    assert [type(event) for event in others] == [FinishedEvent] * len(MIX)
+    assert sorted(together) == sorted(f"r{index}" for index in range(len(MIX)))
+    assert max(map(len, batches)) >= 6, "requests that join late must share steps with earlier ones"
+    assert {len(batch) for batch in batches} != {1}
+    for index, spec in enumerate(MIX):
+        want = expected(reference, spec, index)
+        assert 0.05 < np.abs(want).max() < 0.95
+        assert difference(together[f"r{index}"], want) <= TOLERANCE, spec
+        start(engine, "alone", spec, seed=index)
+        assert difference(drain(engine)[0]["alone"], together[f"r{index}"]) <= BATCH_TOLERANCE, spec
+
+
+def test_a_request_takes_one_step_per_interval(engine: DiffusionEngine, batches: list[tuple[str, ...]]):
+    start(engine, "two-points", (5, 2, "Ethan", 0.5))
+    start(engine, "one-point", (5, 1, "Ethan", 0.5))
+    _, others = drain(engine)
+    assert batches == [("two-points", "one-point")]
+    assert [event.output_tokens for event in others] == [1, 1]
+    assert [event.input_tokens for event in others] == [5, 5]
+    start(engine, "ten", (5, 10, "Ethan", 0.5))
+    drain(engine)
+    assert len(batches) == 1 + 9
+
+
+def test_seed_and_voice_decide_the_waveform(engine: DiffusionEngine):
+    waveforms = []
+    for voice, seed in (("Chelsie", 1), ("Chelsie", 1), ("Chelsie", 2), ("Ethan", 1)):
+        request = StageRequest("r", StageParams(num_steps=3), seed, voice)
+        engine.start(request, StageInputs(token_ids=codec_tokens(10, 0)))
+        waveforms.append(drain(engine)[0]["r"])
+    assert np.array_equal(waveforms[0], waveforms[1])
+    assert difference(waveforms[2], waveforms[0]) > 0.05
+    assert difference(waveforms[3], waveforms[0]) > 0.01
+    # The seed among the parameters wins, and the first voice is the default.
+    engine.start(StageRequest("r", StageParams(num_steps=3, seed=1), 77), StageInputs(token_ids=codec_tokens(10, 0)))
+    assert np.array_equal(drain(engine)[0]["r"], waveforms[0])
+
+
+def test_budget_defers_and_serves_in_order(
+    engine: DiffusionEngine, batches: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    runner = engine.core.worker.model_runner
+    inputs = StageInputs(token_ids=codec_tokens(12, 0))
+    job = runner.prepare(StageRequest("", StageParams(num_steps=4), 0), inputs)
+    assert 0 < job.step_bytes <= job.final_bytes
+    monkeypatch.setattr(engine.core.scheduler, "latent_budget_bytes", 2 * job.final_bytes)
+    for index in range(5):
+        start(engine, f"r{index}", (12, 4, "Ethan", 0.5), seed=index)
+    limited, _ = drain(engine)
+    assert max(map(len, batches)) >= 2
+    assert all(len(batch) * job.step_bytes <= 2 * job.final_bytes for batch in batches)
+    finished_in_order = list(limited)
+    assert finished_in_order == [f"r{index}" for index in range(5)]
+    assert engine.core.scheduler.deferred > 0
+    # Smaller than any request: they run one at a time instead of never.
+    batches.clear()
+    monkeypatch.setattr(engine.core.scheduler, "latent_budget_bytes", 1)
+    for index in range(3):
+        start(engine, f"r{index}", (12, 4, "Ethan", 0.5), seed=index)
+    alone, _ = drain(engine)
+    assert {len(batch) for batch in batches} == {1}
+    for index in range(3):
+        assert difference(alone[f"r{index}"], limited[f"r{index}"]) <= BATCH_TOLERANCE
+
+
+def test_a_failing_request_ends_alone(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch):
+    start(engine, "good", MIX[0], seed=3)
+    want = drain(engine)[0]["good"]
+    runner = engine.core.worker.model_runner
+    original, calls = runner._integrate, []
+
+    def integrate(request_ids: Sequence[str]) -> Any:
+        calls.append(tuple(request_ids))
+        if "bad" in request_ids and len(calls) > 2:
+            raise RuntimeError("out of luck")
+        return original(request_ids)
+
+    monkeypatch.setattr(runner, "_integrate", integrate)
+    for name in ("good", "bad", "other"):
+        start(engine, name, MIX[0], seed=3)
+    waveforms, others = drain(engine)
+    assert sorted(waveforms) == ["good", "other"]
+    for waveform in waveforms.values():
+        assert difference(waveform, want) <= BATCH_TOLERANCE
+    (error,) = [event for event in others if isinstance(event, ErrorEvent)]
+    assert error.request_id == "bad"
+    assert isinstance(error.error, EngineError)
+    assert "RuntimeError: out of luck" in error.error.message
+
+
+def test_failing_allocation_and_bad_waveform_are_errors_of_the_request(
+    engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
+):
+    runner = engine.core.worker.model_runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "add", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        start(engine, "r", MIX[0])
+        _, (event,) = drain(engine)
+        assert "MemoryError: no room" in str(event.error)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_vocode", lambda mel: mel[:, 0] * float("nan"))
+        start(engine, "r", MIX[0])
+        _, (event,) = drain(engine)
+        assert isinstance(event, ErrorEvent)
+        assert "NaN" in event.error.message
+
+
+def test_failure_outside_the_model_ends_all_and_the_engine_goes_on(
+    engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            type(engine.core.worker), "_step", lambda *_: (_ for _ in ()).throw(RuntimeError("worker is broken"))
+        )
+        start(engine, "a", MIX[0])
+        start(engine, "b", MIX[1])
+        _, others = drain(engine)
+    assert sorted(event.request_id for event in others) == ["a", "b"]
+    assert all("worker is broken" in event.error.message for event in others)
+    start(engine, "c", MIX[1])
+    assert list(drain(engine)[0]) == ["c"]
+
+
+def test_abort_frees_everything_and_is_idempotent(engine: DiffusionEngine):
+    for index in range(3):
+        start(engine, f"r{index}", MIX[0], seed=index)
+    engine.step()
+    engine.step()
+    engine.abort("r1")
+    engine.abort("r1")
+    engine.abort("unknown")
+    waveforms, _ = drain(engine)
+    assert sorted(waveforms) == ["r0", "r2"]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "fields", "error", "text"),
+    [
+        ([], {}, InvalidRequest, "no codec token"),
+        ([3, 10**6], {}, InvalidPayload, "1000000"),
+        ([3, -1], {}, InvalidPayload, "-1"),
+        ([1] * 20_000, {}, PromptTooLong, "20000"),
+        ([1], {"voice": "Nobody"}, UnknownVoice, "Chelsie, Ethan"),
+        ([1], {"params": StageParams(num_steps=0)}, InvalidRequest, "1..1000"),
+        ([1], {"params": StageParams(num_steps=1001)}, InvalidRequest, "1..1000"),
+        ([1], {"params": StageParams(guidance_scale=-1.0)}, InvalidRequest, "guidance_scale"),
+        ([1], {"params": StageParams(sway_coefficient=float("nan"))}, InvalidRequest, "sway_coefficient"),
+        ([1], {"params": StageParams(max_tokens=4)}, InvalidRequest, "max_tokens"),
+    ],
+)
+def test_bad_input_is_refused_without_a_trace(
+    engine: DiffusionEngine, token_ids: list[int], fields: dict[str, Any], error: type[OmniError], text: str
+):
+    request = StageRequest("r", fields.get("params", StageParams()), 0, fields.get("voice"))
+    with pytest.raises(error, match=text):
+        engine.start(request, StageInputs(token_ids=token_ids))
+    assert engine.counts()["requests"] == 0
+    assert not engine.runnable()
+
+
+def test_a_request_is_whole_and_its_id_free(engine: DiffusionEngine):
+    request = StageRequest("r", StageParams(num_steps=2), 0)
+    with pytest.raises(InvalidRequest, match="incomplete"):
+        engine.start(request, StageInputs(token_ids=[1], complete=False))
+    engine.start(request, StageInputs(token_ids=[1]))
+    with pytest.raises(InvalidRequest, match="already running"):
+        engine.start(request, StageInputs(token_ids=[1]))
+    engine.extend("r", None, complete=True)
+    with pytest.raises(InvalidRequest, match="as a whole"):
+        engine.extend("r", None, complete=False)
+    assert list(drain(engine)[0]) == ["r"]
+
+
+def test_facts_and_no_kv_cache(engine: DiffusionEngine):
+    assert engine.facts.voices == ("Chelsie", "Ethan")
+    assert engine.facts.sample_rate == 24_000
+    assert engine.facts.max_input_tokens > 1000
+    assert engine.core.worker.get_kv_cache_spec() == {}
+    assert engine.core.scheduler.kv_cache_config.kv_cache_groups == []
+
+
+def test_request_without_a_job_is_refused_by_the_worker(engine: DiffusionEngine):
+    from vllm.sampling_params import SamplingParams
+
+    parameters = SamplingParams(max_tokens=3, detokenize=False, stop_token_ids=[1])
+    engine.core.add(make_request("ar", [0], parameters))
+    outputs = [output for _ in range(4) for output in engine.core.step()]
+    assert [output.request_id for output in outputs] == ["ar"]
+    assert isinstance(outputs[0].pooling_output["error"], InvalidRequest)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_autoregressive_requests_take_the_ordinary_path(tiny_checkpoint: Path, asynchronous: bool):
+    """A thinker under the diffusion scheduler gives the tokens that it gives under its own."""
+    from vllm.sampling_params import SamplingParams
+
+    answers = []
+    for name in ("scheduler.Omni", "diffusion_scheduler.Diffusion"):
+        config = OmniEngineArgs(
+            OmniModelConfig(str(tiny_checkpoint), "thinker"),
+            "autoregressive",
+            engine={"max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20, "enforce_eager": True,
+                    "dtype": "float32", "skip_mm_profiling": True},
+            asynchronous=asynchronous,
+        ).create_engine_config()  # fmt: skip
+        kind = "Async" if asynchronous else ""
+        config.scheduler_config.scheduler_cls = f"omni_actors.engine.{name}{kind}Scheduler"
+        core = VllmCore(config)
+        for index in range(2):
+            parameters = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, detokenize=False)
+            core.add(make_request(f"r{index}", list(range(40 + index, 60)), parameters))
+        tokens: dict[str, list[int]] = {}
+        while core.runnable():
+            for output in core.step():
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        core.shutdown()
+        answers.append(tokens)
+    assert [len(tokens) for tokens in answers[0].values()] == [6, 6]
+    assert answers[0] == answers[1]
+
+
+def test_dummy_weights_give_a_waveform(tiny_checkpoint: Path):
+    engine = DiffusionEngine(arguments(tiny_checkpoint, load_format="dummy"))
+    start(engine, "r", (9, 3, "Ethan", 0.5))
+    waveforms, _ = drain(engine)
+    assert len(waveforms["r"]) == 9 * 480
+    assert np.isfinite(waveforms["r"]).all()
+    assert np.ptp(waveforms["r"]) > 0
+    engine.shutdown()
+
+
+def test_only_the_vocoders_shards_are_read(tiny_checkpoint: Path, tmp_path: Path):
+    tensors = load_file(tiny_checkpoint / "model.safetensors")
+    vocoder = {name: tensor for name, tensor in tensors.items() if name.startswith("token2wav.")}
+    save_file(vocoder, tmp_path / "model-00002.safetensors")
+    (tmp_path / "model-00001.safetensors").write_bytes(b"not to be opened")
+    files = {name: "model-00002" if name in vocoder else "model-00001" for name in tensors}
+    index = {"weight_map": {name: f"{file}.safetensors" for name, file in files.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    read = dict(read_tensors(str(tmp_path), "token2wav."))
+    assert read.keys() == {name.removeprefix("token2wav.") for name in vocoder}
+    with pytest.raises(StartupError, match="no tensor"):
+        dict(read_tensors(str(tmp_path), "vocoder."))
+    (tmp_path / "model-00002.safetensors").unlink()
+    with pytest.raises(StartupError, match="model-00002"):
+        dict(read_tensors(str(tmp_path), "token2wav."))
+
+
+def test_solver_times_run_from_zero_to_one():
+    times = solver_times(10, -1.0)
+    assert times.shape == (10,)
+    assert times[0] == 0
+    assert times[-1] == pytest.approx(1.0)
+    assert (times.diff() > 0).all()
+    assert torch.equal(solver_times(3, 0.0), torch.linspace(0, 1, 3))

@@ -1,0 +1,127 @@
+"""The byte budget of diffusion requests, on a scheduler reduced to the three things the mixin uses of vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from omni_actors.engine.platform import prepare
+
+prepare()
+
+from omni_actors.engine.diffusion_runner import DiffusionJob, diffusion_job  # noqa: E402
+from omni_actors.engine.diffusion_scheduler import DiffusionMixin  # noqa: E402
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    sampling_params: Any
+    num_prompt_tokens: int = 1
+    num_computed_tokens: int = 0
+    next_decode_eligible_step: int = 0
+
+
+@dataclass
+class FakeScheduler:
+    """Does what vLLM's scheduler does around the two hooks: advance, run the eligible, then admit in order."""
+
+    vllm_config: Any
+    running: list[FakeRequest] = field(default_factory=list)
+    waiting: list[FakeRequest] = field(default_factory=list)
+    current_step: int = 0
+
+    def schedule(self) -> list[str]:
+        self.current_step += 1
+        chosen = [request for request in self.running if self.current_step >= request.next_decode_eligible_step]
+        for request in list(self.waiting):
+            if self._handle_blocked_waiting_request(request):
+                self.waiting.remove(request)
+                self.running.append(request)
+                chosen.append(request)
+        for request in chosen:
+            request.num_computed_tokens += 1
+        self.running = [
+            request for request in self.running if request.num_computed_tokens < request.sampling_params.max_tokens
+        ]
+        return [request.request_id for request in chosen]
+
+    def _handle_blocked_waiting_request(self, request: FakeRequest) -> bool:
+        return True
+
+
+class Scheduler(DiffusionMixin, FakeScheduler):
+    """The mixin under test."""
+
+
+def diffusion(request_id: str, steps: int, step_bytes: int, final_bytes: int | None = None) -> FakeRequest:
+    job = DiffusionJob(None, steps, step_bytes, step_bytes if final_bytes is None else final_bytes)
+    params = SimpleNamespace(max_tokens=steps, extra_args={"omni": {"diffusion": job}})
+    return FakeRequest(request_id, params)
+
+
+def autoregressive(request_id: str, tokens: int) -> FakeRequest:
+    return FakeRequest(request_id, SimpleNamespace(max_tokens=tokens, extra_args=None))
+
+
+def run(budget: int, *requests: FakeRequest, arrivals: dict[int, FakeRequest] | None = None) -> list[list[str]]:
+    scheduler = Scheduler(SimpleNamespace(additional_config={"omni": {"latent_budget_bytes": budget}}))
+    scheduler.waiting = list(requests)
+    steps = []
+    for number in range(100):
+        if arrivals and number in arrivals:
+            scheduler.waiting.append(arrivals[number])
+        if not scheduler.running and not scheduler.waiting:
+            return steps
+        steps.append(scheduler.schedule())
+    pytest.fail(f"starved: {steps}")
+
+
+def test_budget_defers_in_order_of_arrival():
+    steps = run(10, diffusion("a", 3, 6), diffusion("b", 1, 6), diffusion("c", 1, 4))
+    # "c" would fit beside "a", but must not overtake "b".
+    assert steps == [["a"], ["a"], ["a"], ["b", "c"]]
+
+
+def test_all_within_budget_run_together():
+    steps = run(12, diffusion("a", 2, 4), diffusion("b", 1, 4), diffusion("c", 3, 4))
+    assert steps == [["a", "b", "c"], ["a", "c"], ["c"]]
+
+
+def test_request_beyond_the_budget_runs_alone():
+    steps = run(10, diffusion("a", 1, 4), diffusion("big", 2, 99), diffusion("c", 1, 4))
+    assert steps == [["a"], ["big"], ["big"], ["c"]]
+
+
+def test_running_request_waits_for_its_expensive_last_step():
+    # Both run together until the decoding at the end, for which there is room only one at a time.
+    steps = run(10, diffusion("a", 3, 2, 9), diffusion("b", 3, 2, 9))
+    assert steps == [["a", "b"], ["a", "b"], ["a"], ["b"]]
+
+
+def test_stream_of_small_requests_does_not_starve_a_large_one():
+    arrivals = {number: diffusion(f"small{number}", 3, 4) for number in range(20)}
+    steps = run(10, diffusion("first", 3, 4), diffusion("large", 2, 9), arrivals=arrivals)
+    assert steps.index(["large"]) == 3
+
+
+def test_autoregressive_requests_are_never_counted_nor_deferred():
+    steps = run(5, autoregressive("x", 3), diffusion("a", 2, 5), autoregressive("y", 2), diffusion("b", 1, 5))
+    assert steps == [["x", "a", "y"], ["x", "a", "y"], ["x", "b"]]
+
+
+def test_only_the_request_decides_that_it_is_diffusion():
+    assert diffusion_job(None) is None
+    assert diffusion_job(SimpleNamespace(extra_args={"omni": {"rows": True}})) is None
+    assert diffusion_job(SimpleNamespace(extra_args={"other": 1})) is None
+    assert diffusion_job(diffusion("a", 1, 1).sampling_params) is not None
+
+
+def test_without_a_budget_nothing_is_deferred():
+    scheduler = Scheduler(SimpleNamespace(additional_config={}))
+    scheduler.waiting = [diffusion(str(index), 1, 1 << 50) for index in range(5)]
+    assert len(scheduler.schedule()) == 5
+    assert scheduler.deferred == 0
