@@ -21,7 +21,7 @@ from omni_actors import logs
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
 from omni_actors.errors import OmniError, ProtocolError, StartupError
 from omni_actors.messages import PROTOCOL_VERSION, Fatal, Hello, Hop, Loading, Peers, Ready, Shutdown, Welcome
-from omni_actors.stage.actor import StageActor
+from omni_actors.stage.actor import Stage
 from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.io_threads import Control, Event, Inbound, Outbound, Received, Rejected, Stop
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
@@ -132,7 +132,7 @@ class StageProcess:
             self._outbound = self._await_welcome()
             processor = self._processor_class()  # first: a wrong name need not wait for a model to load
             engine = self._load()
-            actor = StageActor(self._pipeline, self._stage, self._identity, engine, processor, time.time)
+            actor = Stage(self._pipeline, self._stage, self._identity, engine, processor, time.time)
             facts = engine.facts
             self._inbound.tell(
                 Ready(
@@ -200,7 +200,7 @@ class StageProcess:
 
     # -- loop ---------------------------------------------------------------------------------------------------------
 
-    def _serve(self, actor: StageActor) -> None:
+    def _serve(self, actor: Stage) -> None:
         outbound = self._outbound
         if outbound is None:
             raise ProtocolError("The stage serves before it was welcomed.")
@@ -214,7 +214,7 @@ class StageProcess:
                 outbound.send(actor.tick())
                 self._inbound.pulse.counts = {**actor.counts(), **{f"dropped_{k}": v for k, v in actor.dropped.items()}}
 
-    def _take_events(self, actor: StageActor, outbound: Outbound) -> None:
+    def _take_events(self, actor: Stage, outbound: Outbound) -> None:
         """All events that are there; waits for the first one when the engine has nothing to do."""
         wait = not actor.runnable()
         while self._stopping is None:

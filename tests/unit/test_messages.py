@@ -55,9 +55,10 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.Failed(ErrorCode.OVERLOADED, "full", "wait", "thinker", True, 1.0), []),
     (m.Expect(route=(HOP,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT), [bytes(8)]),
     (
-        m.Chunk(token_ids=m.pack_token_ids([1]), tensors={"rows": REF}, information=INFORMATION, start=2, final=True),
+        m.Chunk(token_ids=m.pack_token_ids([1]), tensors={"f": REF}, information=INFORMATION, start=2, final=True),
         [bytes(16), b"x"],
     ),
+    (m.Chunk(rows=m.PromptEmbedsPayload(m.TensorRef(m.DType.BF16, (2, 3), 0)), start=4), [bytes(12)]),
     (m.StageDone(usage=USAGE), []),
     (m.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x"), []),
     (m.Welcome(results="ipc:///r"), []),
