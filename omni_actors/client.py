@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy
-import zmq
 from numpy.typing import NDArray
 
 from omni_actors.codec import BadBody, BadHeader, BufferList, Decoder, encode
-from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError, ProtocolError, RequestTimeout
+from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
     Abort,
@@ -51,12 +50,12 @@ from omni_actors.messages import (
 )
 from omni_actors.outputs import OmniRequestOutput, OmniTokensPrompt
 from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.sockets import Sockets
+from omni_actors.transport.sockets import Sockets, try_send
 
 logger = get_logger(__name__)
 
 ANSWER_SECONDS = 10.0  # a coordinator that does not answer `Describe` within this time is gone
-PING_SECONDS = 2.0
+PING_SECONDS = 2.0  # how often a client with requests asks whether they still live
 T = TypeVar("T")
 
 Prompting = str | Sequence[Mapping[str, Any]] | OmniTokensPrompt
@@ -156,10 +155,7 @@ class AsyncOmniClient:
 
     async def __aenter__(self) -> AsyncOmniClient:
         self._sockets = Sockets(max_message_bytes=self._limits.message_bytes)
-        try:
-            self._socket = self._sockets.dealer(self._endpoint, uuid.uuid4().bytes)
-        except zmq.ZMQError as error:
-            raise InvalidRequest(f"{self._endpoint!r} is no endpoint: {error}.") from error
+        self._socket = self._sockets.dealer(self._endpoint, uuid.uuid4().bytes)
         self._reader = SocketReader(self._socket, self._on_message)
         self._watch = asyncio.create_task(self._watch_coordinator(), name="client watch")
         return self
@@ -173,12 +169,14 @@ class AsyncOmniClient:
         """Abort what is in flight and disconnect. Idempotent."""
         if self._sockets is None:
             return
-        sockets, self._sockets = self._sockets, None
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
         for request_id in list(self._streams):
-            self._send(request_id, Abort())
-            self._end(request_id, RequestTimeout("The client was closed."))
+            self._give_up(request_id, RequestTimeout("The client was closed."))
+        for answer in self._descriptions.values():
+            if not answer.done():
+                answer.set_exception(RequestTimeout("The client was closed."))
+        sockets, self._sockets = self._sockets, None
         self._reader.close()
         self._socket.close()
         await asyncio.get_running_loop().run_in_executor(None, sockets.context.term)
@@ -220,8 +218,12 @@ class AsyncOmniClient:
             RequestTimeout: the coordinator does not answer.
         """
         buffers = BufferList()
+        try:
+            message = _prompt(prompt, audios, images, videos, buffers)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidRequest(f"The prompt does not have the documented form: {error}.") from error
         body = Submit(
-            prompt=_prompt(prompt, audios, images, videos, buffers),
+            prompt=message,
             modalities=tuple(modalities) if modalities is not None else (await self.describe()).modalities,
             voice=voice,
             params=_params(params or {}),
@@ -253,25 +255,32 @@ class AsyncOmniClient:
     async def describe(self, timeout: float = ANSWER_SECONDS) -> Description:
         """What the pipeline offers and how its stages are. Raises `RequestTimeout` if nobody answers."""
         token = uuid.uuid4().hex
+        asked_about = list(self._streams)
         answer: asyncio.Future[Description] = asyncio.get_running_loop().create_future()
         self._descriptions[token] = answer
-        self._send(token, Describe())
         try:
-            return await asyncio.wait_for(answer, timeout)
+            self._send(token, Describe())
+            description = await asyncio.wait_for(answer, timeout)
         except TimeoutError:
             raise RequestTimeout(f"The coordinator at {self._endpoint} did not answer within {timeout:g} s.") from None
         finally:
             del self._descriptions[token]
+        # Messages keep their order: what was submitted before the question and is neither in the answer nor ended by
+        # now will never be answered (the coordinator was started anew, or could not reach this client for a while).
+        for request_id in asked_about:
+            if request_id not in description.requests:
+                self._end(request_id, StageLost("The coordinator does not know this request any more."))
+        return description
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _send(self, request_id: str, body: Body, buffers: BufferList | None = None, deadline: float = 0.0) -> None:
+        if self._sockets is None:
+            raise InvalidRequest("This client is not connected.", hint="Use it inside its context manager.")
         header = Header("", request_id=request_id, deadline=deadline)
         frames = encode(header, body, buffers.buffers if buffers is not None else (), self._limits)
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            raise RequestTimeout(f"The coordinator at {self._endpoint} takes no messages.") from None
+        if not try_send(self._socket, frames):
+            raise RequestTimeout(f"The coordinator at {self._endpoint} takes no messages.")
         self._reader.poke()
 
     def _on_message(self, frames: Sequence[bytes]) -> None:
@@ -282,26 +291,28 @@ class AsyncOmniClient:
             logger.warning("dropped a message with a bad header: %s", error.reason)
             return
         except BadBody as error:
-            self._end(error.header.request_id, error.error)
+            self._give_up(error.header.request_id, error.error)
             return
         header, body = envelope.header, envelope.body
-        if isinstance(body, Description):
-            answer = self._descriptions.get(header.request_id)
-            if answer is not None and not answer.done():
+        answer = self._descriptions.get(header.request_id)
+        if answer is not None:
+            if isinstance(body, Description) and not answer.done():
                 answer.set_result(body)
+            elif isinstance(body, Failed) and not answer.done():
+                answer.set_exception(body.to_error())
             return
         stream = self._streams.get(header.request_id)
-        if stream is None:
+        if stream is None or isinstance(body, Description):
             return
         expected = self._next_seq.get(header.request_id, 0)
         if header.seq != expected and not isinstance(body, Failed):
-            self._end(header.request_id, ProtocolError(f"Message {header.seq} came where {expected} was due."))
+            self._give_up(header.request_id, ProtocolError(f"Message {header.seq} came where {expected} was due."))
             return
         self._next_seq[header.request_id] = expected + 1
         if isinstance(body, TextDelta):
             stream.deliver(Text(body.text, unpack_token_ids(body.token_ids)))
         elif isinstance(body, AudioChunk):
-            samples = numpy.frombuffer(envelope.tensor(body.samples).data, numpy.float32).copy()
+            samples = numpy.frombuffer(envelope.tensor(body.samples).data, "<f4").astype(numpy.float32)
             stream.deliver(Audio(samples, body.sample_rate))
         elif isinstance(body, Failed):
             self._end(header.request_id, body.to_error())
@@ -314,15 +325,25 @@ class AsyncOmniClient:
         if stream is not None:
             stream.deliver(last)
 
+    def _give_up(self, request_id: str, error: OmniError) -> None:
+        """End a request on this side and tell the coordinator, which may not know."""
+        if request_id in self._streams:
+            with contextlib.suppress(OmniError):  # the reason that `error` gives is the one to report
+                self._send(request_id, Abort())
+            self._end(request_id, error)
+
     async def _watch_coordinator(self) -> None:
         """Every waiter is answered when the coordinator is gone: while requests wait, it has to answer pings."""
         while True:
             await asyncio.sleep(PING_SECONDS)
-            if not self._streams or self._last_heard + PING_SECONDS > time.monotonic():
+            if not self._streams:
                 continue
+            asked = time.monotonic()
             try:
-                await self.describe()
+                await self.describe(ANSWER_SECONDS)
             except OmniError as error:
+                if self._last_heard > asked:
+                    continue  # it lives, and is only busy
                 for request_id in list(self._streams):
                     self._end(request_id, error)
 
@@ -372,6 +393,9 @@ class OmniClient:
         return SyncRequestStream(self, self._run(self._client.submit(prompt, **options)))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise InvalidRequest("This client is closed.", hint="Make a new one.")
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -430,7 +454,7 @@ def _params(given: Mapping[str, StageParams | Mapping[str, Any]]) -> dict[str, S
         try:
             fields = value.given() if isinstance(value, StageParams) else dict(value)
             params[stage] = msgspec.convert(fields, StageParams, strict=True)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, TypeError, ValueError) as error:
             raise InvalidRequest(f"Parameters of stage {stage!r}: {error}.") from error
     return params
 

@@ -85,15 +85,19 @@ def encode(header: Header, body: Body, buffers: Sequence[Frame] = (), limits: Li
     """Frames of a message. `header.kind` and `header.n_buffers` are filled in here.
 
     Raises:
-        InvalidPayload: the message is larger than `limits`, or its tensors do not fit its buffers.
+        InvalidPayload: the message is larger than `limits`, its tensors do not fit its buffers, or a value in it has
+            no encoding.
     """
     limits = limits or DEFAULT_LIMITS
     _check_buffers(body, [memoryview(buffer).nbytes for buffer in buffers], limits)
     header = msgspec.structs.replace(header, kind=_kind(body), n_buffers=len(buffers))
-    header_frame = _header_encoder.encode(header)
+    try:
+        header_frame = _header_encoder.encode(header)
+        body_frame = msgspec.msgpack.encode(body)
+    except (TypeError, ValueError, OverflowError) as error:  # for instance half a surrogate pair in a text
+        raise InvalidPayload(f"The message cannot be encoded: {error}.") from error
     if len(header_frame) > limits.header_bytes:
         raise InvalidPayload(f"The header has {len(header_frame)} bytes; the limit is {limits.header_bytes}.")
-    body_frame = msgspec.msgpack.encode(body)
     if len(body_frame) > limits.body_bytes:
         raise InvalidPayload(f"The message body has {len(body_frame)} bytes; the limit is {limits.body_bytes}.")
     return [MAGIC, header_frame, body_frame, *buffers]

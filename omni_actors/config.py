@@ -28,6 +28,8 @@ StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
+BUILT_IN_PROCESSORS = ("passthrough", "thinker2talker", "talker2code2wav")  # those of stage/processors.py
+LOOPBACK_PREFIXES = ("tcp://127.0.0.1:", "tcp://localhost:", "tcp://[::1]:")
 
 
 class StageKind(enum.StrEnum):
@@ -348,6 +350,12 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
         producers = [stage.name for stage in pipeline.stages if modality in stage.outputs]
         if len(producers) > 1:
             raise ConfigError(f"The stages {producers} all output {modality}; one stage owns a modality.")
+    listen = pipeline.coordinator.listen
+    if listen != "ipc" and not listen.startswith(LOOPBACK_PREFIXES):
+        raise ConfigError(
+            f"coordinator.listen: {listen!r} is neither 'ipc' nor an address of this host only.",
+            hint="Without keys only loopback is bound: use tcp://127.0.0.1:PORT.",
+        )
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"
         for name in stage.sampling.given():
@@ -357,11 +365,19 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
                     f"{where}.sampling.{name} does not apply to a stage of kind {stage.kind}.{suggest(name, allowed)}"
                 )
         if stage.inputs is not None:
-            check_importable(stage.inputs.processor, f"{where}.inputs.processor")
+            _check_processor(stage.inputs.processor, f"{where}.inputs.processor")
+            if len(set(stage.source_names)) != len(stage.source_names):
+                raise ConfigError(f"{where}.inputs.from names a stage twice: {list(stage.source_names)}.")
         if not stage.outputs and not pipeline.downstream(stage.name):
             raise ConfigError(f"{where}: its output goes nowhere; give it outputs, or make it the input of a stage.")
         _check_devices(stage, where, devices)
     _check_memory_shares(pipeline, devices)
+
+
+def _check_processor(name: str, where: str) -> None:
+    check_importable(name, where)
+    if "." not in name and name not in BUILT_IN_PROCESSORS:
+        raise ConfigError(f"{where}: unknown name {name!r}.{suggest(name, BUILT_IN_PROCESSORS)}")
 
 
 def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
@@ -395,7 +411,10 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[int, list[tuple[
     for stage in pipeline.stages:
         if stage.kind is not StageKind.AUTOREGRESSIVE or "kv_cache_memory_bytes" in stage.engine:
             continue
-        share = float(stage.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION))
+        share = stage.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            where = f"stages.{stage.name}.engine.gpu_memory_utilization"
+            raise ConfigError(f"{where} must be a number above 0 and up to 1, got {share!r}.")
         for device in stage_devices(stage, devices):
             plan.setdefault(device, []).append((stage.name, share * stage.replicas))
     return plan

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-
-import zmq
 
 import omni_actors
 from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
 from omni_actors.config import PipelineConfig
 from omni_actors.core.coordination import Coordination, Instruction, ToClient
 from omni_actors.core.replicas import Replica, ReplicaState
-from omni_actors.errors import StageLost
+from omni_actors.errors import OmniError, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
     PROTOCOL_VERSION,
@@ -46,11 +45,14 @@ from omni_actors.messages import (
 from omni_actors.transport.link import Link
 from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.run_directory import RunDirectory
-from omni_actors.transport.sockets import Sockets
+from omni_actors.transport.sockets import PeerGone, Sockets, try_send
 
 logger = get_logger(__name__)
 
 TICK_SECONDS = 0.1
+CLIENT_STALL_SECONDS = 30.0  # how long a client may read nothing while messages wait for it
+# A second Hello would reset a replica that works.
+ONLY_WHILE: dict[type[Body], ReplicaState] = {Hello: ReplicaState.STARTING, Ready: ReplicaState.LOADING}
 
 
 class Coordinator:
@@ -66,7 +68,7 @@ class Coordinator:
         self.pipeline = pipeline
         self.state = Coordination(pipeline, new_seed=lambda: secrets.randbits(63))
         self.fatal: dict[Hop, str] = {}  # last words of replicas
-        self.rejected: collections.Counter[str] = collections.Counter()
+        self._dropped: collections.Counter[str] = collections.Counter()
         self._on_change = on_change
         self._closing = False
         limits = pipeline.limits
@@ -80,7 +82,8 @@ class Coordinator:
         self._control_decoder: Decoder[StageToCoordinator] = Decoder(StageToCoordinator, limits)
         self._results_decoder: Decoder[FromStage] = Decoder(FromStage, limits)
         self._links: dict[Hop, Link] = {}
-        self._client_reader = SocketReader(self._clients, self._on_client)
+        self._slow_clients: dict[bytes, Link] = {}  # those for which messages wait
+        self._client_reader = SocketReader(self._clients, self._on_client, self._flush_clients)
         self._control_reader = SocketReader(self._control, self._on_control)
         self._results_reader = SocketReader(self._results, self._on_result)
         self._ticker = asyncio.create_task(self._tick(), name="coordinator tick")
@@ -96,10 +99,8 @@ class Coordinator:
         replica = self.state.replicas.find(hop.stage, hop.replica, hop.epoch)
         if replica is None or replica.state is ReplicaState.DEAD:
             return
-        logger.log(logging.INFO if self._closing else logging.ERROR, "%s ended: %s", replica.name, why)
-        link = self._links.pop(hop, None)
-        if link is not None:
-            link.close()
+        logger.log(logging.DEBUG if self._closing else logging.ERROR, "%s ended: %s", replica.name, why)
+        self._unlink(hop)
         self._do(self.state.replica_lost(replica, time.time(), why))
         if not self._closing:
             self._announce_peers()
@@ -119,8 +120,8 @@ class Coordinator:
         await asyncio.gather(self._ticker, return_exceptions=True)
         for reader in (self._client_reader, self._control_reader, self._results_reader):
             reader.close()
-        for link in self._links.values():
-            link.close()
+        for hop in list(self._links):
+            self._unlink(hop)
         for socket in (self._clients, self._control, self._results):
             socket.close()
         await asyncio.get_running_loop().run_in_executor(None, self._sockets.context.term)
@@ -144,7 +145,7 @@ class Coordinator:
         elif isinstance(body, Abort):
             self._do(self.state.abort(client, header.request_id, now))
         elif isinstance(body, Describe):
-            self._do([ToClient(client, header.request_id, 0, self.describe())])
+            self._do([ToClient(client, header.request_id, 0, self.describe(client))])
 
     def _on_result(self, frames: Sequence[bytes]) -> None:
         now = time.time()
@@ -168,6 +169,11 @@ class Coordinator:
         replica = self.state.replicas.find(header.stage, header.replica, header.epoch)
         if replica is None or replica.state is ReplicaState.DEAD:
             logger.warning("dropped a control message of the unknown replica %s", identity.decode(errors="replace"))
+            self._dropped["control_of_unknown_replica"] += 1
+            return
+        if replica.state is not ONLY_WHILE.get(type(envelope.body), replica.state):
+            logger.warning("%s said %s while %s", replica.name, header.kind, replica.state)
+            self._dropped["control_out_of_order"] += 1
             return
         replica.last_heard = time.time()
         self._on_stage(replica, envelope.body)
@@ -197,9 +203,20 @@ class Coordinator:
             self._tell(replica, Shutdown(reason=text))
             return
         replica.state, replica.pid, replica.inbox = ReplicaState.LOADING, hello.pid, hello.inbox
-        self._links[replica.hop] = Link(self._sockets.push(hello.inbox), time.monotonic)
+        self._link(replica)
         self._tell(replica, Welcome(results=self.results_endpoint))
         self._announce_peers()
+
+    def _link(self, replica: Replica) -> None:
+        link = self._links[replica.hop] = Link(self._sockets.push(replica.inbox), time.monotonic)
+        # What waited for the connection or for a slow stage leaves at once, not on the next tick.
+        asyncio.get_running_loop().add_reader(link.descriptor, link.wake)
+
+    def _unlink(self, hop: Hop) -> None:
+        link = self._links.pop(hop, None)
+        if link is not None:
+            asyncio.get_running_loop().remove_reader(link.descriptor)
+            link.close()
 
     def _announce_peers(self) -> None:
         """Every stage learns the addresses of the stages after it."""
@@ -227,22 +244,49 @@ class Coordinator:
         )
 
     def _send_to_client(self, message: ToClient) -> None:
-        frames = encode(self._header(message), message.body, message.buffers, self.pipeline.limits)
+        client = message.client
+        frames = [client, *encode(self._header(message), message.body, message.buffers, self.pipeline.limits)]
+        link = self._slow_clients.get(client)
         try:
-            self._clients.send_multipart([message.client, *frames], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # EHOSTUNREACH: gone; EAGAIN: it has not read for a thousand messages
-            logger.warning("a client is gone or reads nothing (%s); its requests end", error)
-            self._do(self.state.client_gone(message.client, time.time()))
+            if link is None:
+                if try_send(self._clients, frames):
+                    return
+                link = self._slow_clients[client] = Link(self._clients, time.monotonic, CLIENT_STALL_SECONDS)
+            if not link.send(message.request_id, frames):
+                self._lose_client(client, "its outbox is full")
+        except PeerGone:
+            self._lose_client(client, "it is not connected")
+
+    def _flush_clients(self) -> None:
+        for client, link in list(self._slow_clients.items()):
+            try:
+                link.flush()
+            except PeerGone:
+                self._lose_client(client, "it is not connected")
+                continue
+            if not link.backlog:
+                del self._slow_clients[client]
+            elif link.stalled():
+                self._lose_client(client, "it reads nothing")
+
+    def _lose_client(self, client: bytes, why: str) -> None:
+        """Give a client's messages and requests up; should it come back, the answer to its ping tells it so."""
+        logger.warning("lost a client: %s; its requests end", why)
+        self._dropped["client_lost"] += 1
+        self._slow_clients.pop(client, None)
+        self._do(self.state.client_gone(client, time.time()))
 
     def _send_to_stage(self, hop: Hop, header: Header, body: Body, buffers: Sequence[Frame]) -> None:
         link = self._links.get(hop)
-        frames = encode(header, body, buffers, self.pipeline.limits)
-        if link is not None and link.send(header.request_id, frames):
+        try:
+            frames = encode(header, body, buffers, self.pipeline.limits)
+        except OmniError as error:  # a hair larger than what the client sent, and so over the limit
+            self._reject_later(header.request_id, hop, error)
             return
-        error = StageLost(f"{hop.stage}/{hop.replica} takes no messages.", stage=hop.stage)
-        self._reject_later(header.request_id, hop, error)
+        if link is None or not link.send(header.request_id, frames):
+            self._reject_later(header.request_id, hop, _takes_no_messages(hop))
 
-    def _reject_later(self, request_id: str, hop: Hop, error: StageLost) -> None:
+    def _reject_later(self, request_id: str, hop: Hop, error: OmniError) -> None:
         """Fail a request on the next turn of the loop, outside of the instructions that are being done now."""
         header = Header("", request_id=request_id, stage=hop.stage, replica=hop.replica, epoch=hop.epoch)
         loop = asyncio.get_running_loop()
@@ -250,10 +294,9 @@ class Coordinator:
 
     def _tell(self, replica: Replica, body: Body) -> None:
         identity = f"{replica.stage}/{replica.index}/{replica.epoch}".encode()
-        try:
-            self._control.send_multipart([identity, *encode(Header(""), body)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.warning("%s takes no control messages: %s", replica.name, error)
+        with contextlib.suppress(PeerGone):  # the supervisor says so, too
+            if not try_send(self._control, [identity, *encode(Header(""), body, limits=self.pipeline.limits)]):
+                logger.warning("%s takes no control messages; dropped %s", replica.name, type(body).__name__)
         self._control_reader.poke()
 
     # -- time ---------------------------------------------------------------------------------------------------------
@@ -261,16 +304,31 @@ class Coordinator:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self._do(self.state.tick(time.time()))
-            for hop, link in list(self._links.items()):
-                link.flush()
-                if link.stalled():
-                    error = StageLost(f"{hop.stage}/{hop.replica} takes no messages.", stage=hop.stage)
-                    for request_id in link.give_up():
-                        self._reject_later(request_id, hop, error)
+            try:
+                self._on_tick()
+            except Exception:  # deadlines are kept by this task alone: it has to go on
+                logger.exception("a tick of the coordinator failed")
+                self._dropped["failed_tick"] += 1
 
-    def describe(self) -> Description:
-        """What clients may know of the pipeline."""
+    def _on_tick(self) -> None:
+        self._do(self.state.tick(time.time()))
+        self._flush_clients()
+        for hop, link in self._links.items():
+            link.flush()
+            if link.stalled():
+                for request_id in link.give_up():
+                    self._reject_later(request_id, hop, _takes_no_messages(hop))
+
+    def _counts(self) -> dict[str, int]:
+        counts = {f"dropped_{reason}": count for reason, count in (self.state.dropped + self._dropped).items()}
+        for channel, decoder in (
+            ("client", self._client_decoder), ("control", self._control_decoder), ("results", self._results_decoder)
+        ):  # fmt: skip
+            counts |= {f"rejected_{channel}_{reason}": count for reason, count in decoder.rejected.items()}
+        return counts
+
+    def describe(self, client: bytes) -> Description:
+        """What a client may know of the pipeline and of its own requests."""
         state = self.state
         return Description(
             pipeline=self.pipeline.name,
@@ -280,8 +338,15 @@ class Coordinator:
             sample_rate=state.sample_rate,
             healthy=not state.replicas.missing(),
             in_flight=state.in_flight,
+            max_in_flight=self.pipeline.coordinator.max_in_flight,
             stages=tuple(replica.status() for replica in state.replicas),
+            requests=state.requests_of(client),
+            counts=self._counts(),
             outputs={modality: stage.name for stage in self.pipeline.stages for modality in stage.outputs},
         )
+
+
+def _takes_no_messages(hop: Hop) -> StageLost:
+    return StageLost(f"{hop.stage}/{hop.replica} takes no messages.", stage=hop.stage)
 
 

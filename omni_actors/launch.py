@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import multiprocessing.util
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -34,8 +36,8 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 ok, 1 failure, 2 wrong usage or configuration)."""
     options = _parser().parse_args(arguments)
-    logs.configure("launcher")
     try:
+        logs.configure("launcher")
         loaded = config.load(options.config, _overrides(options))
         if options.check:
             print(config.describe(loaded))
@@ -103,7 +105,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
 
 async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
     launcher = Launcher(pipeline)
-    launcher.install_signal_handlers()
+    launcher.own_process()
     try:
         if options.http is not None:
             await launcher.start_http(options)
@@ -125,6 +127,7 @@ class Launcher:
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
         self._started = False
+        self._owns_process = False
         self._failure: StartupError | None = None
         self._http: HttpProcess | None = None
         self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
@@ -140,8 +143,17 @@ class Launcher:
         """Where clients connect."""
         return self._coordinator.client_endpoint
 
-    def install_signal_handlers(self) -> None:
-        """First SIGINT or SIGTERM: orderly end. Second: at once."""
+    def own_process(self) -> None:
+        """What a launcher may do that has a process to itself.
+
+        First SIGINT or SIGTERM: orderly end. Second: at once. The fork server's socket goes into the run directory, so
+        that it is cleared away with it even after a SIGKILL.
+        """
+        usual, tempfile.tempdir = tempfile.tempdir, str(self._run_directory.path)
+        multiprocessing.util.get_temp_dir()  # made once per process, here; multiprocessing removes it at priority -100
+        tempfile.tempdir = usual
+        multiprocessing.util.Finalize(None, self._run_directory.close, exitpriority=-200)
+        self._owns_process = True
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -153,6 +165,7 @@ class Launcher:
             os._exit(128 + number)
         _say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
         self._stop.set()
+        self._changed.set()
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -176,8 +189,11 @@ class Launcher:
         Raises:
             StartupError: a replica died or is not ready in time; the text holds the tail of its log.
         """
+        # No epoch occurs twice in a run directory: a stage that outlives a killed launcher for a moment must not be
+        # taken for one of the next launcher's.
+        epoch = time.time_ns() // 1_000_000
         replicas = [
-            self._coordinator.expect_replica(stage.name, index, 1)
+            self._coordinator.expect_replica(stage.name, index, epoch)
             for stage in self._pipeline.stages
             for index in range(stage.replicas)
         ]
@@ -187,7 +203,7 @@ class Launcher:
             await self._await_ready(spawning)
         finally:
             if not spawning.done():
-                spawning.cancel()
+                self._node.abandon_starts()
             await asyncio.gather(spawning, return_exceptions=True)
         self._started = True
         if not self._stop.is_set():
@@ -281,7 +297,8 @@ class Launcher:
             stops.append(self._http.stop())
         await asyncio.gather(*stops)
         await self._coordinator.close()
-        self._run_directory.close()
+        if not self._owns_process:  # otherwise at the exit of the process, after the fork server's socket
+            self._run_directory.close()
 
 
 def _say(text: str) -> None:

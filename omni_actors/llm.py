@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from omni_actors.client import OmniClient, Prompting, RequestStream
-from omni_actors.errors import ConfigError, OmniError, RequestTimeout, StartupError
+from omni_actors.errors import ConfigError, OmniError, Overloaded, RequestTimeout, StartupError
 from omni_actors.messages import StageParams
 from omni_actors.outputs import OmniRequestOutput
+from omni_actors.transport.run_directory import short_temporary_folder
 
 STOP_SECONDS = 15.0
 POLL_SECONDS = 0.1
@@ -42,7 +43,7 @@ class OmniLLM:
     def __init__(
         self, config: str | Path, overrides: Mapping[str, Any] | None = None, startup_timeout: float = 600.0
     ) -> None:
-        self._run_dir = tempfile.mkdtemp(prefix="omni-llm-")
+        self._run_dir = tempfile.mkdtemp(prefix="omni-llm-", dir=short_temporary_folder())
         self._log = open(Path(self._run_dir) / "launcher.log", "w+b")  # noqa: SIM115 - closed in close()
         command = [sys.executable, "-m", "omni_actors.launch", str(config), "--run-dir", self._run_dir]
         for key, value in (overrides or {}).items():
@@ -107,20 +108,27 @@ class OmniLLM:
         Returns:
             One output per prompt, in order. A prompt that failed has its `error` set; the others are complete.
         """
+        client = self.client
         many = _as_prompts(prompts)
-        work = self._generate_all(many, dict(sampling_params or {}), options)
-        return self.client._run(work)
+        return client._run(self._generate_all(client, many, dict(sampling_params or {}), options))
 
     async def _generate_all(
-        self, prompts: Sequence[Prompting], params: dict[str, Any], options: dict[str, Any]
+        self, sync_client: OmniClient, prompts: Sequence[Prompting], params: dict[str, Any], options: dict[str, Any]
     ) -> list[OmniRequestOutput]:
-        client = self.client._client
+        client = sync_client._client
+        # More prompts than the coordinator admits at once queue here.
+        slots = asyncio.Semaphore((await client.describe()).max_in_flight)
 
         async def one(prompt: Prompting) -> OmniRequestOutput:
             stream: RequestStream | None = None
             try:
-                stream = await client.submit(prompt, params=params, **options)
-                return await stream.result()
+                while True:
+                    try:
+                        async with slots:
+                            stream = await client.submit(prompt, params=params, **options)
+                            return await stream.result()
+                    except Overloaded as error:  # somebody else streams from this pipeline, too
+                        await asyncio.sleep(error.retry_after or POLL_SECONDS)
             except OmniError as error:
                 return OmniRequestOutput(stream.request_id if stream is not None else "", error=error)
 

@@ -6,6 +6,7 @@ import logging
 import sys
 
 from omni_actors import envs
+from omni_actors.errors import ConfigError
 
 
 class _ProcessFilter(logging.Filter):
@@ -21,7 +22,7 @@ class _ProcessFilter(logging.Filter):
 
 
 def configure(process: str) -> None:
-    """Log to stderr as `process`, for instance `talker/0 epoch=2`."""
+    """Log to stderr as `process`, for instance `talker/0 epoch=2`. Raises `ConfigError` for an unknown level."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_ProcessFilter(process))
     handler.setFormatter(
@@ -29,7 +30,11 @@ def configure(process: str) -> None:
     )
     root = logging.getLogger("omni_actors")
     root.handlers[:] = [handler]
-    root.setLevel(envs.log_level())
+    level = envs.log_level()
+    if level not in logging.getLevelNamesMapping():
+        hint = "Use debug, info, warning or error."
+        raise ConfigError(f"OMNI_ACTORS_LOG_LEVEL: there is no level {level!r}.", hint=hint)
+    root.setLevel(level)
     root.propagate = False
 
 

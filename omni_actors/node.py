@@ -14,8 +14,10 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 import msgspec
+import psutil
 
 from omni_actors.config import PipelineConfig, StageKind, host_devices, stage_devices
+from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger
 from omni_actors.messages import Hop
 from omni_actors.stage.process import ReplicaSpec, main
@@ -24,6 +26,7 @@ from omni_actors.transport.run_directory import RunDirectory
 logger = get_logger(__name__)
 
 MODEL_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)
+SERVER_MODULE = "omni_actors.stage.fork_server"
 MODEL_PRELOAD = "omni_actors.engine.preload"  # torch and vLLM
 LIGHT_PRELOAD = "omni_actors.stage.process"
 TAIL_LINES = 20
@@ -50,14 +53,20 @@ class LocalNode:
         self._control_endpoint = control_endpoint
         self._on_exit = on_exit
         self._processes: dict[Hop, ForkServerProcess] = {}
+        self._abandoned = False
         self._none_left = asyncio.Event()
         self._none_left.set()
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         needs_models = any(stage.kind in MODEL_KINDS for stage in pipeline.stages)
-        self._context.set_forkserver_preload([MODEL_PRELOAD if needs_models else LIGHT_PRELOAD])
+        self._context.set_forkserver_preload([MODEL_PRELOAD if needs_models else LIGHT_PRELOAD, SERVER_MODULE])
 
     async def start(self, identity: Hop) -> None:
-        """Start one replica. Returns once its process exists; the first call waits for the fork server's imports."""
+        """Start one replica. Returns once its process exists; the first call waits for the fork server's imports.
+
+        Never cancel it: a process that nobody knows of would be left. `abandon_starts` ends the wait.
+        """
+        if self._abandoned:
+            raise StartupError("The launcher stops.", hint="")
         process = self._context.Process(target=main, args=(self._spec(identity),), name=f"omni:{identity.stage}")
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, process.start)
@@ -65,6 +74,14 @@ class LocalNode:
         self._none_left.clear()
         loop.add_reader(process.sentinel, self._ended, identity)
         logger.debug("%s/%d is process %s", identity.stage, identity.replica, process.pid)
+
+    def abandon_starts(self) -> None:
+        """Start nothing more, and end a start that waits: the fork server may import for ten more seconds."""
+        self._abandoned = True
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+                    child.kill()
 
     def _spec(self, identity: Hop) -> ReplicaSpec:
         stage = self._pipeline.stage(identity.stage)
@@ -83,6 +100,8 @@ class LocalNode:
             threads=max(1, (os.cpu_count() or 1) // model_replicas) if on_cpu else 0,
             launcher_pid=os.getpid(),
             log_file=str(self._run_directory.log_file(f"{identity.stage}/{identity.replica}")),
+            run_dir=str(self._run_directory.path),
+            run_dir_is_temporary=self._run_directory.temporary,
         )
 
     def _ended(self, identity: Hop) -> None:

@@ -75,14 +75,14 @@ install_cpu() {
         say "installing torch $TORCH_VERSION from the configured package registry"
         pip install "torch==$TORCH_VERSION"
     fi
-    say "installing omni_actors with the extras cpu and test"
-    pip install --editable "$repo_root[cpu,test]"
+    say "installing omni_actors with the extras cpu, http and test"
+    pip install --editable "$repo_root[cpu,http,test]"
     "$venv/bin/python" "$repo_root/scripts/fix_torchvision.py"
 }
 
 install_cuda() {
-    say "installing omni_actors with the extras cuda and test"
-    pip install --editable "$repo_root[cuda,test]"
+    say "installing omni_actors with the extras cuda, http and test"
+    pip install --editable "$repo_root[cuda,http,test]"
 }
 
 prove_it_works() {

@@ -13,6 +13,7 @@ if [[ "${1:-}" == "--venv" ]]; then
     shift 2
 fi
 scripts/setup.sh --venv "$venv"
+scripts/install_chromium.sh
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 PATH="$(cd "$venv" && pwd)/bin:$PATH"
 

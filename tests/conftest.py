@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,13 @@ import pytest
 from tests.pipelines import RunningPipeline
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty folder with a path that is short enough for sockets; removed at the end, whatever is in it."""
+    with tempfile.TemporaryDirectory(prefix="ot-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ tombstone absorbs what still arrives about it.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -102,11 +103,16 @@ class Coordination:
         self.dropped: collections.Counter[str] = collections.Counter()
         self._new_seed = new_seed
         self._requests: dict[str, ActiveRequest] = {}
+        self._closing = False
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
 
     @property
     def in_flight(self) -> int:
         return len(self._requests)
+
+    def requests_of(self, client: bytes) -> tuple[str, ...]:
+        """The ids of a client's requests in flight."""
+        return tuple(request.request_id for request in self._requests.values() if request.client == client)
 
     @property
     def voices(self) -> tuple[str, ...]:
@@ -133,6 +139,8 @@ class Coordination:
         self, client: bytes, header: Header, submit: Submit, now: float
     ) -> tuple[ActiveRequest, dict[str, StageParams]]:
         request_id = header.request_id
+        if self._closing:
+            raise _shutting_down()
         if not request_id:
             raise InvalidRequest("The request has no id.")
         if request_id in self._requests or request_id in self._tombstones:
@@ -142,6 +150,8 @@ class Coordination:
             raise Overloaded(
                 f"{self.in_flight} requests are in flight, the limit is {limit}.", retry_after=RETRY_AFTER_SECONDS
             )
+        if not math.isfinite(header.deadline):
+            raise InvalidRequest(f"The deadline {header.deadline} is no point in time.")
         deadline = header.deadline or now + self.pipeline.coordinator.default_timeout
         if deadline <= now:
             raise DeadlineExceeded("The deadline had passed before the request arrived.")
@@ -215,7 +225,8 @@ class Coordination:
         if request is None:
             return []
         expected = request.next_seq.get(header.stage, 0)
-        if header.seq != expected:
+        # A failure may be about the very message that is missing.
+        if header.seq != expected and not isinstance(body, Failed):
             error = ProtocolError(
                 f"Stage {header.stage!r} sent message {header.seq} where {expected} was due.", stage=header.stage
             )
@@ -281,12 +292,12 @@ class Coordination:
         ]
 
     def shut_down(self, now: float) -> list[Instruction]:
-        """Ends every request; each client gets its answer."""
-        error = StageUnavailable("The pipeline is shutting down.", hint="Send the request to another pipeline.")
+        """Ends every request and admits none any more; each client gets its answer."""
+        self._closing = True
         return [
             instruction
             for request in list(self._requests.values())
-            for instruction in self._fail(request, error, now)
+            for instruction in self._fail(request, _shutting_down(), now)
         ]
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -314,3 +325,7 @@ class Coordination:
     @staticmethod
     def _to_stage(request: ActiveRequest, hop: Hop, body: Body, buffers: Sequence[Frame] = ()) -> ToStage:
         return ToStage(hop, request.request_id, request.attempt, request.deadline, body, buffers)
+
+
+def _shutting_down() -> StageUnavailable:
+    return StageUnavailable("The pipeline is shutting down.", hint="Send the request to another pipeline.")

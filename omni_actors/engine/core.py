@@ -21,6 +21,12 @@ from omni_actors.errors import ConfigError, EngineError, StartupError
 logger = logging.getLogger(__name__)
 
 
+# The cores of a process share vLLM's process groups, which a core's shutdown destroys: it waits for the last of them.
+# A stage process has one core; tests and StageLLM may have several side by side.
+_ALIVE: list[VllmCore] = []
+_ENDED: list[EngineCore] = []
+
+
 class StepFailed(Exception):
     """A step failed and was contained: the core goes on, `request_ids` are gone from it."""
 
@@ -82,6 +88,7 @@ class VllmCore:
                 f"The engine core does not start: {type(error).__name__}: {error}",
                 hint="The chained exception names the cause.",
             ) from error
+        _ALIVE.append(self)
         if not isinstance(self._core.scheduler, OmniSchedulerInterface):
             raise ConfigError(f"{type(self._core.scheduler).__name__} is no OmniSchedulerInterface.")
 
@@ -104,7 +111,10 @@ class VllmCore:
 
     def runnable(self) -> bool:
         """Whether `step` would do something now."""
-        return bool(self._core.batch_queue) or self.scheduler.has_runnable()
+        if self.scheduler.has_runnable():
+            return True
+        # A schedule() that found nothing leaves an empty batch behind, which waits until the next real one.
+        return any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in self._core.batch_queue or ())
 
     def step(self) -> list[EngineCoreOutput]:
         """One step; empty when there is nothing to do or the step only filled the pipeline.
@@ -141,8 +151,16 @@ class VllmCore:
         return [request.request_id for request in ended]
 
     def shutdown(self) -> None:
+        """Drop all requests and free everything, once the last core of this process is shut down. Idempotent."""
+        if self not in _ALIVE:
+            return
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-        self._core.shutdown()
+        _ALIVE.remove(self)
+        _ENDED.append(self._core)
+        if not _ALIVE:
+            for core in _ENDED:
+                core.shutdown()
+            _ENDED.clear()
 
 
 def _device_is_lost(error: BaseException) -> bool:

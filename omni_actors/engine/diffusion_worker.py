@@ -85,6 +85,9 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         if kind == "cuda":
             self.device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self.device)
+            # float32 has to mean float32: by default convolutions run in TF32, with an error that depends on the batch.
+            torch.backends.cudnn.allow_tf32 = False
+            torch.backends.cuda.matmul.allow_tf32 = False
             self._copy_stream = torch.cuda.Stream(self.device)
         else:
             self.device = torch.device(kind)

@@ -7,13 +7,9 @@ import os
 from collections.abc import Callable
 
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
-from omni_actors.engine.platform import prepare
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.errors import ConfigError
 from omni_actors.stage.interface import StageEngine
-
-prepare()  # must come before anything that imports vLLM, and arguments.py does
-
-from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 
 
 def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:

@@ -75,7 +75,7 @@ def prepare() -> Platform:
 def preload_modules() -> list[str]:
     """Names of the modules a stage needs, for a forkserver to import once; importing them starts no thread or device.
 
-    Call `prepare` before importing them (`omni_actors.engine.preload` does both).
+    `omni_actors.engine.preload` imports them all.
     """
     common = [
         "vllm.engine.arg_utils",

@@ -1,4 +1,4 @@
-"""Importing this module prepares the process and imports everything a stage needs: the one name a forkserver preloads.
+"""Importing this module imports everything that a stage needs: the one name a forkserver preloads.
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["omni_actors.engine.preload"])
@@ -10,10 +10,9 @@ import gc
 import importlib
 import threading
 
-from omni_actors.engine.platform import preload_modules, prepare
+from omni_actors.engine.platform import preload_modules
 from omni_actors.errors import StartupError
 
-PLATFORM = prepare()
 for _name in preload_modules():
     importlib.import_module(_name)
 

@@ -245,7 +245,7 @@ class PromptEngine(StageEngine):
         """Seconds per temporal patch of each video, from which the model computes its positions.
 
         The processor takes one frame rate for all videos of a prompt, and vLLM casts the result to the model's dtype:
-        in bfloat16 a video of 5 frames per second is off by a position after ten seconds.
+        in bfloat16 a video of 30 frames per second is off by a position after four seconds.
         """
         frames = self._processor.video_processor.temporal_patch_size
         features = [feature for feature in request.mm_features or () if feature.modality == "video"]

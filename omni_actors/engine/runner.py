@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -165,7 +166,7 @@ class OmniRunnerMixin(OmniRunnerBase):
                 if place.is_embed is not None:
                     filled = place.is_embed[first - place.offset : last - place.offset].numpy()
                 mask[offsets[index] + first - start : offsets[index] + last - start] = filled
-        return None if mask is None else torch.from_numpy(mask).to(self.device, non_blocking=True)
+        return None if mask is None else async_tensor_h2d(mask, device=self.device)
 
     def _prompt_positions(self, batch: InputBatch, index: int) -> torch.Tensor:
         """M-RoPE positions i64 [3, P] of a request's prompt, as the model made them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 
 from omni_actors.errors import InvalidRequest
@@ -57,5 +58,5 @@ def make_sampling_params(
             skip_reading_prefix_cache=not read_prefix_cache,
             extra_args={"omni": payload} if payload is not None else None,
         )
-    except ValueError as error:
+    except (ValueError, VLLMClientError) as error:
         raise InvalidRequest(f"Sampling parameters are refused: {error}") from error

@@ -16,6 +16,7 @@ from omni_actors.core.tombstones import Tombstones
 from omni_actors.errors import DeadlineExceeded, EngineError, InvalidPayload, OmniError, ProtocolError
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
+    ROWS,
     Abort,
     AdditionalInformationEntry,
     AdditionalInformationPayload,
@@ -28,6 +29,7 @@ from omni_actors.messages import (
     Header,
     Hop,
     IntoStage,
+    PromptEmbedsPayload,
     StageDone,
     StageUsage,
     TextDelta,
@@ -51,6 +53,7 @@ logger = get_logger(__name__)
 
 PARKED_SECONDS = 10.0
 PARKED_BYTES = 64 << 20
+PARKED_OVERHEAD = 1 << 10  # what a parked message counts beside its buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,13 @@ class Work:
     deadline: float
     opened: float
     processor: InputProcessor | None
-    started: bool = False
     first_output: float = 0.0
     next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
+    ended_sources: set[str] = field(default_factory=set)  # those whose final chunk has come
     sent: dict[str, int] = field(default_factory=dict)  # by destination stage, "" for the coordinator
 
 
-class StageActor:
+class Stage:
     """Drives `engine` for one replica.
 
     Args:
@@ -122,8 +125,10 @@ class StageActor:
         return self._chunk(envelope.header, body, envelope)
 
     def reject(self, header: Header, error: OmniError) -> list[Outgoing]:
-        """A message about a request did not decode: the request fails, whoever sent it."""
-        return self._fail(header.request_id, error)
+        """A message about a request did not decode or could not be sent: the request fails, whoever sent it."""
+        if header.request_id in self._work or header.request_id in self._tombstones or not header.request_id:
+            return self._fail(header.request_id, error)
+        return self._refuse(header, error)  # unannounced: somebody still has to hear of it
 
     def step(self) -> list[Outgoing]:
         """One step of the engine, its events as messages."""
@@ -139,7 +144,8 @@ class StageActor:
         for request_id in [key for key, work in self._work.items() if work.deadline <= now]:
             messages += self._fail(request_id, DeadlineExceeded("The request's deadline has passed."))
         for request_id in [key for key, parked in self._parked.items() if parked[0][0] + PARKED_SECONDS <= now]:
-            self._unpark(request_id)
+            error = ProtocolError("Input came, but its announcement did not.")
+            messages += self._refuse(self._parked[request_id][0][1].header, error)
             self.dropped["parked_too_long"] += 1
         return messages
 
@@ -176,13 +182,14 @@ class StageActor:
         processor = None
         if self._processor_class is not None and self._stage.inputs is not None:
             processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
-        self._work[request_id] = Work(
+        work = self._work[request_id] = Work(
             request, expect.route, header.attempt, header.deadline or float("inf"), self._clock(), processor
         )
         logger.debug("request expected", extra={"request_id": request_id})
         if expect.prompt is not None:
             media = [envelope.tensor(item.tensor) for item in expect.prompt.media]
-            return self._guarded(request_id, [Start(StageInputs(prompt=expect.prompt, media=media))])
+            start = Start(StageInputs(prompt=expect.prompt, media=media))
+            return self._guarded(work, lambda: [start])
         messages = []
         for parked in self._unpark(request_id):
             messages += self.receive(parked)
@@ -202,47 +209,47 @@ class StageActor:
         if header.seq != expected:
             text = f"Stage {header.stage!r} sent chunk {header.seq} where {expected} was due."
             return self._fail(header.request_id, ProtocolError(text))
+        if header.stage in work.ended_sources:
+            return self._fail(header.request_id, ProtocolError(f"Stage {header.stage!r} sent more after its end."))
         work.next_seq[header.stage] = expected + 1
-        try:
-            actions = work.processor.feed(header.stage, _piece(chunk, envelope))
-        except OmniError as error:
-            return self._fail(header.request_id, error)
-        return self._guarded(header.request_id, actions)
+        if chunk.final:
+            work.ended_sources.add(header.stage)
+        processor = work.processor
+        return self._guarded(work, lambda: processor.feed(header.stage, _piece(chunk, envelope)))
 
-    def _guarded(self, request_id: str, actions: Iterable[Action]) -> list[Outgoing]:
-        """Apply actions; an error of the engine's is the request's."""
-        work = self._work[request_id]
-        for action in actions:
-            try:
+    def _guarded(self, work: Work, decide: Callable[[], Iterable[Action]]) -> list[Outgoing]:
+        """Apply actions; an error of the processor's or the engine's is the request's."""
+        request_id = work.request.request_id
+        try:
+            for action in decide():
                 if isinstance(action, Start):
                     self._engine.start(work.request, action.inputs)
-                    work.started = True
                 elif isinstance(action, Extend):
                     self._engine.extend(request_id, action.rows, complete=action.complete)
                 elif isinstance(action, Skip):
                     return self._finish_empty(work)
-            except OmniError as error:
-                return self._fail(request_id, error)
-            except Exception as error:  # the request's fault as far as anybody can tell; the others go on
-                logger.exception("the engine refused a request", extra={"request_id": request_id})
-                return self._fail(request_id, EngineError(f"{type(error).__name__}: {error}."))
+        except OmniError as error:
+            return self._fail(request_id, error)
+        except Exception as error:  # the request's fault as far as anybody can tell; the others go on
+            logger.exception("a request's input was refused", extra={"request_id": request_id})
+            return self._fail(request_id, EngineError(f"{type(error).__name__}: {error}."))
         return []
 
     def _park(self, header: Header, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         if header.request_id in self._tombstones:
             self.dropped["late"] += 1
             return []
-        size = sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
+        size = _parked_size(envelope)
         if self._parked_bytes + size > PARKED_BYTES:
             self.dropped["parked_overflow"] += 1
-            return [self._failure(header, ProtocolError("Too much input came before its announcement."))]
+            return self._refuse(header, ProtocolError("Too much input came before its announcement."))
         self._parked.setdefault(header.request_id, []).append((self._clock(), envelope))
         self._parked_bytes += size
         return []
 
     def _unpark(self, request_id: str) -> list[Envelope[IntoStage]]:
         envelopes = [envelope for _, envelope in self._parked.pop(request_id, [])]
-        self._parked_bytes -= sum(memoryview(buffer).nbytes for item in envelopes for buffer in item.buffers)
+        self._parked_bytes -= sum(_parked_size(item) for item in envelopes)
         return envelopes
 
     # -- outbound -----------------------------------------------------------------------------------------------------
@@ -271,6 +278,7 @@ class StageActor:
         """The same chunk to every downstream stage of the route."""
         buffers = BufferList()
         tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
+        rows = tensors.pop(ROWS, None)
         information = None
         if event.scalars:
             information = AdditionalInformationPayload(
@@ -278,6 +286,7 @@ class StageActor:
             )
         chunk = Chunk(
             token_ids=pack_token_ids(event.token_ids),
+            rows=PromptEmbedsPayload(rows) if rows is not None else None,
             tensors=tensors,
             information=information,
             start=event.start,
@@ -317,8 +326,9 @@ class StageActor:
         self._drop(request_id)
         return [message]
 
-    def _failure(self, header: Header, error: OmniError) -> Outgoing:
-        """A failure of a request that is not known here yet."""
+    def _refuse(self, header: Header, error: OmniError) -> list[Outgoing]:
+        """Fail a request that has not been announced here; should the announcement still come, it is ignored."""
+        self._forget(header.request_id)
         own = Header(
             kind="",
             request_id=header.request_id,
@@ -327,7 +337,7 @@ class StageActor:
             epoch=self._identity.epoch,
             attempt=header.attempt,
         )
-        return Outgoing(None, own, Failed.from_error(error, self._stage.name))
+        return [Outgoing(None, own, Failed.from_error(error, self._stage.name))]
 
     def _message(self, work: Work, target: Hop | None, body: Body, buffers: Sequence[Frame] = ()) -> Outgoing:
         key = target.stage if target is not None else ""
@@ -350,7 +360,7 @@ class StageActor:
     def _drop(self, request_id: str) -> None:
         """The request is over here, whatever state it is in. Idempotent."""
         work = self._work.get(request_id)
-        if work is not None and work.started:
+        if work is not None:
             self._engine.abort(request_id)
         self._forget(request_id)
 
@@ -360,6 +370,10 @@ class StageActor:
         self._tombstones.add(request_id, self._clock())
 
 
+def _parked_size(envelope: Envelope[IntoStage]) -> int:
+    return PARKED_OVERHEAD + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
+
+
 def _piece(chunk: Chunk, envelope: Envelope[IntoStage]) -> Piece:
     scalars = {}
     if chunk.information is not None:
@@ -367,9 +381,12 @@ def _piece(chunk: Chunk, envelope: Envelope[IntoStage]) -> Piece:
             if entry.scalar is None:
                 raise InvalidPayload(f"The additional information {name!r} must be a scalar here.")
             scalars[name] = entry.scalar
+    tensors = {name: envelope.tensor(ref) for name, ref in chunk.tensors.items()}
+    if chunk.rows is not None:
+        tensors[ROWS] = envelope.tensor(chunk.rows.tensor)
     return Piece(
         token_ids=unpack_token_ids(chunk.token_ids),
-        tensors={name: envelope.tensor(ref) for name, ref in chunk.tensors.items()},
+        tensors=tensors,
         scalars=scalars,
         start=chunk.start,
         final=chunk.final,

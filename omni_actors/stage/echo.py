@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omni_actors.config import StageConfig, suggest
-from omni_actors.errors import ConfigError, EngineError, InvalidRequest, PromptTooLong
+from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.messages import DType, FinishReason, HostTensor, unpack_token_ids
 from omni_actors.stage.interface import (
     AudioEvent,
@@ -86,6 +86,8 @@ class EchoEngine(StageEngine):
                     tokens += (part.text or "").encode()
         if not tokens:
             raise InvalidRequest("The prompt is empty.")
+        if min(tokens) < 0:
+            raise InvalidPayload(f"The prompt has the negative token id {min(tokens)}.")
         limit = self._options.max_input_tokens
         if len(tokens) > limit:
             raise PromptTooLong(f"The prompt has {len(tokens)} tokens, at most {limit} are possible.")
@@ -120,7 +122,7 @@ class EchoEngine(StageEngine):
         final = echo.sent + 1 == len(echo.tokens)
         events: list[EngineEvent] = []
         if "text" in self._outputs:
-            events.append(TextEvent(request_id, chr(token % 0x110000) if token < 0xD800 else "?", [token]))
+            events.append(TextEvent(request_id, chr(token) if token < 0xD800 else "?", [token]))
         if "audio" in self._outputs:
             count = self._options.samples_per_token
             samples = array.array("f", [(token % 256) / 256.0]) * count

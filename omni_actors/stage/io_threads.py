@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import zmq
-
 from omni_actors.codec import BadBody, BadHeader, Decoder, Envelope, encode
 from omni_actors.errors import OmniError, StageLost
 from omni_actors.logs import get_logger
@@ -32,7 +30,7 @@ from omni_actors.messages import (
 )
 from omni_actors.stage.actor import Outgoing
 from omni_actors.transport.link import Link
-from omni_actors.transport.sockets import Sockets
+from omni_actors.transport.sockets import READABLE, WRITABLE, Poller, Socket, Sockets, drain, try_send
 from omni_actors.transport.wake import WakeableQueue
 
 logger = get_logger(__name__)
@@ -80,7 +78,10 @@ class Pulse:
 
 
 class Inbound(threading.Thread):
-    """Feeds `events`. `hello` makes the first message once the inbox is bound."""
+    """Feeds `events`. `hello` makes the first message once the inbox is bound.
+
+    `on_orphaned` is called before this thread ends a process whose launcher is gone and whose main thread hangs.
+    """
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class Inbound(threading.Thread):
         limits: Limits,
         heartbeat_interval: float,
         launcher_pid: int,
+        on_orphaned: Callable[[], None],
     ) -> None:
         super().__init__(name="inbound", daemon=True)
         self._sockets = sockets
@@ -104,6 +106,7 @@ class Inbound(threading.Thread):
         self._limits = limits
         self._heartbeat_interval = heartbeat_interval
         self._launcher_pid = launcher_pid
+        self._on_orphaned = on_orphaned
         self._outbox: WakeableQueue[Body | None] = WakeableQueue()
         self._decoder: Decoder[IntoStage] = Decoder(IntoStage, limits)
         self._control_decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, limits)
@@ -141,23 +144,24 @@ class Inbound(threading.Thread):
             inbox.close()
             control.close()
 
-    def _loop(self, control: zmq.Socket[bytes], inbox: zmq.Socket[bytes], launcher: int) -> None:
-        poller = zmq.Poller()
-        poller.register(control, zmq.POLLIN)
-        poller.register(launcher, zmq.POLLIN)
-        poller.register(self._outbox.fileno(), zmq.POLLIN)
-        poller.register(inbox, zmq.POLLIN)
+    def _loop(self, control: Socket, inbox: Socket, launcher: int) -> None:
+        poller = Poller()
+        poller.register(control, READABLE)
+        poller.register(launcher, READABLE)
+        poller.register(self._outbox.fileno(), READABLE)
+        poller.register(inbox, READABLE)
         next_beat = 0.0
         orphaned_at: float | None = None
         while True:
             # A full inbox stops the reading: zmq's own queue fills, then the sender's outbox.
-            poller.modify(inbox, zmq.POLLIN if self._events.qsize() < INBOX_LIMIT else 0)
+            poller.modify(inbox, READABLE if self._events.qsize() < INBOX_LIMIT else 0)
             ready = dict(poller.poll(MAXIMUM_POLL_MS))
             if launcher in ready:
                 self._events.put(Stop("the launcher is gone"))
                 poller.unregister(launcher)
                 orphaned_at = time.monotonic()
             if orphaned_at is not None and time.monotonic() > orphaned_at + ORPHAN_SECONDS:
+                self._on_orphaned()
                 os._exit(1)  # the main thread loads or hangs; an orphan may not keep its GPU memory
             for body in self._outbox.drain():
                 if body is None:
@@ -172,38 +176,26 @@ class Inbound(threading.Thread):
                 counts = {**self.pulse.counts, **self.rejected()}
                 self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts))
 
-    def _send(self, control: zmq.Socket[bytes], body: Body) -> None:
+    def _send(self, control: Socket, body: Body) -> None:
         header = Header("", stage=self._identity.stage, replica=self._identity.replica, epoch=self._identity.epoch)
-        try:
-            control.send_multipart(encode(header, body, limits=self._limits), zmq.NOBLOCK)
-        except zmq.Again:
+        if not try_send(control, encode(header, body, limits=self._limits)):
             logger.warning("the coordinator takes no control messages; dropped a %s", type(body).__name__)
 
-    def _receive_control(self, control: zmq.Socket[bytes]) -> None:
-        for frames in _drain(control):
+    def _receive_control(self, control: Socket) -> None:
+        for frames in drain(control):
             try:
                 self._events.put(Control(self._control_decoder.decode(frames).body))
             except (BadHeader, BadBody) as error:
                 logger.error("dropped a control message: %s", error)
 
-    def _receive(self, inbox: zmq.Socket[bytes]) -> None:
-        for frames in _drain(inbox):
+    def _receive(self, inbox: Socket) -> None:
+        for frames in drain(inbox):
             try:
                 self._events.put(Received(self._decoder.decode(frames)))
             except BadHeader as error:
                 logger.warning("dropped a message with a bad header: %s", error.reason)
             except BadBody as error:
                 self._events.put(Rejected(error.header, error.error))
-
-
-def _drain(socket: zmq.Socket[bytes], maximum: int = 256) -> list[list[bytes]]:
-    messages = []
-    for _ in range(maximum):
-        try:
-            messages.append(socket.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            break
-    return messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +259,11 @@ class Outbound(threading.Thread):
 
     def _wait(self, coordinator: Link) -> None:
         """Until there is something to send or a slow peer takes more."""
-        poller = zmq.Poller()
-        poller.register(self._queue.fileno(), zmq.POLLIN)
+        poller = Poller()
+        poller.register(self._queue.fileno(), READABLE)
         for link in (coordinator, *self._links.values()):
             if link.backlog:
-                poller.register(link.socket, zmq.POLLOUT)
+                poller.register(link.socket, WRITABLE)
         poller.poll(MAXIMUM_POLL_MS)
 
     def _connect(self, peers: Sequence[Peer]) -> None:
@@ -306,5 +298,5 @@ class Outbound(threading.Thread):
     def _last_words(self, coordinator: Link) -> None:
         deadline = time.monotonic() + 1.0
         while coordinator.backlog and time.monotonic() < deadline:
-            coordinator.socket.poll(50, zmq.POLLOUT)
+            coordinator.socket.poll(50, WRITABLE)
             coordinator.flush()

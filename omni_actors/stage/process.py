@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -20,10 +21,11 @@ from omni_actors import logs
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
 from omni_actors.errors import OmniError, ProtocolError, StartupError
 from omni_actors.messages import PROTOCOL_VERSION, Fatal, Hello, Hop, Loading, Peers, Ready, Shutdown, Welcome
-from omni_actors.stage.actor import StageActor
+from omni_actors.stage.actor import Stage
 from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.io_threads import Control, Event, Inbound, Outbound, Received, Rejected, Stop
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
+from omni_actors.transport.run_directory import clear_abandoned
 from omni_actors.transport.sockets import Sockets
 
 logger = logs.get_logger(__name__)
@@ -47,6 +49,8 @@ class ReplicaSpec(NamedTuple):
     threads: int  # CPU threads for torch, 0 to leave it alone
     launcher_pid: int
     log_file: str
+    run_dir: str
+    run_dir_is_temporary: bool
 
     @property
     def name(self) -> str:
@@ -67,6 +71,7 @@ def main(spec: ReplicaSpec) -> None:
         sys.stderr.flush()
         if code == 0:
             logger.info("stopped")
+        _leave_no_files(spec)
     raise SystemExit(code)
 
 
@@ -84,6 +89,11 @@ def _prepare_process(spec: ReplicaSpec) -> None:
     if spec.threads:
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     logs.configure(f"{spec.name} epoch={spec.epoch}")
+
+
+def _leave_no_files(spec: ReplicaSpec) -> None:
+    """The last thing before the end: if the launcher was killed, its run directory is ours to clear."""
+    clear_abandoned(Path(spec.run_dir), spec.run_dir_is_temporary)
 
 
 class StageProcess:
@@ -106,6 +116,7 @@ class StageProcess:
             self._pipeline.limits,
             self._pipeline.coordinator.heartbeat_interval,
             spec.launcher_pid,
+            on_orphaned=lambda: _leave_no_files(spec),
         )
         self._outbound: Outbound | None = None
         self._stopping: Stop | None = None
@@ -119,8 +130,9 @@ class StageProcess:
         engine: StageEngine | None = None
         try:
             self._outbound = self._await_welcome()
+            processor = self._processor_class()  # first: a wrong name need not wait for a model to load
             engine = self._load()
-            actor = self._make_actor(engine)
+            actor = Stage(self._pipeline, self._stage, self._identity, engine, processor, time.time)
             facts = engine.facts
             self._inbound.tell(
                 Ready(
@@ -170,7 +182,7 @@ class StageProcess:
 
     def _load(self) -> StageEngine:
         def report(phase: str) -> None:
-            self._inbound.tell(Loading(phase=phase))
+            self._inbound.tell(Loading(phase=phase[:256]))
             logger.info("%s", phase)
 
         report("loading")
@@ -180,16 +192,15 @@ class StageProcess:
         finally:
             self._loading = False
 
-    def _make_actor(self, engine: StageEngine) -> StageActor:
-        processor: type[InputProcessor] | None = None
-        if self._stage.inputs is not None:
-            where = f"stages.{self._stage.name}.inputs.processor"
-            processor = resolve_class(self._stage.inputs.processor, PROCESSORS, InputProcessor, where)
-        return StageActor(self._pipeline, self._stage, self._identity, engine, processor, time.time)
+    def _processor_class(self) -> type[InputProcessor] | None:
+        if self._stage.inputs is None:
+            return None
+        where = f"stages.{self._stage.name}.inputs.processor"
+        return resolve_class(self._stage.inputs.processor, PROCESSORS, InputProcessor, where)
 
     # -- loop ---------------------------------------------------------------------------------------------------------
 
-    def _serve(self, actor: StageActor) -> None:
+    def _serve(self, actor: Stage) -> None:
         outbound = self._outbound
         if outbound is None:
             raise ProtocolError("The stage serves before it was welcomed.")
@@ -203,7 +214,7 @@ class StageProcess:
                 outbound.send(actor.tick())
                 self._inbound.pulse.counts = {**actor.counts(), **{f"dropped_{k}": v for k, v in actor.dropped.items()}}
 
-    def _take_events(self, actor: StageActor, outbound: Outbound) -> None:
+    def _take_events(self, actor: Stage, outbound: Outbound) -> None:
         """All events that are there; waits for the first one when the engine has nothing to do."""
         wait = not actor.runnable()
         while self._stopping is None:
@@ -227,12 +238,13 @@ class StageProcess:
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._loading:  # nothing is held yet that the system does not take back, and loading cannot be interrupted
+            _leave_no_files(self._spec)
             os._exit(128 + number)
         self._events.put(Stop(f"signal {signal.Signals(number).name}"))
 
     def _close(self, engine: StageEngine | None) -> None:
         """Engine first (it frees devices), then the threads that own sockets, then the context."""
-        signal.signal(signal.SIGALRM, _exit_now)
+        signal.signal(signal.SIGALRM, self._exit_now)
         signal.setitimer(signal.ITIMER_REAL, EXIT_GRACE_SECONDS)
         logger.info("stopping: %s", self._stopping.reason if self._stopping else "failed")
         if engine is not None:
@@ -245,16 +257,16 @@ class StageProcess:
         self._sockets.context.destroy(linger=0)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
-
-def _exit_now(number: int, frame: object) -> None:
-    """The orderly end took too long: a process that hangs in its shutdown helps nobody."""
-    os._exit(1)
+    def _exit_now(self, number: int, frame: object) -> None:
+        """The orderly end took too long: a process that hangs in its shutdown helps nobody."""
+        _leave_no_files(self._spec)
+        os._exit(1)
 
 
 def _describe(error: BaseException) -> str:
     """What the launcher shows: a typed error's own text, or the last lines of the traceback."""
     if isinstance(error, OmniError):
-        return str(error)
+        return str(error)[-16000:]
     return "".join(traceback.format_exception(error)[-6:])[-16000:]
 
 

@@ -63,7 +63,10 @@ class InputProcessor(ABC):
 
 
 class Passthrough(InputProcessor):
-    """Waits for the final piece of every source and starts with the tokens and tensors of all of them, in order."""
+    """Waits for the final piece of every source, then starts with the tokens of all of them in the order of `from`.
+
+    Tensors and scalars go by name: a later piece replaces what an earlier one sent under the same name.
+    """
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
         super().__init__(start_after, sources)
@@ -114,7 +117,11 @@ class Thinker2Talker(InputProcessor):
 
     def _unseen_rows(self, piece: Piece) -> HostTensor | None:
         rows = piece.tensors.get("rows")
-        if rows is None or rows.shape[0] == 0:
+        if rows is None:
+            return None
+        if len(rows.shape) != 2:
+            raise InvalidPayload(f"Rows need the shape [rows, width], got {list(rows.shape)}.")
+        if rows.shape[0] == 0:
             return None
         if piece.start > self._received:
             raise InvalidPayload(f"Rows from position {piece.start} came where {self._received} was due.")
@@ -125,6 +132,8 @@ class Thinker2Talker(InputProcessor):
     def _start_if_enough(self, final: bool) -> list[Action]:
         prompt = self._prompt_tokens
         reply = self._received - prompt if prompt is not None else 0
+        if prompt is None and self._received:
+            raise InvalidPayload("Rows came without prompt_tokens, which says where the reply begins.")
         if final and reply < 1:
             return [Skip()]
         wanted = max(1, self.start_after - 1)

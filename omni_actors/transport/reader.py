@@ -11,15 +11,26 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from omni_actors.transport.sockets import Socket
+
 BATCH = 256  # messages before other tasks get a turn
 
 
 class SocketReader:
-    """Calls `on_message(frames)` for every message until `close`."""
+    """Calls `on_message(frames)` for every message until `close`, and `on_quiet()` when all that had come was read.
 
-    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[Sequence[bytes]], None]) -> None:
+    A socket that takes messages again after it was full ends in a call of `on_quiet`, too.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        on_message: Callable[[Sequence[bytes]], None],
+        on_quiet: Callable[[], None] = lambda: None,
+    ) -> None:
         self._socket = socket
         self._on_message = on_message
+        self._on_quiet = on_quiet
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._closed = False
@@ -44,8 +55,13 @@ class SocketReader:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                self._on_quiet()
                 return
-            self._on_message(frames)
+            try:
+                self._on_message(frames)
+            except BaseException:
+                self.poke()  # the edge is used up: without this the messages behind would wait for the next one
+                raise
         self.poke()
 
     def close(self) -> None:

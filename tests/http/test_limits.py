@@ -367,15 +367,6 @@ def test_health_while_the_stages_load() -> None:
     raise AssertionError("the HTTP server outlived its launcher")
 
 
-def test_import_of_the_server_pulls_in_no_model_code() -> None:
-    code = (
-        "import sys, omni_actors.server.__main__; "
-        "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
-
-
 def test_server_alone_beside_a_pipeline(echo: HttpPipeline, tmp_path: Path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "omni_actors.server", "--endpoint", echo.endpoint, "--http", f"127.0.0.1:{port}",

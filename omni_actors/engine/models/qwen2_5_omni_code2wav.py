@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from transformers import PretrainedConfig, Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
+from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import apply_rotary_pos_emb, deinterleave_head_dim
 from transformers.utils import cached_file
 
 from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, StepResult
 from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.voices import load_voices
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong, StartupError, UnknownVoice
 from omni_actors.messages import DIFFUSION_PARAMS, StageParams
@@ -40,9 +41,9 @@ MAX_STEPS = 1000
 WEIGHT_PREFIX = "token2wav."
 # Below this guidance scale transformers skips the unconditional branch.
 MIN_GUIDANCE = 1e-5
-# Live copies of the widest activation, for the byte estimates.
+# Copies of the widest activation that live at a time, for the byte estimates: 30 % and 15 % above what an H200 used.
 DIT_COPIES = 4
-VOCODER_COPIES = 8
+VOCODER_COPIES = 12
 
 
 @dataclass(frozen=True)
@@ -112,29 +113,6 @@ class _Batch:
     fixed: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor]
     windows: Mapping[tuple[int, int], _Window]
-
-
-def placeholder_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The model that vLLM believes to serve: one of the smallest it knows, never built.
-
-    vLLM's configuration wants a language model; a vocabulary of two is what `DiffusionWorker` "samples" from. vLLM also
-    probes this function with a dummy configuration, which is returned as it is.
-    """
-    if not hasattr(config, "token2wav_config"):
-        return config
-    return PretrainedConfig(
-        architectures=["Qwen2ForCausalLM"],
-        vocab_size=2,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=MAX_STEPS + 1,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    )
 
 
 def solver_times(num_steps: int, sway_coefficient: float) -> torch.Tensor:
@@ -464,7 +442,8 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
 
 SPEC = ModelSpec(
     kind="diffusion",
-    hf_overrides=placeholder_config,
+    hf_overrides=placeholder_overrides("token2wav_config", MAX_STEPS),
+    vllm_models={ARCHITECTURE: PlaceholderModel},
     engine={"max_num_seqs": 32},
     required={
         "max_model_len": MAX_STEPS + 1,

@@ -1,0 +1,128 @@
+"""Start, first answer and memory of a pipeline, and how well the stages' starts overlap. One command, three tables.
+
+    python benchmarks/startup.py stage_configs/tiny_qwen2_5_omni.yaml [--alone]
+
+Memory is RSS and PSS (shared pages divided among their users: the stages share the fork server's imports). With --alone
+each stage is also started by itself and then all together, each time in a fresh process with a cold fork server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from omni_actors import config
+from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.coordinator import Coordinator
+from omni_actors.core.replicas import Replica, ReplicaState
+from omni_actors.launch import Launcher
+from omni_actors.node import LocalNode
+from omni_actors.transport.run_directory import RunDirectory
+
+MIB = 1 << 20
+
+
+async def whole_pipeline(pipeline: config.PipelineConfig) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
+    """Milestones in seconds and (process, RSS MiB, PSS MiB) once a request has been answered."""
+    began = time.perf_counter()
+    times: dict[str, float] = {}
+    launcher = Launcher(pipeline)
+    try:
+        await launcher.start()
+        times["ready"] = time.perf_counter() - began
+        async with AsyncOmniClient(launcher.endpoint) as client:
+            for attempt in ("first request", "second request"):
+                asked = time.perf_counter()
+                async for item in await client.submit("What is the capital of France?", seed=1):
+                    now = time.perf_counter() - asked
+                    if isinstance(item, Text):
+                        times.setdefault(f"{attempt}: first text", now)
+                    elif isinstance(item, Audio):
+                        times.setdefault(f"{attempt}: first audio", now)
+                times[f"{attempt}: end"] = time.perf_counter() - asked
+            stages = [(f"{stage.stage}/{stage.replica}", stage.pid) for stage in (await client.describe()).stages]
+        processes = [("launcher and coordinator", psutil.Process().pid), *stages]
+        return times, [process_memory(name, pid) for name, pid in processes]
+    finally:
+        await launcher.close()
+
+
+def process_memory(name: str, pid: int) -> tuple[str, float, float]:
+    info = psutil.Process(pid).memory_full_info()
+    return name, info.rss / MIB, info.pss / MIB
+
+
+async def start_stages(pipeline: config.PipelineConfig, stages: list[str]) -> float:
+    """Seconds from the spawn of these stages until all are ready."""
+    run_directory = RunDirectory()
+    changed = asyncio.Event()
+
+    def on_change(replica: Replica) -> None:
+        changed.set()
+
+    coordinator = Coordinator(pipeline, run_directory, on_change)
+    node = LocalNode(pipeline, run_directory, coordinator.control_endpoint, lambda identity, how: changed.set())
+    try:
+        replicas = [coordinator.expect_replica(stage, 0, 1) for stage in stages]
+        began = time.perf_counter()
+        for replica in replicas:
+            await node.start(replica.hop)
+        while any(replica.state is not ReplicaState.READY for replica in replicas):
+            changed.clear()
+            await asyncio.wait_for(changed.wait(), 300)
+        return time.perf_counter() - began
+    finally:
+        coordinator.tell_shutdown("measured")
+        await node.stop(10)
+        await coordinator.close()
+        run_directory.close()
+
+
+def cold_start(options: argparse.Namespace, stages: list[str]) -> float:
+    """`start_stages` in a process of its own, fork server included."""
+    command = [sys.executable, __file__, options.config, "--only", *stages]
+    for item in options.set:
+        command += ["--set", item]
+    output = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=300)
+    return float(output)
+
+
+async def main(options: argparse.Namespace) -> None:
+    overrides = dict(item.split("=", 1) for item in options.set)
+    pipeline = config.load(Path(options.config), overrides).pipeline
+    if options.only:
+        print(await start_stages(pipeline, options.only))
+        return
+    times, memory = await whole_pipeline(pipeline)
+    print("| milestone | seconds |\n|---|---|")
+    for name, seconds in times.items():
+        print(f"| {name} | {seconds:.2f} |")
+    print("\n| process | RSS MiB | PSS MiB |\n|---|---|---|")
+    for name, rss, pss in memory:
+        print(f"| {name} | {rss:.0f} | {pss:.0f} |")
+    if options.alone:
+        print_overlap(options, [stage.name for stage in pipeline.stages])
+
+
+def print_overlap(options: argparse.Namespace, names: list[str]) -> None:
+    alone = {name: cold_start(options, [name]) for name in names}
+    together = cold_start(options, names)
+    print("\n| cold start to ready | seconds |\n|---|---|")
+    for name, seconds in alone.items():
+        print(f"| {name} alone | {seconds:.2f} |")
+    print(f"| all together | {together:.2f} |\n| together / slowest alone | {together / max(alone.values()):.2f} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--alone", action="store_true", help="also start every stage by itself")
+    parser.add_argument("--only", nargs="+", metavar="STAGE", help="print the seconds until these stages are ready")
+    asyncio.run(main(parser.parse_args()))

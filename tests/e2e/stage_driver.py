@@ -1,0 +1,128 @@
+"""Runs stage engines in the test's process and collects what they say, by request."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.autoregressive import AutoregressiveEngine
+from omni_actors.engine.factory import build_engine
+from omni_actors.engine.tensors import to_host, to_torch
+from omni_actors.errors import OmniError
+from omni_actors.messages import HostTensor, StageParams
+from omni_actors.stage.interface import (
+    EngineEvent,
+    ErrorEvent,
+    FinishedEvent,
+    StageInputs,
+    StageRequest,
+    StreamEvent,
+    TextEvent,
+)
+
+SMALL = {
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 32 << 20,
+    "enforce_eager": True,
+    "dtype": "float32",
+}
+
+
+def make_engine(checkpoint: Path, stage: str, *, asynchronous: bool | None = None, **engine) -> AutoregressiveEngine:
+    model_config = OmniModelConfig(str(checkpoint), stage)
+    built = build_engine(
+        "autoregressive", OmniEngineArgs(model_config, "autoregressive", {**SMALL, **engine}, asynchronous)
+    )
+    assert isinstance(built, AutoregressiveEngine)
+    return built
+
+
+class Driver:
+    """One engine and everything it has said since `clear`."""
+
+    def __init__(self, engine: AutoregressiveEngine) -> None:
+        self.engine = engine
+        self.clear()
+
+    def clear(self) -> None:
+        self.events: dict[str, list[EngineEvent]] = defaultdict(list)
+        self.steps = 0
+
+    def start(
+        self, request_id: str, inputs: StageInputs, *, seed: int = 0, voice=None, streams=True, priority=0, **params
+    ) -> None:
+        request = StageRequest(request_id, StageParams(**params), seed, voice, priority, streams)
+        self.engine.start(request, inputs)
+
+    def step(self) -> None:
+        self.steps += 1
+        for event in self.engine.step():
+            self.events[event.request_id].append(event)
+
+    def run(self, after_step: Callable[[int], None] | None = None, limit: int = 2000) -> None:
+        """Steps until nothing is runnable."""
+        for number in range(limit):
+            if not self.engine.runnable():
+                return
+            self.step()
+            if after_step is not None:
+                after_step(number)
+        raise AssertionError(f"still runnable after {limit} steps: {self.engine.counts()}")
+
+    def text(self, request_id: str) -> str:
+        return "".join(event.text for event in self.events[request_id] if isinstance(event, TextEvent))
+
+    def tokens(self, request_id: str) -> list[int]:
+        kinds = (TextEvent, StreamEvent)
+        return [token for event in self.events[request_id] if isinstance(event, kinds) for token in event.token_ids]
+
+    def streams(self, request_id: str) -> list[StreamEvent]:
+        return [event for event in self.events[request_id] if isinstance(event, StreamEvent)]
+
+    def rows(self, request_id: str) -> torch.Tensor:
+        """All rows, checked to be without gap or overlap."""
+        parts: list[torch.Tensor] = []
+        for event in self.streams(request_id):
+            assert event.start == sum(map(len, parts))
+            if "rows" in event.tensors:
+                parts.append(to_torch(event.tensors["rows"]))
+        return torch.cat(parts)
+
+    def finished(self, request_id: str) -> FinishedEvent:
+        last = self.events[request_id][-1]
+        assert isinstance(last, FinishedEvent), self.events[request_id]
+        assert sum(isinstance(event, FinishedEvent) for event in self.events[request_id]) == 1
+        return last
+
+    def error(self, request_id: str) -> OmniError:
+        last = self.events[request_id][-1]
+        assert isinstance(last, ErrorEvent), self.events[request_id]
+        return last.error
+
+    def assert_idle(self) -> None:
+        assert not self.engine.runnable()
+        counts = self.engine.counts()
+        assert not any(counts.values()), counts
+
+
+def token_inputs(token_ids: list[int]) -> StageInputs:
+    return StageInputs(token_ids=token_ids)
+
+
+def talker_inputs(
+    rows: torch.Tensor, prompt_tokens: int, *, replies: int | None = None, positions: torch.Tensor | None = None
+) -> StageInputs:
+    """Inputs of a talker request: `replies` rows after the first come with it, the others later; None means all."""
+    tensors: dict[str, HostTensor] = {"prompt_rows": to_host(rows[: prompt_tokens + 1])}
+    end = len(rows) if replies is None else prompt_tokens + 1 + replies
+    if end > prompt_tokens + 1:
+        tensors["reply_rows"] = to_host(rows[prompt_tokens + 1 : end])
+    if positions is not None:
+        tensors["mrope_positions"] = to_host(positions)
+    return StageInputs(tensors=tensors, complete=replies is None)

@@ -1,0 +1,456 @@
+"""The stage actor with an engine that records what it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from omni_actors.codec import BufferList, Envelope
+from omni_actors.config import PipelineConfig
+from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, PromptTooLong
+from omni_actors.messages import (
+    Abort,
+    AdditionalInformationEntry,
+    AdditionalInformationPayload,
+    AudioChunk,
+    Body,
+    Chunk,
+    DType,
+    Expect,
+    Failed,
+    FinishReason,
+    Header,
+    Hop,
+    HostTensor,
+    Prompt,
+    PromptEmbedsPayload,
+    StageDone,
+    StageParams,
+    TensorRef,
+    TextDelta,
+    pack_token_ids,
+)
+from omni_actors.stage import actor as actor_module
+from omni_actors.stage.actor import Outgoing, Stage
+from omni_actors.stage.echo import FAIL_TOKEN, EchoEngine
+from omni_actors.stage.interface import (
+    AudioEvent,
+    EngineEvent,
+    EngineFacts,
+    ErrorEvent,
+    FinishedEvent,
+    StageEngine,
+    StageInputs,
+    StageRequest,
+    StreamEvent,
+    TextEvent,
+)
+from omni_actors.stage.processors import PROCESSORS, Thinker2Talker
+from tests.unit.builders import pipeline
+
+STAGES = ("prompt", "thinker", "talker", "code2wav")
+ROUTE = tuple(Hop(stage, 0, 5) for stage in STAGES)
+EMPTY = {"requests": 0, "parked": 0, "parked_bytes": 0, "engine_requests": 0}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class RecordingEngine(StageEngine):
+    """Does what a test puts into `events` and `refuse`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.held: set[str] = set()
+        self.events: list[EngineEvent] = []
+        self.refuse: Exception | None = None
+
+    @property
+    def facts(self) -> EngineFacts:
+        return EngineFacts()
+
+    def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        self.calls.append(("start", request, inputs))
+        if self.refuse is not None:
+            raise self.refuse
+        self.held.add(request.request_id)
+
+    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
+        self.calls.append(("extend", request_id, rows, complete))
+        if self.refuse is not None:
+            raise self.refuse
+
+    def abort(self, request_id: str) -> None:
+        self.calls.append(("abort", request_id))
+        self.held.discard(request_id)
+
+    def runnable(self) -> bool:
+        return bool(self.events)
+
+    def step(self) -> Sequence[EngineEvent]:
+        events, self.events = self.events, []
+        return events
+
+    def counts(self) -> dict[str, int]:
+        return {"requests": len(self.held)}
+
+    def shutdown(self) -> None: ...
+
+    def started(self) -> list[StageInputs]:
+        return [call[2] for call in self.calls if call[0] == "start"]
+
+
+class StageUnderTest:
+    """An actor with its engine and clock, and short ways to speak to it."""
+
+    def __init__(self, name: str, engine: StageEngine | None = None, processor: str = "passthrough") -> None:
+        config: PipelineConfig = pipeline()
+        self.name = name
+        self.engine = engine or RecordingEngine()
+        self.clock = Clock()
+        self.identity = Hop(name, 0, 5)
+        stage = config.stage(name)
+        self.actor = Stage(
+            config, stage, self.identity, self.engine, PROCESSORS[processor] if stage.inputs else None, self.clock
+        )
+
+    def expect(self, request_id: str = "r1", prompt: str = "", route: tuple[Hop, ...] = ROUTE, deadline: float = 0.0,
+               **fields: object) -> list[Outgoing]:  # fmt: skip
+        given = Prompt(token_ids=pack_token_ids(list(prompt.encode()))) if prompt else None
+        body = Expect(route=route, params=StageParams(), seed=3, prompt=given, **fields)
+        return self.actor.receive(Envelope(Header("expect", request_id, deadline=deadline), body))
+
+    def chunk(self, request_id: str = "r1", seq: int = 0, source: Hop | None = None, attempt: int = 0,
+              tensors: dict[str, HostTensor] | None = None, **fields: object) -> list[Outgoing]:  # fmt: skip
+        hop = source or ROUTE[STAGES.index(self.name) - 1]
+        buffers = BufferList()
+        refs = {name: buffers.add(tensor) for name, tensor in (tensors or {}).items()}
+        if (rows := refs.pop("rows", None)) is not None:
+            fields["rows"] = PromptEmbedsPayload(rows)
+        header = Header("chunk", request_id, hop.stage, hop.replica, hop.epoch, attempt, seq)
+        return self.actor.receive(Envelope(header, Chunk(tensors=refs, **fields), tuple(buffers.buffers)))
+
+    def tokens(
+        self, text: str, seq: int = 0, request_id: str = "r1", final: bool = True, start: int = 0
+    ) -> list[Outgoing]:
+        return self.chunk(request_id, seq, token_ids=pack_token_ids(list(text.encode())), start=start, final=final)
+
+    def abort(self, request_id: str = "r1") -> list[Outgoing]:
+        return self.actor.receive(Envelope(Header("abort", request_id), Abort()))
+
+    def do(self, *events: EngineEvent) -> list[Outgoing]:
+        self.engine.events += events
+        return self.actor.step()
+
+
+def bodies(messages: list[Outgoing]) -> list[Body]:
+    return [message.body for message in messages]
+
+
+def failed(messages: list[Outgoing]) -> Failed:
+    (message,) = messages
+    assert isinstance(message.body, Failed)
+    assert message.destination is None
+    return message.body
+
+
+def test_entry_stage_starts_with_the_prompt_and_its_media() -> None:
+    stage = StageUnderTest("prompt")
+    body = Expect(
+        route=ROUTE, params=StageParams(top_k=2), seed=3, voice="Ethan", priority=4,
+        prompt=msgspec.convert(
+            {"messages": [{"role": "user", "content": [{"media": 0}]}],
+             "media": [{"modality": "audio", "encoding": "array", "tensor": ["f32", [2], 0], "sample_rate": 16_000}]},
+            Prompt),
+    )  # fmt: skip
+    assert stage.actor.receive(Envelope(Header("expect", "r1"), body, (b"12345678",))) == []
+    ((_, request, inputs),) = stage.engine.calls
+    assert request == StageRequest("r1", StageParams(top_k=2), 3, "Ethan", 4, streams=True)
+    assert inputs.media == [HostTensor(DType.F32, (2,), b"12345678")]
+
+
+def test_chunks_before_the_announcement_are_parked_in_order() -> None:
+    stage = StageUnderTest("thinker")
+    stage.tokens("ab", 0, final=False)
+    stage.tokens("cd", 1, start=2)
+    counts = stage.actor.counts()
+    assert (counts["parked"], counts["parked_bytes"] > 0, stage.engine.calls) == (1, True, [])
+    assert stage.expect() == []
+    assert [list(inputs.token_ids) for inputs in stage.engine.started()] == [list(b"abcd")]
+    assert stage.actor.counts() == {**EMPTY, "requests": 1, "engine_requests": 1}
+
+
+def test_parked_too_long_is_answered_and_remembered() -> None:
+    stage = StageUnderTest("thinker")
+    stage.tokens("ab")
+    stage.clock.now += actor_module.PARKED_SECONDS
+    message = failed(stage.actor.tick())
+    assert message.code is ErrorCode.PROTOCOL_ERROR
+    assert stage.actor.counts() == EMPTY
+    assert stage.expect() == [], "too late"
+    assert stage.engine.calls == []
+
+
+def test_parked_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "PARKED_BYTES", 4000)
+    stage = StageUnderTest("thinker")
+    stage.tokens("a", 0, "small", final=False)
+    rows = HostTensor(DType.F32, (750, 1), bytes(3000))
+    message = failed(stage.chunk("large", tensors={"rows": rows}))
+    assert (message.code, stage.actor.dropped["parked_overflow"]) == (ErrorCode.PROTOCOL_ERROR, 1)
+    for i in range(10):
+        stage.tokens("a", 0, f"r{i}", final=False)
+    assert stage.actor.counts()["parked_bytes"] <= 4000
+    assert stage.expect("small") == []
+
+
+def test_chunks_out_of_order_fail_the_request() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect()
+    stage.tokens("a", 0, final=False)
+    assert failed(stage.tokens("b", 2, start=1)).code is ErrorCode.PROTOCOL_ERROR
+    assert stage.actor.counts() == EMPTY
+
+
+def test_chunk_after_the_end_fails_the_request_instead_of_starting_it_twice() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect()
+    stage.tokens("ab", 0)
+    assert failed(stage.tokens("cd", 1, start=2)).code is ErrorCode.PROTOCOL_ERROR
+    assert len(stage.engine.started()) == 1
+    assert stage.actor.counts() == EMPTY
+
+
+@pytest.mark.parametrize(
+    ("source", "attempt", "reason"),
+    [
+        (Hop("prompt", 0, 4), 0, "foreign_epoch"),
+        (Hop("prompt", 1, 5), 0, "foreign_epoch"),
+        (Hop("prompt", 0, 5), 1, "foreign_epoch"),
+        (Hop("talker", 0, 5), 0, "unexpected_source"),
+    ],
+)
+def test_foreign_chunks_are_dropped(source: Hop, attempt: int, reason: str) -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect()
+    assert stage.chunk(source=source, attempt=attempt, token_ids=bytes(4), final=True) == []
+    assert stage.actor.dropped == {reason: 1}
+    assert stage.engine.calls == []
+
+
+def test_announcement_for_another_process_or_twice() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect(route=(Hop("thinker", 0, 4),))
+    assert (stage.actor.dropped, stage.actor.counts()) == ({"foreign_epoch": 1}, EMPTY)
+    stage.expect()
+    stage.expect()
+    assert stage.actor.dropped["expected_twice"] == 1
+    assert stage.actor.counts()["requests"] == 1
+
+
+def test_messages_are_numbered_by_receiver() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect(deadline=2000.0)
+    stage.tokens("ab")
+    sent = stage.do(
+        TextEvent("r1", "a", [97]),
+        StreamEvent("r1", [97]),
+        TextEvent("r1", "b", [98]),
+        StreamEvent("r1", [98], start=1, final=True),
+        FinishedEvent("r1", FinishReason.STOP, 2, 2),
+    )
+    assert [(message.destination, message.header.seq) for message in sent] == [
+        (None, 0), (ROUTE[2], 0), (None, 1), (ROUTE[2], 1), (None, 2)
+    ]  # fmt: skip
+    assert {message.header.deadline for message in sent} == {2000.0}
+    assert {Hop(m.header.stage, m.header.replica, m.header.epoch) for m in sent} == {stage.identity}
+    assert [type(body) for body in bodies(sent)] == [TextDelta, Chunk, TextDelta, Chunk, StageDone]
+    assert stage.actor.counts()["requests"] == 0
+
+
+def test_usage_has_times_since_the_announcement() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect()
+    stage.tokens("a")
+    stage.clock.now += 1
+    stage.do(TextEvent("r1", "x", [1]))
+    stage.clock.now += 2
+    (message,) = stage.do(FinishedEvent("r1", FinishReason.LENGTH, 7, 9))
+    usage = message.body.usage
+    assert (usage.first_output, usage.finished) == (1.0, 3.0)
+    assert (usage.finish_reason, usage.input_tokens, usage.output_tokens) == (FinishReason.LENGTH, 7, 9)
+
+
+def test_tensors_and_scalars_of_a_stream_event_travel_together() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect()
+    rows = HostTensor(DType.F32, (1, 1), b"abcd")
+    (message,) = stage.do(StreamEvent("r1", [5], {"rows": rows}, {"prompt_tokens": 3}, 2, False))
+    assert message.body.rows == PromptEmbedsPayload(TensorRef(DType.F32, (1, 1), 0))
+    assert message.body.tensors == {}
+    assert list(message.buffers) == [b"abcd"]
+    assert message.body.information.scalar("prompt_tokens") == 3
+    (audio,) = stage.do(AudioEvent("r1", HostTensor(DType.F32, (1,), b"abcd"), 24_000))
+    assert isinstance(audio.body, AudioChunk)
+
+
+def test_stream_goes_nowhere_without_downstream_in_the_route() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect(route=ROUTE[:2])
+    stage.tokens("a")
+    assert stage.engine.calls[0][1].streams is False
+    assert stage.do(StreamEvent("r1", [1])) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(PromptTooLong("long"), ErrorCode.PROMPT_TOO_LONG), (ValueError("odd"), ErrorCode.ENGINE_ERROR)]
+)
+def test_a_refused_start_fails_this_request_alone(error: Exception, code: ErrorCode) -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect("good")
+    stage.tokens("a", request_id="good")
+    stage.engine.refuse = error
+    stage.expect("bad")
+    message = failed(stage.tokens("a", request_id="bad"))
+    assert (message.code, message.stage) == (code, "thinker")
+    assert str(error).split()[0] in message.message
+    assert stage.actor.counts() == {**EMPTY, "requests": 1, "engine_requests": 1}
+    assert ("abort", "bad") in stage.engine.calls, "whatever the engine took of it is given back"
+
+
+def test_a_processor_that_breaks_harms_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = StageUnderTest("talker", processor="thinker2talker")
+
+    def broken(self: object, source: str, piece: object) -> list:
+        raise IndexError("a bug")
+
+    monkeypatch.setattr(Thinker2Talker, "feed", broken)
+    stage.expect()
+    assert failed(stage.chunk(final=True)).code is ErrorCode.ENGINE_ERROR
+    assert stage.actor.counts() == EMPTY
+
+
+def test_payload_that_the_processor_refuses() -> None:
+    stage = StageUnderTest("talker", processor="thinker2talker")
+    stage.expect()
+    assert failed(stage.chunk(start=3, tensors={"rows": HostTensor(DType.F32, (1, 2), bytes(8))})).code is (
+        ErrorCode.INVALID_PAYLOAD
+    )
+    stage.expect("r2")
+    information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(list=(1,))})
+    assert "scalar" in failed(stage.chunk("r2", information=information)).message
+
+
+def test_streamed_rows_extend_a_running_request() -> None:
+    stage = StageUnderTest("talker", processor="thinker2talker")
+    stage.expect()
+    one = HostTensor(DType.F32, (1, 1), bytes(4))
+    information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(scalar=1)})
+    stage.chunk(seq=0, tensors={"rows": HostTensor(DType.F32, (2, 1), bytes(8))}, information=information)
+    stage.chunk(seq=1, tensors={"rows": one}, start=2)
+    stage.chunk(seq=2, final=True, start=3)
+    assert [call[0] for call in stage.engine.calls] == ["start", "extend", "extend"]
+    assert stage.engine.calls[-1] == ("extend", "r1", None, True)
+
+
+def test_nothing_to_compute_ends_the_stage_and_tells_the_next() -> None:
+    stage = StageUnderTest("talker", processor="thinker2talker")
+    stage.expect()
+    sent = stage.chunk(final=True)
+    assert bodies(sent)[0] == Chunk(final=True)
+    assert isinstance(sent[1].body, StageDone)
+    assert (sent[0].destination, sent[1].destination) == (ROUTE[3], None)
+    assert stage.actor.counts() == EMPTY
+
+
+def test_engine_error_is_contained_and_the_rest_ignored() -> None:
+    stage = StageUnderTest("thinker")
+    for request_id in ("a", "b"):
+        stage.expect(request_id)
+        stage.tokens("x", request_id=request_id)
+    sent = stage.do(ErrorEvent("a", EngineError("boom")), TextEvent("a", "x", [1]), TextEvent("b", "y", [2]))
+    assert [type(body) for body in bodies(sent)] == [Failed, TextDelta]
+    assert stage.actor.dropped == {"event_of_ended_request": 1}
+    assert stage.actor.counts()["requests"] == 1
+
+
+def test_abort_is_idempotent_and_frees_everything() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect()
+    stage.tokens("ab")
+    for _ in range(2):
+        assert stage.abort() == []
+    assert stage.actor.counts() == EMPTY
+    assert stage.engine.calls.count(("abort", "r1")) == 1
+    stage.tokens("late", 1)
+    assert stage.actor.dropped["late"] == 1
+    stage.tokens("early", request_id="r2")
+    stage.abort("r2")
+    assert stage.actor.counts() == EMPTY, "an abort takes parked chunks along"
+    stage.expect("r2")
+    assert stage.actor.counts() == EMPTY, "an abort that overtook the announcement counts"
+
+
+def test_deadline_ends_the_request() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect(deadline=1010.0)
+    stage.expect("forever")
+    assert stage.actor.tick() == []
+    stage.clock.now = 1010.0
+    assert failed(stage.actor.tick()).code is ErrorCode.DEADLINE_EXCEEDED
+    assert stage.actor.counts()["requests"] == 1
+
+
+def test_undecodable_messages_fail_their_request_known_or_not() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect()
+    header = Header("chunk", "r1", "prompt", 0, 5)
+    assert failed(stage.actor.reject(header, InvalidPayload("bad"))).code is ErrorCode.INVALID_PAYLOAD
+    assert stage.actor.reject(header, InvalidPayload("again")) == [], "told once"
+    message = failed(stage.actor.reject(Header("expect", "r2", attempt=1), InvalidPayload("bad")))
+    assert message.code is ErrorCode.INVALID_PAYLOAD
+    assert stage.actor.reject(Header("expect", "r2"), InvalidPayload("again")) == []
+    assert stage.actor.reject(Header("expect"), InvalidPayload("no request at all")) == []
+    assert stage.actor.counts() == EMPTY
+
+
+# -- with the echo engine ---------------------------------------------------------------------------------------------
+
+
+def test_echo_engine_interleaves_requests_and_ends_empty() -> None:
+    config = pipeline()
+    stage = StageUnderTest("thinker", EchoEngine(config.stage("thinker")))
+    texts = {"a": "hello", "b": "hi", "c": "hey!"}
+    for request_id, text in texts.items():
+        stage.expect(request_id)
+        stage.tokens(text, request_id=request_id)
+    got: dict[str, str] = dict.fromkeys(texts, "")
+    while stage.actor.runnable():
+        for message in stage.actor.step():
+            if isinstance(message.body, TextDelta):
+                got[message.header.request_id] += message.body.text
+    assert got == texts
+    assert stage.actor.counts() == EMPTY
+    assert stage.actor.step() == []
+
+
+def test_echo_engine_fails_one_request_and_goes_on() -> None:
+    config = pipeline()
+    stage = StageUnderTest("thinker", EchoEngine(config.stage("thinker")))
+    stage.expect("bad")
+    stage.chunk("bad", token_ids=pack_token_ids([1, FAIL_TOKEN, 2]), final=True)
+    stage.expect("good")
+    stage.tokens("ok", request_id="good")
+    sent = []
+    while stage.actor.runnable():
+        sent += stage.actor.step()
+    ends = {m.header.request_id: type(m.body) for m in sent if isinstance(m.body, Failed | StageDone)}
+    assert ends == {"bad": Failed, "good": StageDone}
+    assert stage.actor.counts() == EMPTY

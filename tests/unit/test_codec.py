@@ -1,0 +1,295 @@
+"""Frames in and out: round trips, every check of the wire, and that nothing else than the two errors ever comes out."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_actors import codec
+from omni_actors.codec import MAGIC, BadBody, BadHeader, BufferList, Decoder, encode
+from omni_actors.errors import InvalidPayload
+from omni_actors.messages import (
+    Abort,
+    AudioChunk,
+    Chunk,
+    ClientToCoordinator,
+    CoordinatorToStage,
+    DType,
+    FromStage,
+    Header,
+    HostTensor,
+    IntoStage,
+    Limits,
+    Shutdown,
+    Submit,
+    TensorRef,
+    TextDelta,
+    check_extent,
+)
+
+HEADER = Header("", request_id="r1", stage="thinker", replica=2, epoch=7, attempt=1, seq=9, deadline=5.5)
+
+
+def audio(samples: int = 3) -> tuple[AudioChunk, list[bytes]]:
+    buffers = BufferList()
+    ref = buffers.add(HostTensor(DType.F32, (samples,), bytes(4 * samples)))
+    return AudioChunk(samples=ref, sample_rate=24_000), [bytes(buffer) for buffer in buffers.buffers]
+
+
+def frames_of(body: object = None, buffers: object = None, **header: object) -> list[bytes]:
+    """Frames of a message that `encode` might refuse to make."""
+    default, data = audio()
+    body = default if body is None else body
+    data = data if buffers is None else buffers
+    kind = type(body).__struct_config__.tag
+    made = msgspec.structs.replace(HEADER, **{"kind": kind, "n_buffers": len(data), **header})
+    return [MAGIC, msgspec.msgpack.encode(made), msgspec.msgpack.encode(body), *data]
+
+
+def refused_body(frames: list[bytes], limits: Limits | None = None) -> BadBody:
+    decoder: Decoder[FromStage] = Decoder(FromStage, limits)
+    with pytest.raises(BadBody) as caught:
+        decoder.decode(frames)
+    assert decoder.rejected == {"invalid_payload": 1}
+    assert caught.value.header.request_id == "r1"
+    assert isinstance(caught.value.error, InvalidPayload)
+    return caught.value
+
+
+def refused_header(frames: list[bytes], limits: Limits | None = None) -> str:
+    decoder: Decoder[FromStage] = Decoder(FromStage, limits)
+    with pytest.raises(BadHeader) as caught:
+        decoder.decode(frames)
+    assert decoder.rejected == {caught.value.reason: 1}
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_round_trip_of_every_dtype(dtype: DType) -> None:
+    data = bytes(range(2 * 3 * dtype.itemsize))
+    buffers = BufferList()
+    chunk = Chunk(
+        token_ids=b"\x01\x00\x00\x00", tensors={"features": buffers.add(HostTensor(dtype, (2, 3), data))}, start=4
+    )
+    envelope = Decoder(IntoStage).decode(encode(HEADER, chunk, buffers.buffers))
+    assert envelope.body == chunk
+    assert envelope.header == msgspec.structs.replace(HEADER, kind="chunk", n_buffers=1)
+    tensor = envelope.tensor(envelope.body.tensors["features"])
+    assert (tensor.dtype, tensor.shape, bytes(tensor.data)) == (dtype, (2, 3), data)
+
+
+def test_empty_and_scalar_tensors_pass() -> None:
+    buffers = BufferList()
+    refs = {
+        "none": buffers.add(HostTensor(DType.F32, (0, 5), b"")),
+        "one": buffers.add(HostTensor(DType.I64, (), bytes(8))),
+    }
+    envelope = Decoder(IntoStage).decode(encode(HEADER, Chunk(tensors=refs), buffers.buffers))
+    assert envelope.tensor(refs["one"]).shape == ()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_too_few_frames(count: int) -> None:
+    assert refused_header(frames_of()[:count]) == "frame_count"
+
+
+def test_wrong_magic_is_found_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_header_decoder", None)
+    assert refused_header([b"OMNI2", *frames_of()[1:]]) == "magic"
+
+
+def test_header_over_its_size() -> None:
+    assert refused_header(frames_of(), Limits(header_bytes=8)) == "header_size"
+
+
+@pytest.mark.parametrize("header", [b"", b"\xc1", b"\xff" * 40, msgspec.msgpack.encode([1, 2]), b"\x91" * 900])
+def test_header_that_is_none(header: bytes) -> None:
+    frames = frames_of()
+    frames[1] = header
+    assert refused_header(frames) == "header"
+
+
+@pytest.mark.parametrize("field", [{"replica": 70_000}, {"seq": -1}, {"request_id": "r" * 129}, {"attempt": 256}])
+def test_header_values_out_of_range(field: dict[str, object]) -> None:
+    assert refused_header(frames_of(**field)) == "header"
+
+
+def test_number_of_buffers_must_be_the_announced_one() -> None:
+    assert refused_header(frames_of(n_buffers=2)) == "buffer_count"
+    assert refused_header([*frames_of(), b"one more"]) == "buffer_count"
+
+
+def test_kinds_of_other_channels_are_refused() -> None:
+    assert refused_header(frames_of(Abort(), [])) == "kind"
+
+
+def test_kind_in_header_and_body_must_agree() -> None:
+    bad = refused_body(frames_of(TextDelta(text="x"), [], kind="failed"))
+    assert "'failed'" in str(bad)
+    assert "'text'" in str(bad)
+
+
+def test_body_over_its_size() -> None:
+    assert "limit is 10" in str(refused_body(frames_of(), Limits(body_bytes=10)))
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"type": "audio"})])
+def test_body_that_is_none(body: bytes) -> None:
+    frames = frames_of()
+    frames[2] = body
+    refused_body(frames)
+
+
+def test_unknown_field_in_a_body() -> None:
+    frames = frames_of(TextDelta(text="x"), [])
+    frames[2] = msgspec.msgpack.encode({"type": "text", "text": "x", "txet": "y"})
+    assert "txet" in str(refused_body(frames))
+
+
+def test_deep_nesting_is_no_recursion_error() -> None:
+    frames = frames_of(TextDelta(text="x"), [])
+    for nesting in (b"\x91" * 200_000 + b"\xc0", b"\x81\xa4more" * 100_000 + b"\xc0"):
+        frames[2] = nesting
+        refused_body(frames)
+    decoder: Decoder[ClientToCoordinator] = Decoder(ClientToCoordinator)
+    submit = frames_of(TextDelta(text=""), [], kind="submit")
+    submit[2] = b"\x82\xa4type\xa6submit\xa6params" + b"\x81\xa1a" * 150_000 + b"\xc0"
+    with pytest.raises(BadBody):
+        decoder.decode(submit)
+
+
+@pytest.mark.parametrize("size", [0, 8, 11, 13, 16])
+def test_buffer_of_another_size_than_its_shape(size: int) -> None:
+    assert "needs 12 bytes" in str(refused_body(frames_of(buffers=[bytes(size)])))
+
+
+def test_dtype_outside_the_enum() -> None:
+    frames = frames_of()
+    frames[2] = frames[2].replace(b"f32", b"f64")
+    assert "f64" in str(refused_body(frames))
+
+
+def test_rank_and_dimensions_are_bounded() -> None:
+    with pytest.raises(InvalidPayload, match="rank 9"):
+        check_extent(DType.U8, (1,) * 9, 1, "x")
+    with pytest.raises(InvalidPayload, match="negative"):
+        check_extent(DType.U8, (-1, -1), 1, "x")
+    for shape in ((1,) * 9, (-1,), (2**41,)):
+        frames = frames_of(Chunk(tensors={"x": TensorRef(DType.U8, shape, 0)}), [b"a"])
+        with pytest.raises(BadBody):
+            Decoder(IntoStage).decode(frames)
+
+
+def test_buffer_named_twice_or_not_at_all() -> None:
+    ref = TensorRef(DType.U8, (1,), 0)
+    for tensors, buffers in (
+        ({"a": ref, "b": ref}, [b"x"]),
+        ({"a": ref, "b": ref}, [b"x", b"y"]),
+        ({"a": ref}, [b"x", b"y"]),
+        ({"a": TensorRef(DType.U8, (1,), 1)}, [b"x"]),
+        ({}, [b"x"]),
+        ({"a": ref}, []),
+    ):
+        with pytest.raises(BadBody, match="exactly once"):
+            Decoder(IntoStage).decode(frames_of(Chunk(tensors=tensors), buffers))
+        with pytest.raises(InvalidPayload, match="exactly once"):
+            encode(HEADER, Chunk(tensors=tensors), buffers)
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(buffers=1), Limits(buffer_bytes=11), Limits(message_bytes=23), Limits(body_bytes=8),
+               Limits(header_bytes=8)]
+)  # fmt: skip
+def test_oversize_is_refused_on_both_sides(limits: Limits) -> None:
+    buffers = BufferList()
+    chunk = Chunk(tensors={n: buffers.add(HostTensor(DType.F32, (3,), bytes(12))) for n in "ab"})
+    frames = encode(HEADER, chunk, buffers.buffers)
+    with pytest.raises(InvalidPayload, match="limit"):
+        encode(HEADER, chunk, buffers.buffers, limits)
+    with pytest.raises((BadBody, BadHeader)):
+        Decoder(IntoStage, limits).decode(frames)
+
+
+def test_values_without_an_encoding_are_typed_errors() -> None:
+    with pytest.raises(InvalidPayload, match="cannot be encoded"):
+        encode(HEADER, TextDelta(text="half a pair \ud800"))
+    with pytest.raises(InvalidPayload, match="cannot be encoded"):
+        encode(msgspec.structs.replace(HEADER, request_id="\udfff"), TextDelta(text=""))
+
+
+def test_single_kind_channel() -> None:
+    decoder: Decoder[Shutdown] = Decoder(Shutdown)
+    assert decoder.decode(encode(HEADER, Shutdown(reason="end"))).body == Shutdown(reason="end")
+
+
+def test_rejects_are_counted_by_reason() -> None:
+    decoder: Decoder[FromStage] = Decoder(FromStage)
+    for frames in ([], [], [b"x", b"", b""], frames_of(buffers=[b""])):
+        with pytest.raises((BadBody, BadHeader)):
+            decoder.decode(frames)
+    assert decoder.rejected == {"frame_count": 2, "magic": 1, "invalid_payload": 1}
+
+
+def check_only_the_two_errors(channel: object, frames: list[bytes]) -> None:
+    decoder: Decoder = Decoder(channel)
+    try:
+        decoder.decode(frames)
+    except (BadHeader, BadBody):
+        assert sum(decoder.rejected.values()) == 1
+    else:
+        assert not decoder.rejected
+
+
+random_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9)
+    | st.binary(max_size=9) | st.sampled_from([*map(str, DType), "audio", "text", "chunk", "submit", "expect"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=8,
+)  # fmt: skip
+channels = st.sampled_from([ClientToCoordinator, IntoStage, FromStage, CoordinatorToStage])
+
+
+@settings(max_examples=150, deadline=None)
+@given(channels, st.lists(st.binary(max_size=60) | st.just(MAGIC), max_size=6))
+def test_random_frames(channel: object, frames: list[bytes]) -> None:
+    check_only_the_two_errors(channel, frames)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    channels,
+    st.sampled_from(["audio", "text", "chunk", "submit", "expect", "abort", "failed", "welcome", "stage_done"]),
+    st.dictionaries(st.sampled_from(
+        ["type", "text", "samples", "prompt", "tensors", "token_ids", "information", "route", "params", "start", "code",
+         "media", "messages", "entries", "usage", "seed", "sample_rate"]), random_values, max_size=6),
+    st.lists(st.binary(max_size=30), max_size=3),
+)  # fmt: skip
+def test_random_bodies_under_a_good_header(channel: object, kind: str, body: dict, buffers: list[bytes]) -> None:
+    header = msgspec.structs.replace(HEADER, kind=kind, n_buffers=len(buffers))
+    frames = [MAGIC, msgspec.msgpack.encode(header), msgspec.msgpack.encode({"type": kind, **body}), *buffers]
+    check_only_the_two_errors(channel, frames)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_good_message_with_one_byte_changed(data: st.DataObject) -> None:
+    frames = frames_of()
+    number = data.draw(st.integers(0, len(frames) - 1))
+    position = data.draw(st.integers(0, len(frames[number]) - 1))
+    changed = bytearray(frames[number])
+    changed[position] = data.draw(st.integers(0, 255))
+    frames[number] = bytes(changed)
+    check_only_the_two_errors(FromStage, frames)
+
+
+def test_submit_without_constraints_is_checked_on_decode() -> None:
+    """msgspec checks constraints only on decode; the receiver is the wall."""
+    from omni_actors.messages import ChatMessage, ContentPart, Prompt
+
+    prompt = Prompt(messages=(ChatMessage("user", (ContentPart(text="hi"),)),))
+    for wrong in ({"modalities": ()}, {"seed": -1}, {"priority": 10_000}):
+        frames = encode(Header("", request_id="r1"), Submit(prompt=prompt, **wrong))
+        with pytest.raises(BadBody):
+            Decoder(ClientToCoordinator).decode(frames)

@@ -1,0 +1,324 @@
+"""The pipeline's YAML: what is refused, with which words, and where each value comes from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_actors import config, logs
+from omni_actors.config import BUILT_IN_PROCESSORS, describe, memory_plan
+from omni_actors.errors import ConfigError
+from omni_actors.stage.processors import PROCESSORS, InputProcessor, Passthrough
+from tests.unit.builders import chain, load, write
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("OMNI_ACTORS_") or name == "CUDA_VISIBLE_DEVICES":
+            monkeypatch.delenv(name)
+
+
+def refused(tmp_path: Path, data: Any, overrides: dict[str, str] | None = None, devices: int = 0) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, data, overrides, devices)
+    return str(caught.value)
+
+
+def with_stage(number: int, **fields: Any) -> dict[str, Any]:
+    data = chain()
+    data["stages"][number].update(fields)
+    return data
+
+
+def test_the_echo_pipeline(tmp_path: Path) -> None:
+    pipeline = load(tmp_path, chain()).pipeline
+    assert pipeline.entry.name == "prompt"
+    assert pipeline.modalities == ("text", "audio")
+    assert pipeline.downstream("thinker") == ("talker",)
+    assert pipeline.route(["text"]) == ("prompt", "thinker")
+    assert pipeline.route(["audio"]) == ("prompt", "thinker", "talker", "code2wav")
+
+
+@pytest.mark.parametrize("name", ["echo.yaml"])
+def test_shipped_configurations_load(name: str) -> None:
+    config.load(REPOSITORY / "stage_configs" / name)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"modle": "x"}, ["'modle'", "Did you mean 'model'"]),
+        ({"coordinator": {"max_inflight": 3}}, ["'coordinator.max_inflight'", "Did you mean 'max_in_flight'"]),
+        ({"limits": {"buffer_byte": 3}}, ["'limits.buffer_byte'", "Did you mean 'buffer_bytes'"]),
+    ],
+)
+def test_unknown_keys_name_the_nearest(tmp_path: Path, change: dict, words: list[str]) -> None:
+    text = refused(tmp_path, {**chain(), **change})
+    assert all(word in text for word in words)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ouputs": ["text"]}, ["'stages.thinker.ouputs'", "Did you mean 'outputs'"]),
+        ({"inputs": {"form": "prompt"}}, ["'stages.thinker.inputs.form'", "Did you mean 'from'"]),
+        ({"sampling": {"temprature": 1.0}}, ["'stages.thinker.sampling.temprature'", "Did you mean 'temperature'"]),
+        ({"sampling": {"qqqq": 1.0}}, ["Known: guidance_scale"]),
+    ],
+)
+def test_unknown_keys_of_a_stage(tmp_path: Path, fields: dict, words: list[str]) -> None:
+    text = refused(tmp_path, with_stage(1, **fields))
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        ("name: a\nname: b\n", "given twice"),
+        ("stages: [{name: a, name: b}]", "given twice"),
+        ("a: [", "no valid YAML"),
+        ("- a", "must hold a mapping"),
+        ("", "must hold a mapping"),
+        ("a: !!python/object:os.system x", "no valid YAML"),
+    ],
+)
+def test_bad_yaml(tmp_path: Path, data: str, word: str) -> None:
+    assert word in refused(tmp_path, data)
+
+
+def test_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Cannot read the pipeline file"):
+        config.load(tmp_path / "none.yaml", devices=0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"replicas": "2"}, {"replicas": 0}, {"replicas": 1.5}, {"kind": "echoo"}, {"outputs": "text"},
+        {"outputs": ["smell"]}, {"devices": [-1]}, {"sampling": {"max_tokens": 0}},
+        {"sampling": {"temperature": "hot"}},
+        {"inputs": {"from": []}}, {"inputs": {"from": "prompt", "start_after": -1}}, {"startup_timeout": 0},
+        {"engine": ["x"]}, {"inputs": "prompt"}, {"name": "Thinker"}, {"name": "a b"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_types_and_ranges_name_the_key(tmp_path: Path, fields: dict) -> None:
+    text = refused(tmp_path, with_stage(1, **fields))
+    assert next(iter(fields)) in text or "$.stages[1]" in text or "from" in text
+
+
+def test_missing_keys(tmp_path: Path) -> None:
+    for key in ("name", "model", "stages"):
+        data = chain()
+        del data[key]
+        assert key in refused(tmp_path, data)
+
+
+def test_missing_stage_cycle_double_names_and_entries(tmp_path: Path) -> None:
+    assert "no stage 'thinkr'. Did you mean 'thinker'" in refused(tmp_path, with_stage(2, inputs={"from": "thinkr"}))
+    assert "cycle" in refused(tmp_path, with_stage(1, inputs={"from": ["prompt", "code2wav"]}))
+    assert "cycle" in refused(tmp_path, with_stage(1, inputs={"from": "thinker"}))
+    assert "Two stages are called 'prompt'" in refused(tmp_path, with_stage(1, name="prompt"))
+    assert "Exactly one stage has no inputs" in refused(tmp_path, with_stage(2, inputs=None))
+    assert "names a stage twice" in refused(tmp_path, with_stage(1, inputs={"from": ["prompt", "prompt"]}))
+
+
+def test_outputs(tmp_path: Path) -> None:
+    data = with_stage(3, outputs=[])
+    assert "its output goes nowhere" in refused(tmp_path, data)
+    data["stages"] = data["stages"][:1]
+    assert "No stage has outputs" in refused(tmp_path, data)
+    assert "all output text" in refused(tmp_path, with_stage(3, outputs=["text", "audio"]))
+
+
+def test_stages_are_put_in_graph_order(tmp_path: Path) -> None:
+    data = chain()
+    data["stages"].reverse()
+    loaded = load(tmp_path, data)
+    assert [stage.name for stage in loaded.pipeline.stages] == ["prompt", "thinker", "talker", "code2wav"]
+
+
+def test_fan_in_and_fan_out(tmp_path: Path) -> None:
+    data = chain()
+    data["stages"][3]["inputs"] = {"from": ["thinker", "talker"]}
+    data["stages"].append({"name": "other", "kind": "echo", "inputs": {"from": "prompt"}, "outputs": []})
+    data["stages"][3]["inputs"]["from"].append("other")
+    pipeline = load(tmp_path, data).pipeline
+    assert pipeline.downstream("thinker") == ("talker", "code2wav")
+    assert set(pipeline.route(["audio"])) == {"prompt", "thinker", "talker", "other", "code2wav"}
+    assert pipeline.route(["text"]) == ("prompt", "thinker")
+
+
+@pytest.mark.parametrize("name", ["os.system", "subprocess.Popen", "omni_actorsx.y", "builtins.eval"])
+def test_imports_outside_the_allow_list(tmp_path: Path, name: str) -> None:
+    text = refused(tmp_path, with_stage(1, inputs={"from": "prompt", "processor": name}))
+    assert "outside the allowed import prefixes" in text
+    assert "OMNI_ACTORS_ALLOW_IMPORTS" in text
+
+
+def test_own_prefixes_can_be_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "mine., other.")
+    load(tmp_path, with_stage(1, inputs={"from": "prompt", "processor": "mine.processors.Special"}))
+
+
+def test_unknown_processor_is_found_before_anything_starts(tmp_path: Path) -> None:
+    data = with_stage(2, inputs={"from": "thinker", "processor": "thinker2talkr"})
+    assert "Did you mean 'thinker2talker'" in refused(tmp_path, data)
+    assert set(BUILT_IN_PROCESSORS) == set(PROCESSORS)
+
+
+def test_classes_are_resolved_by_name_or_allowed_path() -> None:
+    def resolve(name: str) -> type:
+        return config.resolve_class(name, PROCESSORS, InputProcessor, "here")
+
+    assert resolve("passthrough") is Passthrough
+    assert resolve("omni_actors.stage.processors.Passthrough") is Passthrough
+    for name, word in (
+        ("pasthrough", "Did you mean"), ("omni_actors.stage.processors.Nothing", "cannot import"),
+        ("omni_actors.nothing.X", "cannot import"), ("omni_actors.messages.Chunk", "no subclass of InputProcessor"),
+        ("os.path", "outside"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=word):
+            resolve(name)
+
+
+def test_parameters_must_fit_the_kind_of_stage(tmp_path: Path) -> None:
+    data = with_stage(1, kind="autoregressive", sampling={"num_steps": 3})
+    assert "stages.thinker.sampling.num_steps does not apply" in refused(tmp_path, data)
+    data = with_stage(0, kind="prompt", sampling={"max_tokens": 3})
+    assert "stages.prompt.sampling.max_tokens" in refused(tmp_path, data)
+
+
+def test_only_loopback_is_bound(tmp_path: Path) -> None:
+    for listen in ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.168.1.2:1", "5555", "ipc:///tmp/x"):
+        text = refused(tmp_path, {**chain(), "coordinator": {"listen": listen}})
+        assert "coordinator.listen" in text
+    load(tmp_path, {**chain(), "coordinator": {"listen": "tcp://127.0.0.1:5555"}})
+
+
+def test_impossible_devices(tmp_path: Path) -> None:
+    assert "no device 1; this host has no GPU" in refused(tmp_path, with_stage(1, devices=[1]))
+    assert "this host has devices 0 to 1" in refused(tmp_path, with_stage(1, devices=[2]), devices=2)
+    assert "names a device twice" in refused(tmp_path, with_stage(1, devices=[0, 0]), devices=2)
+    load(tmp_path, with_stage(1, devices=[1]), devices=2)
+
+
+def autoregressive(share_of_thinker: Any, share_of_talker: Any, **talker: Any) -> dict[str, Any]:
+    data = with_stage(1, kind="autoregressive", engine={"gpu_memory_utilization": share_of_thinker})
+    data["stages"][2].update(kind="autoregressive", engine={"gpu_memory_utilization": share_of_talker}, **talker)
+    return data
+
+
+def test_memory_shares_must_fit(tmp_path: Path) -> None:
+    text = refused(tmp_path, autoregressive(0.6, 0.5), devices=2)
+    assert "GPU 0 is promised 1.10 of its memory: thinker 0.6, talker 0.5" in text
+    load(tmp_path, autoregressive(0.6, 0.5, devices=[1]), devices=2)
+    load(tmp_path, autoregressive(0.6, 0.5), devices=0)
+    assert "1.20" in refused(tmp_path, autoregressive(0.6, 0.3, replicas=2), devices=1)
+    pipeline = load(tmp_path, autoregressive(0.6, 0.4), devices=1).pipeline
+    assert memory_plan(pipeline, 1) == {0: [("thinker", 0.6), ("talker", 0.4)]}
+    for share in ("much", 0, 1.5, True, -0.1):
+        text = refused(tmp_path, autoregressive(share, 0.1), devices=1)
+        assert "stages.thinker.engine.gpu_memory_utilization must be a number" in text
+
+
+def test_host_devices_follow_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config.Path, "glob", lambda self, pattern: [Path("/dev/nvidia0"), Path("/dev/nvidia1")])
+    assert config.host_devices() == 2
+    for visible, count in (("", 0), ("-1", 0), ("1", 1), ("0,1,2", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert config.host_devices() == count
+
+
+# -- precedence and sources -------------------------------------------------------------------------------------------
+
+
+def test_command_line_over_environment_over_yaml_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "coordinator.max_in_flight"
+    assert load(tmp_path, chain()).pipeline.coordinator.max_in_flight == 256
+    data = {**chain(), "coordinator": {"max_in_flight": 1}}
+    loaded = load(tmp_path, data)
+    assert (loaded.pipeline.coordinator.max_in_flight, loaded.sources[key]) == (1, "yaml pipeline.yaml")
+    monkeypatch.setenv("OMNI_ACTORS_MAX_IN_FLIGHT", "2")
+    loaded = load(tmp_path, data)
+    assert (loaded.pipeline.coordinator.max_in_flight, loaded.sources[key]) == (2, "env OMNI_ACTORS_MAX_IN_FLIGHT")
+    loaded = load(tmp_path, data, {key: "3"})
+    assert (loaded.pipeline.coordinator.max_in_flight, loaded.sources[key]) == (3, "command line")
+
+
+def test_stages_are_set_by_name(tmp_path: Path) -> None:
+    loaded = load(tmp_path, chain(), {"stages.talker.engine.step_seconds": "0.5", "stages.talker.replicas": "2"})
+    assert loaded.pipeline.stage("talker").engine == {"step_seconds": 0.5}
+    assert loaded.pipeline.stage("talker").replicas == 2
+    assert "no stage 'talkr'. Did you mean 'talker'" in refused(tmp_path, chain(), {"stages.talkr.replicas": "2"})
+    assert "Did you mean 'replicas'" in refused(tmp_path, chain(), {"stages.talker.replicass": "2"})
+    assert "is no mapping" in refused(tmp_path, chain(), {"name.x.y": "2"})
+    assert "does not name a value" in refused(tmp_path, chain(), {"stages.x": "2"})
+    assert "no valid YAML" in refused(tmp_path, chain(), {"name": "["})
+
+
+def test_check_shows_every_value_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_STARTUP_TIMEOUT", "5.5")
+    data = autoregressive(0.5, 0.25)
+    text = describe(load(tmp_path, data, {"stages.talker.replicas": "2"}, devices=1), devices=1)
+    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  stages") or "coord" in line}
+    assert lines["stages.talker.replicas"].split()[1:] == ["2", "[command", "line]"]
+    assert "5.5" in lines["coordinator.startup_timeout"]
+    assert "[env OMNI_ACTORS_STARTUP_TIMEOUT]" in lines["coordinator.startup_timeout"]
+    assert lines["stages.thinker.kind"].endswith("[yaml pipeline.yaml]")
+    assert lines["coordinator.max_in_flight"].endswith("[default]")
+    assert "  thinker: 1 x autoregressive on GPU 0, takes input from prompt" in text
+    assert "  prompt: 1 x echo on CPU, takes input from the client" in text
+    assert "memory of GPU 0: thinker 0.5 + talker 0.5 = 1.00" in text
+
+
+def test_digest_changes_with_every_value(tmp_path: Path) -> None:
+    first = load(tmp_path, chain()).pipeline.digest()
+    assert load(tmp_path, chain()).pipeline.digest() == first
+    assert load(tmp_path, chain(), {"stages.talker.replicas": "2"}).pipeline.digest() != first
+    assert load(tmp_path, chain(), {"limits.body_bytes": "2000"}).pipeline.digest() != first
+
+
+# -- model path -------------------------------------------------------------------------------------------------------
+
+
+def test_model_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here" / "local").mkdir()
+
+    def model(value: str) -> str:
+        return config.load(write(tmp_path / "configs", {**chain(), "model": value}), devices=0).pipeline.model
+
+    assert model("../beside") == str(tmp_path / "beside")
+    assert model("local") == str(tmp_path / "here" / "local")
+    assert model(str(tmp_path / "here")) == str(tmp_path / "here")
+    assert model("Qwen/Qwen2.5-Omni-7B") == "Qwen/Qwen2.5-Omni-7B"
+    for missing in ("./nothing", "../nothing", "/nothing", "~/nothing"):
+        with pytest.raises(ConfigError, match="there is no folder"):
+            model(missing)
+
+
+def test_log_level_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger("omni_actors")
+    before = (root.handlers[:], root.level, root.propagate)
+    try:
+        monkeypatch.setenv("OMNI_ACTORS_LOG_LEVEL", "debug")
+        logs.configure("test")
+        assert root.level == logging.DEBUG
+        monkeypatch.setenv("OMNI_ACTORS_LOG_LEVEL", "loud")
+        with pytest.raises(ConfigError, match="LOUD"):
+            logs.configure("test")
+    finally:
+        root.handlers[:], root.propagate = before[0], before[2]
+        root.setLevel(before[1])

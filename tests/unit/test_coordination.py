@@ -1,0 +1,483 @@
+"""The coordinator's decisions: an event in, the list of instructions out."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from omni_actors.core.coordination import Coordination, Instruction, ToClient, ToStage
+from omni_actors.core.replicas import ReplicaState, ReplicaTable
+from omni_actors.core.tombstones import Tombstones
+from omni_actors.errors import EngineError, ErrorCode, InvalidPayload
+from omni_actors.messages import (
+    Abort,
+    AudioChunk,
+    Done,
+    DType,
+    Expect,
+    Failed,
+    Header,
+    Hop,
+    StageParams,
+    TensorRef,
+    TextDelta,
+)
+from tests.unit.builders import done, header_from, pipeline, submit
+
+STAGES = ("prompt", "thinker", "talker", "code2wav")
+NOW = 1000.0
+ALICE, BOB = b"alice", b"bob"
+CHUNK = AudioChunk(samples=TensorRef(DType.F32, (1,), 0), sample_rate=24_000)
+
+
+def ready(replicas: int = 1, **coordinator: object) -> Coordination:
+    state = Coordination(pipeline(**coordinator), new_seed=lambda: 77)
+    for stage in STAGES:
+        for index in range(replicas):
+            replica = state.replicas.add(stage, index, 1)
+            replica.state = ReplicaState.READY
+            if stage == "code2wav":
+                replica.voices, replica.sample_rate = ("Chelsie", "Ethan"), 24_000
+    return state
+
+
+def hop(stage: str, index: int = 0, epoch: int = 1) -> Hop:
+    return Hop(stage, index, epoch)
+
+
+def ask(state: Coordination, request_id: str = "r1", client: bytes = ALICE, *modalities: str, **fields: object) -> list:
+    return state.submit(client, Header("", request_id), submit(*modalities, **fields), [b"media"], NOW)
+
+
+def say(
+    state: Coordination, stage: str, body: object, seq: int = 0, request_id: str = "r1", buffers: tuple = ()
+) -> list:
+    return state.from_stage(header_from(hop(stage), request_id, seq), body, buffers, NOW)
+
+
+def failure(instructions: list[Instruction]) -> Failed:
+    """The one message to the client, which is a failure."""
+    (message,) = [item for item in instructions if isinstance(item, ToClient)]
+    assert isinstance(message.body, Failed)
+    return message.body
+
+
+def aborts(instructions: list[Instruction]) -> list[str]:
+    return [item.hop.stage for item in instructions if isinstance(item, ToStage) and isinstance(item.body, Abort)]
+
+
+def test_submit_opens_later_stages_first_and_gives_the_prompt_to_the_entry() -> None:
+    instructions = ask(ready(), voice="Ethan", priority=3, params={"talker": StageParams(top_k=5)})
+    assert [item.hop for item in instructions] == [hop(stage) for stage in reversed(STAGES)]
+    route = tuple(hop(stage) for stage in STAGES)
+    for item in instructions:
+        entry = item.hop.stage == "prompt"
+        assert isinstance(item.body, Expect)
+        assert item.body.route == route
+        assert (item.body.prompt is not None) == entry
+        assert list(item.buffers) == ([b"media"] if entry else [])
+        assert (item.body.seed, item.body.voice, item.body.priority) == (77, "Ethan", 3)
+        assert item.body.params == (StageParams(top_k=5) if item.hop.stage == "talker" else StageParams())
+        assert (item.request_id, item.attempt, item.deadline) == ("r1", 0, NOW + 600)
+
+
+def test_text_only_stops_at_the_thinker() -> None:
+    instructions = ask(ready(), "r1", ALICE, "text")
+    assert [item.hop.stage for item in instructions] == ["thinker", "prompt"]
+
+
+def test_given_seed_and_deadline_are_kept() -> None:
+    state = ready()
+    instructions = state.submit(ALICE, Header("", "r1", deadline=NOW + 5), submit(seed=3), [], NOW)
+    assert {(item.body.seed, item.deadline) for item in instructions} == {(3, NOW + 5)}
+
+
+@pytest.mark.parametrize(
+    ("modalities", "fields", "code", "words"),
+    [
+        (("smell",), {}, ErrorCode.UNKNOWN_MODALITY, "text, audio"),
+        (("text", "audio"), {"voice": "Bob"}, ErrorCode.UNKNOWN_VOICE, "Chelsie, Ethan"),
+        (("text",), {"params": {"talkr": StageParams()}}, ErrorCode.INVALID_REQUEST, "Did you mean 'talker'"),
+        (
+            ("text",),
+            {"params": {"thinker": StageParams(min_tokens=5, max_tokens=2)}},
+            ErrorCode.INVALID_REQUEST,
+            "min_",
+        ),
+    ],
+)
+def test_refusals_name_what_would_be_right(modalities, fields, code, words) -> None:
+    state = ready()
+    body = failure(ask(state, "r1", ALICE, *modalities, **fields))
+    assert (body.code, words in body.message) == (code, True)
+    assert state.in_flight == 0
+    assert not any(replica.requests for replica in state.replicas)
+    assert len(ask(state)) == 4, "the id of a refused request may be used again"
+
+
+def test_parameters_of_the_wrong_kind_of_stage() -> None:
+    from omni_actors.config import StageKind
+    from omni_actors.core.admission import _stage_params
+
+    config = pipeline()
+    import msgspec
+
+    stages = [msgspec.structs.replace(config.stages[1], kind=StageKind.AUTOREGRESSIVE)]
+    with pytest.raises(Exception, match="num_steps does not apply to stage 'thinker'"):
+        _stage_params(msgspec.structs.replace(config, stages=stages), {"thinker": StageParams(num_steps=3)})
+
+
+def test_overload_says_when_to_come_back() -> None:
+    state = ready(max_in_flight=2)
+    ask(state, "a")
+    ask(state, "b")
+    body = failure(ask(state, "c"))
+    assert (body.code, body.retryable, body.retry_after) == (ErrorCode.OVERLOADED, True, 1.0)
+    state.abort(ALICE, "a", NOW)
+    assert len(ask(state, "d")) == 4
+
+
+def test_ids_are_used_once() -> None:
+    state = ready(tombstone_ttl=60)
+    ask(state)
+    assert failure(ask(state)).code is ErrorCode.INVALID_REQUEST
+    assert state.in_flight == 1
+    state.abort(ALICE, "r1", NOW)
+    assert failure(ask(state)).code is ErrorCode.INVALID_REQUEST
+    state.tick(NOW + 61)
+    assert len(ask(state)) == 4
+    assert failure(ask(state, "")).code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("deadline", [NOW, NOW - 1, -5.0])
+def test_deadline_in_the_past(deadline: float) -> None:
+    state = ready()
+    instructions = state.submit(ALICE, Header("", "r1", deadline=deadline), submit(), [], NOW)
+    assert failure(instructions).code is ErrorCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("deadline", [float("nan"), float("inf")])
+def test_deadline_that_never_passes(deadline: float) -> None:
+    instructions = ready().submit(ALICE, Header("", "r1", deadline=deadline), submit(), [], NOW)
+    assert failure(instructions).code is ErrorCode.INVALID_REQUEST
+
+
+def test_deadline_ends_the_request_everywhere() -> None:
+    state = ready(default_timeout=5)
+    ask(state)
+    assert state.tick(NOW + 4.9) == []
+    instructions = state.tick(NOW + 5)
+    assert failure(instructions).code is ErrorCode.DEADLINE_EXCEEDED
+    assert sorted(aborts(instructions)) == sorted(STAGES)
+    assert state.tick(NOW + 6) == []
+
+
+def test_missing_stage_is_named() -> None:
+    state = ready()
+    state.replicas.find("talker", 0, 1).state = ReplicaState.LOADING
+    body = failure(ask(state))
+    assert (body.code, body.stage, body.retryable) == (ErrorCode.STAGE_UNAVAILABLE, "talker", True)
+    assert len(ask(state, "r2", ALICE, "text")) == 2
+
+
+def test_results_reach_the_client_numbered_and_filtered() -> None:
+    state = ready()
+    ask(state)
+    assert say(state, "thinker", TextDelta(text="a"), 0) == [ToClient(ALICE, "r1", 0, TextDelta(text="a"))]
+    assert say(state, "code2wav", CHUNK, 0, buffers=(b"1234",)) == [ToClient(ALICE, "r1", 1, CHUNK, (b"1234",))]
+    assert say(state, "talker", TextDelta(text="x"), 0) == [], "the talker has no outputs"
+    assert say(state, "thinker", CHUNK, 1) == [], "the thinker has no audio output"
+
+
+def test_audio_only_gets_no_text() -> None:
+    state = ready()
+    ask(state, "r1", ALICE, "audio")
+    assert say(state, "thinker", TextDelta(text="a")) == []
+    assert say(state, "code2wav", CHUNK) == [ToClient(ALICE, "r1", 0, CHUNK)]
+
+
+def test_done_when_the_last_stage_is_done_whatever_the_order() -> None:
+    state = ready()
+    ask(state)
+    for stage in ("code2wav", "prompt", "talker"):
+        assert say(state, stage, done()) == []
+    (message,) = say(state, "thinker", done("length"))
+    assert isinstance(message.body, Done)
+    assert set(message.body.usage) == set(STAGES)
+    assert message.body.usage["thinker"].finish_reason == "length"
+    assert state.in_flight == 0
+    assert not any(replica.requests for replica in state.replicas)
+    assert say(state, "thinker", TextDelta(text="late"), 1) == []
+    assert state.dropped == {"late": 1}
+
+
+def test_stage_failure_ends_the_request_once() -> None:
+    state = ready()
+    ask(state)
+    instructions = say(state, "talker", Failed.from_error(EngineError("boom"), "talker"))
+    body = failure(instructions)
+    assert (body.code, body.message, body.stage) == (ErrorCode.ENGINE_ERROR, "boom", "talker")
+    assert sorted(aborts(instructions)) == sorted(STAGES)
+    assert say(state, "code2wav", Failed.from_error(EngineError("again"))) == []
+
+
+def test_gap_in_the_results_is_an_error_but_hides_no_failure() -> None:
+    state = ready()
+    ask(state)
+    assert failure(say(state, "thinker", TextDelta(text="b"), 1)).code is ErrorCode.PROTOCOL_ERROR
+    ask(state, "r2")
+    failed = Failed.from_error(InvalidPayload("too large to send"))
+    assert failure(say(state, "code2wav", failed, 3, "r2")).code is ErrorCode.INVALID_PAYLOAD
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (header_from(hop("thinker", 0, 2), "r1"), "foreign_epoch"),
+        (header_from(hop("thinker", 1, 1), "r1"), "foreign_epoch"),
+        (header_from(hop("stranger"), "r1"), "foreign_epoch"),
+        (header_from(hop("thinker"), "r1", attempt=1), "foreign_attempt"),
+        (header_from(hop("thinker"), "r9"), "unknown_request"),
+    ],
+)
+def test_foreign_results_are_dropped_and_counted(header: Header, reason: str) -> None:
+    state = ready()
+    ask(state)
+    assert state.from_stage(header, Failed.from_error(EngineError("x")), (), NOW) == []
+    assert state.reject_from_stage(header, InvalidPayload("x"), NOW) == []
+    assert state.dropped == {reason: 2}
+    assert state.in_flight == 1
+
+
+def test_only_the_owner_aborts() -> None:
+    state = ready()
+    ask(state)
+    assert state.abort(BOB, "r1", NOW) == []
+    instructions = state.abort(ALICE, "r1", NOW)
+    assert failure(instructions).code is ErrorCode.ABORTED
+    assert sorted(aborts(instructions)) == sorted(STAGES)
+    assert state.abort(ALICE, "r1", NOW) == []
+    assert state.dropped == {"abort_of_unknown_request": 2}
+
+
+def test_undecodable_client_message() -> None:
+    state = ready()
+    ask(state)
+    error = InvalidPayload("bad")
+    assert failure(state.reject(BOB, Header("", "r1"), error, NOW)).code is ErrorCode.INVALID_PAYLOAD
+    assert state.in_flight == 1, "another client's garbage does not end this request"
+    assert len(aborts(state.reject(ALICE, Header("", "r1"), error, NOW))) == 4
+    (answer,) = state.reject(ALICE, Header("", "new"), error, NOW)
+    assert answer.body.code is ErrorCode.INVALID_PAYLOAD
+
+
+def test_undecodable_result_ends_its_request() -> None:
+    state = ready()
+    ask(state)
+    instructions = state.reject_from_stage(header_from(hop("talker"), "r1"), InvalidPayload("bad"), NOW)
+    assert failure(instructions).code is ErrorCode.INVALID_PAYLOAD
+
+
+def test_lost_replica_fails_what_it_held_only() -> None:
+    state = ready()
+    ask(state, "both")
+    ask(state, "text", BOB, "text")
+    lost = state.replicas.find("talker", 0, 1)
+    instructions = state.replica_lost(lost, NOW, "killed by signal 9")
+    body = failure(instructions)
+    assert (body.code, body.stage, body.retryable) == (ErrorCode.STAGE_LOST, "talker", True)
+    assert "killed by signal 9" in body.message
+    assert sorted(aborts(instructions)) == ["code2wav", "prompt", "thinker"], "nothing is sent to the dead"
+    assert state.requests_of(BOB) == ("text",)
+    assert state.requests_of(ALICE) == ()
+    assert state.replicas.unavailable_stages() == ["talker"]
+
+
+def test_lost_client_gets_nothing_more() -> None:
+    state = ready()
+    ask(state, "a")
+    ask(state, "b")
+    ask(state, "c", BOB)
+    instructions = state.client_gone(ALICE, NOW)
+    assert all(isinstance(item, ToStage) and isinstance(item.body, Abort) for item in instructions)
+    assert len(instructions) == 8
+    assert state.in_flight == 1
+
+
+def test_shutdown_answers_everybody() -> None:
+    state = ready()
+    ask(state, "a")
+    ask(state, "b", BOB)
+    instructions = state.shut_down(NOW)
+    answers = {item.client: item.body.code for item in instructions if isinstance(item, ToClient)}
+    assert answers == {ALICE: ErrorCode.STAGE_UNAVAILABLE, BOB: ErrorCode.STAGE_UNAVAILABLE}
+    assert failure(ask(state, "too late")).code is ErrorCode.STAGE_UNAVAILABLE
+    assert state.in_flight == 0
+
+
+# -- replicas and tombstones ------------------------------------------------------------------------------------------
+
+
+def test_least_loaded_replica_is_chosen() -> None:
+    state = ready(replicas=2)
+    chosen = [[item.hop.replica for item in ask(state, f"r{i}")] for i in range(4)]
+    assert chosen == [[0] * 4, [1] * 4, [0] * 4, [1] * 4]
+    state.abort(ALICE, "r1", NOW)
+    assert {item.hop.replica for item in ask(state, "next")} == {1}
+
+
+def test_replica_table_epochs() -> None:
+    table = ReplicaTable()
+    first = table.add("talker", 0, 1)
+    assert table.choose("talker") is None
+    assert table.find("talker", 0, 1) is first
+    second = table.add("talker", 0, 2)
+    assert table.find("talker", 0, 1) is None
+    assert table.find("talker", 0, 2) is second
+    assert [replica.name for replica in table.missing()] == ["talker/0"]
+    second.inbox = "ipc:///x"
+    assert [peer.epoch for peer in table.peers(("talker",))] == [2]
+    second.state = ReplicaState.DEAD
+    assert table.peers(("talker",)) == ()
+
+
+def test_tombstones_age_and_bound() -> None:
+    stones = Tombstones(ttl=10, maximum=3)
+    for i in range(5):
+        stones.add(str(i), float(i))
+    assert [str(i) in stones for i in range(5)] == [False, False, True, True, True]
+    stones.add("2", 5.0)  # ended again: younger than 3 and 4 now
+    stones.expire(13.5)
+    assert [str(i) in stones for i in range(5)] == [False, False, True, False, True]
+    assert len(stones) == 2
+
+
+# -- any interleaving -------------------------------------------------------------------------------------------------
+
+request_numbers = st.integers(0, 7)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order, every admitted request gets exactly one terminal message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = ready(replicas=2, max_in_flight=5, tombstone_ttl=20)
+        self.now = NOW
+        self.serial = 0
+        self.admitted: dict[str, bytes] = {}
+        self.terminals: collections.Counter[str] = collections.Counter()
+        self.seqs: dict[tuple[str, str], int] = {}
+        self.client_seq: collections.Counter[str] = collections.Counter()
+        self.silenced: set[str] = set()  # their client is gone
+
+    def take(self, instructions: list[Instruction]) -> None:
+        for item in instructions:
+            if isinstance(item, ToStage):
+                replica = self.state.replicas.find(*(item.hop.stage, item.hop.replica, item.hop.epoch))
+                assert replica is not None
+                assert replica.state is not ReplicaState.DEAD
+                continue
+            assert item.client == self.admitted[item.request_id]
+            assert item.request_id not in self.silenced
+            assert self.terminals[item.request_id] == 0, "a message after the terminal one"
+            assert item.seq == self.client_seq[item.request_id]
+            self.client_seq[item.request_id] += 1
+            if isinstance(item.body, Done | Failed):
+                self.terminals[item.request_id] += 1
+
+    def pick(self, number: int) -> str:
+        return f"r{max(0, self.serial - number)}"
+
+    @rule(client=st.sampled_from([ALICE, BOB]), audio=st.booleans(), timeout=st.sampled_from([0.0, 2.0, 50.0]))
+    def submit(self, client: bytes, audio: bool, timeout: float) -> None:
+        self.serial += 1
+        request_id = f"r{self.serial}"
+        deadline = self.now + timeout if timeout else 0.0
+        body = submit("text", "audio") if audio else submit("text")
+        instructions = self.state.submit(client, Header("", request_id, deadline=deadline), body, [], self.now)
+        if isinstance(instructions[0], ToClient):
+            assert len(instructions) == 1
+            assert request_id not in self.state.requests_of(client)
+            return
+        self.admitted[request_id] = client
+        self.take(instructions)
+
+    @rule(
+        number=request_numbers,
+        stage=st.sampled_from(STAGES),
+        kind=st.sampled_from(["out", "done", "fail"]),
+        index=st.integers(0, 1),
+        skip=st.sampled_from([0, 0, 0, 0, 1]),
+        epoch=st.sampled_from([1, 1, 1, 2]),
+    )
+    def stage_says(self, number: int, stage: str, kind: str, index: int, skip: int, epoch: int) -> None:
+        request_id = self.pick(number)
+        seq = self.seqs.get((request_id, stage), 0) + skip
+        output = CHUNK if stage == "code2wav" else TextDelta(text="x")
+        body = {"out": output, "done": done(), "fail": Failed.from_error(EngineError("x"))}[kind]
+        before = sum(self.state.dropped.values())
+        self.take(self.state.from_stage(header_from(hop(stage, index, epoch), request_id, seq), body, (), self.now))
+        if sum(self.state.dropped.values()) == before:
+            self.seqs[request_id, stage] = seq + 1
+
+    @rule(number=request_numbers, client=st.sampled_from([ALICE, BOB]))
+    def abort(self, number: int, client: bytes) -> None:
+        self.take(self.state.abort(client, self.pick(number), self.now))
+
+    @rule(number=request_numbers, stage=st.sampled_from(STAGES), index=st.integers(0, 1))
+    def bad_result(self, number: int, stage: str, index: int) -> None:
+        header = header_from(hop(stage, index), self.pick(number))
+        self.take(self.state.reject_from_stage(header, InvalidPayload("x"), self.now))
+
+    @rule(client=st.sampled_from([ALICE, BOB]))
+    def client_gone(self, client: bytes) -> None:
+        self.silenced.update(self.state.requests_of(client))
+        self.take(self.state.client_gone(client, self.now))
+
+    @rule(stage=st.sampled_from(STAGES), index=st.integers(0, 1))
+    def replica_lost(self, stage: str, index: int) -> None:
+        replica = self.state.replicas.find(stage, index, 1)
+        if replica is not None and replica.state is ReplicaState.READY:
+            self.take(self.state.replica_lost(replica, self.now, "test"))
+
+    @rule(stage=st.sampled_from(STAGES), index=st.integers(0, 1))
+    def replica_back(self, stage: str, index: int) -> None:
+        replica = self.state.replicas.find(stage, index, 1)
+        if replica is not None and replica.state is ReplicaState.DEAD:
+            replica.state = ReplicaState.READY
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 30.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(self.state.tick(self.now))
+
+    @precondition(lambda self: self.serial > 5)
+    @rule()
+    def shut_down(self) -> None:
+        self.take(self.state.shut_down(self.now))
+        assert self.state.in_flight == 0
+
+    @invariant()
+    def books_agree(self) -> None:
+        active = {*self.state.requests_of(ALICE), *self.state.requests_of(BOB)}
+        assert len(active) == self.state.in_flight <= 5
+        ended = {request_id for request_id, count in self.terminals.items() if count}
+        assert active == set(self.admitted) - ended - self.silenced
+        held = set().union(*(replica.requests for replica in self.state.replicas))
+        assert held <= active
+
+    def teardown(self) -> None:
+        self.take(self.state.tick(self.now + 10_000))
+        assert self.state.in_flight == 0
+        for request_id in set(self.admitted) - self.silenced:
+            assert self.terminals[request_id] == 1
+        assert not any(replica.requests for replica in self.state.replicas)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,339 @@
+"""The pure parts of the engine package: tensors, sampling parameters, registry, row streams, joined outputs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.core import EngineLost, StepFailed, _device_is_lost
+from omni_actors.engine.models import checkpoint_architecture, find_model_spec
+from omni_actors.engine.models.qwen2_5_omni_thinker import check_feature
+from omni_actors.engine.models.voices import load_voices
+from omni_actors.engine.sampling import make_sampling_params
+from omni_actors.engine.scheduler import OmniSchedulerInterface, OmniSchedulerMixin
+from omni_actors.engine.stage_llm import as_inputs, join
+from omni_actors.engine.tensors import check_rows, to_host, to_torch
+from omni_actors.engine.worker_base import HostCopy
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, Overloaded
+from omni_actors.messages import DType, HostTensor, StageParams
+from omni_actors.stage.interface import StageInputs
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 0, 3)])
+def test_tensors_survive_both_ways(dtype, shape):
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    host = to_host(tensor)
+    assert host.validate().shape == shape
+    assert torch.equal(to_torch(host), tensor)
+    assert torch.equal(to_torch(HostTensor(host.dtype, host.shape, bytes(host.data))), tensor)
+
+
+def test_to_torch_copies_and_to_host_takes_any_layout():
+    data = bytearray(8)
+    tensor = to_torch(HostTensor(DType.F32, (2,), data))
+    data[0] = 255
+    assert torch.equal(tensor, torch.zeros(2))
+    assert torch.equal(to_torch(to_host(torch.arange(6.0).reshape(2, 3).T)), torch.arange(6.0).reshape(2, 3).T)
+    assert torch.equal(to_torch(to_host(torch.ones(2, requires_grad=True))), torch.ones(2))
+
+
+def test_tensors_that_may_not_cross():
+    with pytest.raises(InvalidPayload, match="float64"):
+        to_host(torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(InvalidPayload):
+        to_torch(HostTensor(DType.F32, (3,), bytes(8)))
+    for bad in (torch.zeros(2, 3), torch.zeros(4), torch.zeros(0, 4), torch.zeros(2, 4, dtype=torch.int32)):
+        with pytest.raises(InvalidPayload):
+            check_rows(to_host(bad), 4, "rows", minimum=1)
+    check_rows(to_host(torch.zeros(1, 4)), 4, "rows", minimum=1)
+
+
+def test_host_copy_on_the_cpu_is_the_tensor_itself():
+    tensor = torch.ones(3)
+    assert HostCopy({"rows": tensor}).wait()["rows"] is tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling parameters
+
+
+def make(params: StageParams, **options):
+    return make_sampling_params(params, **{"seed": 7, "end_token_ids": [3, 2], "vocabulary": 10, **options})
+
+
+def test_sampling_defaults_are_neutral():
+    made = make(StageParams(max_tokens=5))
+    assert (made.max_tokens, made.temperature, made.top_p, made.repetition_penalty, made.seed) == (5, 0.0, 1.0, 1.0, 7)
+    assert made.stop_token_ids == [2, 3]
+    assert made.extra_args is None
+    assert not made.skip_reading_prefix_cache
+
+
+def test_sampling_carries_what_is_given():
+    made = make(
+        StageParams(
+            max_tokens=5, min_tokens=2, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(9, 3)
+        ),
+        payload="payload",
+        read_prefix_cache=False,
+    )
+    assert (made.min_tokens, made.temperature, made.top_p, made.top_k, made.min_p) == (2, 0.5, 0.9, 4, 0.1)
+    assert made.stop_token_ids == [2, 3, 9]
+    assert made.extra_args == {"omni": "payload"}
+    assert made.skip_reading_prefix_cache
+
+
+def test_ignoring_the_end_keeps_the_requests_own_stops():
+    assert make(StageParams(max_tokens=5, ignore_eos=True, stop_token_ids=(9,))).stop_token_ids == [9]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        StageParams(max_tokens=5, num_steps=3),
+        StageParams(max_tokens=5, stop_token_ids=(10,)),
+        StageParams(max_tokens=5, min_tokens=6),
+        StageParams(max_tokens=5, temperature=99.0),
+    ],
+)
+def test_wrong_parameters_are_the_callers_fault(params):
+    with pytest.raises(InvalidRequest):
+        make(params)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Registry and arguments
+
+
+def test_unknown_models_name_what_there_is(tmp_path):
+    with pytest.raises(ConfigError, match="thinker"):
+        find_model_spec("Qwen2_5OmniModel", "thinking")
+    with pytest.raises(ConfigError, match="Qwen2_5OmniModel"):
+        find_model_spec("LlamaForCausalLM", "thinker")
+    with pytest.raises(ConfigError):
+        checkpoint_architecture(str(tmp_path / "nothing"))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": []}')
+    with pytest.raises(ConfigError, match="one architecture"):
+        checkpoint_architecture(str(tmp_path))
+
+
+def test_voices_must_be_complete(tmp_path):
+    with pytest.raises(ConfigError, match=r"spk_dict\.pt"):
+        load_voices(str(tmp_path))
+    torch.save({"A": {"bos_token": 1}}, tmp_path / "spk_dict.pt")
+    with pytest.raises(ConfigError, match="'A'"):
+        load_voices(str(tmp_path))
+    torch.save({}, tmp_path / "spk_dict.pt")
+    with pytest.raises(ConfigError, match="no voices"):
+        load_voices(str(tmp_path))
+
+
+def test_argument_names_are_checked_without_a_checkpoint():
+    config = OmniModelConfig("nowhere", "thinker")
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        OmniEngineArgs(config, "autoregressive", {"gpu_memory_utilisation": 0.5})
+    with pytest.raises(ConfigError, match="itself"):
+        OmniEngineArgs(config, "autoregressive", {"scheduler_cls": "x"})
+    with pytest.raises(ConfigError, match="row_budget_bytes"):
+        OmniModelConfig("nowhere", "thinker", row_budget_bytes=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Row streams, on a scheduler that only counts
+
+
+class CountingScheduler:
+    """The part of vLLM's scheduler that the mixin builds on."""
+
+    def __init__(self, row_budget_bytes: int) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={"omni": {"row_budget_bytes": row_budget_bytes}})
+        self.requests: dict = {}
+        self.running: list = []
+        self.waiting: list = []
+        self.finished_req_ids: set = set()
+        self.num_waiting_for_streaming_input = 0
+        self.current_step = 0
+
+    def schedule(self):
+        self.current_step += 1
+        batch = {r.request_id: 1 for r in self.running if self.current_step >= r.next_decode_eligible_step}
+        for request in self.running:
+            request.num_computed_tokens += batch.get(request.request_id, 0)
+        return SimpleNamespace(num_scheduled_tokens=batch, total_num_scheduled_tokens=len(batch))
+
+    def add_request(self, request) -> None:
+        self.requests[request.request_id] = request
+        self.running.append(request)
+
+    def update_from_output(self, scheduler_output, output) -> None:
+        pass
+
+    def _free_request(self, request) -> None:
+        del self.requests[request.request_id]
+        self.running.remove(request)
+
+    def get_request_counts(self):
+        return len(self.running), len(self.waiting)
+
+
+class StreamScheduler(OmniSchedulerMixin, CountingScheduler):
+    def __init__(self, row_budget_bytes: int = 1 << 20) -> None:
+        # CountingScheduler sets vllm_config before the mixin reads it, as vLLM's scheduler does.
+        super().__init__(row_budget_bytes)
+
+
+def stream_request(name: str, prompt: int = 1):
+    return SimpleNamespace(
+        request_id=name, num_computed_tokens=0, num_prompt_tokens=prompt, next_decode_eligible_step=0
+    )
+
+
+def test_a_request_without_its_row_waits_outside_the_batch():
+    scheduler = StreamScheduler()
+    assert isinstance(scheduler, OmniSchedulerInterface)
+    scheduler.open_stream("a", received=1, complete=False, n_bytes=8)
+    scheduler.add_request(stream_request("a"))
+    scheduler.add_request(stream_request("b"))  # an ordinary request
+    batches = [sorted(scheduler.schedule().num_scheduled_tokens) for _ in range(4)]
+    assert batches == [["a", "b"], ["a", "b"], ["b"], ["b"]]
+    assert scheduler.omni_counts() == {"streams": 1, "held": 1, "pending_rows": 0, "row_bytes": 8}
+    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)
+    assert scheduler.omni_counts()["pending_rows"] == 2
+    output = scheduler.schedule()
+    assert sorted(output.num_scheduled_tokens) == ["a", "b"]
+    assert [len(rows) for rows in output.omni_row_updates["a"].rows] == [2]
+    assert not output.omni_row_updates["a"].complete
+    scheduler.push_rows("a", None, complete=True)
+    for _ in range(5):
+        assert "a" in scheduler.schedule().num_scheduled_tokens
+
+
+def test_rows_wait_until_the_worker_knows_the_request():
+    scheduler = StreamScheduler()
+    scheduler.open_stream("a", received=0, complete=False, n_bytes=0)
+    scheduler.push_rows("a", torch.zeros(1, 3), complete=False)
+    assert not scheduler.schedule().omni_row_updates
+    scheduler.add_request(stream_request("a"))
+    assert list(scheduler.schedule().omni_row_updates) == ["a"]
+
+
+def test_freeing_forgets_everything():
+    scheduler = StreamScheduler()
+    request = stream_request("a")
+    scheduler.open_stream("a", received=0, complete=False, n_bytes=100)
+    scheduler.add_request(request)
+    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)
+    scheduler._free_request(request)
+    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)  # on its way when the request ended
+    assert not any(scheduler.omni_counts().values())
+    assert not scheduler.has_runnable()
+
+
+def test_streams_refuse_what_they_cannot_hold():
+    scheduler = StreamScheduler(row_budget_bytes=100)
+    scheduler.open_stream("a", received=0, complete=False, n_bytes=60)
+    with pytest.raises(InvalidRequest):
+        scheduler.open_stream("a", received=0, complete=False, n_bytes=1)
+    with pytest.raises(Overloaded):
+        scheduler.open_stream("b", received=0, complete=False, n_bytes=41)
+    with pytest.raises(Overloaded):
+        scheduler.push_rows("a", torch.zeros(11, 1), complete=False)
+    scheduler.push_rows("a", torch.zeros(10, 1), complete=True)
+    with pytest.raises(InvalidRequest):
+        scheduler.push_rows("a", None, complete=True)
+    scheduler.close_stream("a")
+    assert scheduler.held_row_bytes == 0
+
+
+def test_a_scheduler_that_found_nothing_sleeps_until_something_happens():
+    scheduler = StreamScheduler()
+    scheduler.open_stream("a", received=0, complete=False, n_bytes=0)
+    request = stream_request("a", prompt=0)
+    scheduler.add_request(request)
+    scheduler.waiting.append("no place for it while a waits")
+    assert scheduler.has_runnable()
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, None)  # vLLM also hands over the result of an empty batch
+    assert not scheduler.has_runnable()
+    scheduler.push_rows("a", torch.zeros(1, 1), complete=False)
+    assert scheduler.has_runnable()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rest
+
+
+def test_which_errors_end_the_process():
+    assert _device_is_lost(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    wrapped = RuntimeError("step failed")
+    wrapped.__cause__ = torch.AcceleratorError("device-side assert triggered")
+    assert _device_is_lost(wrapped)
+    assert not _device_is_lost(torch.OutOfMemoryError("CUDA error: out of memory"))
+    assert not _device_is_lost(ValueError("shape"))
+    assert StepFailed(["a"], ValueError("shape")).request_ids == ("a",)
+    assert "restarts" in str(EngineLost("gone"))
+
+
+def items(**tensors):
+    return {name: SimpleNamespace(data=tensor) for name, tensor in tensors.items()}
+
+
+def pixels(*grid, patches=12):
+    return items(image_grid_thw=torch.tensor(grid), pixel_values=torch.zeros(patches, 4))
+
+
+def audio(length, frames=None):
+    return items(audio_feature_lengths=torch.tensor(length), input_audio_features=torch.zeros(4, frames or length))
+
+
+def feature(**changes):
+    place = SimpleNamespace(**{"offset": 2, "length": 3, "is_embed": None, **changes.pop("place", {})})
+    place.get_num_embeds = lambda: place.length if place.is_embed is None else int(place.is_embed.sum())
+    defaults = {"modality": "image", "mm_position": place, "data": pixels(1, 2, 6), "identifier": "x"}
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+def test_features_must_lie_inside_the_prompt():
+    check_feature(feature(), 5, 2)
+    check_feature(feature(place={"is_embed": torch.ones(3, dtype=torch.bool)}), 5, 2)
+    check_feature(feature(data=audio(12), modality="audio"), 5, 2)
+    bad = [
+        feature(modality="smell"),
+        feature(data=None),
+        feature(data={}),
+        feature(data=pixels(2, 2, 4)),
+        feature(data=pixels(1, 2, 6, patches=11)),
+        feature(data=pixels(3, 1, 4)),
+        feature(data=pixels(-1, -2, 6)),
+        feature(data=pixels(1, 2, 6), modality="video"),
+        feature(data=audio(13), modality="image"),
+        feature(data=audio(20), modality="audio"),
+        feature(data=audio(12, frames=13), modality="audio"),
+        feature(data=audio(0), modality="audio"),
+        feature(identifier=""),
+        feature(place={"offset": -1}),
+        feature(place={"length": 0}),
+        feature(place={"length": 4}),
+        feature(place={"is_embed": torch.ones(2, dtype=torch.bool)}),
+        feature(place={"is_embed": torch.ones(3)}),
+    ]
+    for case in bad:
+        with pytest.raises(InvalidPayload):
+            check_feature(case, 5, 2)
+
+
+def test_offline_prompts_and_pieces():
+    inputs = StageInputs(token_ids=[1])
+    assert as_inputs(inputs) is inputs
+    expected = StageInputs(token_ids=[1, 2], scalars={"a": 1})
+    assert as_inputs({"prompt_token_ids": [1, 2], "scalars": {"a": 1}}) == expected
+    parts = [to_host(torch.zeros(2, 3)), to_host(torch.ones(1, 3))]
+    assert torch.equal(to_torch(join(parts)), torch.cat([torch.zeros(2, 3), torch.ones(1, 3)]))
+    assert join(parts[:1]) is parts[0]

@@ -1,0 +1,79 @@
+"""The command line's arguments; what they start is in tests/process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from omni_actors import launch
+from omni_actors.errors import ConfigError
+from omni_actors.launch import EXIT_OK, EXIT_USAGE, main
+from omni_actors.llm import _as_prompts
+from tests.unit.builders import chain, write
+
+
+@pytest.fixture(autouse=True)
+def _no_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
+
+
+def overrides(*arguments: str) -> dict[str, str]:
+    return launch._overrides(launch._parser().parse_args(["c.yaml", *arguments]))
+
+
+def test_options_become_overrides() -> None:
+    assert overrides() == {}
+    assert overrides(
+        "--model", "m", "--run-dir", "/r", "--listen", "ipc", "--startup-timeout", "5",
+        "--set", "stages.talker.replicas=2", "--set", "name=a=b",
+    ) == {
+        "stages.talker.replicas": "2", "name": "a=b", "model": "m", "coordinator.run_dir": "/r",
+        "coordinator.listen": "ipc", "coordinator.startup_timeout": "5.0",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        overrides("--set", "novalue")
+
+
+def test_text_alone_needs_no_talker() -> None:
+    def needed(*arguments: str) -> list[str] | None:
+        return launch._needed_modalities(launch._parser().parse_args(["c.yaml", *arguments]))
+
+    assert needed("--prompt", "x") == ["text"]
+    assert needed("--prompt", "x", "--save-audio", "a.wav") is None
+
+
+def test_check_prints_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "Launcher", None)
+    assert main([str(write(tmp_path, chain())), "--check", "--set", "stages.talker.replicas=3"]) == EXIT_OK
+    out = capsys.readouterr().out
+    assert "stages.talker.replicas" in out
+    assert "[command line]" in out
+    assert "talker: 3 x echo" in out
+
+
+@pytest.mark.parametrize("arguments", [["--set", "nonsense=1"], ["--set", "x"], ["--listen", "tcp://*:1"]])
+def test_wrong_configuration_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
+    assert main([str(write(tmp_path, chain())), *arguments]) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith("configuration error: ")
+
+
+def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture) -> None:
+    for arguments in ([], ["c.yaml", "--nonsense"], ["c.yaml", "--seed", "x"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == EXIT_USAGE
+    capsys.readouterr()
+
+
+def test_one_prompt_or_many() -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    assert _as_prompts("hi") == ["hi"]
+    assert _as_prompts(["a", "b"]) == ["a", "b"]
+    assert _as_prompts(chat) == [chat]
+    assert _as_prompts([chat, chat]) == [chat, chat]
+    assert _as_prompts({"prompt_token_ids": [1]}) == [{"prompt_token_ids": [1]}]
+    assert _as_prompts([{"prompt_token_ids": [1]}]) == [{"prompt_token_ids": [1]}]
+    assert _as_prompts([]) == []

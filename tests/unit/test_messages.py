@@ -1,0 +1,216 @@
+"""Payload structs check themselves, and the bytes of every message kind stay what `docs/protocol.md` says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from omni_actors import messages as m
+from omni_actors.codec import MAGIC, Decoder, encode
+from omni_actors.errors import ErrorCode, InvalidPayload
+
+GOLDEN = Path(__file__).with_name("golden_messages.json")
+REF = m.TensorRef(m.DType.BF16, (2, 4), 0)
+
+
+# -- golden bytes -----------------------------------------------------------------------------------------------------
+
+HOP = m.Hop("talker", 1, 3)
+PROMPT = m.Prompt(
+    messages=(m.ChatMessage("user", (m.ContentPart(text="hi"), m.ContentPart(media=0))),),
+    media=(m.Media("audio", m.MediaEncoding.ARRAY, m.TensorRef(m.DType.F32, (2,), 0), sample_rate=16_000),),
+)
+USAGE = m.StageUsage(m.FinishReason.LENGTH, 3, 4, 0.5, 1.5)
+PARAMS = m.StageParams(
+    max_tokens=8, min_tokens=1, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.1,
+    stop_token_ids=(7,), ignore_eos=True, seed=3, num_steps=10, guidance_scale=0.5, sway_coefficient=-1.0,
+)  # fmt: skip
+INFORMATION = m.AdditionalInformationPayload(
+    {
+        "number": m.AdditionalInformationEntry(scalar=3),
+        "names": m.AdditionalInformationEntry(list=(1, 2.5, "x")),
+        "rows": m.AdditionalInformationEntry(tensor=m.TensorRef(m.DType.U8, (1,), 1)),
+    }
+)
+BODIES: list[tuple[m.Body, list[bytes]]] = [
+    (m.Submit(prompt=PROMPT, voice="Ethan", params={"thinker": PARAMS}, seed=1, priority=2), [bytes(8)]),
+    (m.Submit(prompt=m.Prompt(token_ids=m.pack_token_ids([1, 2])), modalities=("text",)), []),
+    (m.Abort(), []),
+    (m.Describe(), []),
+    (
+        m.Description(
+            pipeline="p", model="m", modalities=("text",), voices=("Ethan",), sample_rate=24_000, healthy=True,
+            in_flight=1, max_in_flight=9, requests=("r",),
+            stages=(m.StageStatus("thinker", 0, 1, "ready", 42, 1, {"requests": 1}),),
+            counts={"rejected_client_magic": 1},
+        ),
+        [],
+    ),
+    (m.TextDelta(text="hé", token_ids=m.pack_token_ids([5])), []),
+    (m.AudioChunk(samples=m.TensorRef(m.DType.F32, (2,), 0), sample_rate=24_000), [bytes(8)]),
+    (m.Done(usage={"thinker": USAGE}), []),
+    (m.Failed(ErrorCode.OVERLOADED, "full", "wait", "thinker", True, 1.0), []),
+    (m.Expect(route=(HOP,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT), [bytes(8)]),
+    (
+        m.Chunk(token_ids=m.pack_token_ids([1]), tensors={"f": REF}, information=INFORMATION, start=2, final=True),
+        [bytes(16), b"x"],
+    ),
+    (m.Chunk(rows=m.PromptEmbedsPayload(m.TensorRef(m.DType.BF16, (2, 3), 0)), start=4), [bytes(12)]),
+    (m.StageDone(usage=USAGE), []),
+    (m.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x"), []),
+    (m.Welcome(results="ipc:///r"), []),
+    (m.Loading(phase="weights"), []),
+    (m.Ready(seconds=1.5, voices=("Ethan",), sample_rate=24_000, max_input_tokens=99), []),
+    (m.Peers(peers=(m.Peer("talker", 0, 1, "ipc:///t"),)), []),
+    (m.Heartbeat(progress=5, counts={"requests": 1}), []),
+    (m.Shutdown(reason="end"), []),
+    (m.Fatal(message="no"), []),
+]  # fmt: skip
+HEADER = m.Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
+
+
+def key_of(index: int) -> str:
+    body, _ = BODIES[index]
+    return f"{index:02d} {type(body).__struct_config__.tag}"
+
+
+@pytest.mark.parametrize("index", range(len(BODIES)), ids=key_of)
+def test_golden_bytes(index: int) -> None:
+    """Fails when the wire changes. Then raise PROTOCOL_VERSION, tell `docs/protocol.md`, and run this file as a
+    program to write the new bytes."""
+    body, buffers = BODIES[index]
+    golden = json.loads(GOLDEN.read_text())
+    assert golden["protocol"] == m.PROTOCOL_VERSION
+    frames = encode(HEADER, body, buffers)
+    assert [bytes(frame).hex() for frame in frames] == golden["frames"][key_of(index)]
+    assert Decoder(type(body)).decode(frames).body == body
+
+
+def test_every_kind_has_golden_bytes() -> None:
+    kinds = {cls.__struct_config__.tag for cls in m.Body.__subclasses__()}
+    assert {type(body).__struct_config__.tag for body, _ in BODIES} == kinds
+    assert len(json.loads(GOLDEN.read_text())["frames"]) == len(BODIES)
+    assert bytes.fromhex(json.loads(GOLDEN.read_text())["frames"][key_of(0)][0]) == MAGIC
+
+
+def test_kinds_are_unique() -> None:
+    tags = [cls.__struct_config__.tag for cls in m.Body.__subclasses__()]
+    assert len(set(tags)) == len(tags)
+
+
+# -- payloads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"tensor": REF, "scalar": 1}, {"list": (1,), "scalar": 1}, {"tensor": REF, "list": (1,)},
+     {"tensor": REF, "list": (1,), "scalar": 0}],
+)  # fmt: skip
+def test_information_entry_holds_exactly_one(given: dict) -> None:
+    with pytest.raises(InvalidPayload, match="exactly one"):
+        m.AdditionalInformationEntry(**given)
+    with pytest.raises(InvalidPayload, match="exactly one"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=m.AdditionalInformationEntry)
+
+
+@pytest.mark.parametrize("given", [{"scalar": 0}, {"scalar": False}, {"scalar": ""}, {"list": ()}, {"tensor": REF}])
+def test_information_entry_takes_falsy_values(given: dict) -> None:
+    entry = m.AdditionalInformationEntry(**given)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(entry), type=m.AdditionalInformationEntry) == entry
+
+
+def test_information_limits() -> None:
+    with pytest.raises(InvalidPayload, match="65536"):
+        m.AdditionalInformationEntry(scalar="x" * 65_537)
+    many = {f"n{i}": {"scalar": 1} for i in range(65)}
+    for wrong in ({"entries": many}, {"entries": {"": {"scalar": 1}}}, {"entries": {"n": {"list": [1] * 65_537}}}):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(wrong, m.AdditionalInformationPayload)
+
+
+def test_information_scalar_lookup() -> None:
+    assert INFORMATION.scalar("number") == 3
+    for name in ("names", "missing"):
+        with pytest.raises(InvalidPayload, match=name):
+            INFORMATION.scalar(name)
+    assert INFORMATION.tensor_refs() == (m.TensorRef(m.DType.U8, (1,), 1),)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(m.DType.F32, (3,)), (m.DType.F32, (0, 3)), (m.DType.F32, (3, 0)), (m.DType.F32, (1, 2, 3)),
+                         (m.DType.I32, (2, 2)), (m.DType.U8, (2, 2))]
+)  # fmt: skip
+def test_prompt_embeds_shape_and_dtype(dtype: m.DType, shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidPayload):
+        m.PromptEmbedsPayload(m.TensorRef(dtype, shape, 0))
+
+
+@pytest.mark.parametrize("dtype", [m.DType.F32, m.DType.F16, m.DType.BF16])
+def test_prompt_embeds_good(dtype: m.DType) -> None:
+    assert m.PromptEmbedsPayload(m.TensorRef(dtype, (1, 1), 0)).tensor.dtype is dtype
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 1_000_001}, {"min_tokens": -1}, {"temperature": -0.1},
+     {"temperature": 101.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -2}, {"min_p": 1.5}, {"repetition_penalty": 0.0},
+     {"stop_token_ids": [-1]}, {"stop_token_ids": [2**31]}, {"stop_token_ids": [1] * 257}, {"seed": -1},
+     {"seed": 2**63}, {"num_steps": 0}, {"num_steps": 1001}, {"guidance_scale": -1.0}, {"sway_coefficient": 11.0},
+     {"max_tokens": "8"}, {"max_token": 8}],
+)  # fmt: skip
+def test_stage_params_limits(wrong: dict) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(wrong, m.StageParams, strict=True)
+
+
+def test_stage_params_merge() -> None:
+    merged = m.StageParams(max_tokens=4, temperature=0.0).merged_over(m.StageParams(max_tokens=9, top_k=3))
+    assert merged.given() == {"max_tokens": 4, "temperature": 0.0, "top_k": 3}
+    assert set(m.StageParams.__struct_fields__) == m.AUTOREGRESSIVE_PARAMS | m.DIFFUSION_PARAMS
+    assert "num_steps" not in m.AUTOREGRESSIVE_PARAMS
+
+
+def test_prompt_is_messages_or_tokens() -> None:
+    message = m.ChatMessage("user", (m.ContentPart(text="x"),))
+    for wrong in ({}, {"messages": (message,), "token_ids": bytes(4)}):
+        with pytest.raises(InvalidPayload, match="exactly one"):
+            m.Prompt(**wrong)
+    with pytest.raises(InvalidPayload, match="multiple of 4"):
+        m.Prompt(token_ids=bytes(5))
+    with pytest.raises(InvalidPayload, match="names media 0"):
+        m.Prompt(messages=(m.ChatMessage("user", (m.ContentPart(media=0),)),))
+    for wrong_part in ({}, {"text": "x", "media": 0}):
+        with pytest.raises(InvalidPayload, match="exactly one"):
+            m.ContentPart(**wrong_part)
+
+
+def test_audio_chunk_is_flat_f32() -> None:
+    for ref in (m.TensorRef(m.DType.F32, (1, 2), 0), m.TensorRef(m.DType.F16, (2,), 0)):
+        with pytest.raises(InvalidPayload, match="Audio is f32"):
+            m.AudioChunk(samples=ref, sample_rate=24_000)
+
+
+def test_token_ids_travel_as_bytes() -> None:
+    ids = [0, 1, 2**31 - 1]
+    assert m.unpack_token_ids(m.pack_token_ids(ids)) == ids
+    assert m.pack_token_ids([1]) == b"\x01\x00\x00\x00"
+    for unpack in (m.unpack_token_ids, lambda data: m.Chunk(token_ids=data)):
+        with pytest.raises(InvalidPayload, match="multiple of 4"):
+            unpack(b"abc")
+
+
+def test_host_tensor_validates() -> None:
+    m.HostTensor(m.DType.I64, (2,), bytes(16)).validate()
+    with pytest.raises(InvalidPayload, match=r"rows: .*needs 16 bytes, got 15"):
+        m.HostTensor(m.DType.I64, (2,), bytes(15)).validate("rows")
+
+
+if __name__ == "__main__":
+    frames = {
+        key_of(i): [bytes(frame).hex() for frame in encode(HEADER, body, buffers)]
+        for i, (body, buffers) in enumerate(BODIES)
+    }
+    GOLDEN.write_text(json.dumps({"protocol": m.PROTOCOL_VERSION, "frames": frames}, indent=1) + "\n")

@@ -1,0 +1,197 @@
+"""Input processors: what the pieces of the source stages become."""
+
+from __future__ import annotations
+
+import array
+
+import pytest
+
+from omni_actors.config import BUILT_IN_PROCESSORS
+from omni_actors.errors import InvalidPayload
+from omni_actors.messages import DType, HostTensor
+from omni_actors.stage.processors import (
+    PROCESSORS,
+    Extend,
+    Passthrough,
+    Piece,
+    Skip,
+    Start,
+    Talker2Code2Wav,
+    Thinker2Talker,
+    concatenate_rows,
+    slice_rows,
+)
+
+
+def rows(first: int, count: int, width: int = 2, dtype: DType = DType.F32) -> HostTensor:
+    """Rows that carry their own position."""
+    data = array.array("f", [float(i) for i in range(first, first + count) for _ in range(width)]).tobytes()
+    return HostTensor(dtype, (count, width), data)
+
+
+def positions(tensor: HostTensor) -> list[int]:
+    values = array.array("f", bytes(tensor.data))
+    width = tensor.shape[1]
+    assert len(values) == tensor.shape[0] * width
+    return [int(value) for value in values[::width]]
+
+
+def thinker_piece(
+    start: int, count: int, prompt: int | None = None, final: bool = False, **tensors: HostTensor
+) -> Piece:
+    scalars = {} if prompt is None else {"prompt_tokens": prompt}
+    return Piece(tensors={"rows": rows(start, count), **tensors}, scalars=scalars, start=start, final=final)
+
+
+def thinker2talker(start_after: int = 2) -> Thinker2Talker:
+    return Thinker2Talker(start_after, ("thinker",))
+
+
+def test_configuration_knows_the_registry() -> None:
+    assert set(BUILT_IN_PROCESSORS) == set(PROCESSORS)
+
+
+# -- thinker2talker ---------------------------------------------------------------------------------------------------
+
+
+def test_starts_after_two_steps_then_streams() -> None:
+    processor = thinker2talker()
+    mrope = HostTensor(DType.I64, (3, 3), bytes(72))
+    assert processor.feed("thinker", thinker_piece(0, 3, prompt=3, mrope_positions=mrope)) == []
+    (start,) = processor.feed("thinker", thinker_piece(3, 1))
+    assert isinstance(start, Start)
+    assert positions(start.inputs.tensors["prompt_rows"]) == [0, 1, 2, 3]
+    assert set(start.inputs.tensors) == {"prompt_rows", "mrope_positions"}
+    assert start.inputs.tensors["mrope_positions"] is mrope
+    assert not start.inputs.complete
+    (extend,) = processor.feed("thinker", thinker_piece(4, 1))
+    assert isinstance(extend, Extend)
+    assert (positions(extend.rows), extend.complete) == ([4], False)
+    assert processor.feed("thinker", Piece(final=True, start=5)) == [Extend(None, True)]
+
+
+def test_the_start_waits_for_start_after_minus_one_reply_rows() -> None:
+    processor = thinker2talker(4)
+    for position in range(2):
+        assert processor.feed("thinker", thinker_piece(position, 1, prompt=1)) == []
+    assert processor.feed("thinker", thinker_piece(2, 1)) == []
+    (start,) = processor.feed("thinker", thinker_piece(3, 1))
+    assert positions(start.inputs.tensors["prompt_rows"]) == [0, 1]
+    assert positions(start.inputs.tensors["reply_rows"]) == [2, 3]
+
+
+def test_prompt_in_pieces_as_in_chunked_prefill() -> None:
+    processor = thinker2talker()
+    assert processor.feed("thinker", thinker_piece(0, 2, prompt=5)) == []
+    assert processor.feed("thinker", thinker_piece(2, 3)) == []
+    (start,) = processor.feed("thinker", thinker_piece(5, 1))
+    assert positions(start.inputs.tensors["prompt_rows"]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_rows_that_come_again_are_dropped_by_position() -> None:
+    processor = thinker2talker()
+    processor.feed("thinker", thinker_piece(0, 3, prompt=3))
+    (start,) = processor.feed("thinker", thinker_piece(1, 4))  # a preempted thinker computed rows 1 and 2 again
+    assert positions(start.inputs.tensors["prompt_rows"]) == [0, 1, 2, 3]
+    assert positions(start.inputs.tensors["reply_rows"]) == [4]
+    assert processor.feed("thinker", thinker_piece(0, 5)) == []
+    (extend,) = processor.feed("thinker", thinker_piece(3, 4))
+    assert positions(extend.rows) == [5, 6]
+
+
+def test_a_gap_is_an_error() -> None:
+    processor = thinker2talker()
+    processor.feed("thinker", thinker_piece(0, 3, prompt=3))
+    with pytest.raises(InvalidPayload, match="position 5 came where 3"):
+        processor.feed("thinker", thinker_piece(5, 1))
+
+
+@pytest.mark.parametrize("pieces", [[thinker_piece(0, 3, 3), Piece(final=True)], [Piece(final=True)],
+                                    [thinker_piece(0, 3, 3, final=True)]])  # fmt: skip
+def test_an_empty_reply_has_no_speech(pieces: list[Piece]) -> None:
+    processor = thinker2talker()
+    actions = [action for piece in pieces for action in processor.feed("thinker", piece)]
+    assert actions == [Skip()]
+
+
+def test_a_reply_of_one_row_starts_when_it_is_final() -> None:
+    processor = thinker2talker(5)
+    processor.feed("thinker", thinker_piece(0, 3, prompt=3))
+    processor.feed("thinker", thinker_piece(3, 1))
+    (start,) = processor.feed("thinker", Piece(final=True))
+    assert start.inputs.complete
+    assert "reply_rows" not in start.inputs.tensors
+
+
+def test_start_after_zero_waits_for_everything() -> None:
+    processor = thinker2talker(0)
+    for position in range(6):
+        assert processor.feed("thinker", thinker_piece(position, 1, prompt=2)) == []
+    (start,) = processor.feed("thinker", thinker_piece(6, 1, final=True))
+    assert (positions(start.inputs.tensors["reply_rows"]), start.inputs.complete) == ([3, 4, 5, 6], True)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Piece(tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": -1}),
+        Piece(tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": True}),
+        Piece(tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": 1.5}),
+        Piece(tensors={"rows": HostTensor(DType.F32, (), bytes(4))}, scalars={"prompt_tokens": 1}),
+        Piece(tensors={"rows": HostTensor(DType.F32, (1, 1, 1), bytes(4))}, scalars={"prompt_tokens": 1}),
+        thinker_piece(0, 2),
+    ],
+)
+def test_pieces_that_do_not_fit(piece: Piece) -> None:
+    with pytest.raises(InvalidPayload):
+        thinker2talker().feed("thinker", piece)
+
+
+@pytest.mark.parametrize("other", [rows(1, 1, width=3), HostTensor(DType.BF16, (1, 2), bytes(4))])
+def test_rows_of_another_width_or_dtype(other: HostTensor) -> None:
+    processor = thinker2talker()
+    processor.feed("thinker", thinker_piece(0, 1, prompt=1))
+    with pytest.raises(InvalidPayload, match="do not continue"):
+        processor.feed("thinker", Piece(tensors={"rows": other}, start=1))
+
+
+# -- talker2code2wav, passthrough -------------------------------------------------------------------------------------
+
+
+def test_code2wav_gets_all_codec_tokens_at_the_end() -> None:
+    processor = Talker2Code2Wav(2, ("talker",))
+    assert processor.feed("talker", Piece(token_ids=[5, 6], start=0)) == []
+    assert processor.feed("talker", Piece(token_ids=[6, 7], start=1)) == []
+    (start,) = processor.feed("talker", Piece(token_ids=[8], start=3, final=True))
+    assert list(start.inputs.token_ids) == [5, 6, 7, 8]
+    assert Talker2Code2Wav(2, ("talker",)).feed("talker", Piece(final=True)) == [Skip()]
+    with pytest.raises(InvalidPayload, match="position 2 came where 0"):
+        Talker2Code2Wav(2, ("talker",)).feed("talker", Piece(token_ids=[1], start=2))
+
+
+def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:
+    processor = Passthrough(2, ("left", "right"))
+    extra = HostTensor(DType.U8, (1,), b"x")
+    assert processor.feed("right", Piece(token_ids=[3], start=0)) == []
+    assert processor.feed("right", Piece(token_ids=[4], start=1, final=True, scalars={"n": 1})) == []
+    assert processor.feed("left", Piece(token_ids=[1, 2], start=0)) == []
+    (start,) = processor.feed("left", Piece(token_ids=[2], start=1, final=True, tensors={"extra": extra}))
+    assert list(start.inputs.token_ids) == [1, 2, 3, 4]
+    assert (start.inputs.tensors, start.inputs.scalars) == ({"extra": extra}, {"n": 1})
+    assert start.inputs.complete
+
+
+# -- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def test_slices_are_views() -> None:
+    tensor = rows(0, 4)
+    part = slice_rows(tensor, 1, 3)
+    assert positions(part) == [1, 2]
+    assert part.data.obj is tensor.data
+    assert slice_rows(tensor, 9).shape == (0, 2)
+    assert slice_rows(rows(0, 0), 0).validate().shape == (0, 2)
+
+
+def test_concatenation() -> None:
+    assert positions(concatenate_rows([rows(0, 2), slice_rows(rows(0, 4), 2)])) == [0, 1, 2, 3]

@@ -1,0 +1,310 @@
+"""Run directory, links, sockets, wake-ups: real sockets inside one process."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import select
+import socket as sockets_of_python
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from zmq import EVENTS
+
+from omni_actors.errors import ConfigError, InvalidRequest, ProtocolError
+from omni_actors.transport import link as link_module
+from omni_actors.transport.link import Link
+from omni_actors.transport.reader import SocketReader
+from omni_actors.transport.run_directory import RunDirectory, clear_abandoned, short_temporary_folder
+from omni_actors.transport.sockets import PeerGone, Sockets, drain, try_send
+from omni_actors.transport.wake import WakeableQueue
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    made = Sockets()
+    yield made
+    made.context.destroy(linger=0)
+
+
+def until(condition, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+async def soon(condition, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.005)
+
+
+def leave_socket(path: Path) -> None:
+    with sockets_of_python.socket(sockets_of_python.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+# -- run directory ----------------------------------------------------------------------------------------------------
+
+
+def test_temporary_folder_is_private_and_removed() -> None:
+    run = RunDirectory()
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    assert run.temporary
+    leave_socket(run.path / "inbox")
+    run.close()
+    assert not run.path.exists()
+    run.close()
+
+
+def test_kept_folder_loses_only_its_sockets() -> None:
+    run = RunDirectory()
+    run.keep = True
+    leave_socket(run.path / "inbox")
+    run.log_file("talker/0").write_text("log")
+    run.close()
+    assert [entry.name for entry in run.path.iterdir()] == ["logs"]
+    (run.logs / "talker-0.log").unlink()
+    run.logs.rmdir()
+    run.path.rmdir()
+
+
+def test_given_folder_is_swept_locked_and_kept(short_path: Path) -> None:
+    folder = short_path / "run"
+    folder.mkdir(mode=0o755)
+    leave_socket(folder / "client")
+    (folder / "note").write_text("mine")
+    run = RunDirectory(str(folder))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not (folder / "client").exists()
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        RunDirectory(str(folder))
+    leave_socket(folder / "inbox")
+    run.close()
+    assert sorted(entry.name for entry in folder.iterdir()) == ["logs", "note"]
+    RunDirectory(str(folder)).close()
+
+
+def test_folder_of_everybody_is_refused_and_left_as_it_is(short_path: Path) -> None:
+    folder = short_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="Others may write"):
+        RunDirectory(str(folder))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777
+    assert not list(folder.iterdir())
+
+
+def test_too_long_path_makes_nothing(short_path: Path) -> None:
+    folder = short_path / ("x" * 60)
+    with pytest.raises(ConfigError, match="too long: socket paths may have 107 bytes"):
+        RunDirectory(str(folder))
+    assert not folder.exists()
+
+
+def test_long_temporary_folder_is_not_used(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path / ("y" * 80)))
+    assert short_temporary_folder() == "/tmp"
+
+
+def test_path_that_is_no_folder(short_path: Path) -> None:
+    (short_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="Cannot use the run directory"):
+        RunDirectory(str(short_path / "file"))
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+def test_abandoned_folder_is_cleared_but_not_a_living_one(short_path: Path, temporary: bool) -> None:
+    folder = short_path / "run"
+    run = RunDirectory(str(folder))
+    leave_socket(folder / "client")
+    code = (
+        "import sys; from pathlib import Path; from omni_actors.transport.run_directory import clear_abandoned;"
+        f"clear_abandoned(Path({str(folder)!r}), {temporary})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (folder / "client").exists(), "the launcher lives"
+    run._lock.close()  # what a kill does
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert folder.exists() is not temporary
+    if not temporary:
+        assert [entry.name for entry in folder.iterdir()] == ["logs"]
+    clear_abandoned(folder, temporary)
+
+
+# -- sockets and links ------------------------------------------------------------------------------------------------
+
+
+def test_bad_endpoints_are_typed_errors(sockets: Sockets, short_path: Path) -> None:
+    for make in (lambda: sockets.push("nonsense"), lambda: sockets.dealer("tcp://nowhere", b"x")):
+        with pytest.raises(InvalidRequest, match="no endpoint"):
+            make()
+    with pytest.raises(ProtocolError, match="Cannot bind"):
+        sockets.pull(f"ipc://{short_path}/missing/inbox")
+
+
+def test_port_zero_becomes_a_number(sockets: Sockets) -> None:
+    _, endpoint = sockets.router("tcp://127.0.0.1:0")
+    assert endpoint.startswith("tcp://127.0.0.1:")
+    assert not endpoint.endswith(":0")
+
+
+def test_router_says_that_a_peer_is_gone(sockets: Sockets, short_path: Path) -> None:
+    router, endpoint = sockets.router(f"ipc://{short_path}/r")
+    with pytest.raises(PeerGone):
+        try_send(router, [b"alice", b"x"])
+    dealer = sockets.dealer(endpoint, b"alice")
+    try_send(dealer, [b"hello"])
+    until(lambda: drain(router) == [[b"alice", b"hello"]])
+    assert try_send(router, [b"alice", b"x"])
+    dealer.close()
+
+    def gone() -> bool:
+        try:
+            return not try_send(router, [b"alice", b"x"])
+        except PeerGone:
+            return True
+
+    until(gone)
+
+
+def test_other_send_errors_are_not_swallowed(sockets: Sockets, short_path: Path) -> None:
+    pull, _ = sockets.pull(f"ipc://{short_path}/p")
+    with pytest.raises(Exception, match="not supported") as caught:
+        try_send(pull, [b"x"])
+    assert caught.value.errno == errno.ENOTSUP
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_link_keeps_order_while_nobody_listens(sockets: Sockets, short_path: Path) -> None:
+    endpoint = f"ipc://{short_path}/inbox"
+    clock = Clock()
+    link = Link(sockets.push(endpoint), clock)
+    for number in range(50):
+        assert link.send(f"r{number % 3}", [b"%d" % number])
+    assert link.backlog == 50, "IMMEDIATE: zmq takes nothing for a peer that is not there"
+    clock.now = link_module.STALL_SECONDS
+    assert not link.stalled()
+    clock.now += 0.1
+    assert link.stalled()
+    pull, _ = sockets.pull(endpoint)
+    poller = select.poll()
+    poller.register(link.descriptor, select.POLLIN)
+    got: list[bytes] = []
+
+    def all_there() -> bool:
+        if poller.poll(50):
+            link.wake()
+        got.extend(frames[0] for frames in drain(pull))
+        return len(got) == 50
+
+    until(all_there)
+    assert got == [b"%d" % number for number in range(50)]
+    assert (link.backlog, link.stalled()) == (0, False)
+
+
+def test_link_that_moves_is_not_stalled(sockets: Sockets, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    link = Link(sockets.push(f"ipc://{short_path}/nobody"), clock)
+    for _ in range(3):
+        link.send("r", [b"x"])
+    for _ in range(2):
+        clock.now += link_module.STALL_SECONDS - 1
+        answers = iter([True, False])
+        monkeypatch.setattr(link, "_try", lambda frames, answers=answers: next(answers))
+        link.flush()
+        assert not link.stalled()
+    clock.now += link_module.STALL_SECONDS + 1
+    assert link.stalled()
+
+
+def test_link_is_bounded_in_messages_and_bytes(
+    sockets: Sockets, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "OUTBOX_MESSAGES", 3)
+    monkeypatch.setattr(link_module, "OUTBOX_BYTES", 100)
+    link = Link(sockets.push(f"ipc://{short_path}/nobody"), Clock())
+    assert link.send("big", [bytes(200)]), "one message may be larger than the bound"
+    assert not link.send("next", [b"x"])
+    assert link.give_up() == ["big"]
+    assert link.backlog == 0
+    assert [link.send(name, [b"x"]) for name in ("a", "b", "a", "c")] == [True, True, True, False]
+    assert link.give_up() == ["a", "b"]
+    assert link.send("d", [bytes(100)])
+
+
+async def test_reader_drains_bursts(sockets: Sockets, short_path: Path) -> None:
+    pull, endpoint = sockets.pull(f"ipc://{short_path}/p")
+    push = sockets.push(endpoint)
+    for number in range(600):
+        until(lambda number=number: try_send(push, [b"%d" % number]))
+    got: list[bytes] = []
+    quiet: list[int] = []
+    reader = SocketReader(pull, lambda frames: got.append(frames[0]), lambda: quiet.append(len(got)))
+    await soon(lambda: quiet and quiet[-1] == 600)
+    assert got == [b"%d" % number for number in range(600)]
+    reader.close()
+    reader.close()
+    try_send(push, [b"after"])
+    await asyncio.sleep(0.05)
+    assert len(got) == 600
+
+
+async def test_reader_survives_a_callback_that_raises(sockets: Sockets, short_path: Path) -> None:
+    pull, endpoint = sockets.pull(f"ipc://{short_path}/p")
+    push = sockets.push(endpoint)
+    got: list[bytes] = []
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(str(context["exception"])))
+
+    def on_message(frames: Sequence[bytes]) -> None:
+        got.append(frames[0])
+        if frames[0] == b"first":
+            until(lambda: sum(try_send(push, [b"more"]) for _ in range(3)) == 3)
+            until(lambda: pull.poll(0))
+            time.sleep(0.1)
+            pull.getsockopt(EVENTS)  # uses the descriptor's edge up: nobody else will tell of what waits
+            raise RuntimeError("a bug")
+
+    reader = SocketReader(pull, on_message)
+    await asyncio.sleep(0.05)  # its first look at the socket is over
+    until(lambda: try_send(push, [b"first"]))
+    await soon(lambda: len(got) == 4)
+    assert errors == ["a bug"]
+    reader.close()
+
+
+# -- wake queue -------------------------------------------------------------------------------------------------------
+
+
+def test_wakeable_queue_wakes_and_keeps_order() -> None:
+    wake: WakeableQueue[int] = WakeableQueue()
+    poller = select.poll()
+    poller.register(wake.fileno(), select.POLLIN)
+    assert not poller.poll(0)
+    assert wake.drain() == []
+    thread = threading.Thread(target=lambda: [wake.put(i) for i in range(1000)])
+    thread.start()
+    got: list[int] = []
+    while len(got) < 1000:
+        assert poller.poll(5000)
+        got += wake.drain()
+    thread.join()
+    assert got == list(range(1000))
+    assert not poller.poll(0)
+    wake.close()
