@@ -106,6 +106,11 @@ class RequestStream:
         self.usage = item.usage
         raise StopAsyncIteration
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next step of the iteration has not to wait."""
+        return self._ended or not self._items.empty()
+
     async def abort(self) -> None:
         """End the request everywhere. Idempotent; iteration then raises `Aborted` unless it was over already."""
         if not self._ended:

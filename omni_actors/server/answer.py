@@ -20,6 +20,8 @@ from omni_actors.server.state import ServerState
 
 logger = get_logger(__name__)
 
+MAX_JOINED = 32  # pieces in one write
+
 
 class Answer:
     """Iterate for `Text` and `Audio`; `close` it whatever happens. Made by `begin`.
@@ -63,6 +65,11 @@ class Answer:
     def usage(self) -> dict[str, StageUsage]:
         """What each stage did; there when the iteration has ended."""
         return self._stream.usage
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next item is there already."""
+        return bool(self._first) or self._stream.ready
 
     async def __aiter__(self) -> AsyncIterator[StreamItem]:
         """Raises `HttpError` when the request fails."""
@@ -117,10 +124,15 @@ class AnswerResponse(Response):
         about = {"request_id": scope["state"]["request_id"]}
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            held: list[bytes] = []
             async for piece in self._pieces:
+                held.append(piece)
+                if self._answer.ready and len(held) < MAX_JOINED:
+                    continue  # under load several pieces are there at once: one write for all of them
                 async with asyncio.timeout(self._write_timeout):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
+                held.clear()
+            await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
         except TimeoutError:
             logger.warning("a client reads nothing; its request ends", extra=about)
         except HttpError as error:

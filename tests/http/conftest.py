@@ -32,7 +32,8 @@ def echo(echo_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
 
 @pytest.fixture(scope="session")
 def slow_pipeline() -> Iterator[HttpPipeline]:
-    overrides = {"stages.thinker.engine.step_seconds": 0.05, "coordinator.max_in_flight": 2}
+    overrides = {f"stages.{stage}.engine.step_seconds": 0.05 for stage in ("thinker", "code2wav")}
+    overrides["coordinator.max_in_flight"] = 2
     with HttpPipeline(overrides=overrides) as pipeline:
         yield pipeline
 

@@ -291,11 +291,13 @@ function showTimeline(usage, times, audioSeconds) {
       `${stage.input_tokens} tokens in, ${stage.output_tokens} out`;
     const label = document.createElement("span");
     label.textContent = name;
+    // A stage that gives all of its output at its end still has a mark that can be seen.
+    const first = Math.min(stage.first_output, stage.finished - 0.01 * total);
     const bar = svg("svg", { role: "img", "aria-label": lane.title });
     bar.append(
-      svg("rect", { class: "wait", x: 0, y: 5, height: 4, width: percent(stage.first_output), rx: 2 }),
-      svg("rect", { class: "work", x: percent(stage.first_output), y: 1, height: 12, rx: 3,
-                    width: percent(Math.max(0.005 * total, stage.finished - stage.first_output)) }),
+      svg("rect", { class: "wait", x: 0, y: 5, height: 4, width: percent(first), rx: 2 }),
+      svg("rect", { class: "work", x: percent(first), y: 1, height: 12, rx: 2,
+                    width: percent(stage.finished - first) }),
     );
     lane.append(label, bar);
     return lane;

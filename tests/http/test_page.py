@@ -1,0 +1,239 @@
+"""The web page in a real browser, headless: Debian's Chromium driven by Playwright."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.http.servers import HttpPipeline, picture, sound
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium here: scripts/install_chromium.sh installs it as root on a system with apt"
+)
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        arguments = ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
+        if os.getuid() == 0:
+            arguments.append("--no-sandbox")  # Chromium's sandbox refuses to run as root
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": 1200, "height": 800})
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.set_default_timeout(15_000)
+    expect.set_options(timeout=15_000)
+    yield page
+    page.close()
+    # A status of 4xx or 5xx is logged by the browser itself; scripts and styles that are refused are faults of ours.
+    assert not [problem for problem in problems if "Failed to load resource" not in problem]
+
+
+def open_page(page: Page, pipeline: HttpPipeline) -> None:
+    page.goto(pipeline.url)
+    expect(page.locator("#health")).to_have_text("ready")
+
+
+def ask(page: Page, text: str) -> None:
+    page.locator("#text").fill(text)
+    page.locator("#text").press("Enter")
+
+
+def data(page: Page, name: str) -> float:
+    return float(page.locator("body").get_attribute(f"data-{name}") or 0)
+
+
+def until(page: Page, condition: object, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        page.wait_for_timeout(30)
+
+
+def in_flight(pipeline: HttpPipeline) -> int:
+    return httpx.get(f"{pipeline.url}/v1/status").json()["in_flight"]
+
+
+def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> None:
+    open_page(page, echo)
+    expect(page.locator("#text")).to_be_focused()
+    ask(page, "hello, sea. do you hear me?")
+    answer = page.locator("li.assistant .say")
+    expect(answer).to_have_text("hello, sea. do you hear me?")
+    expect(page.locator(".play")).to_be_visible()
+    assert data(page, "audio-seconds") == pytest.approx(27 * 0.02)
+    until(page, lambda: data(page, "peak") > 0.2)  # what the analyser hears on the way to the loudspeaker
+    expect(page.locator("body")).to_have_attribute("data-playing", "false")
+    page.locator(".play").click()
+    expect(page.locator("body")).to_have_attribute("data-playing", "true")
+    assert page.locator(".timeline .lane").all_inner_texts() == ["prompt", "thinker", "talker", "code2wav"]
+    expect(page.locator("#figures")).to_contain_text("First sound")
+    expect(page.locator("#error")).to_be_hidden()
+    # The next turn brings the first one along; the echo repeats both.
+    page.locator("#speak").uncheck()
+    ask(page, "!")
+    expect(page.locator("li.assistant .say").nth(1)).to_have_text("hello, sea. do you hear me?" * 2 + "!")
+    page.locator("#clear").click()
+    expect(page.locator("#empty")).to_be_visible()
+
+
+def test_sound_plays_before_the_answer_is_whole(slow: HttpPipeline, page: Page) -> None:
+    open_page(page, slow)
+    ask(page, "w" * 40)  # two seconds of text, then two seconds of sound, one step each 50 ms
+    expect(page.locator("li.assistant .say")).to_contain_text("wwwww")
+    expect(page.locator(".stages .busy").first).to_be_visible()
+    until(page, lambda: data(page, "peak") > 0.2)
+    assert page.locator(".play").count() == 0
+    expect(page.locator("#cancel")).to_be_enabled()
+    page.keyboard.press("Escape")
+    expect(page.locator("body")).to_have_attribute("data-playing", "false")
+
+
+def test_cancel_ends_the_request_in_every_stage(slow: HttpPipeline, page: Page) -> None:
+    open_page(page, slow)
+    for cancel in (lambda: page.locator("#cancel").click(), lambda: page.keyboard.press("Escape")):
+        ask(page, "w" * 900)
+        expect(page.locator("li.assistant .say").last).to_contain_text("www")
+        assert in_flight(slow) == 1
+        cancel()
+        expect(page.locator("li.assistant").last).to_contain_text("cancelled")
+        until(page, lambda: in_flight(slow) == 0)
+        expect(page.locator("#send")).to_be_enabled()
+        expect(page.locator("#cancel")).to_be_disabled()
+    expect(page.locator("#error")).to_be_hidden()
+
+
+def test_errors_are_shown_and_the_page_goes_on(echo: HttpPipeline, page: Page) -> None:
+    open_page(page, echo)
+    ask(page, "x" * 5000)
+    expect(page.locator("#error")).to_contain_text("prompt_too_long")
+    expect(page.locator("#error")).to_have_attribute("role", "alert")
+    ask(page, "again")
+    expect(page.locator("li.assistant .say").last).to_have_text("again")
+    expect(page.locator("#error")).to_be_hidden()
+
+
+def test_a_server_that_is_gone_is_shown(echo: HttpPipeline, page: Page) -> None:
+    open_page(page, echo)
+    page.route("**/v1/**", lambda route: route.abort())
+    ask(page, "hello")
+    expect(page.locator("#error")).to_contain_text("cannot be reached")
+    expect(page.locator("#health")).to_have_text("unreachable")
+
+
+def test_an_answer_that_breaks_off_is_an_error(echo: HttpPipeline, page: Page) -> None:
+    open_page(page, echo)
+    half = 'data: {"choices":[{"index":0,"delta":{"content":"half an"}}]}\n\n'
+    page.route("**/v1/chat/**", lambda route: route.fulfill(body=half, content_type="text/event-stream"))
+    ask(page, "hello")
+    expect(page.locator("#error")).to_contain_text("broken off")
+    expect(page.locator("li.assistant")).to_contain_text("failed")
+
+
+def test_files_and_microphone_go_along(echo: HttpPipeline, page: Page) -> None:
+    open_page(page, echo)
+    page.locator("#file").set_input_files(
+        [
+            {"name": "sea.png", "mimeType": "image/png", "buffer": picture()},
+            {"name": "sea.wav", "mimeType": "audio/wav", "buffer": sound()},
+            {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"x"},
+        ]
+    )
+    expect(page.locator("#attachments li")).to_have_count(2)
+    expect(page.locator("#error")).to_contain_text("notes.txt")
+    page.get_by_label("Remove sea.png").click()
+    expect(page.locator("#attachments li")).to_have_count(1)
+    page.keyboard.press("Alt+m")
+    expect(page.locator("#record")).to_have_attribute("aria-pressed", "true")
+    page.wait_for_timeout(700)
+    page.locator("#record").click()
+    expect(page.locator("#attachments li")).to_have_count(2)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "what is this?")
+    kinds = [part["type"] for part in sent.value.post_data_json["messages"][0]["content"]]
+    assert kinds == ["audio_url", "audio_url", "text"]
+    expect(page.locator("li.assistant .say")).to_have_text("what is this?")
+
+
+def test_keyboard_alone(echo: HttpPipeline, page: Page) -> None:
+    """Every control is reached by Tab, in the order in which it is seen, and shows that it has the focus."""
+    open_page(page, echo)
+    reached = []
+    for _ in range(8):
+        page.keyboard.press("Tab")
+        reached.append(page.locator(":focus").get_attribute("id"))
+    assert reached == ["attach", "record", "send", "speak", "voice", "tokens", "key", "clear"]
+    page.keyboard.press("Shift+Tab")
+    style = page.locator(":focus").evaluate("element => getComputedStyle(element).outlineStyle")
+    assert style == "solid"
+
+
+def test_page_with_an_api_key(page: Page) -> None:
+    with HttpPipeline(environment={"OMNI_ACTORS_API_KEY": "sesame"}) as pipeline:
+        page.goto(pipeline.url)
+        expect(page.locator("#health")).to_have_text("unavailable")
+        expect(page.locator("#pipeline")).to_contain_text("API key")
+        page.locator("#key").fill("sesame")
+        page.locator("#key").press("Tab")
+        expect(page.locator("#health")).to_have_text("ready")
+        ask(page, "open")
+        expect(page.locator("li.assistant .say")).to_have_text("open")
+
+
+def test_nothing_is_loaded_from_elsewhere(echo: HttpPipeline, page: Page) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    open_page(page, echo)
+    assert all(url.startswith((echo.url, "data:")) for url in asked), asked
+    headers = httpx.get(echo.url).headers
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
+
+
+@pytest.mark.e2e
+def test_speech_in_and_out_with_the_tiny_model(tiny_http: HttpPipeline, browser: Browser) -> None:
+    """A recording from the (fake) microphone goes in, text and speech come out. Writes the pictures of the docs where
+    OMNI_TEST_SCREENSHOTS is set."""
+    for scheme in ("light", "dark"):
+        page = browser.new_page(viewport={"width": 1200, "height": 860}, color_scheme=scheme)
+        page.set_default_timeout(60_000)
+        expect.set_options(timeout=60_000)
+        open_page(page, tiny_http)
+        page.locator("#voice").select_option("Ethan")
+        page.locator("#tokens").fill("24")
+        page.locator("#file").set_input_files(
+            [{"name": "sea.png", "mimeType": "image/png", "buffer": picture(112, 112)}]
+        )
+        page.locator("#record").click()
+        page.wait_for_timeout(900)
+        page.locator("#record").click()
+        expect(page.locator("#attachments li")).to_have_count(2)
+        ask(page, "What do you hear, and what do you see?")
+        expect(page.locator(".play")).to_be_visible()
+        assert page.locator("li.assistant .say").inner_text()
+        assert data(page, "audio-seconds") > 0.2
+        until(page, lambda page=page: data(page, "peak") > 0.01)
+        assert re.search(r"First sound\s*\d+ ms", page.locator("#figures").inner_text())
+        if os.environ.get("OMNI_TEST_SCREENSHOTS"):
+            ask(page, "And what comes next?")
+            expect(page.locator(".play")).to_have_count(2)
+            page.screenshot(path=IMAGES / ("web.png" if scheme == "light" else "web-dark.png"))
+        page.close()

