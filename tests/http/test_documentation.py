@@ -1,0 +1,36 @@
+"""The examples of docs/http.md work as they stand there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.http.servers import HttpPipeline, picture, sound
+from tests.pipelines import REPOSITORY
+
+BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", (REPOSITORY / "docs" / "http.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize(("language", "block"), BLOCKS, ids=[f"{n}-{kind}" for n, (kind, _) in enumerate(BLOCKS)])
+def test_example(echo: HttpPipeline, tmp_path: Path, language: str, block: str) -> None:
+    (tmp_path / "sea.png").write_bytes(picture())
+    (tmp_path / "question.wav").write_bytes(sound())
+    code = block.replace("http://127.0.0.1:8000", echo.url).replace("tiny-qwen2.5-omni", "echo")
+    if language == "bash":
+        command = ["bash", "-euo", "pipefail", "-c", code.replace("curl ", "curl --fail-with-body ")]
+    else:
+        command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "-o speech.wav" in block:
+        assert (tmp_path / "speech.wav").read_bytes().startswith(b"RIFF")
+    else:
+        assert re.search("sea|choices|CompletionUsage|question.wav", done.stdout), done.stdout
+
+
+def test_there_are_examples() -> None:
+    assert len(BLOCKS) >= 8
