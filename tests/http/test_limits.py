@@ -360,8 +360,8 @@ def test_health_while_the_stages_load() -> None:
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         try:
-            httpx.get(f"http://127.0.0.1:{port}/health", timeout=1)
-        except httpx.TransportError:
+            httpx.get(f"http://127.0.0.1:{port}/", timeout=1)
+        except httpx.ConnectError:
             return
         time.sleep(0.05)
     raise AssertionError("the HTTP server outlived its launcher")
