@@ -162,6 +162,28 @@ def test_bodies_of_all_requests_together_are_bounded() -> None:
         assert asyncio.run(run(url)) == [503, 503]
 
 
+def test_a_client_that_reads_nothing_is_cut_off(echo: HttpPipeline) -> None:
+    body = {"model": "echo", "stream": True, "modalities": ["text", "audio"],
+            "messages": [{"role": "user", "content": "x" * 4000}]}  # fmt: skip
+    data = json.dumps(body).encode()
+    with serving(create_app(ServerSettings(endpoint=echo.endpoint, write_timeout=0.5))) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(20)
+            connection.connect((host, int(port)))
+            connection.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n" % len(data) + data
+            )
+            time.sleep(3)
+            received = b""
+            while piece := connection.recv(1 << 20):
+                received += piece
+    assert received.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" not in received
+
+
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_forms_that_browsers_send_to_foreign_sites_are_refused(small: str, content_type: str) -> None:
     response = httpx.post(f"{small}{CHAT}", content=json.dumps(HELLO), headers={"content-type": content_type})
