@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import multiprocessing.util
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -95,7 +97,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
 
 async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
     launcher = Launcher(pipeline)
-    launcher.install_signal_handlers()
+    launcher.own_process()
     try:
         await launcher.start()
         if options.prompt is None:
@@ -129,8 +131,15 @@ class Launcher:
         """Where clients connect."""
         return self._coordinator.client_endpoint
 
-    def install_signal_handlers(self) -> None:
-        """First SIGINT or SIGTERM: orderly end. Second: at once."""
+    def own_process(self) -> None:
+        """What a launcher may do that has a process to itself.
+
+        First SIGINT or SIGTERM: orderly end. Second: at once. The fork server's socket goes into the run directory, so
+        that it is cleared away with it even after a SIGKILL.
+        """
+        usual, tempfile.tempdir = tempfile.tempdir, str(self._run_directory.path)
+        multiprocessing.util.get_temp_dir()  # made once per process, here
+        tempfile.tempdir = usual
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)

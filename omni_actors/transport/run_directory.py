@@ -49,7 +49,7 @@ class RunDirectory:
             self._take_lock()
         except OSError as error:
             raise ConfigError(f"Cannot use the run directory {self.path}: {error.strerror}.") from error
-        _remove_sockets(self.path)  # those that a killed run left behind; the lock says that nobody uses them
+        _sweep(self.path)  # what a killed run left behind; the lock says that nobody uses it
 
     @property
     def temporary(self) -> bool:
@@ -97,7 +97,7 @@ class RunDirectory:
         if self._temporary and not self.keep:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            _remove_sockets(self.path)
+            _sweep(self.path)
             (self.path / LOCK).unlink(missing_ok=True)
         self._lock.close()
 
@@ -114,7 +114,7 @@ def clear_abandoned(path: Path, temporary: bool) -> None:
         if temporary:
             shutil.rmtree(path, ignore_errors=True)
         else:
-            _remove_sockets(path)
+            _sweep(path)
             (path / LOCK).unlink(missing_ok=True)
 
 
@@ -137,10 +137,13 @@ def _try_lock(path: Path, create: bool) -> IO[str] | None:
     return None
 
 
-def _remove_sockets(path: Path) -> None:
+def _sweep(path: Path) -> None:
+    """Remove the sockets, those of the fork server included."""
     for entry in path.iterdir():
         if entry.is_socket():
             entry.unlink(missing_ok=True)
+        elif entry.name.startswith("pymp-"):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def short_temporary_folder() -> str:

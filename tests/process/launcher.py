@@ -1,0 +1,141 @@
+"""Launchers with echo engines as processes of their own, and what they must not leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from omni_actors.client import OmniClient
+from omni_actors.messages import Description
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+READY = re.compile(r"ready after .* clients connect to (\S+)")
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Wait for a true value and return it."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
+        time.sleep(0.02)
+    return value
+
+
+def processes_of(folder: Path) -> dict[int, str]:
+    """Living processes that hold a file in `folder` open (all of a launcher's log there): pid -> command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            links = [os.readlink(link) for link in (entry / "fd").iterdir()]
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # it has just ended
+            continue
+        if any(link.startswith(f"{folder}/") for link in links):
+            found[int(entry.name)] = command
+    return found
+
+
+def shared_memory_of(pids: Mapping[int, str]) -> set[str]:
+    """Files in /dev/shm that these processes map or hold open."""
+    found = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {line.split()[-1] for line in maps.splitlines() if "/dev/shm/" in line}
+            found |= {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+        except OSError:
+            continue
+    return {name for name in found if name.startswith("/dev/shm/") and "(deleted)" not in name}
+
+
+def held(description: Description) -> dict[str, int]:
+    """What the stages hold, by name, without what is zero."""
+    counts = {
+        f"{stage.stage}/{stage.replica} {name}": count
+        for stage in description.stages
+        if stage.state == "ready"
+        for name, count in {**stage.counts, "in_flight": stage.in_flight}.items()
+        if count and not name.startswith(("dropped_", "rejected_"))
+    }
+    return counts | ({"in_flight": description.in_flight} if description.in_flight else {})
+
+
+class EchoLauncher:
+    """`python -m omni_actors.launch` on `data`, everything of it in `folder`."""
+
+    def __init__(self, folder: Path, data: Any, *arguments: str) -> None:
+        self.folder = folder
+        number = len(list(folder.glob("*.yaml")))
+        config = folder / f"{number}.yaml"
+        config.write_text(yaml.safe_dump(data, sort_keys=False))
+        self._output = folder / f"{number}.out"
+        command = [sys.executable, "-m", "omni_actors.launch", str(config), *arguments]
+        # TMPDIR: a run directory that is not given lies in the folder, too.
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": str(folder)},
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def wait_ready(self, seconds: float = 30.0) -> EchoLauncher:
+        def ready() -> re.Match[str] | None:
+            assert self.process.poll() is None, self.output
+            return READY.search(self.output)
+
+        self.endpoint = until(ready, seconds, "ready")[1]
+        return self
+
+    def describe(self) -> Description:
+        with OmniClient(self.endpoint) as client:
+            return client.describe()
+
+    def pid_of(self, stage: str) -> int:
+        return next(status.pid for status in self.describe().stages if status.stage == stage)
+
+    def wait_idle(self, seconds: float = 5.0) -> None:
+        with OmniClient(self.endpoint) as client:
+            deadline = time.monotonic() + seconds
+            while left := held(client.describe()):
+                assert time.monotonic() < deadline, f"still held: {left}"
+                time.sleep(0.05)
+
+    def wait_end(self, seconds: float = 10.0) -> int:
+        """The launcher's exit code."""
+        return self.process.wait(seconds)
+
+    def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 10.0) -> int:
+        self.process.send_signal(number)
+        return self.wait_end(seconds)
+
+
+def assert_nothing_left(folder: Path, seconds: float = 5.0, shared: set[str] | None = None) -> None:
+    """No process, socket or shared memory of the launchers in `folder` is left within `seconds`."""
+
+    def sockets() -> list[str]:
+        return [str(entry) for entry in folder.rglob("*") if entry.is_socket()]
+
+    deadline = time.monotonic() + seconds
+    while (processes := processes_of(folder)) or sockets():
+        assert time.monotonic() < deadline, f"left behind: {processes} {sockets()}"
+        time.sleep(0.05)
+    assert not [name for name in shared or () if os.path.exists(name)]

@@ -1,0 +1,339 @@
+"""Requests through real processes and sockets: what is answered, to whom, and what each mistake gets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy
+import pytest
+
+from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
+from omni_actors.codec import MAGIC, Decoder, encode
+from omni_actors.errors import (
+    Aborted,
+    DeadlineExceeded,
+    EngineError,
+    InvalidPayload,
+    InvalidRequest,
+    OmniError,
+    PromptTooLong,
+    UnknownModality,
+    UnknownVoice,
+)
+from omni_actors.messages import (
+    AudioChunk,
+    Chunk,
+    CoordinatorToClient,
+    Done,
+    DType,
+    Failed,
+    FinishReason,
+    Header,
+    Heartbeat,
+    Hello,
+    Hop,
+    Prompt,
+    StageDone,
+    StageUsage,
+    Submit,
+    TensorRef,
+    TextDelta,
+    pack_token_ids,
+)
+from omni_actors.outputs import OmniRequestOutput
+from omni_actors.stage.echo import FAIL_TOKEN
+from omni_actors.transport.sockets import Sockets, drain, try_send
+from tests.process.launcher import EchoLauncher, until
+
+SAMPLES = 480
+
+
+def assert_echo(output: OmniRequestOutput, text: str) -> None:
+    """Text and audio are the prompt's, in order."""
+    assert output.text == text
+    assert output.token_ids == list(text.encode())
+    levels = numpy.frombuffer(text.encode(), numpy.uint8) / 256
+    assert numpy.array_equal(output.audio, numpy.repeat(levels, SAMPLES).astype(numpy.float32))
+    assert output.sample_rate == 24_000
+
+
+async def test_text_and_audio(echo: EchoLauncher) -> None:
+    async with AsyncOmniClient(echo.endpoint) as client:
+        output = await client.generate("hello there")
+    assert_echo(output, "hello there")
+    assert set(output.usage) == {"prompt", "thinker", "talker", "code2wav"}
+    assert output.finish_reasons["thinker"] == "stop"
+    assert output.usage["talker"].output_tokens == 11
+
+
+@pytest.mark.parametrize("modality", ["text", "audio"])
+async def test_one_modality_alone(echo: EchoLauncher, modality: str) -> None:
+    async with AsyncOmniClient(echo.endpoint) as client:
+        output = await client.generate("hi", modalities=[modality])
+    assert (output.text, len(output.audio)) == (("hi", 0) if modality == "text" else ("", 2 * SAMPLES))
+    assert ("talker" in output.usage) is (modality == "audio")
+
+
+async def test_two_hundred_at_once_keep_apart_and_in_order(echo: EchoLauncher) -> None:
+    texts = [f"request {i} " + chr(97 + i % 26) * (i % 23) for i in range(200)]
+    async with AsyncOmniClient(echo.endpoint) as client:
+        outputs = await asyncio.gather(*(client.generate(text, timeout=60) for text in texts))
+    for output, text in zip(outputs, texts, strict=True):
+        assert_echo(output, text)
+
+
+async def test_parameters_of_a_stage(echo: EchoLauncher) -> None:
+    async with AsyncOmniClient(echo.endpoint) as client:
+        output = await client.generate("hello", params={"talker": {"max_tokens": 2}})
+    assert (output.text, len(output.audio)) == ("hello", 2 * SAMPLES)
+
+
+async def test_abort(echo: EchoLauncher) -> None:
+    async with AsyncOmniClient(echo.endpoint) as client:
+        stream = await client.submit("x" * 200, modalities=["text"])
+        first = await anext(stream)
+        assert isinstance(first, Text)
+        await stream.abort()
+        with pytest.raises(Aborted):
+            async for _ in stream:
+                pass
+        await stream.abort()
+        client.abort("never heard of")
+
+
+async def test_deadline(echo: EchoLauncher) -> None:
+    async with AsyncOmniClient(echo.endpoint) as client:
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await client.generate("x" * 4000, timeout=0.3)
+        assert time.monotonic() - began < 1.5
+        with pytest.raises(DeadlineExceeded):
+            await client.generate("x", timeout=-1)
+
+
+async def test_each_mistake_gets_its_error_and_harms_nobody(echo: EchoLauncher) -> None:
+    mistakes: list[tuple[type[OmniError], str, dict]] = [
+        (UnknownVoice, "Chelsie, Ethan", {"prompt": "x", "voice": "Bob"}),
+        (UnknownModality, "text, audio", {"prompt": "x", "modalities": ["smell"]}),
+        (InvalidPayload, "modalities", {"prompt": "x", "modalities": []}),
+        (InvalidRequest, "max_token", {"prompt": "x", "params": {"thinker": {"max_token": 3}}}),
+        (InvalidRequest, "max_tokens", {"prompt": "x", "params": {"thinker": {"max_tokens": -3}}}),
+        (InvalidRequest, "Did you mean 'thinker'", {"prompt": "x", "params": {"thinkr": {"max_tokens": 3}}}),
+        (InvalidRequest, "thinker", {"prompt": "x", "params": {"thinker": 3}}),
+        (InvalidRequest, "empty", {"prompt": ""}),
+        (InvalidRequest, "empty", {"prompt": []}),
+        (InvalidRequest, "empty", {"prompt": {"prompt_token_ids": []}}),
+        (InvalidRequest, "empty", {"prompt": [{"role": "user", "content": ""}]}),
+        (InvalidRequest, "32-bit", {"prompt": {"prompt_token_ids": [2**40]}}),
+        (InvalidPayload, "negative", {"prompt": {"prompt_token_ids": [-5]}}),
+        (InvalidRequest, "role", {"prompt": [{"content": "x"}]}),
+        (InvalidRequest, "form", {"prompt": [3]}),
+        (InvalidRequest, "form", {"prompt": None}),
+        (InvalidRequest, "form", {"prompt": "x", "audios": [3]}),
+        (InvalidPayload, "cannot be encoded", {"prompt": "\ud800"}),
+        (PromptTooLong, "at most 4096", {"prompt": "x" * 5000}),
+        (InvalidPayload, "limit is 100000", {"prompt": "x" * 100_001}),
+        (InvalidPayload, "limit", {"prompt": "x", "images": [bytes(1_000_001)]}),
+        (EngineError, "asked this request to fail", {"prompt": {"prompt_token_ids": [65, FAIL_TOKEN]}}),
+        (InvalidPayload, "seed", {"prompt": "x", "seed": -1}),
+    ]  # fmt: skip
+    async with AsyncOmniClient(echo.endpoint) as client:
+        good = [asyncio.create_task(client.generate(f"good {i}" * 3)) for i in range(5)]
+        answers = await asyncio.gather(
+            *(client.generate(**options) for _, _, options in mistakes), return_exceptions=True
+        )
+        for (kind, word, options), answer in zip(mistakes, answers, strict=True):
+            assert type(answer) is kind, (options, answer)
+            assert word in str(answer), (options, answer)
+            assert answer.hint
+        for i, output in enumerate(await asyncio.gather(*good)):
+            assert_echo(output, f"good {i}" * 3)
+
+
+async def test_error_in_the_prompt_stage_names_it(echo: EchoLauncher) -> None:
+    async with AsyncOmniClient(echo.endpoint) as client:
+        with pytest.raises(EngineError) as caught:
+            await client.generate({"prompt_token_ids": [FAIL_TOKEN]})
+    assert caught.value.stage == "prompt"
+
+
+async def test_ids_are_checked(echo: EchoLauncher) -> None:
+    async with AsyncOmniClient(echo.endpoint) as client, AsyncOmniClient(echo.endpoint) as other:
+        stream = await client.submit("x" * 100, request_id="mine")
+        with pytest.raises(InvalidRequest, match="in use"):
+            await client.submit("y", request_id="mine")
+        with pytest.raises(InvalidRequest, match="used before"):
+            await other.generate("y", request_id="mine")
+        other.abort("mine")
+        assert (await stream.result()).text == "x" * 100
+
+
+def test_sync_client(echo: EchoLauncher) -> None:
+    with OmniClient(echo.endpoint) as client:
+        assert client.describe().modalities == ("text", "audio")
+        assert_echo(client.generate("sync"), "sync")
+        stream = client.submit("ab")
+        items = list(stream)
+        assert [item.text for item in items if isinstance(item, Text)] == ["a", "b"]
+        assert sum(len(item.samples) for item in items if isinstance(item, Audio)) == 2 * SAMPLES
+        assert "code2wav" in stream.usage
+        slow = client.submit("x" * 1000)
+        slow.abort()
+        with pytest.raises(Aborted):
+            slow.result()
+        pending = client.submit("x" * 1000)
+    client.close()
+    for use in (client.describe, lambda: client.generate("x"), pending.result):
+        with pytest.raises(InvalidRequest, match="closed"):
+            use()
+
+
+async def test_closing_ends_what_is_in_flight(echo: EchoLauncher) -> None:
+    client = AsyncOmniClient(echo.endpoint)
+    async with client:
+        stream = await client.submit("x" * 2000)
+        waiting = asyncio.create_task(stream.result())
+        await asyncio.sleep(0.05)
+    with pytest.raises(OmniError, match="closed"):
+        await waiting
+    with pytest.raises(InvalidRequest, match="not connected"):
+        await client.submit("x", modalities=["text"])
+
+
+# -- peers that misbehave ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    made = Sockets()
+    yield made
+    made.context.destroy(linger=0)
+
+
+def submit_frames(request_id: str, text: str = "hi", **header: object) -> list:
+    body = Submit(prompt=Prompt(token_ids=pack_token_ids(list(text.encode()))), modalities=("text",))
+    return encode(Header("", request_id, **header), body)
+
+
+def collect(dealer: object, got: list, ends: int = 1, seconds: float = 10.0) -> list:
+    """Messages until `ends` terminal ones have come."""
+    decoder: Decoder = Decoder(CoordinatorToClient)
+
+    def enough() -> bool:
+        got.extend(decoder.decode(frames) for frames in drain(dealer, 10_000))
+        return sum(isinstance(envelope.body, Done | Failed) for envelope in got) >= ends
+
+    until(enough, seconds, f"{ends} terminal messages")
+    return got
+
+
+def malformed(kind: str, header: Header) -> list[list[bytes]]:
+    """Messages that are no messages; the last three have a sound header."""
+    named = msgspec.structs.replace(header, kind=kind)
+    good = msgspec.msgpack.encode(named)
+    return [
+        [b""], [b"x"] * 3, [MAGIC], [MAGIC, b"\xc1", b""], [b"\0" * 5000] * 20, [MAGIC, b"\x91" * 1000, b""],
+        [MAGIC, b"\xa0" * 5000, b""], [MAGIC, good, b"", b"unannounced"],
+        [MAGIC, msgspec.msgpack.encode(msgspec.structs.replace(header, kind="nonsense")), b""],
+        [MAGIC, good, b""], [MAGIC, good, b"\x91" * 50_000],
+        [MAGIC, good, msgspec.msgpack.encode({"type": kind, "x": 1})],
+    ]  # fmt: skip
+
+
+async def test_garbage_on_every_socket_is_counted_and_harms_nobody(echo: EchoLauncher, sockets: Sockets) -> None:
+    (run_dir,) = [entry for entry in echo.folder.iterdir() if entry.is_dir()]
+    inboxes = sorted(run_dir.glob("thinker-0-*"))
+    epoch = int(inboxes[0].name.split("-")[2])
+    stranger = Header("", "garbage", "thinker", 9, epoch)
+    client = sockets.dealer(echo.endpoint, b"stranger")
+    control = sockets.dealer(f"ipc://{run_dir}/control", b"stranger")
+    results = sockets.push(f"ipc://{run_dir}/results")
+    inbox = sockets.push(f"ipc://{inboxes[0]}")
+    async with AsyncOmniClient(echo.endpoint) as good:
+        running = asyncio.create_task(good.generate("x" * 300))
+        before = await good.describe()
+        for socket, kind in ((client, "submit"), (control, "heartbeat"), (results, "text"), (inbox, "chunk")):
+            for frames in malformed(kind, stranger):
+                until(lambda socket=socket, frames=frames: try_send(socket, frames), 5, "sending")
+            assert (await good.generate(f"after {kind}", timeout=20)).text == f"after {kind}"
+        hop = Hop("thinker", 0, epoch)
+        hello = Hello(protocol=1, package="x", config="x", pid=1, inbox="ipc:///nowhere")
+        for body in (hello, Heartbeat(progress=3)):  # sound, but from a replica that is not known, or known for long
+            for replica in (0, 9):
+                try_send(control, encode(Header("", "", hop.stage, replica, hop.epoch), body))
+        for body, buffers in (
+            (TextDelta(text="x"), []),
+            (StageDone(usage=StageUsage(FinishReason.STOP)), []),
+            (AudioChunk(samples=TensorRef(DType.F32, (1,), 0), sample_rate=1), [bytes(4)]),
+        ):
+            try_send(results, encode(stranger, body, buffers))
+        for seq in range(3):
+            try_send(inbox, encode(Header("", "garbage", "prompt", 0, epoch, seq=seq), Chunk(token_ids=bytes(4))))
+        assert (await running).text == "x" * 300
+        assert_echo(await good.generate("still here"), "still here")
+
+        def differences() -> dict[str, int]:
+            return {name: n - before.counts.get(name, 0) for name, n in after.counts.items()}
+
+        after = await good.describe()
+        deadline = time.monotonic() + 5
+        stage = next(status for status in after.stages if status.stage == "thinker")
+        while sum(n for name, n in stage.counts.items() if name.startswith("rejected_")) < 12:
+            assert time.monotonic() < deadline, stage.counts
+            await asyncio.sleep(0.05)
+            after = await good.describe()
+            stage = next(status for status in after.stages if status.stage == "thinker")
+    for channel in ("client", "control", "results"):
+        counts = {name: n for name, n in differences().items() if name.startswith(f"rejected_{channel}_")}
+        assert sum(counts.values()) == 12, counts
+        assert counts[f"rejected_{channel}_invalid_payload"] == 3
+    assert differences()["dropped_control_of_unknown_replica"] == 2
+    assert differences()["dropped_control_out_of_order"] == 1
+    assert differences()["dropped_unknown_request"] >= 3
+    assert stage.counts["rejected_magic"] >= 2
+    assert stage.counts["dropped_late"] >= 3, "chunks of a request that was refused"
+    answers = [envelope.body for envelope in collect(client, [], 3)]
+    assert {body.code.value for body in answers} == {"invalid_payload"}
+
+
+def test_a_client_that_does_not_read_for_a_while_gets_everything(echo: EchoLauncher, sockets: Sockets) -> None:
+    slow = sockets.dealer(echo.endpoint, b"slow")
+    requests, length = 20, 250
+    for number in range(requests):
+        try_send(slow, submit_frames(f"slow {number}", "x" * length))
+    # Far more than the queues of both sockets hold.
+    until(lambda: echo.describe().in_flight == 0, 20, "all of it computed")
+    envelopes = collect(slow, [], requests)
+    assert len(envelopes) == requests * (length + 1)
+    for number in range(requests):
+        mine = [envelope for envelope in envelopes if envelope.header.request_id == f"slow {number}"]
+        assert [envelope.header.seq for envelope in mine] == list(range(length + 1))
+        assert isinstance(mine[-1].body, Done)
+
+
+def test_a_client_that_vanishes_takes_its_requests_along(echo: EchoLauncher, sockets: Sockets) -> None:
+    dealer = sockets.dealer(echo.endpoint, b"vanishing")
+    try_send(dealer, submit_frames("vanishing", "x" * 150, deadline=time.time() + 600))
+    until(lambda: echo.describe().in_flight == 1, 5, "admitted")
+    lost = echo.describe().counts.get("dropped_client_lost", 0)
+    dealer.close(linger=0)
+    until(lambda: echo.describe().in_flight == 0, 5, "ended")
+    assert echo.describe().counts["dropped_client_lost"] == lost + 1
+
+
+async def test_a_client_whose_request_was_lost_is_told(
+    echo: EchoLauncher, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart of the coordinator: the request is unknown there, the stream must not wait for ever."""
+    monkeypatch.setattr("omni_actors.client.PING_SECONDS", 0.1)
+    async with AsyncOmniClient(echo.endpoint) as client:
+        monkeypatch.setattr(client, "_socket", sockets.dealer(echo.endpoint.replace("client", "nobody"), b"x"))
+        real = client._reader._socket
+        stream = await client.submit("x", modalities=["text"])
+        monkeypatch.setattr(client, "_socket", real)
+        with pytest.raises(OmniError, match="does not know this request") as caught:
+            await asyncio.wait_for(stream.result(), 5)
+        assert caught.value.retryable
