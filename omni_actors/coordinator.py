@@ -338,6 +338,7 @@ class Coordinator:
             sample_rate=state.sample_rate,
             healthy=not state.replicas.missing(),
             in_flight=state.in_flight,
+            max_in_flight=self.pipeline.coordinator.max_in_flight,
             stages=tuple(replica.status() for replica in state.replicas),
             requests=state.requests_of(client),
             counts=self._counts(),

@@ -108,23 +108,26 @@ class OmniLLM:
         Returns:
             One output per prompt, in order. A prompt that failed has its `error` set; the others are complete.
         """
+        client = self.client
         many = _as_prompts(prompts)
-        work = self._generate_all(many, dict(sampling_params or {}), options)
-        return self.client._run(work)
+        return client._run(self._generate_all(client, many, dict(sampling_params or {}), options))
 
     async def _generate_all(
-        self, prompts: Sequence[Prompting], params: dict[str, Any], options: dict[str, Any]
+        self, sync_client: OmniClient, prompts: Sequence[Prompting], params: dict[str, Any], options: dict[str, Any]
     ) -> list[OmniRequestOutput]:
-        client = self.client._client
+        client = sync_client._client
+        # More prompts than the coordinator admits at once queue here.
+        slots = asyncio.Semaphore((await client.describe()).max_in_flight)
 
         async def one(prompt: Prompting) -> OmniRequestOutput:
             stream: RequestStream | None = None
             try:
                 while True:
                     try:
-                        stream = await client.submit(prompt, params=params, **options)
-                        return await stream.result()
-                    except Overloaded as error:  # more prompts than the coordinator admits at once: they queue here
+                        async with slots:
+                            stream = await client.submit(prompt, params=params, **options)
+                            return await stream.result()
+                    except Overloaded as error:  # somebody else streams from this pipeline, too
                         await asyncio.sleep(error.retry_after or POLL_SECONDS)
             except OmniError as error:
                 return OmniRequestOutput(stream.request_id if stream is not None else "", error=error)

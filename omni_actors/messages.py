@@ -331,6 +331,7 @@ class Description(Body, tag="description", frozen=True):
     sample_rate: int
     healthy: bool
     in_flight: int
+    max_in_flight: int
     stages: tuple[StageStatus, ...]
     requests: tuple[str, ...] = ()
     counts: dict[str, int] = {}

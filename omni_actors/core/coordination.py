@@ -103,6 +103,7 @@ class Coordination:
         self.dropped: collections.Counter[str] = collections.Counter()
         self._new_seed = new_seed
         self._requests: dict[str, ActiveRequest] = {}
+        self._closing = False
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
 
     @property
@@ -138,6 +139,8 @@ class Coordination:
         self, client: bytes, header: Header, submit: Submit, now: float
     ) -> tuple[ActiveRequest, dict[str, StageParams]]:
         request_id = header.request_id
+        if self._closing:
+            raise _shutting_down()
         if not request_id:
             raise InvalidRequest("The request has no id.")
         if request_id in self._requests or request_id in self._tombstones:
@@ -289,12 +292,12 @@ class Coordination:
         ]
 
     def shut_down(self, now: float) -> list[Instruction]:
-        """Ends every request; each client gets its answer."""
-        error = StageUnavailable("The pipeline is shutting down.", hint="Send the request to another pipeline.")
+        """Ends every request and admits none any more; each client gets its answer."""
+        self._closing = True
         return [
             instruction
             for request in list(self._requests.values())
-            for instruction in self._fail(request, error, now)
+            for instruction in self._fail(request, _shutting_down(), now)
         ]
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -322,3 +325,7 @@ class Coordination:
     @staticmethod
     def _to_stage(request: ActiveRequest, hop: Hop, body: Body, buffers: Sequence[Frame] = ()) -> ToStage:
         return ToStage(hop, request.request_id, request.attempt, request.deadline, body, buffers)
+
+
+def _shutting_down() -> StageUnavailable:
+    return StageUnavailable("The pipeline is shutting down.", hint="Send the request to another pipeline.")

@@ -21,11 +21,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 READY = re.compile(r"ready after .* clients connect to (\S+)")
 
 
-def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+def until(condition: Callable[[], Any], seconds: float, what: str | Callable[[], str]) -> Any:
     """Wait for a true value and return it."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what if isinstance(what, str) else what()}"
         time.sleep(0.02)
     return value
 

@@ -315,6 +315,7 @@ def test_shutdown_answers_everybody() -> None:
     instructions = state.shut_down(NOW)
     answers = {item.client: item.body.code for item in instructions if isinstance(item, ToClient)}
     assert answers == {ALICE: ErrorCode.STAGE_UNAVAILABLE, BOB: ErrorCode.STAGE_UNAVAILABLE}
+    assert failure(ask(state, "too late")).code is ErrorCode.STAGE_UNAVAILABLE
     assert state.in_flight == 0
 
 

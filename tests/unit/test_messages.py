@@ -43,7 +43,8 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
     (
         m.Description(
             pipeline="p", model="m", modalities=("text",), voices=("Ethan",), sample_rate=24_000, healthy=True,
-            in_flight=1, stages=(m.StageStatus("thinker", 0, 1, "ready", 42, 1, {"requests": 1}),), requests=("r",),
+            in_flight=1, max_in_flight=9, requests=("r",),
+            stages=(m.StageStatus("thinker", 0, 1, "ready", 42, 1, {"requests": 1}),),
             counts={"rejected_client_magic": 1},
         ),
         [],

@@ -1,0 +1,370 @@
+"""Starting, ending and dying: what users see, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import soundfile
+
+from omni_actors import llm
+from omni_actors.client import AsyncOmniClient, OmniClient
+from omni_actors.errors import (
+    ConfigError,
+    EngineError,
+    OmniError,
+    RequestTimeout,
+    StageLost,
+    StageUnavailable,
+    StartupError,
+)
+from omni_actors.llm import OmniLLM
+from omni_actors.stage.echo import CRASH_TOKEN, FAIL_TOKEN
+from tests.process.launcher import REPOSITORY, EchoLauncher, assert_nothing_left, processes_of, until
+from tests.unit.builders import chain, write
+
+Launch = Callable[..., EchoLauncher]
+
+
+def slow(stage: int, **options: Any) -> dict[str, Any]:
+    """The echo chain with options for the engine of one stage."""
+    data = chain()
+    data["stages"][stage]["engine"] = options
+    return data
+
+
+def titles(folder: Path) -> set[str]:
+    return {command for command in processes_of(folder).values() if command.startswith("omni:")}
+
+
+# -- one prompt -------------------------------------------------------------------------------------------------------
+
+
+def test_one_prompt_from_the_command_line(launch: Launch, short_path: Path) -> None:
+    wav = short_path / "out.wav"
+    launcher = launch(chain(), "--prompt", "say it", "--save-audio", str(wav), "--voice", "Ethan")
+    assert launcher.wait_end(20) == 0
+    assert "say it\n" in launcher.output
+    samples, rate = soundfile.read(wav)
+    assert (len(samples), rate) == (6 * 480, 24_000)
+    assert_nothing_left(short_path, 1.0)
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+
+
+def test_one_prompt_that_fails(launch: Launch) -> None:
+    launcher = launch(chain(), "--prompt", "x", "--voice", "Bob")
+    assert launcher.wait_end(20) == 1
+    assert "error (unknown_voice): " in launcher.output
+    assert "Chelsie, Ethan" in launcher.output
+
+
+# -- start ------------------------------------------------------------------------------------------------------------
+
+
+def test_stage_that_fails_at_start(launch: Launch) -> None:
+    launcher = launch(slow(2, fail_start="the weights are made of cheese"))
+    assert launcher.wait_end(20) == 1
+    output = launcher.output
+    assert "error (startup_error): talker/0 died (exit code 1)" in output
+    assert "the weights are made of cheese" in output
+    assert "last lines of its log" in output
+    assert "Traceback" in output.split("last lines of its log")[1]
+
+
+def test_stage_that_is_not_ready_in_time(launch: Launch) -> None:
+    began = time.monotonic()
+    launcher = launch(slow(1, start_seconds=60.0), "--startup-timeout", "2.5")
+    assert launcher.wait_end(20) == 1
+    assert time.monotonic() - began < 12
+    assert "thinker/0 is not ready in time while loading" in launcher.output
+    assert "prompt/0 ready" in launcher.output
+
+
+def test_wrong_option_of_a_stage_is_named(launch: Launch) -> None:
+    launcher = launch(slow(1, step_second=1.0))
+    assert launcher.wait_end(20) == 1
+    assert "stages.thinker.engine.step_second" in launcher.output
+    assert "Did you mean 'step_seconds'" in launcher.output
+
+
+def test_run_directory_in_use_and_too_long(launch: Launch, short_path: Path) -> None:
+    run_dir = short_path / "run"
+    first = launch(chain(), "--run-dir", str(run_dir)).wait_ready()
+    second = launch(chain(), "--run-dir", str(run_dir))
+    assert second.wait_end() == 2
+    assert f"in use by process {first.process.pid}" in second.output
+    third = launch(chain(), "--run-dir", str(short_path / ("x" * 80)))
+    assert third.wait_end() == 2
+    assert "too long" in third.output
+    assert first.describe().healthy
+    assert first.end() == 0
+    assert [entry.name for entry in run_dir.iterdir()] == ["logs"]
+
+
+def test_check_starts_nothing(launch: Launch, short_path: Path) -> None:
+    launcher = launch(chain(), "--check")
+    assert launcher.wait_end() == 0
+    assert "placement" in launcher.output
+    assert "[default]" in launcher.output
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+
+
+HANDSHAKE = """
+import asyncio, sys
+import msgspec, omni_actors, omni_actors.coordinator
+from omni_actors import config
+from omni_actors.errors import OmniError
+from omni_actors.launch import Launcher
+
+async def main(path, what):
+    launcher = Launcher(config.load(path).pipeline)
+    if what == "config":
+        node = launcher._node
+        node._pipeline = msgspec.structs.replace(node._pipeline, name="other")
+    elif what == "package":
+        omni_actors.__version__ = "9.9.9"
+    else:
+        omni_actors.coordinator.PROTOCOL_VERSION = 77
+    try:
+        await launcher.start()
+    except OmniError as error:
+        print(error.code.value, str(error).splitlines()[0])
+    finally:
+        await launcher.close()
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "values"), [("config", ()), ("package", ("9.9.9", "0.1.0")), ("protocol", ("77", "1"))]
+)
+def test_handshake_mismatch_fails_the_start_and_names_both_values(
+    short_path: Path, what: str, values: tuple[str, ...]
+) -> None:
+    from omni_actors import config
+
+    script = short_path / "handshake.py"
+    script.write_text(HANDSHAKE)
+    path = write(short_path, chain())
+    if what == "config":
+        pipeline = config.load(path).pipeline
+        values = (pipeline.digest(), msgspec.structs.replace(pipeline, name="other").digest())
+    environment = {**os.environ, "TMPDIR": str(short_path), "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, str(script), str(path), what], env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.startswith("startup_error "), done.stderr
+    assert all(value in done.stdout for value in values), done.stdout
+    assert_nothing_left(short_path)
+
+
+# -- end --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_everything_and_answers_everybody(launch: Launch, short_path: Path, number: signal.Signals) -> None:
+    launcher = launch(slow(0, step_seconds=0.01)).wait_ready()
+    assert titles(short_path) == {"omni:prompt/0", "omni:thinker/0", "omni:talker/0", "omni:code2wav/0"}
+    with OmniClient(launcher.endpoint) as client:
+        running = client.submit("x" * 2000)
+        until(lambda: client.describe().in_flight == 1, 5, "admitted")
+        on_its_way = client.submit("x" * 2000)
+        assert launcher.end(number, 10) == 0
+        for stream in (running, on_its_way):
+            with pytest.raises(StageUnavailable, match="shutting down"):
+                stream.result()
+    assert_nothing_left(short_path, 1.0)
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+
+
+@pytest.mark.parametrize("moment", ["importing", "loading"])
+def test_signal_while_starting(launch: Launch, short_path: Path, moment: str) -> None:
+    launcher = launch(slow(1, start_seconds=60.0))
+    until(lambda: "starting prompt/0" in launcher.output, 10, "start")
+    if moment == "loading":
+        until(lambda: "prompt/0 ready" in launcher.output, 10, "first stage ready")
+    assert launcher.end(signal.SIGTERM, 10) == 0
+    assert_nothing_left(short_path, 1.0)
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+
+
+def test_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
+    started = launch(slow(1, start_seconds=60.0))
+    launcher = started.process
+    until(lambda: len(titles(short_path)) == 4, 10, lambda: f"{processes_of(short_path)} {started.output}")
+    for pid, command in processes_of(short_path).items():
+        if command.startswith("omni:"):
+            os.kill(pid, signal.SIGSTOP)  # they cannot end in order
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(3) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("own_folder", [True, False])
+def test_killed_launcher_leaves_nothing(launch: Launch, short_path: Path, own_folder: bool) -> None:
+    run_dir = short_path / "run"
+    arguments = ["--run-dir", str(run_dir)] if own_folder else []
+    launcher = launch(slow(0, step_seconds=0.01), *arguments).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        client.submit("x" * 1000, modalities=["text"])
+        launcher.end(signal.SIGKILL)
+        if own_folder:  # a supervisor starts the next one at once, while the stages of the first still end
+            again = launch(chain(), *arguments).wait_ready()
+            with OmniClient(again.endpoint) as other:
+                assert other.generate("second life", timeout=10).text == "second life"
+            assert again.describe().healthy
+            assert again.end() == 0
+        assert_nothing_left(short_path, 5.0)
+    left = [str(entry.relative_to(short_path)) for entry in short_path.rglob("*") if entry.is_dir()]
+    assert left == (["run", "run/logs"] if own_folder else [])
+
+
+def test_killed_launcher_while_a_stage_loads(launch: Launch, short_path: Path) -> None:
+    launcher = launch(slow(1, start_seconds=60.0))
+    until(lambda: "code2wav/0 ready" in launcher.output, 10, "the others are ready")
+    launcher.end(signal.SIGKILL)
+    assert_nothing_left(short_path, 5.0)
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+
+
+# -- stages that die --------------------------------------------------------------------------------------------------
+
+
+def test_pipeline_goes_on_without_a_dead_stage(launch: Launch) -> None:
+    data = chain()
+    data["stages"][0]["engine"] = {"step_seconds": 0.01}
+    launcher = launch(data).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        held, text_only = client.submit("x" * 100), client.submit("y" * 100, modalities=["text"])
+        os.kill(launcher.pid_of("code2wav"), signal.SIGKILL)
+        with pytest.raises(StageLost, match="killed by signal 9") as caught:
+            held.result()
+        assert (caught.value.stage, caught.value.retryable) == ("code2wav", True)
+        assert text_only.result().text == "y" * 100
+        description = client.describe()
+        assert not description.healthy
+        assert {s.stage: s.state for s in description.stages}["code2wav"] == "dead"
+        assert "degraded: code2wav/0 died" in launcher.output
+        with pytest.raises(StageUnavailable, match="'code2wav'"):
+            client.generate("x")
+        assert client.generate("still", modalities=["text"]).text == "still"
+        launcher.wait_idle()
+        with pytest.raises(StageLost) as caught:  # an engine that is lost ends its process
+            client.generate({"prompt_token_ids": [CRASH_TOKEN]}, modalities=["text"])
+        assert caught.value.stage == "prompt"
+        with pytest.raises(StageUnavailable, match="'prompt'"):
+            client.generate("x", modalities=["text"])
+        assert "A test asked this stage to end." in until(
+            lambda: launcher.output.split("degraded: prompt/0")[1:], 5, "the second report"
+        )[0]  # fmt: skip
+
+
+def test_healthy_replica_serves_on(launch: Launch) -> None:
+    data = chain()
+    data["stages"][1]["replicas"] = 2
+    launcher = launch(data).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        thinkers = [status for status in client.describe().stages if status.stage == "thinker"]
+        assert [status.replica for status in thinkers] == [0, 1]
+        os.kill(thinkers[0].pid, signal.SIGKILL)
+        until(lambda: not client.describe().healthy, 5, "noticed")
+        for text in ("a", "b", "c"):
+            assert client.generate(text).text == text
+
+
+# -- clients without a coordinator ------------------------------------------------------------------------------------
+
+
+async def test_nobody_there(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omni_actors.client.PING_SECONDS", 0.1)
+    monkeypatch.setattr("omni_actors.client.ANSWER_SECONDS", 0.3)
+    async with AsyncOmniClient(f"ipc://{short_path}/client") as client:
+        with pytest.raises(RequestTimeout, match=r"did not answer within 0\.2 s"):
+            await client.describe(timeout=0.2)
+        stream = await client.submit("x", modalities=["text"])
+        with pytest.raises(RequestTimeout):
+            await asyncio.wait_for(stream.result(), 5)
+    with pytest.raises(OmniError, match="no endpoint"):
+        await AsyncOmniClient("nonsense").__aenter__()
+
+
+async def test_coordinator_killed_while_a_request_runs(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omni_actors.client.PING_SECONDS", 0.1)
+    monkeypatch.setattr("omni_actors.client.ANSWER_SECONDS", 0.5)
+    launcher = launch(slow(1, step_seconds=0.01)).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        stream = await client.submit("x" * 1000)
+        await anext(stream)
+        launcher.end(signal.SIGKILL)
+        with pytest.raises(RequestTimeout):
+            await asyncio.wait_for(stream.result(), 5)
+
+
+# -- offline ----------------------------------------------------------------------------------------------------------
+
+
+def test_offline_answers_in_order_with_one_failing(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "short_temporary_folder", lambda: str(short_path))
+    prompts = ["first", {"prompt_token_ids": [65, FAIL_TOKEN]}, "third", [{"role": "user", "content": "fourth"}]]
+    prompts += [f"more {i}" for i in range(40)]
+    with OmniLLM(write(short_path, chain()), {"coordinator.max_in_flight": 8}, startup_timeout=30) as omni:
+        outputs = omni.generate(prompts, {"talker": {"max_tokens": 2}}, seed=1)
+        assert omni.client.describe().in_flight == 0
+        assert omni.generate("alone", modalities=["text"])[0].text == "alone"
+    omni.close()
+    assert isinstance(outputs[1].error, EngineError)
+    assert [output.text for output in outputs[:1] + outputs[2:]] == [
+        "first", "third", "fourth", *(f"more {i}" for i in range(40))
+    ]  # fmt: skip
+    assert all(len(output.audio) == 960 and output.error is None for output in outputs[:1] + outputs[2:])
+    with pytest.raises(StartupError, match="closed"):
+        omni.generate("x")
+    assert_nothing_left(short_path)
+    assert [entry.name for entry in short_path.iterdir()] == ["pipeline.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "word"),
+    [(slow(1, fail_start="cheese"), StartupError, "cheese"), ({"nme": "x"}, ConfigError, "Did you mean 'name'")],
+)
+def test_offline_start_that_fails(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict, kind: type[OmniError], word: str
+) -> None:
+    monkeypatch.setattr(llm, "short_temporary_folder", lambda: str(short_path))
+    with pytest.raises(kind, match=word):
+        OmniLLM(write(short_path, data), startup_timeout=30)
+    assert_nothing_left(short_path)
+    assert [entry.name for entry in short_path.iterdir()] == ["pipeline.yaml"]
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def test_fan_out_and_fan_in(launch: Launch) -> None:
+    data = chain()
+    data["stages"][2:] = [
+        {"name": "left", "kind": "echo", "inputs": {"from": "thinker"}},
+        {"name": "right", "kind": "echo", "inputs": {"from": "thinker"}, "sampling": {"max_tokens": 1}},
+        {"name": "join", "kind": "echo", "inputs": {"from": ["right", "left", "prompt"]}, "outputs": ["audio"]},
+    ]
+    launcher = launch(data).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        for output in (client.generate("abc"), client.generate("abc", modalities=["audio"])):
+            levels = (output.audio[::480] * 256).astype(int).tolist()
+            assert bytes(levels) == b"a" + b"abc" + b"abc"
+            assert set(output.usage) == {"prompt", "thinker", "left", "right", "join"}
+        assert set(client.generate("abc", modalities=["text"]).usage) == {"prompt", "thinker"}
+    launcher.wait_idle()
