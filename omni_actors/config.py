@@ -114,6 +114,28 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     tombstone_ttl: Seconds = 60.0
 
 
+class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How much may wait where. An edge is sender -> receiver; its window is what may be sent without new credit.
+
+    A stage whose own messages wait in larger number than `outbox_*` stops stepping its engine; one that holds more than
+    `backlog_requests` whole requests that it could compute grants no credit. A client for which more than `client_*`
+    waits beyond its window, or that grants nothing for `client_stall_seconds`, loses its requests.
+    """
+
+    edge_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
+    edge_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
+    outbox_messages: Annotated[int, Meta(ge=1, le=10_000)] = 256
+    outbox_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 64 << 20
+    backlog_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
+    client_window_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
+    client_window_bytes: Annotated[int, Meta(ge=1)] = 16 << 20
+    client_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
+    client_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
+    client_stall_seconds: Seconds = 30.0
+    arena_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20  # shared memory per replica, 0 for none
+    inline_bytes: Annotated[int, Meta(ge=1)] = 32 << 10  # larger buffers go through the arena
+
+
 class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """A whole pipeline: one checkpoint, a directed acyclic graph of stages."""
 
@@ -122,6 +144,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stages: Annotated[list[StageConfig], Meta(min_length=1, max_length=64)]
     coordinator: CoordinatorConfig = CoordinatorConfig()
     limits: Limits = Limits()
+    flow: FlowConfig = FlowConfig()
 
     def stage(self, name: str) -> StageConfig:
         for stage in self.stages:

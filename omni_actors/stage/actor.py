@@ -22,6 +22,7 @@ from omni_actors.messages import (
     AudioChunk,
     Body,
     Chunk,
+    Credit,
     Expect,
     Failed,
     FinishReason,
@@ -105,6 +106,8 @@ class StageActor:
         self._processor_class = processor_class
         self._clock = clock
         self._work: dict[str, Work] = {}
+        self._whole: set[str] = set()  # requests whose input is all here
+        self._backlog_requests = pipeline.flow.backlog_requests
         self._parked: dict[str, list[tuple[float, Envelope[IntoStage]]]] = {}
         self._parked_bytes = 0
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
@@ -119,6 +122,9 @@ class StageActor:
             return self._open(envelope.header, body, envelope)
         if isinstance(body, Abort):
             self._drop(envelope.header.request_id)
+            return []
+        if isinstance(body, Credit):  # belongs to the sockets' threads
+            self.dropped["credit"] += 1
             return []
         return self._chunk(envelope.header, body, envelope)
 
@@ -149,6 +155,15 @@ class StageActor:
 
     def runnable(self) -> bool:
         return self._engine.runnable()
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the engine has so much to compute that more input should wait with its senders.
+
+        Only requests that need no further input count, and only while the engine can work: to hold back input that
+        it waits for would be the end of both.
+        """
+        return len(self._whole) > self._backlog_requests and self._engine.runnable()
 
     def counts(self) -> dict[str, int]:
         """What this stage holds now; all zero when it is idle."""
@@ -185,6 +200,7 @@ class StageActor:
         )
         logger.debug("request expected", extra={"request_id": request_id})
         if expect.prompt is not None:
+            self._whole.add(request_id)
             media = [envelope.tensor(item.tensor) for item in expect.prompt.media]
             start = Start(StageInputs(prompt=expect.prompt, media=media))
             return self._guarded(work, lambda: [start])
@@ -212,6 +228,8 @@ class StageActor:
         work.next_seq[header.stage] = expected + 1
         if chunk.final:
             work.ended_sources.add(header.stage)
+            if len(work.ended_sources) == len(self._stage.source_names):
+                self._whole.add(header.request_id)
         processor = work.processor
         return self._guarded(work, lambda: processor.feed(header.stage, _piece(chunk, envelope)))
 
@@ -362,6 +380,7 @@ class StageActor:
 
     def _forget(self, request_id: str) -> None:
         self._work.pop(request_id, None)
+        self._whole.discard(request_id)
         self._unpark(request_id)
         self._tombstones.add(request_id, self._clock())
 
