@@ -1,7 +1,8 @@
 """Messages to frames and back, with every check of the wire in one place (`docs/protocol.md`).
 
 Frame 0 is a magic, frame 1 the header, frame 2 the body, frames 3... raw tensor buffers that the body's `TensorRef`s
-describe, except those that the header's `blocks` place in the sender's shared memory. A message that does not pass never reaches the rest of the program:
+describe, except those that the header's `blocks` place in the sender's shared memory. A message that does not pass
+never reaches the rest of the program:
 
 * `BadHeader`: the sender cannot be told (the request is unknown), so the message is counted and dropped;
 * `BadBody`: the header is sound, so the request it names can be failed with a typed error.

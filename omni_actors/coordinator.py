@@ -104,7 +104,7 @@ class Coordinator:
         replica = self.state.replicas.find(hop.stage, hop.replica, hop.epoch)
         if replica is None or replica.state is ReplicaState.DEAD:
             return
-        logger.log(logging.INFO if self._closing else logging.ERROR, "%s ended: %s", replica.name, why)
+        logger.log(logging.DEBUG if self._closing else logging.ERROR, "%s ended: %s", replica.name, why)
         self._unlink(hop)
         self._do(self.state.replica_lost(replica, time.time(), why))
         if not self._closing:

@@ -117,6 +117,7 @@ class Launcher:
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
         self._started = False
+        self._owns_process = False
         self._failure: StartupError | None = None
         self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
         try:
@@ -138,8 +139,10 @@ class Launcher:
         that it is cleared away with it even after a SIGKILL.
         """
         usual, tempfile.tempdir = tempfile.tempdir, str(self._run_directory.path)
-        multiprocessing.util.get_temp_dir()  # made once per process, here
+        multiprocessing.util.get_temp_dir()  # made once per process, here; multiprocessing removes it at priority -100
         tempfile.tempdir = usual
+        multiprocessing.util.Finalize(None, self._run_directory.close, exitpriority=-200)
+        self._owns_process = True
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -266,7 +269,8 @@ class Launcher:
         self._coordinator.tell_shutdown("the launcher stops")
         await self._node.stop(self._pipeline.coordinator.shutdown_timeout)
         await self._coordinator.close()
-        self._run_directory.close()
+        if not self._owns_process:  # otherwise at the exit of the process, after the fork server's socket
+            self._run_directory.close()
 
 
 def _say(text: str) -> None:

@@ -469,14 +469,19 @@ class Expect(Body, tag="expect", frozen=True):
         return self.prompt.tensor_refs() if self.prompt is not None else ()
 
 
+ROWS = "rows"  # name of the streamed embeddings among an engine's tensors
+
+
 class Chunk(Body, tag="chunk", frozen=True):
     """Stage -> next stage: the next piece of its input.
 
-    `start` is the absolute position of the first row or token in the sender's own sequence; a receiver drops what it
-    already has (a preempted sender computes rows again). `final` ends the stream.
+    `rows` are embeddings that stand in for the receiver's tokens. `start` is the absolute position of the first row or
+    token in the sender's own sequence; a receiver drops what it already has (a preempted sender computes rows again).
+    `final` ends the stream.
     """
 
     token_ids: bytes = b""
+    rows: PromptEmbedsPayload | None = None
     tensors: Annotated[dict[Name, TensorRef], Meta(max_length=256)] = {}
     information: AdditionalInformationPayload | None = None
     start: Count = 0
@@ -485,10 +490,13 @@ class Chunk(Body, tag="chunk", frozen=True):
     def __post_init__(self) -> None:
         if len(self.token_ids) % 4:
             raise InvalidPayload(f"token_ids are int32: {len(self.token_ids)} bytes is no multiple of 4.")
+        if ROWS in self.tensors:
+            raise InvalidPayload(f"{ROWS!r} is a field of its own, not one of the tensors.")
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
+        rows = (self.rows.tensor,) if self.rows is not None else ()
         more = self.information.tensor_refs() if self.information is not None else ()
-        return (*self.tensors.values(), *more)
+        return (*rows, *self.tensors.values(), *more)
 
 
 # A failing stage tells its downstream neighbours nothing: the coordinator aborts them, so that there is one way to end.

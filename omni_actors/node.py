@@ -26,6 +26,7 @@ from omni_actors.transport.run_directory import RunDirectory
 logger = get_logger(__name__)
 
 MODEL_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)
+SERVER_MODULE = "omni_actors.stage.fork_server"
 MODEL_PRELOAD = "omni_actors.engine.preload"  # torch and vLLM
 LIGHT_PRELOAD = "omni_actors.stage.process"
 TAIL_LINES = 20
@@ -57,7 +58,7 @@ class LocalNode:
         self._none_left.set()
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         needs_models = any(stage.kind in MODEL_KINDS for stage in pipeline.stages)
-        self._context.set_forkserver_preload([MODEL_PRELOAD if needs_models else LIGHT_PRELOAD])
+        self._context.set_forkserver_preload([MODEL_PRELOAD if needs_models else LIGHT_PRELOAD, SERVER_MODULE])
 
     async def start(self, identity: Hop) -> None:
         """Start one replica. Returns once its process exists; the first call waits for the fork server's imports.

@@ -72,7 +72,7 @@ class ReplicaTable:
         return replica if replica is not None and replica.epoch == epoch else None
 
     def choose(self, stage: str) -> Replica | None:
-        """The ready replica of a stage with the fewest requests, one that takes input first; `None` if none is ready."""
+        """The ready replica of a stage with the fewest requests, those that take input first; `None`: none is ready."""
         ready = [replica for replica in self if replica.stage == stage and replica.state is ReplicaState.READY]
         return min(ready, key=lambda replica: (replica.congested, len(replica.requests), replica.index), default=None)
 

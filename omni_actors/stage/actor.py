@@ -16,6 +16,7 @@ from omni_actors.core.tombstones import Tombstones
 from omni_actors.errors import DeadlineExceeded, EngineError, InvalidPayload, OmniError, ProtocolError
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
+    ROWS,
     Abort,
     AdditionalInformationEntry,
     AdditionalInformationPayload,
@@ -29,6 +30,7 @@ from omni_actors.messages import (
     Header,
     Hop,
     IntoStage,
+    PromptEmbedsPayload,
     StageDone,
     StageUsage,
     TextDelta,
@@ -81,7 +83,7 @@ class Work:
     sent: dict[str, int] = field(default_factory=dict)  # by destination stage, "" for the coordinator
 
 
-class StageActor:
+class Stage:
     """Drives `engine` for one replica.
 
     Args:
@@ -294,6 +296,7 @@ class StageActor:
         """The same chunk to every downstream stage of the route."""
         buffers = BufferList()
         tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
+        rows = tensors.pop(ROWS, None)
         information = None
         if event.scalars:
             information = AdditionalInformationPayload(
@@ -301,6 +304,7 @@ class StageActor:
             )
         chunk = Chunk(
             token_ids=pack_token_ids(event.token_ids),
+            rows=PromptEmbedsPayload(rows) if rows is not None else None,
             tensors=tensors,
             information=information,
             start=event.start,
@@ -396,9 +400,12 @@ def _piece(chunk: Chunk, envelope: Envelope[IntoStage]) -> Piece:
             if entry.scalar is None:
                 raise InvalidPayload(f"The additional information {name!r} must be a scalar here.")
             scalars[name] = entry.scalar
+    tensors = {name: envelope.tensor(ref) for name, ref in chunk.tensors.items()}
+    if chunk.rows is not None:
+        tensors[ROWS] = envelope.tensor(chunk.rows.tensor)
     return Piece(
         token_ids=unpack_token_ids(chunk.token_ids),
-        tensors={name: envelope.tensor(ref) for name, ref in chunk.tensors.items()},
+        tensors=tensors,
         scalars=scalars,
         start=chunk.start,
         final=chunk.final,

@@ -32,7 +32,7 @@ from omni_actors.messages import (
     Shutdown,
     Welcome,
 )
-from omni_actors.stage.actor import StageActor
+from omni_actors.stage.actor import Stage
 from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.io_threads import Control, Event, Inbound, Outbound, Received, Rejected, Stop, sender_of
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
@@ -154,7 +154,7 @@ class StageProcess:
             self._outbound = self._await_welcome()
             processor = self._processor_class()  # first: a wrong name need not wait for a model to load
             engine = self._load()
-            actor = StageActor(self._pipeline, self._stage, self._identity, engine, processor, time.time)
+            actor = Stage(self._pipeline, self._stage, self._identity, engine, processor, time.time)
             facts = engine.facts
             self._inbound.tell(
                 Ready(
@@ -242,7 +242,7 @@ class StageProcess:
 
     # -- loop ---------------------------------------------------------------------------------------------------------
 
-    def _serve(self, actor: StageActor) -> None:
+    def _serve(self, actor: Stage) -> None:
         outbound = self._outbound
         if outbound is None:
             raise ProtocolError("The stage serves before it was welcomed.")
@@ -263,7 +263,7 @@ class StageProcess:
                 for sender, messages, size in self._tally.collect(everything=tick):
                     outbound.grant(sender, messages, size)
 
-    def _take_events(self, actor: StageActor, outbound: Outbound) -> None:
+    def _take_events(self, actor: Stage, outbound: Outbound) -> None:
         """All events that are there; waits for the first one when the engine has nothing to do."""
         congested = outbound.congested
         timeout = (CONGESTED_SECONDS if congested else TICK_SECONDS) if congested or not actor.runnable() else 0.0

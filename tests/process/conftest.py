@@ -62,8 +62,8 @@ def launch(short_path: Path) -> Iterator[Callable[..., EchoLauncher]]:
     launchers: list[EchoLauncher] = []
     shared: set[str] = set()
 
-    def start(data: Any, *arguments: str) -> EchoLauncher:
-        launchers.append(EchoLauncher(short_path, data, *arguments))
+    def start(data: Any, *arguments: str, **options: Any) -> EchoLauncher:
+        launchers.append(EchoLauncher(short_path, data, *arguments, **options))
         return launchers[-1]
 
     try:

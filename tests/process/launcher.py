@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +74,15 @@ def held(description: Description) -> dict[str, int]:
 class EchoLauncher:
     """`python -m omni_actors.launch` on `data`, everything of it in `folder`."""
 
-    def __init__(self, folder: Path, data: Any, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, data: Any, *arguments: str, program: Sequence[str] = ("-m", "omni_actors.launch")
+    ) -> None:
         self.folder = folder
         number = len(list(folder.glob("*.yaml")))
         config = folder / f"{number}.yaml"
         config.write_text(yaml.safe_dump(data, sort_keys=False))
         self._output = folder / f"{number}.out"
-        command = [sys.executable, "-m", "omni_actors.launch", str(config), *arguments]
+        command = [sys.executable, *program, str(config), *arguments]
         # TMPDIR: a run directory that is not given lies in the folder, too.
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -90,7 +92,7 @@ class EchoLauncher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(folder)},
+                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY)},
             )
 
     @property

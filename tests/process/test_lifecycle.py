@@ -199,6 +199,24 @@ def test_signal_while_starting(launch: Launch, short_path: Path, moment: str) ->
     assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
 
 
+def test_signal_while_the_fork_server_imports(launch: Launch, short_path: Path) -> None:
+    """Importing vLLM takes ten seconds and cannot be interrupted; the end does not wait for it."""
+    (short_path / "slow_preload.py").write_text("import time; time.sleep(60)")
+    script = short_path / "slow.py"
+    script.write_text(
+        f"import os, sys; os.environ['PYTHONPATH'] += {':' + str(short_path)!r}\n"
+        "from omni_actors import launch, node\n"
+        "node.LIGHT_PRELOAD = 'slow_preload'\n"
+        "if __name__ == '__main__': sys.exit(launch.main())\n"
+    )
+    launcher = launch(chain(), program=[str(script)])
+    until(lambda: "starting prompt/0" in launcher.output, 10, "start")
+    until(lambda: any("forkserver" in command for command in processes_of(short_path).values()), 10, "fork server")
+    assert launcher.end(signal.SIGTERM, 6) == 0
+    assert_nothing_left(short_path, 1.0)
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir() and entry.name.startswith("omni-")]
+
+
 def test_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
     started = launch(slow(1, start_seconds=60.0))
     launcher = started.process
@@ -220,12 +238,14 @@ def test_killed_launcher_leaves_nothing(launch: Launch, short_path: Path, own_fo
     launcher = launch(slow(0, step_seconds=0.01), *arguments).wait_ready()
     with OmniClient(launcher.endpoint) as client:
         client.submit("x" * 1000, modalities=["text"])
+        epochs = {status.epoch for status in client.describe().stages}
         launcher.end(signal.SIGKILL)
         if own_folder:  # a supervisor starts the next one at once, while the stages of the first still end
             again = launch(chain(), *arguments).wait_ready()
             with OmniClient(again.endpoint) as other:
                 assert other.generate("second life", timeout=10).text == "second life"
             assert again.describe().healthy
+            assert not {status.epoch for status in again.describe().stages} & epochs
             assert again.end() == 0
         assert_nothing_left(short_path, 5.0)
     left = [str(entry.relative_to(short_path)) for entry in short_path.rglob("*") if entry.is_dir()]

@@ -25,6 +25,7 @@ from omni_actors.messages import (
     Hop,
     HostTensor,
     Prompt,
+    PromptEmbedsPayload,
     StageDone,
     StageParams,
     TensorRef,
@@ -32,7 +33,7 @@ from omni_actors.messages import (
     pack_token_ids,
 )
 from omni_actors.stage import actor as actor_module
-from omni_actors.stage.actor import Outgoing, StageActor
+from omni_actors.stage.actor import Outgoing, Stage
 from omni_actors.stage.echo import FAIL_TOKEN, EchoEngine
 from omni_actors.stage.interface import (
     AudioEvent,
@@ -106,7 +107,7 @@ class RecordingEngine(StageEngine):
         return [call[2] for call in self.calls if call[0] == "start"]
 
 
-class Stage:
+class StageUnderTest:
     """An actor with its engine and clock, and short ways to speak to it."""
 
     def __init__(self, name: str, engine: StageEngine | None = None, processor: str = "passthrough") -> None:
@@ -116,7 +117,7 @@ class Stage:
         self.clock = Clock()
         self.identity = Hop(name, 0, 5)
         stage = config.stage(name)
-        self.actor = StageActor(
+        self.actor = Stage(
             config, stage, self.identity, self.engine, PROCESSORS[processor] if stage.inputs else None, self.clock
         )
 
@@ -131,6 +132,8 @@ class Stage:
         hop = source or ROUTE[STAGES.index(self.name) - 1]
         buffers = BufferList()
         refs = {name: buffers.add(tensor) for name, tensor in (tensors or {}).items()}
+        if (rows := refs.pop("rows", None)) is not None:
+            fields["rows"] = PromptEmbedsPayload(rows)
         header = Header("chunk", request_id, hop.stage, hop.replica, hop.epoch, attempt, seq)
         return self.actor.receive(Envelope(header, Chunk(tensors=refs, **fields), tuple(buffers.buffers)))
 
@@ -159,7 +162,7 @@ def failed(messages: list[Outgoing]) -> Failed:
 
 
 def test_entry_stage_starts_with_the_prompt_and_its_media() -> None:
-    stage = Stage("prompt")
+    stage = StageUnderTest("prompt")
     body = Expect(
         route=ROUTE, params=StageParams(top_k=2), seed=3, voice="Ethan", priority=4,
         prompt=msgspec.convert(
@@ -174,7 +177,7 @@ def test_entry_stage_starts_with_the_prompt_and_its_media() -> None:
 
 
 def test_chunks_before_the_announcement_are_parked_in_order() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.tokens("ab", 0, final=False)
     stage.tokens("cd", 1, start=2)
     counts = stage.actor.counts()
@@ -185,7 +188,7 @@ def test_chunks_before_the_announcement_are_parked_in_order() -> None:
 
 
 def test_parked_too_long_is_answered_and_remembered() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.tokens("ab")
     stage.clock.now += actor_module.PARKED_SECONDS
     message = failed(stage.actor.tick())
@@ -197,9 +200,9 @@ def test_parked_too_long_is_answered_and_remembered() -> None:
 
 def test_parked_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor_module, "PARKED_BYTES", 4000)
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.tokens("a", 0, "small", final=False)
-    rows = HostTensor(DType.U8, (3000,), bytes(3000))
+    rows = HostTensor(DType.F32, (750, 1), bytes(3000))
     message = failed(stage.chunk("large", tensors={"rows": rows}))
     assert (message.code, stage.actor.dropped["parked_overflow"]) == (ErrorCode.PROTOCOL_ERROR, 1)
     for i in range(10):
@@ -209,7 +212,7 @@ def test_parked_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_out_of_order_fail_the_request() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect()
     stage.tokens("a", 0, final=False)
     assert failed(stage.tokens("b", 2, start=1)).code is ErrorCode.PROTOCOL_ERROR
@@ -217,7 +220,7 @@ def test_chunks_out_of_order_fail_the_request() -> None:
 
 
 def test_chunk_after_the_end_fails_the_request_instead_of_starting_it_twice() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect()
     stage.tokens("ab", 0)
     assert failed(stage.tokens("cd", 1, start=2)).code is ErrorCode.PROTOCOL_ERROR
@@ -235,7 +238,7 @@ def test_chunk_after_the_end_fails_the_request_instead_of_starting_it_twice() ->
     ],
 )
 def test_foreign_chunks_are_dropped(source: Hop, attempt: int, reason: str) -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect()
     assert stage.chunk(source=source, attempt=attempt, token_ids=bytes(4), final=True) == []
     assert stage.actor.dropped == {reason: 1}
@@ -243,7 +246,7 @@ def test_foreign_chunks_are_dropped(source: Hop, attempt: int, reason: str) -> N
 
 
 def test_announcement_for_another_process_or_twice() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect(route=(Hop("thinker", 0, 4),))
     assert (stage.actor.dropped, stage.actor.counts()) == ({"foreign_epoch": 1}, EMPTY)
     stage.expect()
@@ -253,7 +256,7 @@ def test_announcement_for_another_process_or_twice() -> None:
 
 
 def test_messages_are_numbered_by_receiver() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect(deadline=2000.0)
     stage.tokens("ab")
     sent = stage.do(
@@ -273,7 +276,7 @@ def test_messages_are_numbered_by_receiver() -> None:
 
 
 def test_usage_has_times_since_the_announcement() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect()
     stage.tokens("a")
     stage.clock.now += 1
@@ -286,11 +289,12 @@ def test_usage_has_times_since_the_announcement() -> None:
 
 
 def test_tensors_and_scalars_of_a_stream_event_travel_together() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect()
     rows = HostTensor(DType.F32, (1, 1), b"abcd")
     (message,) = stage.do(StreamEvent("r1", [5], {"rows": rows}, {"prompt_tokens": 3}, 2, False))
-    assert message.body.tensors == {"rows": TensorRef(DType.F32, (1, 1), 0)}
+    assert message.body.rows == PromptEmbedsPayload(TensorRef(DType.F32, (1, 1), 0))
+    assert message.body.tensors == {}
     assert list(message.buffers) == [b"abcd"]
     assert message.body.information.scalar("prompt_tokens") == 3
     (audio,) = stage.do(AudioEvent("r1", HostTensor(DType.F32, (1,), b"abcd"), 24_000))
@@ -298,7 +302,7 @@ def test_tensors_and_scalars_of_a_stream_event_travel_together() -> None:
 
 
 def test_stream_goes_nowhere_without_downstream_in_the_route() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect(route=ROUTE[:2])
     stage.tokens("a")
     assert stage.engine.calls[0][1].streams is False
@@ -309,7 +313,7 @@ def test_stream_goes_nowhere_without_downstream_in_the_route() -> None:
     ("error", "code"), [(PromptTooLong("long"), ErrorCode.PROMPT_TOO_LONG), (ValueError("odd"), ErrorCode.ENGINE_ERROR)]
 )
 def test_a_refused_start_fails_this_request_alone(error: Exception, code: ErrorCode) -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect("good")
     stage.tokens("a", request_id="good")
     stage.engine.refuse = error
@@ -322,7 +326,7 @@ def test_a_refused_start_fails_this_request_alone(error: Exception, code: ErrorC
 
 
 def test_a_processor_that_breaks_harms_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage("talker", processor="thinker2talker")
+    stage = StageUnderTest("talker", processor="thinker2talker")
 
     def broken(self: object, source: str, piece: object) -> list:
         raise IndexError("a bug")
@@ -334,17 +338,18 @@ def test_a_processor_that_breaks_harms_its_request_only(monkeypatch: pytest.Monk
 
 
 def test_payload_that_the_processor_refuses() -> None:
-    stage = Stage("talker", processor="thinker2talker")
+    stage = StageUnderTest("talker", processor="thinker2talker")
     stage.expect()
-    flat = HostTensor(DType.F32, (2,), bytes(8))
-    assert failed(stage.chunk(tensors={"rows": flat})).code is ErrorCode.INVALID_PAYLOAD
+    assert failed(stage.chunk(start=3, tensors={"rows": HostTensor(DType.F32, (1, 2), bytes(8))})).code is (
+        ErrorCode.INVALID_PAYLOAD
+    )
     stage.expect("r2")
     information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(list=(1,))})
     assert "scalar" in failed(stage.chunk("r2", information=information)).message
 
 
 def test_streamed_rows_extend_a_running_request() -> None:
-    stage = Stage("talker", processor="thinker2talker")
+    stage = StageUnderTest("talker", processor="thinker2talker")
     stage.expect()
     one = HostTensor(DType.F32, (1, 1), bytes(4))
     information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(scalar=1)})
@@ -356,7 +361,7 @@ def test_streamed_rows_extend_a_running_request() -> None:
 
 
 def test_nothing_to_compute_ends_the_stage_and_tells_the_next() -> None:
-    stage = Stage("talker", processor="thinker2talker")
+    stage = StageUnderTest("talker", processor="thinker2talker")
     stage.expect()
     sent = stage.chunk(final=True)
     assert bodies(sent)[0] == Chunk(final=True)
@@ -366,7 +371,7 @@ def test_nothing_to_compute_ends_the_stage_and_tells_the_next() -> None:
 
 
 def test_engine_error_is_contained_and_the_rest_ignored() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     for request_id in ("a", "b"):
         stage.expect(request_id)
         stage.tokens("x", request_id=request_id)
@@ -377,7 +382,7 @@ def test_engine_error_is_contained_and_the_rest_ignored() -> None:
 
 
 def test_abort_is_idempotent_and_frees_everything() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect()
     stage.tokens("ab")
     for _ in range(2):
@@ -394,7 +399,7 @@ def test_abort_is_idempotent_and_frees_everything() -> None:
 
 
 def test_deadline_ends_the_request() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect(deadline=1010.0)
     stage.expect("forever")
     assert stage.actor.tick() == []
@@ -404,7 +409,7 @@ def test_deadline_ends_the_request() -> None:
 
 
 def test_undecodable_messages_fail_their_request_known_or_not() -> None:
-    stage = Stage("thinker")
+    stage = StageUnderTest("thinker")
     stage.expect()
     header = Header("chunk", "r1", "prompt", 0, 5)
     assert failed(stage.actor.reject(header, InvalidPayload("bad"))).code is ErrorCode.INVALID_PAYLOAD
@@ -421,7 +426,7 @@ def test_undecodable_messages_fail_their_request_known_or_not() -> None:
 
 def test_echo_engine_interleaves_requests_and_ends_empty() -> None:
     config = pipeline()
-    stage = Stage("thinker", EchoEngine(config.stage("thinker")))
+    stage = StageUnderTest("thinker", EchoEngine(config.stage("thinker")))
     texts = {"a": "hello", "b": "hi", "c": "hey!"}
     for request_id, text in texts.items():
         stage.expect(request_id)
@@ -438,7 +443,7 @@ def test_echo_engine_interleaves_requests_and_ends_empty() -> None:
 
 def test_echo_engine_fails_one_request_and_goes_on() -> None:
     config = pipeline()
-    stage = Stage("thinker", EchoEngine(config.stage("thinker")))
+    stage = StageUnderTest("thinker", EchoEngine(config.stage("thinker")))
     stage.expect("bad")
     stage.chunk("bad", token_ids=pack_token_ids([1, FAIL_TOKEN, 2]), final=True)
     stage.expect("good")

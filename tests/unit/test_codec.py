@@ -71,12 +71,12 @@ def test_round_trip_of_every_dtype(dtype: DType) -> None:
     data = bytes(range(2 * 3 * dtype.itemsize))
     buffers = BufferList()
     chunk = Chunk(
-        token_ids=b"\x01\x00\x00\x00", tensors={"rows": buffers.add(HostTensor(dtype, (2, 3), data))}, start=4
+        token_ids=b"\x01\x00\x00\x00", tensors={"features": buffers.add(HostTensor(dtype, (2, 3), data))}, start=4
     )
     envelope = Decoder(IntoStage).decode(encode(HEADER, chunk, buffers.buffers))
     assert envelope.body == chunk
     assert envelope.header == msgspec.structs.replace(HEADER, kind="chunk", n_buffers=1)
-    tensor = envelope.tensor(envelope.body.tensors["rows"])
+    tensor = envelope.tensor(envelope.body.tensors["features"])
     assert (tensor.dtype, tensor.shape, bytes(tensor.data)) == (dtype, (2, 3), data)
 
 

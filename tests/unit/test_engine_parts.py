@@ -281,17 +281,42 @@ def test_which_errors_end_the_process():
     assert "restarts" in str(EngineLost("gone"))
 
 
+def items(**tensors):
+    return {name: SimpleNamespace(data=tensor) for name, tensor in tensors.items()}
+
+
+def pixels(*grid, patches=12):
+    return items(image_grid_thw=torch.tensor(grid), pixel_values=torch.zeros(patches, 4))
+
+
+def audio(length, frames=None):
+    return items(audio_feature_lengths=torch.tensor(length), input_audio_features=torch.zeros(4, frames or length))
+
+
 def feature(**changes):
     place = SimpleNamespace(**{"offset": 2, "length": 3, "is_embed": None, **changes.pop("place", {})})
-    return SimpleNamespace(**{"modality": "image", "mm_position": place, "data": {}, "identifier": "x", **changes})
+    place.get_num_embeds = lambda: place.length if place.is_embed is None else int(place.is_embed.sum())
+    defaults = {"modality": "image", "mm_position": place, "data": pixels(1, 2, 6), "identifier": "x"}
+    return SimpleNamespace(**{**defaults, **changes})
 
 
 def test_features_must_lie_inside_the_prompt():
-    check_feature(feature(), 5)
-    check_feature(feature(place={"is_embed": torch.ones(3, dtype=torch.bool)}), 5)
+    check_feature(feature(), 5, 2)
+    check_feature(feature(place={"is_embed": torch.ones(3, dtype=torch.bool)}), 5, 2)
+    check_feature(feature(data=audio(12), modality="audio"), 5, 2)
     bad = [
         feature(modality="smell"),
         feature(data=None),
+        feature(data={}),
+        feature(data=pixels(2, 2, 4)),
+        feature(data=pixels(1, 2, 6, patches=11)),
+        feature(data=pixels(3, 1, 4)),
+        feature(data=pixels(-1, -2, 6)),
+        feature(data=pixels(1, 2, 6), modality="video"),
+        feature(data=audio(13), modality="image"),
+        feature(data=audio(20), modality="audio"),
+        feature(data=audio(12, frames=13), modality="audio"),
+        feature(data=audio(0), modality="audio"),
         feature(identifier=""),
         feature(place={"offset": -1}),
         feature(place={"length": 0}),
@@ -301,7 +326,7 @@ def test_features_must_lie_inside_the_prompt():
     ]
     for case in bad:
         with pytest.raises(InvalidPayload):
-            check_feature(case, 5)
+            check_feature(case, 5, 2)
 
 
 def test_offline_prompts_and_pieces():

@@ -95,6 +95,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
         generation = model_config.try_get_generation_config()
         ends = generation.get("eos_token_id", self._tokenizer.eos_token_id)
         self._ends = frozenset(ends if isinstance(ends, list) else [ends])
+        self._merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
@@ -151,12 +152,16 @@ class ThinkerAdapter(AutoregressiveAdapter):
             raise InvalidPayload("The encoded request and token_ids disagree about the prompt.")
         features = decoded.mm_features or []
         for feature in features:
-            check_feature(feature, len(prompt))
+            check_feature(feature, len(prompt), self._merge_size)
         return list(prompt), features
 
 
-def check_feature(feature: MultiModalFeatureSpec, prompt_tokens: int) -> None:
-    """Raise `InvalidPayload` unless one medium's features and its place in the prompt are sound."""
+def check_feature(feature: MultiModalFeatureSpec, prompt_tokens: int, merge_size: int) -> None:
+    """Raise `InvalidPayload` unless one medium's features fit its place in the prompt.
+
+    A medium whose encoder gives more or fewer embeddings than the prompt has places fails the step, and with it every
+    request of the batch.
+    """
     place = feature.mm_position
     if feature.modality not in MODALITIES:
         raise InvalidPayload(f"Media are of {sorted(MODALITIES)}; got {feature.modality!r}.")
@@ -170,6 +175,28 @@ def check_feature(feature: MultiModalFeatureSpec, prompt_tokens: int) -> None:
         raise InvalidPayload(f"{feature.modality}: is_embed must be bool [{place.length}].")
     if feature.data is None or not feature.identifier:
         raise InvalidPayload(f"{feature.modality}: features or identifier are missing.")
+    try:
+        data = {name: item.data for name, item in feature.data.items()}
+        expected = count_embeddings(feature.modality, data, merge_size)
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise InvalidPayload(f"{feature.modality}: the features are incomplete ({error!r}).") from error
+    if expected != (places := place.get_num_embeds()):
+        raise InvalidPayload(f"{feature.modality}: the features give {expected} embeddings for {places} places.")
+
+
+def count_embeddings(modality: str, data: Mapping[str, Any], merge_size: int) -> int:
+    """How many embeddings the encoder makes of one medium; -1 where its tensors contradict one another."""
+    if modality == "audio":
+        frames = int(data["audio_feature_lengths"])
+        if frames != data["input_audio_features"].shape[-1] or frames < 1:
+            return -1
+        return ((frames - 1) // 2 - 1) // 2 + 1  # a convolution of stride 2, then pooling by 2
+    suffix = "_videos" if modality == "video" else ""
+    time, height, width = (int(size) for size in data[f"{modality}_grid_thw"])
+    patches: int = data[f"pixel_values{suffix}"].shape[0]
+    if min(time, height, width) < 1 or time * height * width != patches or height % merge_size or width % merge_size:
+        return -1
+    return patches // merge_size**2
 
 
 SPEC = ModelSpec(

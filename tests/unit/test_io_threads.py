@@ -1,0 +1,102 @@
+"""The thread that owns a stage's inbound sockets notices when the launcher dies, and fails aloud."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from omni_actors.codec import Decoder, encode
+from omni_actors.messages import Chunk, Header, Heartbeat, Hello, Hop, Limits, StageToCoordinator, pack_token_ids
+from omni_actors.stage.io_threads import Event, Inbound, Received, Rejected, Stop
+from omni_actors.transport.arena import ArenaReader
+from omni_actors.transport.sockets import Sockets, drain, try_send
+from tests.unit.test_transport import until
+
+IDENTITY = Hop("thinker", 0, 5)
+
+
+@pytest.fixture
+def launcher() -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(["sleep", "100"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+class Harness:
+    """An `Inbound` thread and the coordinator's end of its control connection."""
+
+    def __init__(self, folder: Path, launcher_pid: int, inbox: str = "inbox") -> None:
+        self.sockets = Sockets()
+        self.control, endpoint = self.sockets.router(f"ipc://{folder}/control")
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.orphaned = False
+        self.credit: list = []
+        self.inbound = Inbound(
+            Sockets(), IDENTITY, endpoint, f"ipc://{folder}/{inbox}", lambda inbox: Hello(1, "p", "c", 1, inbox),
+            self.events, Limits(), 0.05, launcher_pid, on_orphaned=lambda: setattr(self, "orphaned", True),
+            arenas=ArenaReader(lambda: None), on_credit=lambda receiver, credit: self.credit.append((receiver, credit)),
+        )  # fmt: skip
+        self.inbound.start()
+
+    def close(self) -> None:
+        self.inbound.finish()
+        self.inbound.join(5)
+        assert not self.inbound.is_alive()
+        self.sockets.context.destroy(linger=0)
+
+
+def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subprocess.Popen) -> None:
+    harness = Harness(short_path, launcher.pid)
+    decoder: Decoder = Decoder(StageToCoordinator)
+    heard: list = []
+
+    def beats() -> bool:
+        for _, *frames in drain(harness.control):
+            heard.append(decoder.decode(frames))
+        return sum(isinstance(envelope.body, Heartbeat) for envelope in heard) >= 2
+
+    until(beats)
+    assert heard[0].body == Hello(1, "p", "c", 1, f"ipc://{short_path}/inbox")
+    assert all(Hop(e.header.stage, e.header.replica, e.header.epoch) == IDENTITY for e in heard)
+    push = harness.sockets.push(f"ipc://{short_path}/inbox")
+    good = encode(Header("", "r1"), Chunk(token_ids=pack_token_ids([1])))
+    for frames in ([b"nonsense"], [*good[:2], b"\xc1"], good):
+        until(lambda frames=frames: try_send(push, frames))
+    rejected, received = harness.events.get(timeout=5), harness.events.get(timeout=5)
+    assert isinstance(rejected, Rejected)
+    assert isinstance(received, Received)
+    assert harness.inbound.rejected() == {"rejected_frame_count": 1, "rejected_invalid_payload": 1}
+    harness.close()
+
+
+def test_death_of_the_launcher_stops_the_stage(short_path: Path, launcher: subprocess.Popen) -> None:
+    harness = Harness(short_path, launcher.pid)
+    with pytest.raises(queue.Empty):
+        harness.events.get(timeout=0.2)
+    launcher.kill()
+    assert harness.events.get(timeout=2) == Stop("the launcher is gone")
+    harness.close()
+
+
+def test_launcher_that_is_dead_already(short_path: Path, launcher: subprocess.Popen) -> None:
+    launcher.kill()
+    launcher.wait()
+    harness = Harness(short_path, launcher.pid)
+    stop = harness.events.get(timeout=2)
+    assert isinstance(stop, Stop)
+    assert stop.failed
+    harness.close()
+
+
+def test_a_thread_that_fails_says_so(short_path: Path, launcher: subprocess.Popen) -> None:
+    harness = Harness(short_path, launcher.pid, inbox="missing/inbox")
+    stop = harness.events.get(timeout=2)
+    assert isinstance(stop, Stop)
+    assert stop.failed
+    assert "Cannot bind" in stop.reason
+    harness.close()
