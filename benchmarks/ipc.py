@@ -59,10 +59,11 @@ STREAM_SECONDS = 0.020  # between two messages of a stream
 WARM_UP = 50
 SENDER, RECEIVER = Hop("thinker", 0, 1), Hop("talker", 0, 1)
 LARGE = 1 << 20
+LARGE_PAUSE = 0.005
 
 
 class Plan(NamedTuple):
-    """Small messages come from 64 streams in turn, at their pace; large ones each when the last has come."""
+    """Small messages come from 64 streams in turn, at their pace; large ones each a little after the last has come."""
 
     size: int
     total: int
@@ -169,7 +170,9 @@ def measure_hop(steps: Plan, transport: str, arena: bool) -> list[float]:
     return latencies
 
 
-def receive_bare(pipe: Connection, came: Any, endpoint: str, descriptor: str, size: int, total: int, copy: bool) -> None:
+def receive_bare(
+    pipe: Connection, came: Any, endpoint: str, descriptor: str, size: int, total: int, copy: bool
+) -> None:
     """A blocking loop on one PULL. With a descriptor the payload is read in place from shared memory."""
     socket = zmq.Context().socket(zmq.PULL)
     socket.bind(endpoint)
@@ -235,6 +238,8 @@ def drive(steps: Plan, send: Callable[[int], None], pipe: Connection, came: Any)
         send(number)
         while not steps.paced and came.value <= number:
             time.sleep(0.0001)
+        if not steps.paced:
+            time.sleep(LARGE_PAUSE)
     latencies: list[float] = pipe.recv()
     return latencies[WARM_UP:]
 

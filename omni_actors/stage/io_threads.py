@@ -37,7 +37,7 @@ from omni_actors.stage.actor import Outgoing
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
 from omni_actors.transport.credit import Window, wire_size
 from omni_actors.transport.link import Link
-from omni_actors.transport.sockets import READABLE, WRITABLE, Poller, Socket, Sockets, drain, try_send
+from omni_actors.transport.sockets import READABLE, WRITABLE, Poller, Socket, Sockets, arrivals, drain, try_send
 from omni_actors.transport.wake import WakeableQueue
 
 logger = get_logger(__name__)
@@ -173,11 +173,17 @@ class Inbound(threading.Thread):
         poller.register(self._outbox.fileno(), READABLE)
         poller.register(inbox, READABLE)
         next_beat = 0.0
+        reading = True
         orphaned_at: float | None = None
         while True:
             # A full inbox stops the reading: zmq's own queue fills, then the sender's outbox.
-            poller.modify(inbox, READABLE if self._events.qsize() < INBOX_LIMIT else 0)
+            full = self._events.qsize() >= INBOX_LIMIT
+            if full is reading:
+                reading = not full
+                poller.modify(inbox, READABLE if reading else 0)
             ready = dict(poller.poll(MAXIMUM_POLL_MS))
+            if inbox in ready:  # first: the engine may be waiting for it
+                self._receive(inbox)
             if launcher in ready:
                 self._events.put(Stop("the launcher is gone"))
                 poller.unregister(launcher)
@@ -185,14 +191,12 @@ class Inbound(threading.Thread):
             if orphaned_at is not None and time.monotonic() > orphaned_at + ORPHAN_SECONDS:
                 self._on_orphaned()
                 os._exit(1)  # the main thread loads or hangs; an orphan may not keep its GPU memory
-            for body in self._outbox.drain():
+            for body in self._outbox.drain() if self._outbox.fileno() in ready else ():
                 if body is None:
                     return
                 self._send(control, body)
             if control in ready:
                 self._receive_control(control)
-            if inbox in ready:
-                self._receive(inbox)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_interval
                 counts = {**self.pulse.counts, **self.rejected()}
@@ -215,7 +219,7 @@ class Inbound(threading.Thread):
             self._events.put(Control(body))
 
     def _receive(self, inbox: Socket) -> None:
-        for frames in drain(inbox):
+        for frames in arrivals(inbox):
             try:
                 envelope = self._decoder.decode(frames)
             except BadHeader as error:
@@ -288,6 +292,9 @@ class Outbound(threading.Thread):
         self._arena = arena
         self._arenas = arenas
         self._queue: WakeableQueue[Sequence[Outgoing] | NewPeers | Granted | Grant | Wake | None] = WakeableQueue()
+        self._poller = Poller()
+        self._poller.register(self._queue.fileno(), READABLE)
+        self._refusing: list[Socket] = []  # those in the poller
         self._links: dict[Hop, Link] = {}
         self._sources: dict[Hop, Link] = {}
         self._readers: set[Hop] = set()  # downstream replicas that have mapped our arena
@@ -390,12 +397,16 @@ class Outbound(threading.Thread):
 
     def _wait(self, coordinator: Link) -> None:
         """Until there is something to send or a slow peer takes more."""
-        poller = Poller()
-        poller.register(self._queue.fileno(), READABLE)
-        for link in (coordinator, *self._links.values(), *self._sources.values()):
-            if link.backlog and link.refused:  # one that waits for credit hears of it through the queue
-                poller.register(link.socket, WRITABLE)
-        poller.poll(MAXIMUM_POLL_MS)
+        # One that waits for credit hears of it through the queue.
+        links = (coordinator, *self._links.values(), *self._sources.values())
+        refusing = [link.socket for link in links if link.backlog and link.refused]
+        if refusing or self._refusing:
+            for socket in self._refusing:
+                self._poller.unregister(socket)
+            for socket in refusing:
+                self._poller.register(socket, WRITABLE)
+            self._refusing = refusing
+        self._poller.poll(MAXIMUM_POLL_MS)
 
     def _connect(self, new: NewPeers) -> None:
         wanted = {peer.hop: peer.inbox for peer in new.peers}
