@@ -111,7 +111,9 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     shutdown_timeout: Seconds = 8.0
     heartbeat_interval: Seconds = 1.0
     default_timeout: Seconds = 600.0  # deadline of requests that bring none
+    max_timeout: Seconds = 86_400.0  # the latest deadline that a request may ask for
     tombstone_ttl: Seconds = 60.0
+    record_dir: str | None = None  # every stage writes here what it takes and gives, for omni_actors.replay
 
 
 class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -132,6 +132,7 @@ class Inbound(threading.Thread):
         self._outbox: WakeableQueue[Body | None] = WakeableQueue()
         self._decoder: Decoder[IntoStage] = Decoder(IntoStage, limits, arenas.open)
         self._control_decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, limits)
+        self._received = 0  # messages at the inbox, of any kind
         self.pulse = Pulse()
 
     def tell(self, body: Body) -> None:
@@ -143,7 +144,9 @@ class Inbound(threading.Thread):
         self._outbox.put(None)
 
     def rejected(self) -> dict[str, int]:
-        return {f"rejected_{reason}": count for reason, count in self._decoder.rejected.items()}
+        return {f"rejected_{reason}": count for reason, count in self._decoder.rejected.items()} | {
+            "total_received": self._received
+        }
 
     def run(self) -> None:
         try:
@@ -220,10 +223,13 @@ class Inbound(threading.Thread):
 
     def _receive(self, inbox: Socket) -> None:
         for frames in arrivals(inbox):
+            self._received += 1
             try:
                 envelope = self._decoder.decode(frames)
             except BadHeader as error:
-                logger.warning("dropped a message with a bad header: %s", error.reason)
+                count = self._decoder.rejected[error.reason]
+                if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: a flood must not fill the disk
+                    logger.warning("dropped a message with a bad header: %s (%d so far)", error.reason, count)
             except BadBody as error:
                 self._events.put(Rejected(error.header, error.error, wire_size(frames)))
             else:
