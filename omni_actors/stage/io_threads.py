@@ -352,8 +352,8 @@ class Outbound(threading.Thread):
         own = self._arena.counts() if self._arena is not None else {}
         if self._unknown_peers:
             own["dropped_credit_of_unknown_peer"] = self._unknown_peers
-        if self._arena is not None and self._arena.fallbacks:
-            own["dropped_arena_full"] = self._arena.fallbacks
+        if self._arena is not None:
+            own |= {"total_blocks": self._arena.publications, "dropped_arena_full": self._arena.fallbacks}
         return {"outbox": self.waiting, **own, **self._arenas.counts()}
 
     # -- the thread ---------------------------------------------------------------------------------------------------
