@@ -151,7 +151,7 @@ async def test_large_rows_go_by_the_arena_and_all_of_it_is_freed(launch: Launch)
                 assert_echo(await task, f"{number} hello" * 3)
     echo.wait_idle()
     blocks = {stage.stage: stage.counts.get("total_blocks", 0) for stage in echo.describe().stages}
-    assert blocks["thinker"] >= 4 * 8 * 21, blocks
+    assert blocks["thinker"] > 100, blocks  # the first ones go as frames, until the talker has said that it reads
     assert not shared_memory_of(processes_of(echo.folder)), "nothing has a name in /dev/shm"
 
 
