@@ -170,8 +170,14 @@ async def test_killed_consumer_gives_its_blocks_back(launch: Launch) -> None:
     echo = launch(wide).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
         tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(8)]
-        await asyncio.sleep(0.5)
-        os.kill(echo.pid_of("talker"), signal.SIGKILL)
+        talker = echo.pid_of("talker")
+        os.kill(talker, signal.SIGSTOP)  # blocks pile up
+
+        def blocks() -> int:
+            return {stage.stage: stage.counts.get("arena_blocks", 0) for stage in echo.describe().stages}["thinker"]
+
+        await asyncio.to_thread(until, lambda: blocks() > 3, 10, "blocks")
+        os.kill(talker, signal.SIGKILL)
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(answer, StageLost) for answer in answers)
         assert (await client.generate("text", modalities=["text"])).text == "text"
