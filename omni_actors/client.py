@@ -30,6 +30,7 @@ from omni_actors.messages import (
     ChatMessage,
     ContentPart,
     CoordinatorToClient,
+    Credit,
     Describe,
     Description,
     Done,
@@ -49,12 +50,15 @@ from omni_actors.messages import (
     unpack_token_ids,
 )
 from omni_actors.outputs import OmniRequestOutput, OmniTokensPrompt
+from omni_actors.transport.credit import wire_size
 from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.sockets import Sockets, try_send
 
 logger = get_logger(__name__)
 
 ANSWER_SECONDS = 10.0  # a coordinator that does not answer `Describe` within this time is gone
+GRANT_MESSAGES, GRANT_BYTES = 64, 256 << 10  # taken messages that are worth a message of credit
+GRANT_SECONDS = 0.05  # after which fewer are
 PING_SECONDS = 2.0  # how often a client with requests asks whether they still live
 T = TypeVar("T")
 
@@ -157,6 +161,8 @@ class AsyncOmniClient:
         self._descriptions: dict[str, asyncio.Future[Description]] = {}
         self._last_heard = time.monotonic()
         self._sockets: Sockets | None = None
+        self._taken, self._taken_bytes = 0, 0
+        self._grant_timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> AsyncOmniClient:
         self._sockets = Sockets(max_message_bytes=self._limits.message_bytes)
@@ -181,6 +187,9 @@ class AsyncOmniClient:
         for answer in self._descriptions.values():
             if not answer.done():
                 answer.set_exception(RequestTimeout("The client was closed."))
+        self._grant()
+        if self._grant_timer is not None:
+            self._grant_timer.cancel()
         sockets, self._sockets = self._sockets, None
         self._reader.close()
         self._socket.close()
@@ -290,6 +299,7 @@ class AsyncOmniClient:
 
     def _on_message(self, frames: Sequence[bytes]) -> None:
         self._last_heard = time.monotonic()
+        self._take(wire_size(frames))
         try:
             envelope = self._decoder.decode(frames)
         except BadHeader as error:
@@ -323,6 +333,27 @@ class AsyncOmniClient:
             self._end(header.request_id, body.to_error())
         else:
             self._end(header.request_id, body)
+
+    def _take(self, size: int) -> None:
+        """A message was taken: the coordinator may send another, and hears of it after a few or a little later."""
+        self._taken += 1
+        self._taken_bytes += size
+        if self._taken >= GRANT_MESSAGES or self._taken_bytes >= GRANT_BYTES:
+            self._grant()
+        elif self._grant_timer is None:
+            self._grant_timer = asyncio.get_running_loop().call_later(GRANT_SECONDS, self._grant_rest)
+
+    def _grant_rest(self) -> None:
+        self._grant_timer = None
+        self._grant()
+        if self._taken and self._sockets is not None:
+            self._grant_timer = asyncio.get_running_loop().call_later(GRANT_SECONDS, self._grant_rest)
+
+    def _grant(self) -> None:
+        if self._taken:
+            with contextlib.suppress(OmniError):  # it is kept, and sent with the next
+                self._send("", Credit(messages=self._taken, bytes=self._taken_bytes))
+                self._taken, self._taken_bytes = 0, 0
 
     def _end(self, request_id: str, last: Done | OmniError) -> None:
         self._next_seq.pop(request_id, None)

@@ -1,7 +1,8 @@
 """Messages to frames and back, with every check of the wire in one place (`docs/protocol.md`).
 
 Frame 0 is a magic, frame 1 the header, frame 2 the body, frames 3... raw tensor buffers that the body's `TensorRef`s
-describe. A message that does not pass never reaches the rest of the program:
+describe, except those that the header's `blocks` place in the sender's shared memory. A message that does not pass
+never reaches the rest of the program:
 
 * `BadHeader`: the sender cannot be told (the request is unknown), so the message is counted and dropped;
 * `BadBody`: the header is sound, so the request it names can be failed with a typed error.
@@ -10,14 +11,14 @@ describe. A message that does not pass never reaches the rest of the program:
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 from msgspec import Struct
 
 from omni_actors.errors import InvalidPayload, OmniError
-from omni_actors.messages import Body, Header, HostTensor, Limits, TensorRef, check_extent
+from omni_actors.messages import Block, Body, Header, HostTensor, Limits, TensorRef, check_extent
 
 MAGIC = b"OMNI1"
 FIXED_FRAMES = 3  # magic, header, body
@@ -81,8 +82,18 @@ def _check_buffers(body: Body, sizes: Sequence[int], limits: Limits) -> None:
         check_extent(ref.dtype, ref.shape, sizes[ref.buffer], f"buffer {ref.buffer}")
 
 
-def encode(header: Header, body: Body, buffers: Sequence[Frame] = (), limits: Limits | None = None) -> list[Frame]:
-    """Frames of a message. `header.kind` and `header.n_buffers` are filled in here.
+def encode(
+    header: Header,
+    body: Body,
+    buffers: Sequence[Frame] = (),
+    limits: Limits | None = None,
+    blocks: tuple[Block, ...] = (),
+) -> list[Frame]:
+    """Frames of a message. The header's `kind`, `n_buffers` and `blocks` are filled in here.
+
+    Args:
+        buffers: all of the message's buffers.
+        blocks: where some of them lie in the sender's arena; they become no frames.
 
     Raises:
         InvalidPayload: the message is larger than `limits`, its tensors do not fit its buffers, or a value in it has
@@ -90,7 +101,10 @@ def encode(header: Header, body: Body, buffers: Sequence[Frame] = (), limits: Li
     """
     limits = limits or DEFAULT_LIMITS
     _check_buffers(body, [memoryview(buffer).nbytes for buffer in buffers], limits)
-    header = msgspec.structs.replace(header, kind=_kind(body), n_buffers=len(buffers))
+    header = Header(
+        _kind(body), header.request_id, header.stage, header.replica, header.epoch, header.attempt, header.seq,
+        header.deadline, len(buffers), blocks,
+    )  # fmt: skip
     try:
         header_frame = _header_encoder.encode(header)
         body_frame = msgspec.msgpack.encode(body)
@@ -100,7 +114,11 @@ def encode(header: Header, body: Body, buffers: Sequence[Frame] = (), limits: Li
         raise InvalidPayload(f"The header has {len(header_frame)} bytes; the limit is {limits.header_bytes}.")
     if len(body_frame) > limits.body_bytes:
         raise InvalidPayload(f"The message body has {len(body_frame)} bytes; the limit is {limits.body_bytes}.")
-    return [MAGIC, header_frame, body_frame, *buffers]
+    if not blocks:
+        return [MAGIC, header_frame, body_frame, *buffers]
+    elsewhere = {block.buffer for block in blocks}
+    inline = [buffer for index, buffer in enumerate(buffers) if index not in elsewhere]
+    return [MAGIC, header_frame, body_frame, *inline]
 
 
 class Decoder(Generic[BodyT]):
@@ -108,10 +126,18 @@ class Decoder(Generic[BodyT]):
 
     Args:
         channel: the union of body structs legal on this channel.
+        open_block: gives the bytes of a buffer in the sender's arena, or raises `InvalidPayload`; without it, a
+            message with blocks is refused.
     """
 
-    def __init__(self, channel: Any, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        channel: Any,
+        limits: Limits | None = None,
+        open_block: Callable[[Header, Block], memoryview] | None = None,
+    ) -> None:
         self._limits = limits or DEFAULT_LIMITS
+        self._open_block = open_block
         self._kinds = {str(struct.__struct_config__.tag) for struct in (get_args(channel) or (channel,))}
         self._decoder = msgspec.msgpack.Decoder(channel)
         self.rejected: collections.Counter[str] = collections.Counter()
@@ -140,7 +166,7 @@ class Decoder(Generic[BodyT]):
             header = _header_decoder.decode(frames[1])
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise BadHeader("header") from error
-        if header.n_buffers != len(frames) - FIXED_FRAMES:
+        if header.n_buffers != len(frames) - FIXED_FRAMES + len(header.blocks):
             raise BadHeader("buffer_count")
         if header.kind not in self._kinds:
             raise BadHeader("kind")
@@ -155,6 +181,8 @@ class Decoder(Generic[BodyT]):
         try:
             body = self._decoder.decode(frames[2])
             buffers = tuple(frames[FIXED_FRAMES:])
+            if header.blocks:
+                buffers = self._with_blocks(header, buffers)
             _check_buffers(body, [memoryview(buffer).nbytes for buffer in buffers], self._limits)
         except OmniError as error:
             raise BadBody(header, error) from error
@@ -164,6 +192,21 @@ class Decoder(Generic[BodyT]):
         if _kind(body) != header.kind:
             raise BadBody(header, InvalidPayload(f"The header announces {header.kind!r}, the body is {_kind(body)!r}."))
         return Envelope(header, body, buffers)
+
+    def _with_blocks(self, header: Header, inline: Sequence[Frame]) -> tuple[Frame, ...]:
+        """All buffers in their order: those in frames and those in the sender's arena."""
+        if self._open_block is None:
+            raise InvalidPayload("This receiver reads no shared memory.")
+        if header.n_buffers > self._limits.buffers:
+            raise InvalidPayload(f"{header.n_buffers} buffers exceed the limit of {self._limits.buffers}.")
+        places = {block.buffer: block for block in header.blocks}
+        if len(places) < len(header.blocks) or max(places) >= header.n_buffers:
+            raise InvalidPayload("The header's blocks do not name different buffers of the message.")
+        frames = iter(inline)
+        return tuple(
+            self._open_block(header, places[index]) if index in places else next(frames)
+            for index in range(header.n_buffers)
+        )
 
 
 class BufferList:

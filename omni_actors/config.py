@@ -111,7 +111,32 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     shutdown_timeout: Seconds = 8.0
     heartbeat_interval: Seconds = 1.0
     default_timeout: Seconds = 600.0  # deadline of requests that bring none
+    max_timeout: Seconds = 86_400.0  # the latest deadline that a request may ask for
     tombstone_ttl: Seconds = 60.0
+    record_dir: str | None = None  # every stage writes here what it takes and gives, for omni_actors.replay
+
+
+class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How much may wait where. An edge is sender -> receiver; its window is what may be sent without new credit.
+
+    A stage whose own messages wait in larger number than `outbox_*` stops stepping its engine; one that holds more than
+    `backlog_requests` whole requests that it could compute grants no credit. A client for which more than `client_*`
+    waits beyond its window, or that grants nothing for `client_stall_seconds`, loses its requests.
+    """
+
+    edge_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
+    edge_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
+    outbox_messages: Annotated[int, Meta(ge=1, le=10_000)] = 256
+    outbox_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 64 << 20
+    backlog_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
+    client_window_messages: Annotated[int, Meta(ge=256, le=1_000_000)] = 1024  # clients grant by 64 messages,
+    client_window_bytes: Annotated[int, Meta(ge=1 << 20)] = 16 << 20  # 256 KiB or 50 ms
+    client_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
+    client_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
+    client_stall_seconds: Seconds = 30.0
+    parked_seconds: Seconds = 10.0  # how long input may wait for the announcement of its request
+    arena_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20  # shared memory per replica, 0 for none
+    inline_bytes: Annotated[int, Meta(ge=1)] = 32 << 10  # larger buffers go through the arena
 
 
 class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +147,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stages: Annotated[list[StageConfig], Meta(min_length=1, max_length=64)]
     coordinator: CoordinatorConfig = CoordinatorConfig()
     limits: Limits = Limits()
+    flow: FlowConfig = FlowConfig()
 
     def stage(self, name: str) -> StageConfig:
         for stage in self.stages:

@@ -12,20 +12,21 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import omni_actors
 from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
 from omni_actors.config import PipelineConfig
 from omni_actors.core.coordination import Coordination, Instruction, ToClient
 from omni_actors.core.replicas import Replica, ReplicaState
-from omni_actors.errors import OmniError, StageLost
+from omni_actors.errors import OmniError, SlowClient, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
     PROTOCOL_VERSION,
     Abort,
     Body,
     ClientToCoordinator,
+    Credit,
     Describe,
     Description,
     Fatal,
@@ -42,6 +43,7 @@ from omni_actors.messages import (
     Submit,
     Welcome,
 )
+from omni_actors.transport.credit import Tally, Window, wire_size
 from omni_actors.transport.link import Link
 from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.run_directory import RunDirectory
@@ -50,7 +52,8 @@ from omni_actors.transport.sockets import PeerGone, Sockets, try_send
 logger = get_logger(__name__)
 
 TICK_SECONDS = 0.1
-CLIENT_STALL_SECONDS = 30.0  # how long a client may read nothing while messages wait for it
+FORGET_CLIENT_SECONDS = 600.0  # after which a client without requests that owes credit is taken for gone
+SWEEP_SECONDS = 10.0
 # A second Hello would reset a replica that works.
 ONLY_WHILE: dict[type[Body], ReplicaState] = {Hello: ReplicaState.STARTING, Ready: ReplicaState.LOADING}
 
@@ -82,7 +85,9 @@ class Coordinator:
         self._control_decoder: Decoder[StageToCoordinator] = Decoder(StageToCoordinator, limits)
         self._results_decoder: Decoder[FromStage] = Decoder(FromStage, limits)
         self._links: dict[Hop, Link] = {}
-        self._slow_clients: dict[bytes, Link] = {}  # those for which messages wait
+        self._client_links: dict[bytes, Link] = {}
+        self._next_sweep = 0.0
+        self._tally: Tally[Hop] = Tally(pipeline.flow.edge_messages, pipeline.flow.edge_bytes)
         self._client_reader = SocketReader(self._clients, self._on_client, self._flush_clients)
         self._control_reader = SocketReader(self._control, self._on_control)
         self._results_reader = SocketReader(self._results, self._on_result)
@@ -144,6 +149,8 @@ class Coordinator:
             self._do(self.state.submit(client, header, body, envelope.buffers, now))
         elif isinstance(body, Abort):
             self._do(self.state.abort(client, header.request_id, now))
+        elif isinstance(body, Credit):
+            self._on_client_credit(client, body)
         elif isinstance(body, Describe):
             self._do([ToClient(client, header.request_id, 0, self.describe(client))])
 
@@ -154,9 +161,52 @@ class Coordinator:
         except BadHeader as error:
             logger.warning("dropped a result with a bad header: %s", error.reason)
         except BadBody as error:
+            self._take(error.header, frames)
             self._do(self.state.reject_from_stage(error.header, error.error, now))
         else:
-            self._do(self.state.from_stage(envelope.header, envelope.body, envelope.buffers, now))
+            header, body = envelope.header, envelope.body
+            if isinstance(body, Credit):
+                self._on_stage_credit(Hop(header.stage, header.replica, header.epoch), body)
+                return
+            self._take(header, frames)
+            self._do(self.state.from_stage(header, body, envelope.buffers, now))
+
+    # -- credit -------------------------------------------------------------------------------------------------------
+
+    def _take(self, header: Header, frames: Sequence[Frame]) -> None:
+        """A result was taken; its stage may send another."""
+        if not header.stage:
+            return  # of nobody
+        if self._tally.take(Hop(header.stage, header.replica, header.epoch), wire_size(frames)):
+            self._grant(everything=False)
+
+    def _grant(self, everything: bool) -> None:
+        for hop, messages, size in self._tally.collect(everything):
+            link = self._links.get(hop)
+            if link is not None:
+                credit = Credit(messages=messages, bytes=size)
+                link.send_urgent("", encode(Header(""), credit, limits=self.pipeline.limits))
+
+    def _on_stage_credit(self, hop: Hop, credit: Credit) -> None:
+        link = self._links.get(hop)
+        if link is None:
+            self._dropped["credit_of_unknown_replica"] += 1
+            return
+        link.granted(credit.messages, credit.bytes)
+        self._note_congestion(hop, link)
+
+    def _note_congestion(self, hop: Hop, link: Link) -> None:
+        """Admission looks at it."""
+        replica = self.state.replicas.find(hop.stage, hop.replica, hop.epoch)
+        if replica is not None:
+            replica.congested = link.congested
+
+    def _on_client_credit(self, client: bytes, credit: Credit) -> None:
+        link = self._client_links.get(client)
+        if link is not None:
+            with self._reaching(client):
+                link.granted(credit.messages, credit.bytes)
+            self._client_reader.poke()
 
     def _on_control(self, frames: Sequence[bytes]) -> None:
         identity, *rest = frames
@@ -203,12 +253,16 @@ class Coordinator:
             self._tell(replica, Shutdown(reason=text))
             return
         replica.state, replica.pid, replica.inbox = ReplicaState.LOADING, hello.pid, hello.inbox
+        replica.arena = hello.arena
         self._link(replica)
         self._tell(replica, Welcome(results=self.results_endpoint))
         self._announce_peers()
 
     def _link(self, replica: Replica) -> None:
-        link = self._links[replica.hop] = Link(self._sockets.push(replica.inbox), time.monotonic)
+        flow = self.pipeline.flow
+        link = self._links[replica.hop] = Link(
+            self._sockets.push(replica.inbox), time.monotonic, window=Window(flow.edge_messages, flow.edge_bytes)
+        )
         # What waited for the connection or for a slow stage leaves at once, not on the next tick.
         asyncio.get_running_loop().add_reader(link.descriptor, link.wake)
 
@@ -219,11 +273,12 @@ class Coordinator:
             link.close()
 
     def _announce_peers(self) -> None:
-        """Every stage learns the addresses of the stages after it."""
+        """Every stage learns the addresses of the stages after and before it."""
         for replica in self.state.replicas:
-            downstream = self.pipeline.downstream(replica.stage)
-            if downstream and replica.state in (ReplicaState.LOADING, ReplicaState.READY):
-                self._tell(replica, Peers(peers=self.state.replicas.peers(downstream)))
+            if replica.state in (ReplicaState.LOADING, ReplicaState.READY):
+                downstream = self.state.replicas.peers(self.pipeline.downstream(replica.stage))
+                sources = self.state.replicas.peers(self.pipeline.stage(replica.stage).source_names)
+                self._tell(replica, Peers(peers=downstream, sources=sources))
 
     # -- outbound -----------------------------------------------------------------------------------------------------
 
@@ -245,36 +300,73 @@ class Coordinator:
 
     def _send_to_client(self, message: ToClient) -> None:
         client = message.client
-        frames = [client, *encode(self._header(message), message.body, message.buffers, self.pipeline.limits)]
-        link = self._slow_clients.get(client)
+        frames = encode(self._header(message), message.body, message.buffers, self.pipeline.limits)
+        link = self._client_links.get(client)
+        if link is None:
+            link = self._client_links[client] = self._client_link()
+        with self._reaching(client):
+            if not link.send(message.request_id, [client, *frames], wire_size(frames)):
+                self._end_slow_client(client, link, "more waited for it than may wait")
+
+    def _client_link(self) -> Link:
+        flow = self.pipeline.flow
+        return Link(
+            self._clients,
+            time.monotonic,
+            flow.client_stall_seconds,
+            Window(flow.client_window_messages, flow.client_window_bytes),
+            needs_credit=True,
+            outbox_messages=flow.client_messages,
+            outbox_bytes=flow.client_bytes,
+        )
+
+    @contextlib.contextmanager
+    def _reaching(self, client: bytes) -> Iterator[None]:
+        """A client that cannot be reached any more is given up."""
         try:
-            if link is None:
-                if try_send(self._clients, frames):
-                    return
-                link = self._slow_clients[client] = Link(self._clients, time.monotonic, CLIENT_STALL_SECONDS)
-            if not link.send(message.request_id, frames):
-                self._lose_client(client, "its outbox is full")
+            yield
         except PeerGone:
             self._lose_client(client, "it is not connected")
 
     def _flush_clients(self) -> None:
-        for client, link in list(self._slow_clients.items()):
-            try:
-                link.flush()
-            except PeerGone:
-                self._lose_client(client, "it is not connected")
-                continue
+        for client, link in list(self._client_links.items()):
             if not link.backlog:
-                del self._slow_clients[client]
-            elif link.stalled():
-                self._lose_client(client, "it reads nothing")
+                continue
+            with self._reaching(client):
+                link.flush()
+                if link.stalled():
+                    self._end_slow_client(client, link, "it took nothing for too long")
+
+    def _end_slow_client(self, client: bytes, link: Link, why: str) -> None:
+        """Give up what waits for a client and end its requests; it hears of it when it reads again."""
+        if not self.state.requests_of(client):  # it has not even taken that
+            self._lose_client(client, "it reads nothing")
+            return
+        logger.warning("ended the requests of a slow client: %s", why)
+        self._dropped["client_slow"] += 1
+        link.give_up()
+        link.moved = time.monotonic()
+        error = SlowClient(f"The client reads too slowly: {why}.")
+        self._do(self.state.client_slow(client, error, time.time()))
 
     def _lose_client(self, client: bytes, why: str) -> None:
         """Give a client's messages and requests up; should it come back, the answer to its ping tells it so."""
         logger.warning("lost a client: %s; its requests end", why)
         self._dropped["client_lost"] += 1
-        self._slow_clients.pop(client, None)
+        self._client_links.pop(client, None)
         self._do(self.state.client_gone(client, time.time()))
+
+    def _sweep_clients(self) -> None:
+        """Forget clients that have nothing in flight; most have closed by now."""
+        now = time.monotonic()
+        if now < self._next_sweep:
+            return
+        self._next_sweep = now + SWEEP_SECONDS
+        busy = self.state.clients()
+        for client, link in list(self._client_links.items()):
+            idle = client not in busy and not link.backlog
+            if idle and (link.settled or link.moved + FORGET_CLIENT_SECONDS < now):
+                del self._client_links[client]
 
     def _send_to_stage(self, hop: Hop, header: Header, body: Body, buffers: Sequence[Frame]) -> None:
         link = self._links.get(hop)
@@ -283,8 +375,15 @@ class Coordinator:
         except OmniError as error:  # a hair larger than what the client sent, and so over the limit
             self._reject_later(header.request_id, hop, error)
             return
-        if link is None or not link.send(header.request_id, frames):
+        if link is None:
             self._reject_later(header.request_id, hop, _takes_no_messages(hop))
+            return
+        if isinstance(body, Abort):  # must not wait, and what it overtakes is not wanted any more
+            link.forget(header.request_id)
+            link.send_urgent(header.request_id, frames)
+        elif not link.send(header.request_id, frames):
+            self._reject_later(header.request_id, hop, _takes_no_messages(hop))
+        self._note_congestion(hop, link)
 
     def _reject_later(self, request_id: str, hop: Hop, error: OmniError) -> None:
         """Fail a request on the next turn of the loop, outside of the instructions that are being done now."""
@@ -313,6 +412,8 @@ class Coordinator:
     def _on_tick(self) -> None:
         self._do(self.state.tick(time.time()))
         self._flush_clients()
+        self._sweep_clients()
+        self._grant(everything=True)
         for hop, link in self._links.items():
             link.flush()
             if link.stalled():

@@ -19,6 +19,7 @@ class ErrorCode(enum.StrEnum):
     UNKNOWN_MODALITY = "unknown_modality"  # caller: choose one of the modalities listed
     MALFORMED_MEDIA = "malformed_media"  # caller: the audio, image or video cannot be read
     OVERLOADED = "overloaded"  # caller: wait and try again
+    SLOW_CLIENT = "slow_client"  # caller: read what was asked for; too much of it waited unread
     DEADLINE_EXCEEDED = "deadline_exceeded"  # caller: allow more time or ask for less
     ABORTED = "aborted"  # nobody: the caller ended the request
     STAGE_UNAVAILABLE = "stage_unavailable"  # operator: a stage the request needs is down
@@ -101,6 +102,12 @@ class Overloaded(OmniError):
     default_hint = "Try again after the time given."
 
 
+class SlowClient(OmniError):
+    code = ErrorCode.SLOW_CLIENT
+    retryable = True
+    default_hint = "Read answers as they come, or ask for fewer at a time."
+
+
 class DeadlineExceeded(OmniError):
     code = ErrorCode.DEADLINE_EXCEEDED
     default_hint = "Allow more time, or ask for fewer tokens."
@@ -152,7 +159,7 @@ ERROR_CLASSES: dict[ErrorCode, type[OmniError]] = {
     cls.code: cls
     for cls in (
         InvalidRequest, InvalidPayload, PromptTooLong, UnknownVoice, UnknownModality, MalformedMedia, Overloaded,
-        DeadlineExceeded, Aborted, StageUnavailable, StageLost, EngineError, ProtocolError, ConfigError, StartupError,
-        RequestTimeout,
+        SlowClient, DeadlineExceeded, Aborted, StageUnavailable, StageLost, EngineError, ProtocolError, ConfigError,
+        StartupError, RequestTimeout,
     )
 }  # fmt: skip

@@ -253,12 +253,28 @@ def unpack_token_ids(data: bytes) -> list[int]:
 # Header, shared by all channels
 
 
+MAX_BLOCKS = 16  # per message; further buffers travel as frames
+
+
+class Block(Struct, frozen=True, array_like=True):
+    """Says that buffer number `buffer` is no frame, but lies in the sender's arena (`transport/arena.py`).
+
+    `ticket` numbers the sender's publications and is written in the block, too: one that was freed meanwhile is
+    noticed. The receiver gives the ticket back in a `Credit`.
+    """
+
+    buffer: Annotated[int, Meta(ge=0, le=4096)]
+    offset: Count
+    length: Count
+    ticket: Annotated[int, Meta(ge=1, le=2**53)]
+
+
 class Header(Struct, frozen=True, array_like=True):
     """Who sends what about which request.
 
     `stage`, `replica` and `epoch` name the sending process (empty for clients and the coordinator). `attempt` counts
     replays of a request, `seq` the messages of one sender about one request, from 0. `deadline` is Unix time in
-    seconds, 0 for none.
+    seconds, 0 for none. `blocks` are those of the `n_buffers` buffers that are no frames of this message.
     """
 
     kind: Annotated[str, Meta(max_length=32)]
@@ -270,6 +286,7 @@ class Header(Struct, frozen=True, array_like=True):
     seq: Count = 0
     deadline: float = 0.0
     n_buffers: Annotated[int, Meta(ge=0, le=4096)] = 0
+    blocks: Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)] = ()
 
 
 class Body(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -277,6 +294,19 @@ class Body(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         return ()
+
+
+class Credit(Body, tag="credit", frozen=True):
+    """Receiver -> sender of an edge: you may send this much more. Itself it costs no credit.
+
+    The sender starts with the window of the configuration (`flow`). `released` are tickets of arena blocks that the
+    receiver needs no more; `mapped` says that it can read the sender's arena, so that blocks may be sent to it.
+    """
+
+    messages: Count = 0
+    bytes: Count = 0
+    released: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()
+    mapped: bool = False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -410,7 +440,7 @@ class Failed(Body, tag="failed", frozen=True):
         )
 
 
-ClientToCoordinator = Submit | Abort | Describe
+ClientToCoordinator = Submit | Abort | Describe | Credit
 CoordinatorToClient = TextDelta | AudioChunk | Done | Failed | Description
 
 
@@ -471,7 +501,7 @@ class Chunk(Body, tag="chunk", frozen=True):
 
 
 # A failing stage tells its downstream neighbours nothing: the coordinator aborts them, so that there is one way to end.
-IntoStage = Expect | Chunk | Abort
+IntoStage = Expect | Chunk | Abort | Credit
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -484,11 +514,20 @@ class StageDone(Body, tag="stage_done", frozen=True):
     usage: StageUsage
 
 
-FromStage = TextDelta | AudioChunk | StageDone | Failed
+FromStage = TextDelta | AudioChunk | StageDone | Failed | Credit
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Control channel
+
+
+class ArenaAddress(Struct, frozen=True, array_like=True):
+    """Where a process's shared memory is: a file of the process itself. `token` (in its first bytes) proves it."""
+
+    pid: Annotated[int, Meta(ge=1, le=2**31)]
+    descriptor: Annotated[int, Meta(ge=0, le=2**31)]
+    size: Annotated[int, Meta(ge=1, le=2**46)]
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class Hello(Body, tag="hello", frozen=True):
@@ -499,6 +538,7 @@ class Hello(Body, tag="hello", frozen=True):
     config: str
     pid: int
     inbox: Annotated[str, Meta(min_length=1, max_length=256)]
+    arena: ArenaAddress | None = None
 
 
 class Welcome(Body, tag="welcome", frozen=True):
@@ -527,12 +567,18 @@ class Peer(Struct, frozen=True, array_like=True):
     replica: int
     epoch: int
     inbox: str
+    arena: ArenaAddress | None = None
+
+    @property
+    def hop(self) -> Hop:
+        return Hop(self.stage, self.replica, self.epoch)
 
 
 class Peers(Body, tag="peers", frozen=True):
-    """Coordinator -> stage: the downstream replicas that are up now; a missing one is gone."""
+    """Coordinator -> stage: the replicas after it and before it (`sources`) that are up now; a missing one is gone."""
 
     peers: tuple[Peer, ...]
+    sources: tuple[Peer, ...] = ()
 
 
 class Heartbeat(Body, tag="heartbeat", frozen=True):

@@ -33,7 +33,6 @@ from omni_actors.messages import (
     Done,
     Expect,
     Failed,
-    FromStage,
     Header,
     Hop,
     StageDone,
@@ -110,6 +109,10 @@ class Coordination:
     def in_flight(self) -> int:
         return len(self._requests)
 
+    def clients(self) -> set[bytes]:
+        """Those with requests in flight."""
+        return {request.client for request in self._requests.values()}
+
     def requests_of(self, client: bytes) -> tuple[str, ...]:
         """The ids of a client's requests in flight."""
         return tuple(request.request_id for request in self._requests.values() if request.client == client)
@@ -152,7 +155,11 @@ class Coordination:
             )
         if not math.isfinite(header.deadline):
             raise InvalidRequest(f"The deadline {header.deadline} is no point in time.")
-        deadline = header.deadline or now + self.pipeline.coordinator.default_timeout
+        latest = self.pipeline.coordinator.max_timeout
+        if header.deadline > now + latest:
+            away = f"{header.deadline - now:.0f} s"
+            raise InvalidRequest(f"The deadline is {away} away; at most {latest:g} s are allowed.")
+        deadline = header.deadline or now + min(self.pipeline.coordinator.default_timeout, latest)
         if deadline <= now:
             raise DeadlineExceeded("The deadline had passed before the request arrived.")
         admitted = admit(self.pipeline, submit, self.voices)
@@ -161,6 +168,10 @@ class Coordination:
             replica = self.replicas.choose(stage)
             if replica is None:
                 raise StageUnavailable(f"No replica of stage {stage!r} is ready.", stage=stage)
+            if replica.congested:
+                raise Overloaded(
+                    f"Stage {stage!r} takes no more input for now.", stage=stage, retry_after=RETRY_AFTER_SECONDS
+                )
             route.append(replica)
         for replica in route:
             replica.requests.add(request_id)
@@ -204,6 +215,11 @@ class Coordination:
             return self._fail(request, error, now)
         return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
 
+    def client_slow(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
+        """Too much waits for a client that does not read: its requests end, and it is told when it reads again."""
+        slow = [request for request in self._requests.values() if request.client == client]
+        return [instruction for request in slow for instruction in self._fail(request, error, now)]
+
     def client_gone(self, client: bytes, now: float) -> list[Instruction]:
         """A client cannot be reached any more: its requests end."""
         gone = [request for request in self._requests.values() if request.client == client]
@@ -218,7 +234,7 @@ class Coordination:
     # -- stages -------------------------------------------------------------------------------------------------------
 
     def from_stage(
-        self, header: Header, body: FromStage, buffers: Sequence[Frame], now: float
+        self, header: Header, body: TextDelta | AudioChunk | StageDone | Failed, buffers: Sequence[Frame], now: float
     ) -> list[Instruction]:
         """A result of a stage: forward it, note it, or drop it if it is late or foreign."""
         request = self._expected_sender(header)

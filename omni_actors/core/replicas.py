@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from omni_actors.messages import Hop, Peer, StageStatus
+from omni_actors.messages import ArenaAddress, Hop, Peer, StageStatus
 
 
 class ReplicaState(enum.StrEnum):
@@ -25,6 +25,7 @@ class Replica:
     epoch: int
     state: ReplicaState = ReplicaState.STARTING
     inbox: str = ""
+    arena: ArenaAddress | None = None
     pid: int = 0
     phase: str = "starting process"
     seconds: float = 0.0
@@ -35,6 +36,7 @@ class Replica:
     progress: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)
+    congested: bool = False  # it has granted no credit for more input
 
     @property
     def hop(self) -> Hop:
@@ -70,9 +72,9 @@ class ReplicaTable:
         return replica if replica is not None and replica.epoch == epoch else None
 
     def choose(self, stage: str) -> Replica | None:
-        """The ready replica of a stage with the fewest requests; `None` if none is ready."""
+        """The ready replica of a stage with the fewest requests, those that take input first; `None`: none is ready."""
         ready = [replica for replica in self if replica.stage == stage and replica.state is ReplicaState.READY]
-        return min(ready, key=lambda replica: (len(replica.requests), replica.index), default=None)
+        return min(ready, key=lambda replica: (replica.congested, len(replica.requests), replica.index), default=None)
 
     def release(self, request_id: str, route: tuple[Hop, ...]) -> None:
         """The replicas of a route no longer hold this request."""
@@ -93,7 +95,7 @@ class ReplicaTable:
     def peers(self, stages: tuple[str, ...]) -> tuple[Peer, ...]:
         """Addresses of all live replicas of these stages that have said hello."""
         return tuple(
-            Peer(replica.stage, replica.index, replica.epoch, replica.inbox)
+            Peer(replica.stage, replica.index, replica.epoch, replica.inbox, replica.arena)
             for replica in self
             if replica.stage in stages and replica.inbox and replica.state is not ReplicaState.DEAD
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from omni_actors.codec import BufferList, Envelope, Frame
 from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.core.tombstones import Tombstones
-from omni_actors.errors import DeadlineExceeded, EngineError, InvalidPayload, OmniError, ProtocolError
+from omni_actors.errors import DeadlineExceeded, EngineError, InvalidPayload, OmniError, Overloaded, ProtocolError
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
     ROWS,
@@ -23,6 +23,7 @@ from omni_actors.messages import (
     AudioChunk,
     Body,
     Chunk,
+    Credit,
     Expect,
     Failed,
     FinishReason,
@@ -51,8 +52,8 @@ from omni_actors.stage.processors import Action, Extend, InputProcessor, Piece, 
 
 logger = get_logger(__name__)
 
-PARKED_SECONDS = 10.0
 PARKED_BYTES = 64 << 20
+CLOCK_SECONDS = 5.0  # by which the clocks of two hosts may differ
 PARKED_OVERHEAD = 1 << 10  # what a parked message counts beside its buffers
 
 
@@ -107,6 +108,12 @@ class Stage:
         self._processor_class = processor_class
         self._clock = clock
         self._work: dict[str, Work] = {}
+        self._whole: set[str] = set()  # requests whose input is all here
+        self._parked_seconds = pipeline.flow.parked_seconds
+        self._backlog_requests = pipeline.flow.backlog_requests
+        self._most_requests = 2 * pipeline.coordinator.max_in_flight  # what has just ended may overlap with what begins
+        self._max_timeout = pipeline.coordinator.max_timeout
+        self._default_timeout = pipeline.coordinator.default_timeout
         self._parked: dict[str, list[tuple[float, Envelope[IntoStage]]]] = {}
         self._parked_bytes = 0
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
@@ -121,6 +128,9 @@ class Stage:
             return self._open(envelope.header, body, envelope)
         if isinstance(body, Abort):
             self._drop(envelope.header.request_id)
+            return []
+        if isinstance(body, Credit):  # belongs to the sockets' threads
+            self.dropped["credit"] += 1
             return []
         return self._chunk(envelope.header, body, envelope)
 
@@ -143,7 +153,7 @@ class Stage:
         messages = []
         for request_id in [key for key, work in self._work.items() if work.deadline <= now]:
             messages += self._fail(request_id, DeadlineExceeded("The request's deadline has passed."))
-        for request_id in [key for key, parked in self._parked.items() if parked[0][0] + PARKED_SECONDS <= now]:
+        for request_id in [key for key, parked in self._parked.items() if parked[0][0] + self._parked_seconds <= now]:
             error = ProtocolError("Input came, but its announcement did not.")
             messages += self._refuse(self._parked[request_id][0][1].header, error)
             self.dropped["parked_too_long"] += 1
@@ -151,6 +161,15 @@ class Stage:
 
     def runnable(self) -> bool:
         return self._engine.runnable()
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the engine has so much to compute that more input should wait with its senders.
+
+        Only requests that need no further input count, and only while the engine can work: to hold back input that
+        it waits for would be the end of both.
+        """
+        return len(self._whole) > self._backlog_requests and self._engine.runnable()
 
     def counts(self) -> dict[str, int]:
         """What this stage holds now; all zero when it is idle."""
@@ -171,6 +190,11 @@ class Stage:
         if request_id in self._work or request_id in self._tombstones:
             self.dropped["expected_twice"] += 1
             return []
+        now = self._clock()
+        if not header.deadline <= now + self._max_timeout + CLOCK_SECONDS:  # not a number, too
+            return self._refuse(header, ProtocolError(f"The deadline {header.deadline} is no point in time."))
+        if len(self._work) >= self._most_requests:
+            return self._refuse(header, Overloaded(f"{len(self._work)} requests are open here, none more is taken."))
         request = StageRequest(
             request_id=request_id,
             params=expect.params,
@@ -183,10 +207,11 @@ class Stage:
         if self._processor_class is not None and self._stage.inputs is not None:
             processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
         work = self._work[request_id] = Work(
-            request, expect.route, header.attempt, header.deadline or float("inf"), self._clock(), processor
+            request, expect.route, header.attempt, header.deadline or now + self._default_timeout, now, processor
         )
         logger.debug("request expected", extra={"request_id": request_id})
         if expect.prompt is not None:
+            self._whole.add(request_id)
             media = [envelope.tensor(item.tensor) for item in expect.prompt.media]
             start = Start(StageInputs(prompt=expect.prompt, media=media))
             return self._guarded(work, lambda: [start])
@@ -214,6 +239,8 @@ class Stage:
         work.next_seq[header.stage] = expected + 1
         if chunk.final:
             work.ended_sources.add(header.stage)
+            if len(work.ended_sources) == len(self._stage.source_names):
+                self._whole.add(header.request_id)
         processor = work.processor
         return self._guarded(work, lambda: processor.feed(header.stage, _piece(chunk, envelope)))
 
@@ -351,7 +378,7 @@ class Stage:
             epoch=self._identity.epoch,
             attempt=work.attempt,
             seq=seq,
-            deadline=work.deadline if work.deadline != float("inf") else 0.0,
+            deadline=work.deadline,
         )
         return Outgoing(target, header, body, buffers)
 
@@ -366,6 +393,7 @@ class Stage:
 
     def _forget(self, request_id: str) -> None:
         self._work.pop(request_id, None)
+        self._whole.discard(request_id)
         self._unpark(request_id)
         self._tombstones.add(request_id, self._clock())
 

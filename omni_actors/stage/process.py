@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +20,25 @@ import omni_actors
 from omni_actors import logs
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
 from omni_actors.errors import OmniError, ProtocolError, StartupError
-from omni_actors.messages import PROTOCOL_VERSION, Fatal, Hello, Hop, Loading, Peers, Ready, Shutdown, Welcome
-from omni_actors.stage.actor import Stage
+from omni_actors.messages import (
+    PROTOCOL_VERSION,
+    Credit,
+    Fatal,
+    Hello,
+    Hop,
+    Loading,
+    Peers,
+    Ready,
+    Shutdown,
+    Welcome,
+)
+from omni_actors.stage.actor import Outgoing, Stage
 from omni_actors.stage.interface import StageEngine
-from omni_actors.stage.io_threads import Control, Event, Inbound, Outbound, Received, Rejected, Stop
+from omni_actors.stage.io_threads import Control, Event, Inbound, Outbound, Received, Rejected, Stop, sender_of
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
+from omni_actors.stage.record import Recorder
+from omni_actors.transport.arena import Arena, ArenaReader
+from omni_actors.transport.credit import Tally
 from omni_actors.transport.run_directory import clear_abandoned
 from omni_actors.transport.sockets import Sockets
 
@@ -32,6 +46,7 @@ logger = logs.get_logger(__name__)
 
 WELCOME_SECONDS = 30.0
 TICK_SECONDS = 0.1
+CONGESTED_SECONDS = 0.005  # until a stage that waits for its receivers looks again
 EXIT_GRACE_SECONDS = 4.0
 PR_SET_PDEATHSIG = 1
 
@@ -106,6 +121,11 @@ class StageProcess:
         self._identity = Hop(spec.stage, spec.replica, spec.epoch)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._sockets = Sockets(max_message_bytes=self._pipeline.limits.message_bytes)
+        flow = self._pipeline.flow
+        sends = bool(self._pipeline.downstream(spec.stage)) and flow.arena_bytes > 0
+        self._arena = Arena(flow.arena_bytes) if sends else None
+        self._arenas = ArenaReader(self._on_release_due)
+        self._tally: Tally[Hop | None] = Tally(flow.edge_messages, flow.edge_bytes)
         self._inbound = Inbound(
             self._sockets,
             self._identity,
@@ -117,10 +137,17 @@ class StageProcess:
             self._pipeline.coordinator.heartbeat_interval,
             spec.launcher_pid,
             on_orphaned=lambda: _leave_no_files(spec),
+            arenas=self._arenas,
+            on_credit=self._on_credit,
         )
         self._outbound: Outbound | None = None
         self._stopping: Stop | None = None
         self._loading = False
+        self._grants_due = False
+        self._recorder: Recorder | None = None
+        folder = self._pipeline.coordinator.record_dir
+        if folder is not None:
+            self._recorder = Recorder(folder, self._pipeline, self._identity)
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def run(self) -> int:
@@ -130,7 +157,7 @@ class StageProcess:
         engine: StageEngine | None = None
         try:
             self._outbound = self._await_welcome()
-            processor = self._processor_class()  # first: a wrong name need not wait for a model to load
+            processor = processor_class(self._stage)  # first: a wrong name need not wait for a model to load
             engine = self._load()
             actor = Stage(self._pipeline, self._stage, self._identity, engine, processor, time.time)
             facts = engine.facts
@@ -161,7 +188,18 @@ class StageProcess:
             config=self._pipeline.digest(),
             pid=os.getpid(),
             inbox=inbox,
+            arena=self._arena.address if self._arena is not None else None,
         )
+
+    def _on_credit(self, receiver: Hop | None, credit: Credit) -> None:
+        """On the inbound thread."""
+        if self._outbound is not None:
+            self._outbound.granted(receiver, credit)
+
+    def _on_release_due(self) -> None:
+        """On any thread."""
+        if self._outbound is not None:
+            self._outbound.wake()
 
     def _await_welcome(self) -> Outbound:
         deadline = time.monotonic() + WELCOME_SECONDS
@@ -175,7 +213,16 @@ class StageProcess:
             if isinstance(event, Control) and isinstance(event.body, Shutdown):
                 raise StartupError(f"The coordinator refused this stage: {event.body.reason}.")
             if isinstance(event, Control) and isinstance(event.body, Welcome):
-                outbound = Outbound(self._sockets, event.body.results, self._pipeline.limits, self._events)
+                outbound = Outbound(
+                    self._sockets,
+                    self._identity,
+                    event.body.results,
+                    self._pipeline.limits,
+                    self._pipeline.flow,
+                    self._events,
+                    self._arena,
+                    self._arenas,
+                )
                 outbound.start()
                 return outbound
         raise StartupError(f"The coordinator did not answer within {WELCOME_SECONDS:g} s.")
@@ -192,12 +239,6 @@ class StageProcess:
         finally:
             self._loading = False
 
-    def _processor_class(self) -> type[InputProcessor] | None:
-        if self._stage.inputs is None:
-            return None
-        where = f"stages.{self._stage.name}.inputs.processor"
-        return resolve_class(self._stage.inputs.processor, PROCESSORS, InputProcessor, where)
-
     # -- loop ---------------------------------------------------------------------------------------------------------
 
     def _serve(self, actor: Stage) -> None:
@@ -207,32 +248,50 @@ class StageProcess:
         next_tick = 0.0
         while self._stopping is None:
             self._take_events(actor, outbound)
-            outbound.send(actor.step())
+            if not outbound.congested:  # otherwise the stages after this one set the pace
+                self._emit(outbound, actor.step())
             self._inbound.pulse.progress += 1
-            if time.monotonic() >= next_tick:
+            tick = time.monotonic() >= next_tick
+            if tick:
                 next_tick = time.monotonic() + TICK_SECONDS
-                outbound.send(actor.tick())
-                self._inbound.pulse.counts = {**actor.counts(), **{f"dropped_{k}": v for k, v in actor.dropped.items()}}
+                self._emit(outbound, actor.tick())
+                dropped = {f"dropped_{reason}": count for reason, count in actor.dropped.items()}
+                self._inbound.pulse.counts = {**actor.counts(), **outbound.counts(), **dropped}
+            if (tick or self._grants_due) and not actor.saturated:
+                self._grants_due = False
+                for sender, messages, size in self._tally.collect(everything=tick):
+                    outbound.grant(sender, messages, size)
 
     def _take_events(self, actor: Stage, outbound: Outbound) -> None:
         """All events that are there; waits for the first one when the engine has nothing to do."""
-        wait = not actor.runnable()
+        congested = outbound.congested
+        timeout = (CONGESTED_SECONDS if congested else TICK_SECONDS) if congested or not actor.runnable() else 0.0
         while self._stopping is None:
             try:
-                event = self._events.get(timeout=TICK_SECONDS) if wait else self._events.get_nowait()
+                event = self._events.get(timeout=timeout) if timeout else self._events.get_nowait()
             except queue.Empty:
                 return
-            wait = False
+            timeout = 0.0
             if isinstance(event, Received):
-                outbound.send(actor.receive(event.envelope))
+                self._grants_due |= self._tally.take(sender_of(event.envelope.header), event.size)
+                if self._recorder is not None:
+                    self._recorder.received(event.envelope)
+                self._emit(outbound, actor.receive(event.envelope))
             elif isinstance(event, Rejected):
-                outbound.send(actor.reject(event.header, event.error))
+                if event.size:
+                    self._grants_due |= self._tally.take(sender_of(event.header), event.size)
+                self._emit(outbound, actor.reject(event.header, event.error))
             elif isinstance(event, Stop):
                 self._stopping = event
             elif isinstance(event.body, Peers):
-                outbound.set_peers(event.body.peers)
+                outbound.set_peers(event.body)
             elif isinstance(event.body, Shutdown):
                 self._stopping = Stop(event.body.reason)
+
+    def _emit(self, outbound: Outbound, messages: Sequence[Outgoing]) -> None:
+        if self._recorder is not None:
+            self._recorder.sent(messages)
+        outbound.send(messages)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
@@ -255,6 +314,10 @@ class StageProcess:
         self._inbound.finish()
         self._inbound.join(EXIT_GRACE_SECONDS)
         self._sockets.context.destroy(linger=0)
+        if self._recorder is not None:
+            self._recorder.close()
+        if self._arena is not None:
+            self._arena.close()
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _exit_now(self, number: int, frame: object) -> None:
@@ -268,6 +331,14 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, OmniError):
         return str(error)[-16000:]
     return "".join(traceback.format_exception(error)[-6:])[-16000:]
+
+
+def processor_class(stage: StageConfig) -> type[InputProcessor] | None:
+    """What makes a stage's input of the output of its sources; `None` for the entry stage."""
+    if stage.inputs is None:
+        return None
+    where = f"stages.{stage.name}.inputs.processor"
+    return resolve_class(stage.inputs.processor, PROCESSORS, InputProcessor, where)
 
 
 def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:

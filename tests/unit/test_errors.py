@@ -39,7 +39,7 @@ def test_text_has_place_message_and_hint() -> None:
 
 def test_only_some_are_retryable() -> None:
     retryable = {code.value for code, cls in ERROR_CLASSES.items() if cls.retryable}
-    assert retryable == {"overloaded", "stage_unavailable", "stage_lost", "timeout"}
+    assert retryable == {"overloaded", "slow_client", "stage_unavailable", "stage_lost", "timeout"}
 
 
 def test_copies_keep_everything() -> None:

@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": BASE | {"messages", "client", "outputs", "transport"},
     "server": BASE | {"logs", "messages", "client"},
     "launch": BASE | {"logs", "messages", "config", "core", "client", "coordinator", "node", "server", "transport"},
+    "replay": BASE | {"logs", "messages", "config", "codec", "stage"},
     "engine": BASE | {"logs", "messages", "config", "codec", "stage", "outputs"},
     "checkpoints": BASE | {"messages", "config"},
     "__init__": {"client", "llm", "outputs"},

@@ -12,6 +12,7 @@ import pytest
 from omni_actors.codec import Decoder, encode
 from omni_actors.messages import Chunk, Header, Heartbeat, Hello, Hop, Limits, StageToCoordinator, pack_token_ids
 from omni_actors.stage.io_threads import Event, Inbound, Received, Rejected, Stop
+from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.sockets import Sockets, drain, try_send
 from tests.unit.test_transport import until
 
@@ -34,9 +35,11 @@ class Harness:
         self.control, endpoint = self.sockets.router(f"ipc://{folder}/control")
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.orphaned = False
+        self.credit: list = []
         self.inbound = Inbound(
             Sockets(), IDENTITY, endpoint, f"ipc://{folder}/{inbox}", lambda inbox: Hello(1, "p", "c", 1, inbox),
             self.events, Limits(), 0.05, launcher_pid, on_orphaned=lambda: setattr(self, "orphaned", True),
+            arenas=ArenaReader(lambda: None), on_credit=lambda receiver, credit: self.credit.append((receiver, credit)),
         )  # fmt: skip
         self.inbound.start()
 
@@ -67,7 +70,7 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     rejected, received = harness.events.get(timeout=5), harness.events.get(timeout=5)
     assert isinstance(rejected, Rejected)
     assert isinstance(received, Received)
-    assert harness.inbound.rejected() == {"rejected_frame_count": 1, "rejected_invalid_payload": 1}
+    assert harness.inbound.rejected() == {"rejected_frame_count": 1, "rejected_invalid_payload": 1, "total_received": 3}
     harness.close()
 
 

@@ -35,6 +35,7 @@ INFORMATION = m.AdditionalInformationPayload(
         "rows": m.AdditionalInformationEntry(tensor=m.TensorRef(m.DType.U8, (1,), 1)),
     }
 )
+ARENA = m.ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
 BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.Submit(prompt=PROMPT, voice="Ethan", params={"thinker": PARAMS}, seed=1, priority=2), [bytes(8)]),
     (m.Submit(prompt=m.Prompt(token_ids=m.pack_token_ids([1, 2])), modalities=("text",)), []),
@@ -68,6 +69,9 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.Heartbeat(progress=5, counts={"requests": 1}), []),
     (m.Shutdown(reason="end"), []),
     (m.Fatal(message="no"), []),
+    (m.Credit(messages=3, bytes=2**40, released=(7, 2**53), mapped=True), []),
+    (m.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x", arena=ARENA), []),
+    (m.Peers(peers=(), sources=(m.Peer("prompt", 0, 1, "ipc:///p", ARENA),)), []),
 ]  # fmt: skip
 HEADER = m.Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 

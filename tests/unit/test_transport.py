@@ -233,12 +233,8 @@ def test_link_that_moves_is_not_stalled(sockets: Sockets, short_path: Path, monk
     assert link.stalled()
 
 
-def test_link_is_bounded_in_messages_and_bytes(
-    sockets: Sockets, short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link_module, "OUTBOX_MESSAGES", 3)
-    monkeypatch.setattr(link_module, "OUTBOX_BYTES", 100)
-    link = Link(sockets.push(f"ipc://{short_path}/nobody"), Clock())
+def test_link_is_bounded_in_messages_and_bytes(sockets: Sockets, short_path: Path) -> None:
+    link = Link(sockets.push(f"ipc://{short_path}/nobody"), Clock(), outbox_messages=3, outbox_bytes=100)
     assert link.send("big", [bytes(200)]), "one message may be larger than the bound"
     assert not link.send("next", [b"x"])
     assert link.give_up() == ["big"]

@@ -1,0 +1,112 @@
+"""Credit and links that wait for it: real sockets inside one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from omni_actors.transport.credit import Tally, Window, wire_size
+from omni_actors.transport.link import STALL_SECONDS, Link
+from omni_actors.transport.sockets import Sockets, drain
+from tests.unit.test_transport import Clock, until
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    made = Sockets()
+    yield made
+    made.context.destroy(linger=0)
+
+
+def test_window_in_messages_and_bytes() -> None:
+    window = Window(2, 100)
+    assert window.admits(1000), "one alone may always go"
+    window.sent(60)
+    assert window.admits(40)
+    assert not window.admits(41)
+    window.sent(10)
+    assert not window.admits(1), "two messages are out"
+    assert window.exhausted
+    window.granted(1, 60)
+    assert window.admits(90)
+    window.granted(50, 5000)
+    assert (window.messages_out, window.bytes_out) == (0, 0), "nobody can owe more than was sent"
+
+
+def test_tally_grants_by_the_quarter_and_the_rest_on_the_tick() -> None:
+    tally: Tally[str] = Tally(8, 400)
+    assert not tally.take("a", 1)
+    assert not tally.take("b", 99)
+    assert tally.collect(everything=False) == []
+    assert tally.take("a", 1), "the second of eight"
+    assert tally.collect(everything=False) == [("a", 2, 2)]
+    assert tally.take("b", 1), "100 of 400 bytes"
+    assert tally.collect(everything=True) == [("b", 2, 100)]
+    assert tally.collect(everything=True) == []
+
+
+def test_wire_size_counts_every_frame() -> None:
+    assert wire_size([b"abc", bytearray(4), memoryview(bytes(16)).cast("f")]) == 23
+
+
+def test_link_keeps_what_has_no_credit_and_sends_it_when_credit_comes(sockets: Sockets, short_path: Path) -> None:
+    clock = Clock()
+    pull, endpoint = sockets.pull(f"ipc://{short_path}/p")
+    link = Link(sockets.push(endpoint), clock, window=Window(3, 1000))
+    got: list[bytes] = []
+
+    def received(count: int) -> bool:
+        link.flush()
+        got.extend(frames[0] for frames in drain(pull))
+        return len(got) >= count
+
+    for number in range(8):
+        assert link.send(f"r{number}", [b"%d" % number])
+    until(lambda: received(3))
+    assert not received(4), "three may be out"
+    assert link.congested
+    clock.now += 10 * STALL_SECONDS
+    assert not link.stalled(), "a stage that grants nothing is slow, not broken"
+    link.granted(2, 2)
+    until(lambda: received(5))
+    link.send_urgent("", [b"urgent"])
+    until(lambda: received(6))
+    assert got == [b"0", b"1", b"2", b"3", b"4", b"urgent"], "credit never waits for credit"
+    link.forget("r6")
+    link.granted(3, 3)
+    until(lambda: received(8))
+    assert got[6:] == [b"5", b"7"]
+    assert (link.backlog, link.backlog_bytes, link.congested) == (0, 0, False)
+    link.granted(2, 2)
+    assert link.settled
+
+
+def test_client_that_grants_nothing_counts_as_stalled(sockets: Sockets, short_path: Path) -> None:
+    clock = Clock()
+    _, endpoint = sockets.pull(f"ipc://{short_path}/p")
+    link = Link(sockets.push(endpoint), clock, 5.0, Window(1, 1000), needs_credit=True)
+    until(lambda: link.send("r", [b"x"]) and (link.flush() or True) and link.window.messages_out == 1)
+    link.send("r", [b"y"])
+    assert not link.stalled()
+    clock.now += 5.1
+    assert link.stalled()
+
+
+def test_urgent_messages_go_first_when_the_peer_comes_late(sockets: Sockets, short_path: Path) -> None:
+    endpoint = f"ipc://{short_path}/late"
+    link = Link(sockets.push(endpoint), Clock(), window=Window(10, 1000))
+    link.send("r", [b"first"])
+    link.send_urgent("", [b"urgent"])
+    pull, _ = sockets.pull(endpoint)
+    got: list[bytes] = []
+
+    def both() -> bool:
+        link.flush()
+        got.extend(frames[0] for frames in drain(pull))
+        return len(got) == 2
+
+    until(both)
+    assert got == [b"urgent", b"first"]
+    assert link.backlog_bytes == 0
