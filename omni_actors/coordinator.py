@@ -239,6 +239,7 @@ class Coordinator:
             self.supervision.restarts(replica),
             now - replica.heard,
             now - replica.moved,
+            replica.phase,
         )
 
     def _on_result(self, frames: Sequence[bytes]) -> None:

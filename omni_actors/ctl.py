@@ -93,10 +93,9 @@ def render(report: Report) -> str:
     for stage in shown.stages:
         text = f"  {stage.stage}/{stage.replica}: {stage.state}, epoch {stage.epoch}, pid {stage.pid}"
         text += f", {stage.in_flight} requests"
-        if stage.state != stage.phase:
-            text += f", {stage.phase}"
         edge = edges.get((stage.stage, stage.replica))
         if edge is not None:
+            text += f", {edge.phase}" if edge.phase != stage.state else ""
             text += f", {edge.restarts} restarts, heard {edge.silent:.1f} s ago, turned {edge.idle:.1f} s ago"
             text += f", link: {edge.messages_out} messages and {edge.bytes_out} bytes out, {edge.waiting} waiting"
         lines.append(text)

@@ -345,7 +345,6 @@ class StageStatus(Struct, frozen=True):
     pid: int
     in_flight: int
     counts: dict[str, int] = {}
-    phase: str = ""
 
 
 class Operation(enum.StrEnum):
@@ -369,7 +368,10 @@ class Operate(Body, tag="operate", frozen=True):
 
 
 class EdgeStatus(Struct, frozen=True):
-    """The coordinator's link to a replica, and what supervision knows of the replica. Times in seconds."""
+    """The coordinator's link to a replica, and what supervision knows of the replica. Times in seconds.
+
+    `phase` is what its start-up does, for people to read.
+    """
 
     stage: str
     replica: int
@@ -380,6 +382,7 @@ class EdgeStatus(Struct, frozen=True):
     restarts: int  # within the restart window
     silent: float  # since it was last heard of
     idle: float  # since its engine loop was last seen to turn
+    phase: str = ""
 
 
 class RequestStatus(Struct, frozen=True):

@@ -57,7 +57,7 @@ class Replica:
 
     def status(self) -> StageStatus:
         return StageStatus(
-            self.stage, self.index, self.epoch, self.state, self.pid, len(self.requests), dict(self.counts), self.phase
+            self.stage, self.index, self.epoch, self.state, self.pid, len(self.requests), dict(self.counts)
         )
 
 

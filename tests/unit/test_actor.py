@@ -233,7 +233,6 @@ def test_chunk_after_the_end_fails_the_request_instead_of_starting_it_twice() ->
     [
         (Hop("prompt", 0, 4), 0, "foreign_epoch"),
         (Hop("prompt", 1, 5), 0, "foreign_epoch"),
-        (Hop("prompt", 0, 5), 1, "foreign_epoch"),
         (Hop("talker", 0, 5), 0, "unexpected_source"),
     ],
 )

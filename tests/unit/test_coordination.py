@@ -178,7 +178,7 @@ def test_deadline_ends_the_request_everywhere() -> None:
 
 def test_missing_stage_is_named() -> None:
     state = ready()
-    state.replicas.find("talker", 0, 1).state = ReplicaState.LOADING
+    state.replicas.find("talker", 0, 1).state = ReplicaState.DEAD
     body = failure(ask(state))
     assert (body.code, body.stage, body.retryable) == (ErrorCode.STAGE_UNAVAILABLE, "talker", True)
     assert len(ask(state, "r2", ALICE, "text")) == 2
