@@ -47,3 +47,162 @@ async def test_sigkill_at_20_50_80_percent(launch: Launch, stage: str, capsys: p
 
 async def kill_current(watch: Watch, name: str) -> None:
     watch.hit(await pid_of(watch.client, name), name)
+
+
+async def test_two_hundred_in_flight_at_once(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    async with connected(launcher.endpoint) as (client, watch):
+        load = Load(client, width=200)
+        running = asyncio.create_task(load.run())
+        await asyncio.sleep(0.1)
+        await kill_current(watch, "talker/0")
+        await running
+        figures = await watch.finish()
+        replays = (await client.describe()).counts["replays"]
+    with capsys.disabled():
+        print(f"\nSIGKILL of talker with 200 in flight: {replays} replays, {figures}")
+    assert replays == 200
+
+
+async def test_sigkill_of_one_of_two_replicas(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    data = disturbed_chain()
+    data["stages"][2]["replicas"] = 2
+    launcher = launch(data).wait_ready()
+    async with connected(launcher.endpoint) as (client, watch):
+
+        def kill() -> None:
+            asyncio.get_running_loop().create_task(kill_current(watch, "talker/1"))
+
+        await Load(client).run({0.3: kill, 0.6: kill})
+        figures = await watch.finish()
+    with capsys.disabled():
+        print(f"\nSIGKILL of one of two talkers, twice: {figures}")
+
+
+# -- stuck ------------------------------------------------------------------------------------------------------------
+
+
+async def test_sigstop(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    async with connected(launcher.endpoint) as (client, watch):
+        pid = await pid_of(client, "talker/0")
+        await Load(client).run({0.3: lambda: watch.hit(pid, "talker/0", signal.SIGSTOP)})
+        figures = await watch.finish()
+    with capsys.disabled():
+        print(f"\nSIGSTOP of talker, heartbeat_timeout 0.8 s: {figures}")
+    assert 0.5 < watch.noticed[0] < 2.0
+    assert "talker/0 died (no sign of life for " in launcher.output
+    assert "killed by signal 9" in launcher.output
+
+
+@pytest.mark.parametrize(
+    ("token", "reason", "stall_timeout"),
+    [(HANG_TOKEN, "no progress for", 0.6), (GRAB_TOKEN, "no sign of life for", 20.0)],
+)
+async def test_a_loop_that_hangs_is_killed_and_its_request_is_poison(
+    launch: Launch, token: int, reason: str, stall_timeout: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher = launch(disturbed_chain(stall_timeout=stall_timeout)).wait_ready()
+    async with connected(launcher.endpoint) as (client, watch):
+        pid = await pid_of(client, "prompt/0")
+        stream = await client.submit({"prompt_token_ids": [65, token]}, modalities=["text"])
+        watch.follow(pid, "prompt/0")  # the first stage that computes it
+        with pytest.raises(Poison, match=reason) as caught:
+            async for _ in stream:
+                pass
+        assert (caught.value.stage, caught.value.retryable) == ("prompt", False)
+        assert str(caught.value).count("prompt/0 (epoch") == 2, "its history"
+        await asyncio.wait_for(until_healthy(client), 5)
+        await ask_and_check(client, "alive")
+        figures = await watch.finish()
+    with capsys.disabled():
+        print(f"\n{reason}: {figures}")
+    launcher.wait_idle()
+
+
+async def until_healthy(client: AsyncOmniClient) -> None:
+    while not (await client.describe()).healthy:  # noqa: ASYNC110 - the state is another process's
+        await asyncio.sleep(0.02)
+
+
+def test_an_idle_or_slow_loop_is_not_stuck(launch: Launch) -> None:
+    data = disturbed_chain(stall_timeout=0.6)
+    data["stages"][1]["engine"] = {"step_seconds": 0.3}
+    launcher = launch(data).wait_ready()
+
+    async def ask() -> None:
+        async with AsyncOmniClient(launcher.endpoint) as client:
+            await asyncio.sleep(1.5)
+            await ask_and_check(client, "slow one")
+            assert (await client.describe()).counts["replays"] == 0
+
+    asyncio.run(ask())
+    assert "died" not in launcher.output
+
+
+async def test_a_launcher_that_was_stopped_kills_nobody(launch: Launch) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    os.kill(launcher.process.pid, signal.SIGSTOP)
+    await asyncio.sleep(2.0)
+    os.kill(launcher.process.pid, signal.SIGCONT)
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        await ask_and_check(client, "awake again")
+        await asyncio.sleep(0.5)
+        assert (await client.describe()).healthy
+    assert "died" not in launcher.output
+
+
+# -- crashes and restarts that fail -----------------------------------------------------------------------------------
+
+
+async def test_a_loop_that_raises(launch: Launch) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        with pytest.raises(Poison) as caught:
+            await client.generate({"prompt_token_ids": [CRASH_TOKEN]})
+        assert caught.value.code is ErrorCode.POISON
+        assert "A test asked this stage to end." in launcher.output
+        await until_healthy(client)
+        await ask_and_check(client, "alive")
+
+
+async def test_policy_fail(launch: Launch) -> None:
+    data = disturbed_chain(0.01)
+    data["stages"][2]["on_replica_loss"] = "fail"
+    launcher = launch(data).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        held, text_only = await client.submit("x" * 100), await client.submit("y" * 100, modalities=["text"])
+        await anext(held)
+        os.kill(await pid_of(client, "talker/0"), signal.SIGKILL)
+        with pytest.raises(StageLost, match="talker/0"):
+            await held.result()
+        assert (await text_only.result()).text == "y" * 100
+        await until_healthy(client)
+        await ask_and_check(client, "alive")
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+async def test_a_restart_that_keeps_failing_ends_degraded(launch: Launch, short_path, restarts: int) -> None:
+    broken = short_path / "broken"
+    data = disturbed_chain(0.01, restarts=restarts)
+    data["stages"][3]["engine"]["fail_start_if"] = str(broken)
+    launcher = launch(data).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        speaking, text_only = await client.submit("x" * 200), await client.submit("y" * 200, modalities=["text"])
+        await anext(speaking)
+        broken.touch()
+        os.kill(await pid_of(client, "code2wav/0"), signal.SIGKILL)
+        with pytest.raises(OmniError) as caught:
+            await speaking.result()
+        assert isinstance(caught.value, StageLost | StageUnavailable)
+        assert caught.value.stage == "code2wav"
+        assert (await text_only.result()).text == "y" * 200
+        description = await client.describe()
+        assert not description.healthy
+        assert {item.stage: item.state for item in description.stages}["code2wav"] == "dead"
+        with pytest.raises(StageUnavailable, match="'code2wav'"):
+            await client.generate("x")
+        assert (await client.generate("still", modalities=["text"])).text == "still"
+        assert launcher.output.count("starting code2wav/0 again") == restarts
+        until(lambda: "degraded: code2wav/0 died" in launcher.output, 5, "said so")
+        assert launcher.output.count("A test made the start fail.") >= restarts
