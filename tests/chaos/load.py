@@ -112,10 +112,10 @@ class Watch:
     async def _follow(self, pid: int, name: str) -> None:
         began = time.monotonic()
         async with asyncio.timeout(30):
-            while (status := (await replicas(self.client))[name]).state == "ready" and status.pid == pid:
+            while (status := (await replicas(self.client))[name]).state == "ready" and status.pid == pid:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             self.noticed.append(time.monotonic() - began)
-            while (await replicas(self.client))[name].state != "ready":
+            while (await replicas(self.client))[name].state != "ready":  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             self.recovered.append(time.monotonic() - began)
 

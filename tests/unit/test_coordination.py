@@ -475,8 +475,8 @@ def test_a_stage_that_has_finished_is_not_missed() -> None:
     state = ready()
     ask(state)
     say(state, "prompt", done())
-    assert aborts(lose(ready_copy := state, "prompt")) != [], "its last chunks may have died with it"
-    bring_back(ready_copy, "prompt")
+    assert aborts(lose(state, "prompt")) != [], "its last chunks may have died with it"
+    bring_back(state, "prompt")
     again(state, "prompt", done(), 0, 2)
     again(state, "thinker", done(), 0)
     assert lose(state, "prompt") == []
