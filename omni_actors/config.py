@@ -134,7 +134,9 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     max_attempts: Annotated[int, Meta(ge=1, le=255)] = 4
     default_timeout: Seconds = 600.0  # deadline of requests that bring none
+    max_timeout: Seconds = 86_400.0  # the latest deadline that a request may ask for
     tombstone_ttl: Seconds = 60.0
+    record_dir: str | None = None  # every stage writes here what it takes and gives, for omni_actors.replay
 
 
 class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,8 +152,8 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
     outbox_messages: Annotated[int, Meta(ge=1, le=10_000)] = 256
     outbox_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 64 << 20
     backlog_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
-    client_window_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
-    client_window_bytes: Annotated[int, Meta(ge=1)] = 16 << 20
+    client_window_messages: Annotated[int, Meta(ge=256, le=1_000_000)] = 1024  # clients grant by 64 messages,
+    client_window_bytes: Annotated[int, Meta(ge=1 << 20)] = 16 << 20  # 256 KiB or 50 ms
     client_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
     client_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
     client_stall_seconds: Seconds = 30.0

@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="checkpoint folder or hub name")
     parser.add_argument("--run-dir", help="folder for sockets and logs")
     parser.add_argument("--listen", help="client endpoint: 'ipc', or tcp://127.0.0.1:PORT")
+    parser.add_argument("--record", metavar="DIR", help="record every stage's messages, for omni_actors.replay")
     parser.add_argument("--startup-timeout", type=float, help="seconds until every stage must be ready")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="any value of the YAML, for instance stages.talker.engine.max_num_seqs=8")  # fmt: skip
@@ -91,6 +92,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
         ("model", options.model),
         ("coordinator.run_dir", options.run_dir),
         ("coordinator.listen", options.listen),
+        ("coordinator.record_dir", options.record and Path(options.record).absolute()),
         ("coordinator.startup_timeout", options.startup_timeout),
     ):
         if value is not None:

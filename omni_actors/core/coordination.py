@@ -230,7 +230,11 @@ class Coordination:
             )
         if not math.isfinite(header.deadline):
             raise InvalidRequest(f"The deadline {header.deadline} is no point in time.")
-        deadline = header.deadline or now + self.pipeline.coordinator.default_timeout
+        latest = self.pipeline.coordinator.max_timeout
+        if header.deadline > now + latest:
+            away = f"{header.deadline - now:.0f} s"
+            raise InvalidRequest(f"The deadline is {away} away; at most {latest:g} s are allowed.")
+        deadline = header.deadline or now + min(self.pipeline.coordinator.default_timeout, latest)
         if deadline <= now:
             raise DeadlineExceeded("The deadline had passed before the request arrived.")
         admitted = admit(self.pipeline, submit, self.voices)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from omni_actors.codec import BufferList, Envelope, Frame
 from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.core.tombstones import Tombstones
-from omni_actors.errors import DeadlineExceeded, EngineError, InvalidPayload, OmniError, ProtocolError
+from omni_actors.errors import DeadlineExceeded, EngineError, InvalidPayload, OmniError, Overloaded, ProtocolError
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
     ROWS,
@@ -55,6 +55,7 @@ logger = get_logger(__name__)
 
 PARKED_SECONDS = 10.0
 PARKED_BYTES = 64 << 20
+CLOCK_SECONDS = 5.0  # by which the clocks of two hosts may differ
 PARKED_OVERHEAD = 1 << 10  # what a parked message counts beside its buffers
 
 
@@ -113,6 +114,9 @@ class Stage:
         self._by_engine_id: dict[str, Work] = {}
         self._whole: set[str] = set()  # requests whose input is all here
         self._backlog_requests = pipeline.flow.backlog_requests
+        self._most_requests = 2 * pipeline.coordinator.max_in_flight  # what has just ended may overlap with what begins
+        self._max_timeout = pipeline.coordinator.max_timeout
+        self._default_timeout = pipeline.coordinator.default_timeout
         self._parked: dict[str, list[tuple[float, Envelope[IntoStage]]]] = {}
         self._parked_bytes = 0
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
@@ -198,6 +202,11 @@ class Stage:
             return []
         if running is not None:  # the abort of the attempt before comes later, or not at all
             self._drop(request_id)
+        now = self._clock()
+        if not header.deadline <= now + self._max_timeout + CLOCK_SECONDS:  # not a number, too
+            return self._refuse(header, ProtocolError(f"The deadline {header.deadline} is no point in time."))
+        if len(self._work) >= self._most_requests:
+            return self._refuse(header, Overloaded(f"{len(self._work)} requests are open here, none more is taken."))
         request = StageRequest(
             request_id=f"{request_id}~{header.attempt}" if header.attempt else request_id,
             params=expect.params,
@@ -210,7 +219,13 @@ class Stage:
         if self._processor_class is not None and self._stage.inputs is not None:
             processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
         work = self._work[request_id] = Work(
-            request_id, request, expect.route, header.attempt, header.deadline or float("inf"), self._clock(), processor
+            request_id,
+            request,
+            expect.route,
+            header.attempt,
+            header.deadline or now + self._default_timeout,
+            now,
+            processor,
         )
         self._by_engine_id[request.request_id] = work
         logger.debug("request expected", extra={"request_id": request_id})
@@ -390,7 +405,7 @@ class Stage:
             epoch=self._identity.epoch,
             attempt=work.attempt,
             seq=seq,
-            deadline=work.deadline if work.deadline != float("inf") else 0.0,
+            deadline=work.deadline,
         )
         return Outgoing(target, header, body, buffers)
 

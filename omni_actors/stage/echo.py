@@ -2,7 +2,8 @@
 
 It lets tests and measurements load sockets, coordinator and actors with thousands of requests in seconds. What it does
 follows from its `outputs`: `text` gives one character per token, `audio` gives `samples_per_token` samples per token;
-every token is streamed to the next stage together with a row of `row_width` values.
+every token is streamed to the next stage together with a row of `row_width` values, whose bytes are the token's; the
+next stage checks those of the last row.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class EchoEngine(StageEngine):
         limit = self._options.max_input_tokens
         if len(tokens) > limit:
             raise PromptTooLong(f"The prompt has {len(tokens)} tokens, at most {limit} are possible.")
+        _check_row(inputs.tensors.get("rows"), tokens[-1])
         if request.params.max_tokens is not None:
             tokens = tokens[: request.params.max_tokens]
         self._active[request.request_id] = _Echo(request, tokens)
@@ -141,7 +143,7 @@ class EchoEngine(StageEngine):
             events.append(AudioEvent(request_id, HostTensor(DType.F32, (count,), samples.tobytes()), SAMPLE_RATE))
         if echo.request.streams:
             width = self._options.row_width
-            row = {"rows": HostTensor(DType.BF16, (1, width), bytes(2 * width))} if width else {}
+            row = {"rows": HostTensor(DType.BF16, (1, width), _row(token, width))} if width else {}
             events.append(StreamEvent(request_id, [token], row, {}, echo.sent, final))
         echo.sent += 1
         if final:
@@ -154,3 +156,12 @@ class EchoEngine(StageEngine):
 
     def shutdown(self) -> None:
         self._active.clear()
+
+
+def _row(token: int, width: int) -> bytes:
+    return bytes([token % 256]) * (2 * width)
+
+
+def _check_row(row: HostTensor | None, token: int) -> None:
+    if row is not None and row.data != _row(token, row.shape[1]):
+        raise InvalidPayload(f"The row of token {token} does not hold it.")

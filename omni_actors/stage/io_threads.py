@@ -37,7 +37,7 @@ from omni_actors.stage.actor import Outgoing
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
 from omni_actors.transport.credit import Window, wire_size
 from omni_actors.transport.link import Link
-from omni_actors.transport.sockets import READABLE, WRITABLE, Poller, Socket, Sockets, drain, try_send
+from omni_actors.transport.sockets import READABLE, WRITABLE, Poller, Socket, Sockets, arrivals, drain, try_send
 from omni_actors.transport.wake import WakeableQueue
 
 logger = get_logger(__name__)
@@ -133,6 +133,7 @@ class Inbound(threading.Thread):
         self._outbox: WakeableQueue[Body | None] = WakeableQueue()
         self._decoder: Decoder[IntoStage] = Decoder(IntoStage, limits, arenas.open)
         self._control_decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, limits)
+        self._received = 0  # messages at the inbox, of any kind
         self.pulse = Pulse()
 
     def tell(self, body: Body) -> None:
@@ -144,7 +145,9 @@ class Inbound(threading.Thread):
         self._outbox.put(None)
 
     def rejected(self) -> dict[str, int]:
-        return {f"rejected_{reason}": count for reason, count in self._decoder.rejected.items()}
+        return {f"rejected_{reason}": count for reason, count in self._decoder.rejected.items()} | {
+            "total_received": self._received
+        }
 
     def run(self) -> None:
         try:
@@ -174,11 +177,17 @@ class Inbound(threading.Thread):
         poller.register(self._outbox.fileno(), READABLE)
         poller.register(inbox, READABLE)
         next_beat = 0.0
+        reading = True
         orphaned_at: float | None = None
         while True:
             # A full inbox stops the reading: zmq's own queue fills, then the sender's outbox.
-            poller.modify(inbox, READABLE if self._events.qsize() < INBOX_LIMIT else 0)
+            full = self._events.qsize() >= INBOX_LIMIT
+            if full is reading:
+                reading = not full
+                poller.modify(inbox, READABLE if reading else 0)
             ready = dict(poller.poll(MAXIMUM_POLL_MS))
+            if inbox in ready:  # first: the engine may be waiting for it
+                self._receive(inbox)
             if launcher in ready:
                 self._events.put(Stop("the launcher is gone"))
                 poller.unregister(launcher)
@@ -186,14 +195,12 @@ class Inbound(threading.Thread):
             if orphaned_at is not None and time.monotonic() > orphaned_at + ORPHAN_SECONDS:
                 self._on_orphaned()
                 os._exit(1)  # the main thread loads or hangs; an orphan may not keep its GPU memory
-            for body in self._outbox.drain():
+            for body in self._outbox.drain() if self._outbox.fileno() in ready else ():
                 if body is None:
                     return
                 self._send(control, body)
             if control in ready:
                 self._receive_control(control)
-            if inbox in ready:
-                self._receive(inbox)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_interval
                 counts = {**self.pulse.counts, **self.rejected()}
@@ -216,11 +223,14 @@ class Inbound(threading.Thread):
             self._events.put(Control(body))
 
     def _receive(self, inbox: Socket) -> None:
-        for frames in drain(inbox):
+        for frames in arrivals(inbox):
+            self._received += 1
             try:
                 envelope = self._decoder.decode(frames)
             except BadHeader as error:
-                logger.warning("dropped a message with a bad header: %s", error.reason)
+                count = self._decoder.rejected[error.reason]
+                if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: a flood must not fill the disk
+                    logger.warning("dropped a message with a bad header: %s (%d so far)", error.reason, count)
             except BadBody as error:
                 self._events.put(Rejected(error.header, error.error, wire_size(frames)))
             else:
@@ -289,6 +299,9 @@ class Outbound(threading.Thread):
         self._arena = arena
         self._arenas = arenas
         self._queue: WakeableQueue[Sequence[Outgoing] | NewPeers | Granted | Grant | Wake | None] = WakeableQueue()
+        self._poller = Poller()
+        self._poller.register(self._queue.fileno(), READABLE)
+        self._refusing: list[Socket] = []  # those in the poller
         self._links: dict[Hop, Link] = {}
         self._sources: dict[Hop, Link] = {}
         self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
@@ -342,6 +355,8 @@ class Outbound(threading.Thread):
         own = self._arena.counts() if self._arena is not None else {}
         if self._unknown_peers:
             own["dropped_credit_of_unknown_peer"] = self._unknown_peers
+        if self._arena is not None and self._arena.fallbacks:
+            own["dropped_arena_full"] = self._arena.fallbacks
         return {"outbox": self.waiting, **own, **self._arenas.counts()}
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -391,12 +406,16 @@ class Outbound(threading.Thread):
 
     def _wait(self, coordinator: Link) -> None:
         """Until there is something to send or a slow peer takes more."""
-        poller = Poller()
-        poller.register(self._queue.fileno(), READABLE)
-        for link in (coordinator, *self._links.values(), *self._sources.values()):
-            if link.backlog and link.refused:  # one that waits for credit hears of it through the queue
-                poller.register(link.socket, WRITABLE)
-        poller.poll(MAXIMUM_POLL_MS)
+        # One that waits for credit hears of it through the queue.
+        links = (coordinator, *self._links.values(), *self._sources.values())
+        refusing = [link.socket for link in links if link.backlog and link.refused]
+        if refusing or self._refusing:
+            for socket in self._refusing:
+                self._poller.unregister(socket)
+            for socket in refusing:
+                self._poller.register(socket, WRITABLE)
+            self._refusing = refusing
+        self._poller.poll(MAXIMUM_POLL_MS)
 
     def _connect(self, new: NewPeers) -> None:
         wanted = {peer.hop: peer.inbox for peer in new.peers}

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,10 +32,11 @@ from omni_actors.messages import (
     Shutdown,
     Welcome,
 )
-from omni_actors.stage.actor import Stage
+from omni_actors.stage.actor import Outgoing, Stage
 from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.io_threads import Control, Event, Inbound, Outbound, Received, Rejected, Stop, sender_of
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
+from omni_actors.stage.record import Recorder
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.credit import Tally
 from omni_actors.transport.run_directory import clear_abandoned
@@ -143,6 +144,10 @@ class StageProcess:
         self._stopping: Stop | None = None
         self._loading = False
         self._grants_due = False
+        self._recorder: Recorder | None = None
+        folder = self._pipeline.coordinator.record_dir
+        if folder is not None:
+            self._recorder = Recorder(folder, self._pipeline, self._identity)
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def run(self) -> int:
@@ -152,7 +157,7 @@ class StageProcess:
         engine: StageEngine | None = None
         try:
             self._outbound = self._await_welcome()
-            processor = self._processor_class()  # first: a wrong name need not wait for a model to load
+            processor = processor_class(self._stage)  # first: a wrong name need not wait for a model to load
             engine = self._load()
             actor = Stage(self._pipeline, self._stage, self._identity, engine, processor, time.time)
             facts = engine.facts
@@ -234,12 +239,6 @@ class StageProcess:
         finally:
             self._loading = False
 
-    def _processor_class(self) -> type[InputProcessor] | None:
-        if self._stage.inputs is None:
-            return None
-        where = f"stages.{self._stage.name}.inputs.processor"
-        return resolve_class(self._stage.inputs.processor, PROCESSORS, InputProcessor, where)
-
     # -- loop ---------------------------------------------------------------------------------------------------------
 
     def _serve(self, actor: Stage) -> None:
@@ -250,12 +249,12 @@ class StageProcess:
         while self._stopping is None:
             self._take_events(actor, outbound)
             if not outbound.congested:  # otherwise the stages after this one set the pace
-                outbound.send(actor.step())
+                self._emit(outbound, actor.step())
             self._inbound.pulse.progress += 1
             tick = time.monotonic() >= next_tick
             if tick:
                 next_tick = time.monotonic() + TICK_SECONDS
-                outbound.send(actor.tick())
+                self._emit(outbound, actor.tick())
                 dropped = {f"dropped_{reason}": count for reason, count in actor.dropped.items()}
                 self._inbound.pulse.counts = {**actor.counts(), **outbound.counts(), **dropped}
             if (tick or self._grants_due) and not actor.saturated:
@@ -275,17 +274,24 @@ class StageProcess:
             timeout = 0.0
             if isinstance(event, Received):
                 self._grants_due |= self._tally.take(sender_of(event.envelope.header), event.size)
-                outbound.send(actor.receive(event.envelope))
+                if self._recorder is not None:
+                    self._recorder.received(event.envelope)
+                self._emit(outbound, actor.receive(event.envelope))
             elif isinstance(event, Rejected):
                 if event.size:
                     self._grants_due |= self._tally.take(sender_of(event.header), event.size)
-                outbound.send(actor.reject(event.header, event.error))
+                self._emit(outbound, actor.reject(event.header, event.error))
             elif isinstance(event, Stop):
                 self._stopping = event
             elif isinstance(event.body, Peers):
                 outbound.set_peers(event.body)
             elif isinstance(event.body, Shutdown):
                 self._stopping = Stop(event.body.reason)
+
+    def _emit(self, outbound: Outbound, messages: Sequence[Outgoing]) -> None:
+        if self._recorder is not None:
+            self._recorder.sent(messages)
+        outbound.send(messages)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
@@ -308,6 +314,8 @@ class StageProcess:
         self._inbound.finish()
         self._inbound.join(EXIT_GRACE_SECONDS)
         self._sockets.context.destroy(linger=0)
+        if self._recorder is not None:
+            self._recorder.close()
         if self._arena is not None:
             self._arena.close()
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -323,6 +331,14 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, OmniError):
         return str(error)[-16000:]
     return "".join(traceback.format_exception(error)[-6:])[-16000:]
+
+
+def processor_class(stage: StageConfig) -> type[InputProcessor] | None:
+    """What makes a stage's input of the output of its sources; `None` for the entry stage."""
+    if stage.inputs is None:
+        return None
+    where = f"stages.{stage.name}.inputs.processor"
+    return resolve_class(stage.inputs.processor, PROCESSORS, InputProcessor, where)
 
 
 def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:

@@ -8,7 +8,7 @@ last wall behind the codec's own limits; sockets belong to the thread that made 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import zmq
 
@@ -48,15 +48,19 @@ def try_send(socket: Socket, frames: Sequence[Frame], copy: bool = True) -> bool
     return True
 
 
-def drain(socket: Socket, maximum: int = DRAIN_MESSAGES) -> list[list[bytes]]:
-    """The messages that have come, at most `maximum`."""
-    messages = []
+def arrivals(socket: Socket, maximum: int = DRAIN_MESSAGES) -> Iterator[list[bytes]]:
+    """The messages that have come, at most `maximum`, each as soon as it is read."""
     for _ in range(maximum):
         try:
-            messages.append(socket.recv_multipart(zmq.NOBLOCK))
+            frames = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
-            break
-    return messages
+            return
+        yield frames
+
+
+def drain(socket: Socket, maximum: int = DRAIN_MESSAGES) -> list[list[bytes]]:
+    """All of `arrivals`."""
+    return list(arrivals(socket, maximum))
 
 
 class Sockets:

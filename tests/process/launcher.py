@@ -66,7 +66,7 @@ def held(description: Description) -> dict[str, int]:
         for stage in description.stages
         if stage.state == "ready"
         for name, count in {**stage.counts, "in_flight": stage.in_flight}.items()
-        if count and not name.startswith(("dropped_", "rejected_"))
+        if count and not name.startswith(("dropped_", "rejected_", "total_"))
     }
     return counts | ({"in_flight": description.in_flight} if description.in_flight else {})
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
+import re
 import time
 from collections.abc import Iterator
 
@@ -344,3 +347,48 @@ async def test_a_client_whose_request_was_lost_is_told(
         with pytest.raises(OmniError, match="does not know this request") as caught:
             await asyncio.wait_for(stream.result(), 5)
         assert caught.value.retryable
+
+
+class Exploit:
+    """What an attacker would pickle: unpickling it leaves a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.path}",)
+
+
+async def test_pickled_frames_are_garbage_on_every_socket(echo: EchoLauncher, sockets: Sockets) -> None:
+    marker = echo.folder / "unpickled"
+    evil = [pickle.dumps(Exploit(str(marker)), protocol) for protocol in (0, 2, 5)]
+    (run_dir,) = [entry for entry in echo.folder.iterdir() if entry.is_dir()]
+    inboxes = sorted(path for path in run_dir.iterdir() if re.fullmatch(r"[a-z0-9_]+-0-\d+", path.name))
+    assert len(inboxes) == 4
+    targets = [(sockets.push(f"ipc://{inbox}"), "chunk") for inbox in inboxes]
+    targets.append((sockets.push(f"ipc://{run_dir}/results"), "audio"))
+    targets.append((sockets.dealer(f"ipc://{run_dir}/control", b"evil"), "heartbeat"))
+    targets.append((sockets.dealer(echo.endpoint, b"evil"), "submit"))
+    before = sum(sum_of_rejected(echo).values())
+    sent = 0
+    for socket, kind in targets:
+        header = msgspec.msgpack.encode(Header(kind, "evil", "thinker", 0, 1, n_buffers=1))
+        for data in evil:
+            for frames in ([data], [data] * 4, [MAGIC, data, data], [MAGIC, header, data, data]):
+                until(lambda socket=socket, frames=frames: try_send(socket, frames), 5, "sending")
+                sent += 1
+    until(lambda: sum(sum_of_rejected(echo).values()) == before + sent, 5, "every frame counted")
+    async with AsyncOmniClient(echo.endpoint) as client:
+        assert_echo(await client.generate("unharmed"), "unharmed")
+    assert not marker.exists()
+    pickle.loads(evil[2])  # noqa: S301 - the exploit does work
+    assert marker.exists()
+    marker.unlink()
+
+
+def sum_of_rejected(echo: EchoLauncher) -> dict[str, int]:
+    description = echo.describe()
+    counts = {f"coordinator {name}": count for name, count in description.counts.items()}
+    for stage in description.stages:
+        counts |= {f"{stage.stage} {name}": count for name, count in stage.counts.items()}
+    return {name: count for name, count in counts.items() if name.split(" ")[1].startswith("rejected_")}

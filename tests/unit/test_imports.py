@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "ctl": BASE | {"messages", "client"},
     "llm": BASE | {"messages", "client", "outputs", "transport"},
     "launch": BASE | {"logs", "messages", "config", "core", "client", "coordinator", "node", "transport"},
+    "replay": BASE | {"logs", "messages", "config", "codec", "stage"},
     "engine": BASE | {"logs", "messages", "config", "codec", "stage", "outputs"},
     "checkpoints": BASE | {"messages", "config"},
     "__init__": {"client", "llm", "outputs"},

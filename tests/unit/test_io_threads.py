@@ -70,7 +70,7 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     rejected, received = harness.events.get(timeout=5), harness.events.get(timeout=5)
     assert isinstance(rejected, Rejected)
     assert isinstance(received, Received)
-    assert harness.inbound.rejected() == {"rejected_frame_count": 1, "rejected_invalid_payload": 1}
+    assert harness.inbound.rejected() == {"rejected_frame_count": 1, "rejected_invalid_payload": 1, "total_received": 3}
     harness.close()
 
 

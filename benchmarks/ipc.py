@@ -1,0 +1,333 @@
+"""The wire on one host: one command, one table.
+
+    python benchmarks/ipc.py [--sizes 64 7168 ...] [--messages 2000] [--skip-start]
+
+A hop is everything between two stages: the sender's queue, `Outbound`, codec, socket or arena, `Inbound` with all
+checks, the receiver's queue, credit and the return of blocks. It is measured one way, from the call that sends to the
+engine loop that takes, with 64 streams that send in turn. Beside it, in the same run: a bare blocking pyzmq
+hop (no threads, no codec) and a bare ring of preallocated shared memory (one copy in, read in place, a zmq message as
+the signal).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import mmap
+import multiprocessing
+import os
+import platform
+import queue
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy
+import zmq
+
+from omni_actors import __version__
+from omni_actors.codec import BufferList, Decoder, encode
+from omni_actors.config import FlowConfig, PipelineConfig
+from omni_actors.launch import Launcher
+from omni_actors.messages import (
+    ArenaAddress,
+    Chunk,
+    DType,
+    Header,
+    Hello,
+    Hop,
+    HostTensor,
+    IntoStage,
+    Limits,
+    Peer,
+    Peers,
+    PromptEmbedsPayload,
+)
+from omni_actors.stage.actor import Outgoing
+from omni_actors.stage.io_threads import Event, Inbound, Outbound, Received, sender_of
+from omni_actors.transport.arena import Arena, ArenaReader
+from omni_actors.transport.credit import Tally
+from omni_actors.transport.sockets import Sockets
+
+SIZES = (64, 1 << 10, 7 << 10, 32 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20)
+STREAMS = 64
+STREAM_SECONDS = 0.020  # between two messages of a stream
+WARM_UP = 50
+SENDER, RECEIVER = Hop("thinker", 0, 1), Hop("talker", 0, 1)
+LARGE = 1 << 20
+LARGE_PAUSE = 0.005
+
+
+class Plan(NamedTuple):
+    """Small messages come from 64 streams in turn, at their pace; large ones each a little after the last has come."""
+
+    size: int
+    total: int
+    burst: int = 1  # messages that one step sends at once
+
+    @property
+    def paced(self) -> bool:
+        return self.size < LARGE
+
+
+def plan(size: int, messages: int, burst: int = 1) -> Plan:
+    count = messages if size < LARGE else max(20, min(messages, (4 << 30) // size))
+    return Plan(size, (count + WARM_UP) // burst * burst, burst)
+
+
+class End:
+    """One process's threads, wired as `StageProcess` does."""
+
+    def __init__(self, folder: str, me: Hop, flow: FlowConfig, transport: str) -> None:
+        self.sockets = Sockets()
+        self._control, control = self.sockets.router(f"ipc://{folder}/control-{me.stage}")
+        self._results, results = self.sockets.pull(f"ipc://{folder}/results-{me.stage}")
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.arena = Arena(flow.arena_bytes) if flow.arena_bytes and me == SENDER else None
+        self.arenas = ArenaReader(lambda: self.outbound.wake())
+        inbox = f"ipc://{folder}/{me.stage}" if transport == "ipc" else "tcp://127.0.0.1:0"
+        self.endpoint: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.inbound = Inbound(
+            Sockets(self.sockets.context), me, control, inbox, self._hello, self.events, Limits(), 1.0, os.getpid(),
+            lambda: None, self.arenas, lambda receiver, credit: self.outbound.granted(receiver, credit),
+        )  # fmt: skip
+        self.outbound = Outbound(self.sockets, me, results, Limits(), flow, self.events, self.arena, self.arenas)
+        self.inbound.start()
+        self.outbound.start()
+
+    def _hello(self, endpoint: str) -> Hello:
+        self.endpoint.put(endpoint)
+        return Hello(1, "x", "x", os.getpid(), endpoint)
+
+    def close(self) -> None:
+        self.outbound.finish()
+        self.outbound.join(5)
+        self.inbound.finish()
+        self.inbound.join(5)
+        self.sockets.context.destroy(linger=0)
+
+
+def receive_hop(pipe: Connection, came: Any, folder: str, flow: FlowConfig, transport: str, total: int) -> None:
+    """The receiving process: the latencies in seconds go through the pipe, their number so far into `came`."""
+    end = End(folder, RECEIVER, flow, transport)
+    tally: Tally[Hop | None] = Tally(flow.edge_messages, flow.edge_bytes)
+    pipe.send(end.endpoint.get())
+    inbox, address = pipe.recv()
+    end.arenas.attach({SENDER: address})
+    end.outbound.set_peers(Peers(peers=(), sources=(peer(SENDER, inbox, address),)))
+    latencies = []
+    while len(latencies) < total:
+        event = end.events.get(timeout=30)
+        if not isinstance(event, Received) or not isinstance(event.envelope.body, Chunk):
+            raise SystemExit(f"unexpected: {event}")
+        latencies.append((time.monotonic_ns() - event.envelope.body.start) / 1e9)
+        due = tally.take(sender_of(event.envelope.header), event.size)
+        del event
+        came.value = len(latencies)
+        for sender, messages, size in tally.collect(everything=False) if due else ():
+            end.outbound.grant(sender, messages, size)
+    pipe.send(latencies)
+    pipe.recv()
+    end.close()
+
+
+def peer(hop: Hop, inbox: str, address: ArenaAddress | None = None) -> Peer:
+    return Peer(hop.stage, hop.replica, hop.epoch, inbox, address)
+
+
+def measure_hop(steps: Plan, transport: str, arena: bool) -> list[float]:
+    """Latencies in seconds of hops with `size` bytes of rows."""
+    size = steps.size
+    flow = FlowConfig(arena_bytes=max(64 << 20, 3 * size) if arena else 0, edge_bytes=1 << 30, outbox_bytes=1 << 30)
+    with tempfile.TemporaryDirectory(prefix="ipc-") as folder:
+        end = End(folder, SENDER, flow, transport)
+        pipe, came, process = start(receive_hop, folder, flow, transport, steps.total)
+        end.outbound.set_peers(Peers(peers=(peer(RECEIVER, pipe.recv()),)))
+        pipe.send((end.endpoint.get(), end.arena.address if end.arena is not None else None))
+        while arena and RECEIVER not in end.outbound._readers:
+            time.sleep(0.01)
+        rows = HostTensor(DType.BF16, (1, size // 2), memoryview(os.urandom(size)))
+
+        def send(number: int) -> None:
+            batch = []
+            for stream in range(number, number + steps.burst):
+                buffers = BufferList()
+                header = Header("", f"stream-{stream % STREAMS}", SENDER.stage, SENDER.replica, SENDER.epoch, 0, stream)
+                body = Chunk(rows=PromptEmbedsPayload(buffers.add(rows)), start=time.monotonic_ns())
+                batch.append(Outgoing(RECEIVER, header, body, buffers.buffers))
+            end.outbound.send(batch)
+
+        latencies = drive(steps, send, pipe, came)
+        if end.arena is not None and end.arena.fallbacks:
+            print(f"note: {end.arena.fallbacks} buffers of {size} bytes found no room in the arena")
+        pipe.send("end")
+        process.join(10)
+        end.close()
+    return latencies
+
+
+def receive_bare(
+    pipe: Connection, came: Any, endpoint: str, descriptor: str, size: int, total: int, copy: bool
+) -> None:
+    """A blocking loop on one PULL. With a descriptor the payload is read in place from shared memory."""
+    socket = zmq.Context().socket(zmq.PULL)
+    socket.bind(endpoint)
+    ring = None
+    if descriptor:
+        file = os.open(descriptor, os.O_RDONLY)
+        ring = memoryview(mmap.mmap(file, 2 * size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ))
+    pipe.send("ready")
+    latencies = []
+    while len(latencies) < total:
+        frames = socket.recv_multipart(copy=copy)
+        stamp, slot = int.from_bytes(bytes(frames[0]), "little"), len(latencies) % 2
+        payload = ring[slot * size : (slot + 1) * size] if ring is not None else memoryview(frames[1])
+        if len(payload) != size:
+            raise SystemExit("wrong size")
+        latencies.append((time.monotonic_ns() - stamp) / 1e9)
+        came.value = len(latencies)
+    pipe.send(latencies)
+
+
+def measure_bare(steps: Plan, ring: bool) -> list[float]:
+    """The same with nothing around it: zmq alone, or a ring of two slots and zmq for the signal."""
+    size, copy = steps.size, ring or steps.size < LARGE // 4
+    payload = os.urandom(size)
+    with tempfile.TemporaryDirectory(prefix="ipc-") as folder:
+        endpoint = f"ipc://{folder}/bare"
+        descriptor, memory = "", None
+        if ring:
+            file = os.memfd_create("ring")
+            os.posix_fallocate(file, 0, 2 * size)
+            descriptor = f"/proc/{os.getpid()}/fd/{file}"
+            memory = numpy.frombuffer(mmap.mmap(file, 2 * size, mmap.MAP_SHARED | mmap.MAP_POPULATE), numpy.uint8)
+        source = numpy.frombuffer(payload, numpy.uint8)
+        pipe, came, process = start(receive_bare, endpoint, descriptor, size, steps.total, copy)
+        pipe.recv()
+        context = zmq.Context()
+        socket = context.socket(zmq.PUSH)
+        socket.connect(endpoint)
+
+        def send(number: int) -> None:
+            stamp = time.monotonic_ns().to_bytes(8, "little")
+            if memory is None:
+                socket.send_multipart([stamp, payload], copy=copy)
+            else:
+                slot = number % 2 * size
+                numpy.copyto(memory[slot : slot + size], source)
+                socket.send(stamp)
+
+        latencies = drive(steps, send, pipe, came)
+        process.join(10)
+        context.destroy(linger=0)
+        if ring:
+            os.close(file)
+    return latencies
+
+
+def drive(steps: Plan, send: Callable[[int], None], pipe: Connection, came: Any) -> list[float]:
+    next_time = time.monotonic() + 0.1
+    for number in range(0, steps.total, steps.burst):
+        if steps.paced:
+            time.sleep(max(0.0, next_time - time.monotonic()))
+            next_time = max(next_time, time.monotonic() - 0.05) + STREAM_SECONDS / STREAMS * steps.burst
+        send(number)
+        while not steps.paced and came.value <= number:
+            time.sleep(0.0001)
+        if not steps.paced:
+            time.sleep(LARGE_PAUSE)
+    latencies: list[float] = pipe.recv()
+    return latencies[WARM_UP:]
+
+
+def start(target: Callable[..., None], *arguments: Any) -> tuple[Connection, Any, Any]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    came = context.RawValue("L", 0)
+    process = context.Process(target=target, args=(theirs, came, *arguments), daemon=True)
+    process.start()
+    return ours, came, process
+
+
+def codec_seconds() -> float:
+    """Encode, validate, decode of a row message of 7 KiB: best of many rounds, in seconds per message."""
+    rows = HostTensor(DType.BF16, (1, 3584), bytes(7168))
+    header = Header("", "request-0123456789abcdef", "thinker", 0, 1, 0, 7, 1e9)
+    decoder: Decoder[IntoStage] = Decoder(IntoStage)
+    best = 1.0
+    for _ in range(50):
+        began = time.perf_counter()
+        for _ in range(1000):
+            buffers = BufferList()
+            frames = encode(header, Chunk(rows=PromptEmbedsPayload(buffers.add(rows)), start=7), buffers.buffers)
+            decoder.decode(frames)
+        best = min(best, (time.perf_counter() - began) / 1000)
+    return best
+
+
+async def start_seconds() -> float:
+    """Spawn to ready of three echo stages, in a process that has not started any yet."""
+    names = ["first", "second", "third"]
+    stages: list[dict[str, Any]] = [{"name": name, "kind": "echo"} for name in names]
+    for stage, source in zip(stages[1:], names, strict=False):
+        stage["inputs"] = {"from": source}
+    stages[-1]["outputs"] = ["text"]
+    pipeline = msgspec.convert({"name": "echo", "model": "echo", "stages": stages}, PipelineConfig)
+    began = time.perf_counter()
+    launcher = Launcher(pipeline)
+    try:
+        await launcher.start()
+        return time.perf_counter() - began
+    finally:
+        await launcher.close()
+
+
+def microseconds(latencies: list[float]) -> tuple[float, float]:
+    """Median and 99th percentile."""
+    ordered = sorted(latencies)
+    return 1e6 * statistics.median(ordered), 1e6 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+
+def name_of(size: int) -> str:
+    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size // factor} {unit}"
+    return f"{size} B"
+
+
+def main(options: argparse.Namespace) -> None:
+    print(f"omni_actors {__version__}, Python {platform.python_version()}, pyzmq {zmq.__version__}, "
+          f"libzmq {zmq.zmq_version()}, {os.cpu_count()} cores, {options.messages} messages")  # fmt: skip
+    print("\nmicroseconds, median / 99 %; ratio of medians\n")
+    print("| payload | bare zmq | bare ring | hop, ipc | hop, ipc without arena | hop, tcp | hop : zmq | hop : ring |")
+    print("|---|---|---|---|---|---|---|---|")
+    for size in options.sizes:
+        steps = plan(size, options.messages)
+        columns = {
+            "zmq": microseconds(measure_bare(steps, ring=False)),
+            "ring": microseconds(measure_bare(steps, ring=True)),
+            "arena": microseconds(measure_hop(steps, "ipc", arena=True)),
+            "ipc": microseconds(measure_hop(steps, "ipc", arena=False)),
+            "tcp": microseconds(measure_hop(steps, "tcp", arena=False)),
+        }
+        cells = [f"{middle:.0f} / {late:.0f}" for middle, late in columns.values()]
+        hop = columns["arena"][0]
+        ratios = [f"{hop / columns[name][0]:.2f}" for name in ("zmq", "ring")]
+        print(f"| {name_of(size)} | {' | '.join(cells + ratios)} |", flush=True)
+    middle, late = microseconds(measure_hop(plan(7 << 10, options.messages, burst=STREAMS), "ipc", arena=True))
+    print(f"\n{STREAMS} messages of 7 KiB in one step: {middle:.0f} / {late:.0f} us each")
+    print(f"encode + validate + decode of a 7 KiB row message: {1e6 * codec_seconds():.1f} us")
+    if not options.skip_start:
+        print(f"three echo stages, spawn to ready: {asyncio.run(start_seconds()):.2f} s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--messages", type=int, default=3000)
+    parser.add_argument("--skip-start", action="store_true")
+    main(parser.parse_args())

@@ -1,0 +1,233 @@
+"""Mutated messages against a live stage: nothing may crash, hang, grow or go uncounted.
+
+    python scripts/fuzz_wire.py [--messages 1000000] [--seed 0]
+
+Frames that a stage really took (recorded from a few requests) are changed at random and sent to the inbox of an echo
+stage. The same decoder runs here: what it refuses the stage must refuse, with the same reason and the same count.
+Ends with exit code 1 at the first violation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from omni_actors.client import AsyncOmniClient, OmniClient
+from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
+from omni_actors.errors import InvalidPayload
+from omni_actors.messages import Block, Credit, Header, IntoStage, Limits, StageStatus
+from omni_actors.stage.record import INBOUND, read
+from omni_actors.transport.sockets import WRITABLE, Socket, Sockets, try_send
+from tests.process.launcher import EchoLauncher, held, until
+from tests.unit.builders import chain
+
+TARGET = "talker"
+GOOD_EVERY = 25_000
+WARM_UP = 0.2  # of the messages, before memory is compared
+GROWTH = 1.05
+SETTLE_SECONDS = 30.0
+
+
+def configuration() -> dict:
+    data = chain()
+    for stage in data["stages"]:
+        stage["engine"] = {"row_width": 64, "samples_per_token": 4}
+    data["coordinator"] = {
+        "heartbeat_interval": 0.1, "max_timeout": 3.0, "default_timeout": 3.0, "tombstone_ttl": 2.0,
+        "max_in_flight": 200,
+    }  # fmt: skip
+    data["limits"] = {"body_bytes": 20_000, "buffer_bytes": 20_000, "message_bytes": 60_000}
+    return data
+
+
+def captured(folder: Path) -> tuple[list[list[bytes]], int]:
+    """Messages that the stage took, of all kinds, and the epoch of the stages then."""
+    pipeline = EchoLauncher(folder, configuration(), "--record", str(folder / "recording")).wait_ready()
+    with OmniClient(pipeline.endpoint) as client:
+        for text in ("a", "hello", "x" * 40):
+            client.generate(text, timeout=2)
+        stream = client.submit("y" * 400, timeout=2)
+        stream.abort()
+    pipeline.wait_idle()
+    pipeline.end()
+    (recording,) = (folder / "recording").glob(f"{TARGET}-*")
+    origin, entries = read(recording)
+    messages = [entry.frames for entry in entries if entry.direction == INBOUND]
+    credit = Credit(messages=3, bytes=1000, released=(1, 2, 3), mapped=True)
+    sender = Header("", stage="code2wav", epoch=origin.stage.epoch)
+    messages.append([bytes(frame) for frame in encode(sender, credit)])
+    return messages, origin.stage.epoch
+
+
+def of_epoch(messages: list[list[bytes]], old: int, new: int) -> list[list[bytes]]:
+    """The same messages as if the stages that run now had sent them."""
+    before, after = msgspec.msgpack.encode(old), msgspec.msgpack.encode(new)
+    return [[frame.replace(before, after) for frame in frames] for frames in messages]
+
+
+class Mutator:
+    """Random changes, repeatable by seed."""
+
+    def __init__(self, messages: list[list[bytes]], seed: int) -> None:
+        self._chance = random.Random(seed)
+        by_kind: dict[str, list[list[bytes]]] = collections.defaultdict(list)
+        for frames in messages:
+            by_kind[msgspec.msgpack.decode(frames[1], type=Header).kind].append(frames)
+        self._kinds = list(by_kind.values())  # chunks are many, aborts few: each kind has the same chance
+
+    def next(self) -> list[bytes]:
+        chance = self._chance
+        frames = list(chance.choice(chance.choice(self._kinds)))
+        header = msgspec.msgpack.decode(frames[1], type=Header)
+        own = {"request_id": f"f{chance.getrandbits(40):x}"} if chance.random() < 0.8 else {}
+        frames[1] = msgspec.msgpack.encode(msgspec.structs.replace(header, deadline=time.time() + 0.5, **own))
+        for _ in range(chance.choice((1, 1, 1, 2, 3))):
+            self._change(frames)
+        return frames
+
+    def _change(self, frames: list[bytes]) -> None:
+        chance = self._chance
+        index = chance.choice((0, 1, 1, 1, 2, 2, 2, 3, 4)) % len(frames) if frames else 0
+        what = chance.randrange(12)
+        if what == 0 or not frames:
+            frames.insert(index, chance.randbytes(chance.choice((0, 1, 4, 100))))
+        elif what == 1:
+            del frames[index]
+        elif what == 2:
+            frames[index] = frames[index][: chance.randrange(len(frames[index]) + 1)]
+        elif what == 3:
+            frames[index] += chance.randbytes(chance.choice((1, 2, 8, 2000)))
+        elif what == 4:
+            other = chance.choice(chance.choice(self._kinds))
+            frames[index] = other[index % len(other)]
+        elif what == 5:
+            frames.append(frames[index])
+        elif what == 6:
+            frames[index] = chance.choice((b"", b"\xc0", b"\x91" * 3000, b"\x81\xa4type\xa5chunk", b"\xff" * 1100))
+        else:
+            frames[index] = self._flip(frames[index])
+
+    def _flip(self, frame: bytes) -> bytes:
+        if not frame:
+            return frame
+        changed = bytearray(frame)
+        for _ in range(self._chance.choice((1, 1, 2, 8))):
+            position = self._chance.randrange(len(changed))
+            if self._chance.random() < 0.5:
+                changed[position] ^= 1 << self._chance.randrange(8)
+            else:
+                changed[position] = self._chance.choice((0, 0x7F, 0x80, 0xC0, 0xC1, 0xCB, 0xCF, 0xD3, 0xDD, 0xFF))
+        return bytes(changed)
+
+
+def no_arena(header: Header, block: Block) -> memoryview:
+    raise InvalidPayload("not mapped")
+
+
+def send(socket: Socket, frames: list[Frame]) -> None:
+    deadline = time.monotonic() + 30
+    while not try_send(socket, frames):
+        socket.poll(100, WRITABLE)
+        if time.monotonic() > deadline:
+            raise SystemExit("the stage takes no messages any more")
+
+
+def target(launcher: EchoLauncher) -> StageStatus:
+    return next(stage for stage in launcher.describe().stages if stage.stage == TARGET)
+
+
+def memory(launcher: EchoLauncher) -> dict[str, int]:
+    pids = {f"{stage.stage}": stage.pid for stage in launcher.describe().stages} | {"launcher": launcher.process.pid}
+    return {name: psutil.Process(pid).memory_info().rss for name, pid in pids.items()}
+
+
+async def good_request(launcher: EchoLauncher) -> None:
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        output = await client.generate("still here", timeout=2.9)
+    if output.text != "still here" or len(output.audio) != 4 * len("still here"):
+        raise SystemExit(f"a good request got {output}")
+
+
+def main(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="fz-", dir="/tmp") as name:
+        folder = Path(name)
+        messages, epoch = captured(folder)
+        launcher = EchoLauncher(folder, configuration()).wait_ready()
+        mutator = Mutator(of_epoch(messages, epoch, target(launcher).epoch), options.seed)
+        try:
+            run(launcher, mutator, options.messages)
+            if launcher.end() != 0:
+                raise SystemExit("the pipeline did not end well")
+        finally:
+            if launcher.process.poll() is None:
+                launcher.process.kill()
+
+
+def run(launcher: EchoLauncher, mutator: Mutator, total: int) -> None:
+    decoder: Decoder[IntoStage] = Decoder(IntoStage, msgspec.convert(configuration()["limits"], Limits), no_arena)
+    accepted: collections.Counter[str] = collections.Counter()
+    sockets = Sockets()
+    inbox = next(path for path in folder_of(launcher).glob(f"{TARGET}-0-*"))
+    socket = sockets.push(f"ipc://{inbox}")
+    pid, received = target(launcher).pid, target(launcher).counts["total_received"]
+    began = time.monotonic()
+    before: dict[str, int] = {}
+    goods = 0
+    for number in range(total):
+        frames = mutator.next()
+        with contextlib.suppress(BadHeader, BadBody):
+            accepted[decoder.decode(frames).header.kind] += 1
+        send(socket, frames or [b""])
+        if number % GOOD_EVERY == GOOD_EVERY - 1:
+            asyncio.run(good_request(launcher))
+            goods += 1
+        if not before and number >= WARM_UP * total:
+            before = memory(launcher)
+    expected = {f"rejected_{reason}": count for reason, count in decoder.rejected.items()}
+
+    def settled() -> bool:
+        counts = target(launcher).counts
+        return {name: n for name, n in counts.items() if name.startswith("rejected_")} == expected
+
+    until(settled, SETTLE_SECONDS, lambda: f"{target(launcher).counts} instead of {expected}")
+    asyncio.run(good_request(launcher))
+    until(lambda: not held(launcher.describe()), SETTLE_SECONDS, lambda: f"still held: {held(launcher.describe())}")
+    after = memory(launcher)
+    counts = target(launcher).counts
+    sockets.context.destroy(linger=0)
+    print(f"{total} messages in {time.monotonic() - began:.0f} s, {goods + 1} good requests between and after them")
+    print(f"refused {decoder.rejected.total()}: {dict(decoder.rejected.most_common())}")
+    print(f"well-formed {accepted.total()}: {dict(accepted)}")
+    print(f"dropped or answered by the stage: { {k: n for k, n in counts.items() if k.startswith('dropped_')} }")
+    for name, size in after.items():
+        print(f"RSS of {name}: {before[name] / 2**20:.1f} -> {size / 2**20:.1f} MiB")
+        if size > GROWTH * before[name] + (4 << 20):
+            raise SystemExit(f"{name} grows")
+    if target(launcher).pid != pid:
+        raise SystemExit("the stage was restarted")
+    uncounted = counts["total_received"] - received - total
+    if uncounted < 0:
+        raise SystemExit(f"{-uncounted} messages were not counted")
+
+
+def folder_of(launcher: EchoLauncher) -> Path:
+    return Path(launcher.endpoint.removeprefix("ipc://")).parent
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    main(parser.parse_args())

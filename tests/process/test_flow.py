@@ -1,0 +1,183 @@
+"""What happens when somebody is slow: the pace goes back to admission, and nothing piles up. Large rows go by arena."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from omni_actors.client import AsyncOmniClient
+from omni_actors.codec import encode
+from omni_actors.errors import OmniError, Overloaded, StageLost
+from omni_actors.messages import Failed, Header, Prompt, Submit, pack_token_ids
+from omni_actors.transport.sockets import Sockets, try_send
+from tests.process.launcher import EchoLauncher, until
+from tests.process.test_requests import assert_echo, collect
+from tests.unit.builders import chain
+
+Launch = Callable[..., EchoLauncher]
+
+
+def data(flow: dict[str, Any], **engines: dict[str, Any]) -> dict[str, Any]:
+    made = chain()
+    for stage in made["stages"]:
+        stage["engine"] = engines.get(stage["name"], {})
+    made["coordinator"] = {"heartbeat_interval": 0.05, "max_in_flight": 10_000}
+    made["flow"] = {"arena_bytes": 16 << 20, **flow}
+    return made
+
+
+SMALL = {"edge_messages": 32, "outbox_messages": 16, "backlog_requests": 4}
+
+
+async def offer(echo: EchoLauncher, count: int, pause: float) -> tuple[list[Any], dict[str, int]]:
+    """Requests one after the other; their answers, and the most that each stage was seen to hold."""
+    most: dict[str, int] = {}
+    async with AsyncOmniClient(echo.endpoint) as client:
+        tasks = []
+        for number in range(count):
+            tasks.append(asyncio.create_task(client.generate(f"{number:04d}" * 5, timeout=100)))
+            await asyncio.sleep(pause)
+            if number % 10 == 0:
+                for stage in (await client.describe()).stages:
+                    for name, value in stage.counts.items():
+                        key = f"{stage.stage} {name}"
+                        most[key] = max(most.get(key, 0), value)
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+    return answers, most
+
+
+async def test_slow_last_stage_throttles_the_others_and_then_admission(launch: Launch) -> None:
+    echo = launch(data(SMALL, code2wav={"step_seconds": 0.1})).wait_ready()
+    answers, most = await offer(echo, 200, 0.005)
+    refused = [answer for answer in answers if isinstance(answer, Overloaded)]
+    good = [answer for answer in answers if not isinstance(answer, OmniError)]
+    assert len(refused) + len(good) == 200
+    assert good
+    assert len(refused) > 40, most
+    assert all(error.retry_after and error.stage for error in refused)
+    for answer in good:
+        assert_echo(answer, answer.text)
+    # One step of a stage makes one message per request that it computes.
+    assert most["talker outbox"] <= 16 + most["talker engine_requests"], most
+    assert most["thinker outbox"] <= 16 + 2 * most["thinker engine_requests"], most
+    echo.wait_idle()
+
+
+async def test_the_same_load_is_no_overload_for_fast_stages(launch: Launch) -> None:
+    echo = launch(data(SMALL)).wait_ready()
+    answers, _ = await offer(echo, 200, 0.005)
+    assert not [answer for answer in answers if isinstance(answer, OmniError)]
+    echo.wait_idle()
+
+
+def submit_frames(request_id: str, tokens: int) -> list:
+    body = Submit(prompt=Prompt(token_ids=pack_token_ids([120] * tokens)), modalities=("text", "audio"))
+    return encode(Header("", request_id), body)
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [{"client_messages": 50, "client_window_messages": 256}, {"client_bytes": 60_000, "client_window_bytes": 1 << 20},
+     {"client_stall_seconds": 1.5, "client_window_messages": 256}],
+    ids=["messages", "bytes", "time"],
+)  # fmt: skip
+async def test_slow_client_is_ended_and_nobody_else(launch: Launch, flow: dict[str, Any]) -> None:
+    step = {"step_seconds": 0.005}
+    echo = launch(data(flow, thinker=step, code2wav=step)).wait_ready()
+    sockets = Sockets()
+    try:
+        slow = sockets.dealer(echo.endpoint, b"slow")
+        for number in range(5):
+            try_send(slow, submit_frames(f"slow {number}", 700))
+        async with AsyncOmniClient(echo.endpoint) as good:
+            running = [asyncio.create_task(good.generate("x" * 100)) for _ in range(3)]
+            deadline = time.monotonic() + 10
+            while "dropped_client_slow" not in (await good.describe()).counts:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            for answer in await asyncio.gather(*running):
+                assert_echo(answer, "x" * 100)
+        echo.wait_idle()
+        ends = [envelope for envelope in collect(slow, [], 5) if isinstance(envelope.body, Failed)]
+        assert {envelope.header.request_id for envelope in ends} == {f"slow {number}" for number in range(5)}
+        assert {(e.body.code.value, e.body.retryable) for e in ends} == {("slow_client", True)}
+        try_send(slow, submit_frames("again", 3))
+        assert "x" in "".join(getattr(envelope.body, "text", "") for envelope in collect(slow, [], 1)), "served again"
+    finally:
+        sockets.context.destroy(linger=0)
+
+
+async def test_memory_stays_flat_while_clients_do_not_read(launch: Launch) -> None:
+    """Each of them asks for 40 MB of audio; more of them, and longer, in benchmarks/slow_client.py."""
+    flow = {"client_window_bytes": 1 << 20, "client_bytes": 1 << 20}
+    echo = launch(data(flow, code2wav={"samples_per_token": 10_000})).wait_ready()
+    launcher = psutil.Process(echo.process.pid)
+    sockets = Sockets()
+    try:
+        before = launcher.memory_info().rss
+        most = before
+        for round_ in range(8):
+            slow = sockets.dealer(echo.endpoint, b"slow %d" % round_)
+            try_send(slow, submit_frames(f"big {round_}", 1000))
+            until(lambda: echo.describe().in_flight == 0, 20, "ended")
+            most = max(most, launcher.memory_info().rss)
+        assert echo.describe().counts["dropped_client_slow"] == 8
+        assert most - before < 40 << 20, (before, most)
+    finally:
+        sockets.context.destroy(linger=0)
+
+
+WIDE = {"row_width": 100_000}  # 200 kB a row
+
+
+async def test_large_rows_go_by_the_arena_and_all_of_it_is_freed(launch: Launch) -> None:
+    names = set(os.listdir("/dev/shm"))
+    echo = launch(data({}, prompt=WIDE, thinker=WIDE, talker=WIDE)).wait_ready()
+    seen = set()
+    async with AsyncOmniClient(echo.endpoint) as client:
+        for _ in range(4):
+            tasks = [asyncio.create_task(client.generate(f"{i} hello" * 3, timeout=30)) for i in range(8)]
+            streams = [await client.submit("y" * 100) for _ in range(4)]
+            while not all(task.done() for task in tasks):
+                for stage in (await client.describe()).stages:
+                    seen |= {(stage.stage, name) for name, count in stage.counts.items() if count}
+                await asyncio.sleep(0.01)
+            for stream in streams:
+                await stream.abort()
+            for number, task in enumerate(tasks):
+                assert_echo(task.result(), f"{number} hello" * 3)
+    assert {("thinker", "arena_blocks"), ("talker", "leases")} <= seen
+    echo.wait_idle()
+    assert set(os.listdir("/dev/shm")) - names <= {"sem.x"}
+
+
+async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
+    echo = launch(data({"arena_bytes": 1 << 20}, prompt=WIDE, thinker=WIDE, talker=WIDE)).wait_ready()
+    async with AsyncOmniClient(echo.endpoint) as client:
+        for answer in await asyncio.gather(*(client.generate("hello" * 8, timeout=60) for _ in range(16))):
+            assert_echo(answer, "hello" * 8)
+    echo.wait_idle()
+    counts = [stage.counts for stage in echo.describe().stages]
+    assert any(count.get("dropped_arena_full") for count in counts)
+
+
+async def test_killed_consumer_gives_its_blocks_back(launch: Launch) -> None:
+    wide = data({}, prompt=WIDE, thinker={**WIDE, "step_seconds": 0.01}, talker=WIDE)
+    echo = launch(wide).wait_ready()
+    async with AsyncOmniClient(echo.endpoint) as client:
+        tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(8)]
+        await asyncio.sleep(0.5)
+        os.kill(echo.pid_of("talker"), signal.SIGKILL)
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(answer, StageLost) for answer in answers)
+        assert (await client.generate("text", modalities=["text"])).text == "text"
+    echo.wait_idle()
+    thinker = next(stage for stage in echo.describe().stages if stage.stage == "thinker")
+    assert thinker.counts["arena_blocks"] == 0

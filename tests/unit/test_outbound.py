@@ -1,0 +1,221 @@
+"""The thread that sends: credit, fan-out by one block, peers that come late, restart or vanish. Real sockets."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from omni_actors.codec import BufferList, Decoder
+from omni_actors.config import FlowConfig
+from omni_actors.errors import StageLost
+from omni_actors.messages import (
+    Chunk,
+    Credit,
+    DType,
+    FromStage,
+    Header,
+    Hop,
+    HostTensor,
+    IntoStage,
+    Limits,
+    Peer,
+    Peers,
+    TextDelta,
+)
+from omni_actors.stage.actor import Outgoing
+from omni_actors.stage.io_threads import Event, Outbound, Rejected
+from omni_actors.transport.arena import Arena, ArenaReader
+from omni_actors.transport.sockets import Sockets, drain
+from tests.unit.test_transport import until
+
+ME = Hop("thinker", 0, 5)
+TALKER, OTHER = Hop("talker", 0, 5), Hop("other", 0, 5)
+LARGE = bytes(range(256)) * 400
+
+
+class Harness:
+    """An `Outbound` and the sockets of those that it sends to."""
+
+    def __init__(self, folder: Path, flow: FlowConfig | None = None) -> None:
+        self.folder = folder
+        self.sockets = Sockets()
+        self.results, results = self.sockets.pull(f"ipc://{folder}/results")
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.arena = Arena(1 << 20)
+        self.reader = ArenaReader(lambda: None)
+        self.reader.attach({ME: self.arena.address})
+        self.outbound = Outbound(
+            Sockets(self.sockets.context), ME, results, Limits(), flow or FlowConfig(), self.events, self.arena,
+            ArenaReader(lambda: None),
+        )  # fmt: skip
+        self.outbound.start()
+        self.got: dict[Hop, list] = {}
+        self.inboxes: dict[Hop, object] = {}
+
+    def bind(self, *hops: Hop) -> None:
+        for hop in hops:
+            self.inboxes[hop] = self.sockets.pull(self.endpoint(hop))[0]
+            self.got[hop] = []
+
+    def endpoint(self, hop: Hop) -> str:
+        return f"ipc://{self.folder}/{hop.stage}-{hop.replica}-{hop.epoch}"
+
+    def peers(self, *hops: Hop, sources: tuple[Hop, ...] = ()) -> None:
+        made = [tuple(Peer(*msgspec.structs.astuple(hop), self.endpoint(hop)) for hop in of) for of in (hops, sources)]
+        self.outbound.set_peers(Peers(peers=made[0], sources=made[1]))
+
+    def receive(self, hop: Hop, count: int) -> list:
+        decoder: Decoder[IntoStage] = Decoder(IntoStage, None, self.reader.open)
+
+        def enough() -> bool:
+            self.got[hop] += [decoder.decode(frames) for frames in drain(self.inboxes[hop])]
+            return len(self.got[hop]) >= count
+
+        until(enough)
+        return self.got[hop]
+
+    def close(self) -> None:
+        self.outbound.finish()
+        self.outbound.join(5)
+        assert not self.outbound.is_alive()
+        self.sockets.context.destroy(linger=0)
+        self.arena.close()
+
+
+@pytest.fixture
+def harness(short_path: Path) -> Iterator[Harness]:
+    made = Harness(short_path)
+    yield made
+    made.close()
+
+
+def chunk(*hops: Hop, data: bytes = b"small", seq: int = 0, request: str = "r") -> list[Outgoing]:
+    buffers = BufferList()
+    body = Chunk(tensors={"x": buffers.add(HostTensor(DType.U8, (len(data),), data))})
+    header = Header("", request, *msgspec.structs.astuple(ME), seq=seq, deadline=time.time() + 60)
+    return [Outgoing(hop, header, body, buffers.buffers) for hop in hops]
+
+
+def mapped(harness: Harness, *hops: Hop) -> None:
+    for hop in hops:
+        harness.outbound.granted(hop, Credit(mapped=True))
+
+
+def test_fan_out_publishes_once_for_those_that_have_mapped_the_arena(harness: Harness) -> None:
+    harness.bind(TALKER, OTHER)
+    harness.peers(TALKER, OTHER)
+    harness.outbound.send(chunk(TALKER, data=LARGE))
+    first = harness.receive(TALKER, 1)[0]
+    assert not first.header.blocks, "nobody has said that it reads the arena"
+    mapped(harness, TALKER, OTHER)
+    harness.outbound.send(chunk(TALKER, OTHER, data=LARGE, seq=1))
+    second = harness.receive(TALKER, 2)[1]
+    assert bytes(second.buffers[0]) == LARGE
+    assert harness.outbound.counts()["arena_blocks"] == 1
+    ticket = second.header.blocks[0].ticket
+    del second, first
+    harness.got[TALKER].clear()
+    assert harness.receive(OTHER, 1)[0].header.blocks[0].ticket == ticket
+    harness.outbound.granted(TALKER, Credit(released=(ticket,)))
+    harness.outbound.granted(Hop("nobody", 0, 5), Credit(released=(ticket,)))
+    time.sleep(0.05)
+    assert harness.outbound.counts()["arena_blocks"] == 1
+    harness.outbound.granted(OTHER, Credit(released=(ticket,)))
+    until(lambda: harness.outbound.counts()["arena_blocks"] == 0)
+    assert harness.outbound.counts()["dropped_credit_of_unknown_peer"] == 1
+
+
+def test_no_credit_no_message_and_the_stage_is_held_up(short_path: Path) -> None:
+    harness = Harness(short_path, FlowConfig(edge_messages=3, outbox_messages=4))
+    harness.bind(TALKER)
+    harness.peers(TALKER)
+    for seq in range(7):
+        harness.outbound.send(chunk(TALKER, seq=seq))
+    harness.receive(TALKER, 3)
+    until(lambda: harness.outbound.waiting == 4)
+    assert not harness.outbound.congested
+    harness.outbound.send(chunk(TALKER, seq=7))
+    assert harness.outbound.congested, "at once, whatever the thread does"
+    time.sleep(0.1)
+    assert len(harness.receive(TALKER, 3)) == 3
+    harness.outbound.send([Outgoing(None, Header("", "r"), TextDelta(text="x"))])
+    decoder: Decoder[FromStage] = Decoder(FromStage)
+    until(lambda: any(decoder.decode(frames) for frames in drain(harness.results))), "other edges are not held up"
+    harness.outbound.granted(TALKER, Credit(messages=3, bytes=10_000))
+    harness.receive(TALKER, 6)
+    until(lambda: harness.outbound.waiting == 2)
+    assert not harness.outbound.congested
+    harness.outbound.granted(TALKER, Credit(messages=3, bytes=10_000))
+    assert [envelope.header.seq for envelope in harness.receive(TALKER, 8)] == list(range(8))
+    until(lambda: harness.outbound.waiting == 0)
+    harness.close()
+
+
+def test_bytes_hold_up_too(short_path: Path) -> None:
+    harness = Harness(short_path, FlowConfig(outbox_bytes=150_000))
+    harness.peers(TALKER)
+    harness.outbound.send(chunk(TALKER, data=LARGE))
+    assert not harness.outbound.congested
+    harness.outbound.send(chunk(TALKER, data=LARGE))
+    assert harness.outbound.congested
+    harness.bind(TALKER)
+    harness.receive(TALKER, 2)
+    until(lambda: not harness.outbound.congested)
+    harness.close()
+
+
+def test_peer_that_joins_late_gets_all_in_order(harness: Harness) -> None:
+    harness.peers(TALKER)
+    for seq in range(20):
+        harness.outbound.send(chunk(TALKER, seq=seq))
+    time.sleep(0.2)
+    harness.bind(TALKER)
+    assert [envelope.header.seq for envelope in harness.receive(TALKER, 20)] == list(range(20))
+
+
+def test_restarted_peer_is_another_one(harness: Harness) -> None:
+    """Nothing that was meant for the former life goes to the new one, and its blocks are freed."""
+    harness.bind(TALKER)
+    harness.peers(TALKER)
+    mapped(harness, TALKER)
+    harness.outbound.send(chunk(TALKER, data=LARGE))
+    harness.receive(TALKER, 1)
+    assert harness.outbound.counts()["arena_blocks"] == 1
+    again = Hop("talker", 0, 6)
+    harness.bind(again)
+    harness.peers(again)
+    until(lambda: harness.outbound.counts()["arena_blocks"] == 0)
+    harness.outbound.send(chunk(TALKER, seq=1, request="old"))
+    harness.outbound.send(chunk(again, data=LARGE, request="new"))
+    assert [envelope.header.request_id for envelope in harness.receive(again, 1)] == ["new"]
+    assert not harness.got[again][0].header.blocks, "the new life has not mapped anything yet"
+    lost = harness.events.get(timeout=5)
+    assert isinstance(lost, Rejected)
+    assert isinstance(lost.error, StageLost)
+    assert lost.header.request_id == "old"
+
+
+def test_peer_that_never_comes_ends_its_requests(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omni_actors.transport.link.Link.stalled", lambda link: link.backlog > 0)
+    harness.peers(TALKER)
+    harness.outbound.send(chunk(TALKER))
+    lost = harness.events.get(timeout=5)
+    assert isinstance(lost, Rejected)
+    assert lost.header.request_id == "r"
+    until(lambda: harness.outbound.waiting == 0)
+
+
+def test_sources_hear_whether_their_arena_was_mapped(harness: Harness) -> None:
+    source = Hop("prompt", 0, 5)
+    harness.bind(source)
+    harness.peers(sources=(source,))
+    harness.outbound.grant(source, 3, 300)
+    first, second = harness.receive(source, 2)
+    assert first.body == Credit(mapped=False)
+    assert second.body == Credit(messages=3, bytes=300)
+    harness.outbound.grant(Hop("gone", 0, 5), 1, 1)
