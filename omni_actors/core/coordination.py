@@ -54,7 +54,7 @@ from omni_actors.messages import (
 )
 
 RETRY_AFTER_SECONDS = 1.0
-POISON_LOSSES = 2  # replicas of one stage that a request may take along
+POISON_LOSSES = 2  # replicas of one stage that died while they computed a request: it is no accident any more
 LISTED_REQUESTS = 1000
 
 
@@ -126,6 +126,11 @@ class ActiveRequest:
     usage: dict[str, StageUsage] = field(default_factory=dict)
     delivery: Delivery = field(default_factory=Delivery)
     losses: list[Loss] = field(default_factory=list)
+    quarantined: bool = False  # one of several suspects: they run one at a time, to see which one it is
+
+    def losses_of(self, stage: str | None) -> int:
+        """How many replicas of a stage died while they computed this request."""
+        return sum(loss.stage == stage and loss.computing for loss in self.losses)
 
     def hop(self, stage: str) -> Hop | None:
         return next((hop for hop in self.route if hop.stage == stage), None)
@@ -265,6 +270,8 @@ class Coordination:
 
     def _open(self, request: ActiveRequest, now: float) -> list[Instruction]:
         """Bind a waiting request to replicas and announce it to them, or let it wait for those that are coming."""
+        if request.quarantined and self._quarantine_is_taken():
+            return []
         retained = request.retained
         route = []
         for stage in request.stages:
@@ -297,6 +304,11 @@ class Coordination:
             self._let_go(request)
         return instructions
 
+    def _quarantine_is_taken(self) -> bool:
+        return any(
+            request.quarantined and request.state is RequestState.RUNNING for request in self._requests.values()
+        )
+
     def _wants_retention(self, request: ActiveRequest) -> bool:
         """Whether a running request could run again, and there is room to keep what that takes."""
         policies = {self.pipeline.stage(stage).on_replica_loss for stage in request.stages}
@@ -312,7 +324,7 @@ class Coordination:
         return StageUnavailable(f"No replica of stage {stage!r} is ready, and none will be.{lost}", stage=stage)
 
     def reopen(self, now: float) -> list[Instruction]:
-        """Run the requests that wait, the oldest first. Call it when a replica became ready or was given up."""
+        """Run the requests that wait, the oldest first. Call it when a replica became ready."""
         waiting = [request for request in self._requests.values() if request.state is RequestState.WAITING]
         return [instruction for request in waiting for instruction in self._open(request, now)]
 
@@ -428,14 +440,22 @@ class Coordination:
         error = StageLost(f"{replica.name} (epoch {replica.epoch}) died: {why}.", stage=replica.stage)
         held = [self._requests[request_id] for request_id in sorted(replica.requests) if request_id in self._requests]
         replica.requests.clear()
-        instructions: list[Instruction] = []
-        for request in held:
-            if self._is_through_with(request, replica.stage):
-                continue
-            if not replica.restart_wanted:
+        held = [request for request in held if not self._is_through_with(request, replica.stage)]
+        suspects = []
+        if not replica.restart_wanted:
+            for request in held:
                 computing = replica.stage not in request.usage
                 request.losses.append(Loss(replica.stage, f"{replica.name} (epoch {replica.epoch})", why, computing))
-            instructions += self._replay_or_fail(request, error, now)
+            suspects = [request for request in held if request.losses_of(replica.stage) >= POISON_LOSSES]
+        on_trial = [request for request in suspects if request.quarantined]
+        guilty = on_trial or (suspects if len(suspects) == 1 else [])
+        instructions: list[Instruction] = []
+        for request in held:
+            if request in guilty:
+                instructions += self._fail(request, _poison(request, replica.stage), now)
+            else:
+                request.quarantined |= request in suspects
+                instructions += self._replay_or_fail(request, error, now)
         return instructions + self.reopen(now)
 
     def _is_through_with(self, request: ActiveRequest, stage: str) -> bool:
@@ -448,10 +468,6 @@ class Coordination:
 
     def _replay_or_fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
         """The request's attempt is lost with `error.stage`."""
-        culprits = [loss for loss in request.losses if loss.stage == error.stage and loss.computing]
-        if len(culprits) >= POISON_LOSSES:
-            text = f"{len(culprits)} replicas died while they computed this request: {request.history()}."
-            return self._fail(request, Poison(text, stage=error.stage), now)
         may_replay = (
             request.retained is not None
             and request.attempt + 1 < self.pipeline.coordinator.max_attempts
@@ -459,6 +475,8 @@ class Coordination:
             and all(self.replicas.may_come(stage) for stage in request.stages)
         )
         if not may_replay:
+            if request.losses_of(error.stage) >= POISON_LOSSES:
+                error = _poison(request, error.stage)
             return self._fail(request, error, now)
         instructions = self._aborts(request)
         self.replicas.release(request.request_id, request.route)
@@ -478,7 +496,10 @@ class Coordination:
         """Ends requests whose deadline has passed. Call it a few times a second."""
         self._tombstones.expire(now)
         late = [request for request in self._requests.values() if request.deadline <= now]
-        return [instruction for request in late for instruction in self._fail(request, _too_late(request), now)]
+        instructions = [instruction for request in late for instruction in self._fail(request, _too_late(request), now)]
+        if any(request.quarantined for request in self._requests.values()):
+            instructions += self.reopen(now)  # the one before may have ended
+        return instructions
 
     def refuse_new(self) -> None:
         """Admit no request any more; those in flight go on."""
@@ -526,6 +547,11 @@ class Coordination:
     @staticmethod
     def _to_stage(request: ActiveRequest, hop: Hop, body: Body, buffers: Sequence[Frame] = ()) -> ToStage:
         return ToStage(hop, request.request_id, request.attempt, request.deadline, body, buffers)
+
+
+def _poison(request: ActiveRequest, stage: str | None) -> Poison:
+    text = f"{request.losses_of(stage)} replicas died while they computed this request: {request.history()}."
+    return Poison(text, stage=stage)
 
 
 def _size(submit: Submit, buffers: Sequence[Frame]) -> int:

@@ -166,6 +166,19 @@ async def test_a_loop_that_raises(launch: Launch) -> None:
         await ask_and_check(client, "alive")
 
 
+async def test_one_poisonous_request_among_many_fails_alone(launch: Launch) -> None:
+    """It ends three replicas before it is known; nobody else loses anything."""
+    launcher = launch(disturbed_chain(0.005)).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        load = Load(client, total=60, width=12)
+        running = asyncio.create_task(load.run())
+        await asyncio.sleep(0.1)
+        with pytest.raises(Poison) as caught:
+            await client.generate({"prompt_token_ids": [65] * 10 + [CRASH_TOKEN]}, modalities=["text"], timeout=30)
+        await running
+    assert 2 <= str(caught.value).count("prompt/0 (epoch") <= 3
+
+
 async def test_policy_fail(launch: Launch) -> None:
     data = disturbed_chain(0.01)
     data["stages"][2]["on_replica_loss"] = "fail"

@@ -462,6 +462,26 @@ def test_poison_after_two_replicas_of_a_stage() -> None:
     assert "talker/0 (epoch 1): first; talker/0 (epoch 2): second" in body.message
 
 
+def test_of_several_suspects_only_the_guilty_one_fails() -> None:
+    state = ready(max_in_flight=9)
+    for name in ("a", "guilty", "z"):
+        ask(state, name)
+    lose(state, "talker")
+    bring_back(state, "talker")
+    ask(state, "new")
+    assert not [item for item in lose(state, "talker") if isinstance(item, ToClient)], "it may be any of the three"
+    assert {item.request_id for item in bring_back(state, "talker")} == {"a", "new"}, "suspects run one at a time"
+    assert state.tick(NOW) == []
+    for stage in STAGES:
+        request = state._requests["a"]
+        state.from_stage(header_from(request.hop(stage), "a", 0, request.attempt), done(), (), NOW)
+    assert {item.request_id for item in state.tick(NOW)} == {"guilty"}
+    body = failure(lose(state, "talker"))
+    assert body.code is ErrorCode.POISON
+    assert set(state.requests_of(ALICE)) == {"new", "z"}
+    assert {item.request_id for item in bring_back(state, "talker")} == {"z"}, "the new one was there twice, too"
+
+
 def test_losses_of_several_stages_are_no_poison_but_bounded() -> None:
     state = ready(max_attempts=3)
     ask(state)
