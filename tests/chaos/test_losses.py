@@ -13,7 +13,7 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ErrorCode, OmniError, Poison, StageLost, StageUnavailable
 from omni_actors.stage.echo import CRASH_TOKEN, GRAB_TOKEN, HANG_TOKEN
 from tests.chaos.load import Load, Watch, ask_and_check, connected, disturbed_chain, replicas
-from tests.process.launcher import EchoLauncher, until
+from tests.process.launcher import EchoLauncher, processes_of, until
 
 Launch = Callable[..., EchoLauncher]
 
@@ -219,3 +219,30 @@ async def test_a_restart_that_keeps_failing_ends_degraded(launch: Launch, short_
         assert launcher.output.count("starting code2wav/0 again") == restarts
         until(lambda: "degraded: code2wav/0 died" in launcher.output, 5, "said so")
         assert launcher.output.count("A test made the start fail.") >= restarts
+
+
+async def test_one_of_two_replicas_that_dies_while_starting(launch: Launch, short_path) -> None:
+    """The other one serves, the first is started again; only when all of a stage die the launch ends."""
+    data = disturbed_chain()
+    data["stages"][2].update({"replicas": 2, "engine": {"start_seconds": 1.0}})
+    launcher = launch(data)
+    until(lambda: "omni:talker/1" in titles(short_path).values(), 20, "the second talker")
+    os.kill(next(pid for pid, title in titles(short_path).items() if title == "omni:talker/1"), signal.SIGKILL)
+    launcher.wait_ready()
+    assert "talker/1 is started again in 0.0 s" in launcher.output
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        assert (await client.describe()).healthy
+        await ask_and_check(client, "both")
+
+
+def titles(folder) -> dict[int, str]:
+    return {pid: command for pid, command in processes_of(folder).items() if command.startswith("omni:")}
+
+
+async def test_requests_sent_before_the_start_is_over_wait_for_it(launch: Launch, short_path) -> None:
+    data = disturbed_chain()
+    data["stages"][2]["engine"]["start_seconds"] = 1.0
+    launcher = launch(data, "--run-dir", str(short_path / "run"))
+    until(lambda: "prompt/0 ready" in launcher.output, 20, "the first stage")
+    async with AsyncOmniClient(f"ipc://{short_path}/run/client") as client:
+        await ask_and_check(client, "early")
