@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -195,7 +199,7 @@ async def test_policy_fail(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
-async def test_a_restart_that_keeps_failing_ends_degraded(launch: Launch, short_path, restarts: int) -> None:
+async def test_a_restart_that_keeps_failing_ends_degraded(launch: Launch, short_path: Path, restarts: int) -> None:
     broken = short_path / "broken"
     data = disturbed_chain(0.01, restarts=restarts)
     data["stages"][3]["engine"]["fail_start_if"] = str(broken)
@@ -221,7 +225,7 @@ async def test_a_restart_that_keeps_failing_ends_degraded(launch: Launch, short_
         assert launcher.output.count("A test made the start fail.") >= restarts
 
 
-async def test_one_of_two_replicas_that_dies_while_starting(launch: Launch, short_path) -> None:
+async def test_one_of_two_replicas_that_dies_while_starting(launch: Launch, short_path: Path) -> None:
     """The other one serves, the first is started again; only when all of a stage die the launch ends."""
     data = disturbed_chain()
     data["stages"][2].update({"replicas": 2, "engine": {"start_seconds": 1.0}})
@@ -235,14 +239,45 @@ async def test_one_of_two_replicas_that_dies_while_starting(launch: Launch, shor
         await ask_and_check(client, "both")
 
 
-def titles(folder) -> dict[int, str]:
+def titles(folder: Path) -> dict[int, str]:
     return {pid: command for pid, command in processes_of(folder).items() if command.startswith("omni:")}
 
 
-async def test_requests_sent_before_the_start_is_over_wait_for_it(launch: Launch, short_path) -> None:
+async def test_requests_sent_before_the_start_is_over_wait_for_it(launch: Launch, short_path: Path) -> None:
     data = disturbed_chain()
     data["stages"][2]["engine"]["start_seconds"] = 1.0
     launcher = launch(data, "--run-dir", str(short_path / "run"))
     until(lambda: "prompt/0 ready" in launcher.output, 20, "the first stage")
     async with AsyncOmniClient(f"ipc://{short_path}/run/client") as client:
         await ask_and_check(client, "early")
+
+
+@pytest.fixture
+def small_disk(short_path: Path) -> Iterator[Path]:
+    """A folder on a disk of its own with little room."""
+    folder = short_path / "run"
+    folder.mkdir(mode=0o700)
+    options = "size=512k,mode=0700"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    mounted = subprocess.run(command, check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting takes rights that this user has not")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+async def test_a_full_disk_stops_no_request_and_no_restart(launch: Launch, small_disk: Path) -> None:
+    launcher = launch(disturbed_chain(), "--run-dir", str(small_disk)).wait_ready()
+    with (small_disk / "filler").open("wb", buffering=0) as filler:
+        with contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        async with connected(launcher.endpoint) as (client, watch):
+
+            def kill() -> None:
+                asyncio.get_running_loop().create_task(kill_current(watch, "talker/0"))
+
+            await Load(client, total=60).run({0.3: kill})
+            await watch.finish()
+    assert shutil.disk_usage(small_disk).free == 0
+    assert launcher.end() == 0
