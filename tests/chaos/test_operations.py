@@ -89,6 +89,8 @@ async def test_a_replica_that_was_given_up_can_be_started(launch: Launch) -> Non
     async with AsyncOmniClient(launcher.endpoint) as client:
         os.kill((await replicas(client))["talker/0"].pid, signal.SIGKILL)
         await later(lambda: until(lambda: "degraded: talker/0" in launcher.output, 5, "degraded"))
+        done = await later(lambda: ctl(launcher, "drain", "talker/0"))
+        assert (done.returncode, "talker/0 is dead; only a ready one drains" in done.stderr) == (1, True)
         assert "degraded, 0 of 256" in (await later(lambda: ctl(launcher, "status"))).stdout
         done = await later(lambda: ctl(launcher, "restart", "talker/0", "--wait", "20"))
         assert done.returncode == 0, done.stderr
