@@ -157,6 +157,7 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
     client_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
     client_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
     client_stall_seconds: Seconds = 30.0
+    parked_seconds: Seconds = 10.0  # how long input may wait for the announcement of its request
     arena_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20  # shared memory per replica, 0 for none
     inline_bytes: Annotated[int, Meta(ge=1)] = 32 << 10  # larger buffers go through the arena
 

@@ -114,10 +114,13 @@ def replay(path: Path, pipeline: PipelineConfig | None = None) -> Comparison:
     then: Outputs = {}
     for entry in entries:
         if entry.direction == INBOUND:
-            taken.append(inbound.decode(entry.frames))
+            envelope = inbound.decode(entry.frames)
+            # What was in time then is in time now.
+            header = msgspec.structs.replace(envelope.header, deadline=0.0)
+            taken.append(msgspec.structs.replace(envelope, header=header))
         else:
-            envelope = outbound.decode(entry.frames)
-            _add(then, envelope.header, entry.direction, envelope.body, envelope.buffers)
+            sent = outbound.decode(entry.frames)
+            _add(then, sent.header, entry.direction, sent.body, sent.buffers)
     ended = {request for (request, receiver), output in then.items() if not receiver and output.end is not None}
     # An abort that came after the end must not come before it now: steps need no time here.
     taken = [item for item in taken if not (isinstance(item.body, Abort) and item.header.request_id in ended)]
@@ -132,7 +135,7 @@ def replay(path: Path, pipeline: PipelineConfig | None = None) -> Comparison:
 
 
 def _run(origin: Origin, pipeline: PipelineConfig, taken: Iterable[Envelope[IntoStage]]) -> Outputs:
-    """The stage's output for these messages. Time stands still: what was in time then is in time now."""
+    """The stage's output for these messages. Time stands still."""
     config = pipeline.stage(origin.stage.stage)
     engine = build_engine(pipeline, config, lambda phase: None)
     outputs: Outputs = {}

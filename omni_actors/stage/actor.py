@@ -53,7 +53,6 @@ from omni_actors.stage.processors import Action, Extend, InputProcessor, Piece, 
 
 logger = get_logger(__name__)
 
-PARKED_SECONDS = 10.0
 PARKED_BYTES = 64 << 20
 CLOCK_SECONDS = 5.0  # by which the clocks of two hosts may differ
 PARKED_OVERHEAD = 1 << 10  # what a parked message counts beside its buffers
@@ -113,6 +112,7 @@ class Stage:
         self._work: dict[str, Work] = {}
         self._by_engine_id: dict[str, Work] = {}
         self._whole: set[str] = set()  # requests whose input is all here
+        self._parked_seconds = pipeline.flow.parked_seconds
         self._backlog_requests = pipeline.flow.backlog_requests
         self._most_requests = 2 * pipeline.coordinator.max_in_flight  # what has just ended may overlap with what begins
         self._max_timeout = pipeline.coordinator.max_timeout
@@ -160,7 +160,7 @@ class Stage:
         messages = []
         for request_id in [key for key, work in self._work.items() if work.deadline <= now]:
             messages += self._fail(request_id, DeadlineExceeded("The request's deadline has passed."))
-        for request_id in [key for key, parked in self._parked.items() if parked[0][0] + PARKED_SECONDS <= now]:
+        for request_id in [key for key, parked in self._parked.items() if parked[0][0] + self._parked_seconds <= now]:
             error = ProtocolError("Input came, but its announcement did not.")
             messages += self._refuse(self._parked[request_id][0][1].header, error)
             self.dropped["parked_too_long"] += 1

@@ -355,8 +355,8 @@ class Outbound(threading.Thread):
         own = self._arena.counts() if self._arena is not None else {}
         if self._unknown_peers:
             own["dropped_credit_of_unknown_peer"] = self._unknown_peers
-        if self._arena is not None and self._arena.fallbacks:
-            own["dropped_arena_full"] = self._arena.fallbacks
+        if self._arena is not None:
+            own |= {"total_blocks": self._arena.publications, "dropped_arena_full": self._arena.fallbacks}
         return {"outbox": self.waiting, **own, **self._arenas.counts()}
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ class Outbound(threading.Thread):
         for hop, inbox in sources.items():
             if hop not in self._sources:
                 self._sources[hop] = Link(self._sockets.push(inbox), time.monotonic)
-                self._tell(hop, Credit(mapped=self._arenas.is_mapped(hop)))
+                self._tell(hop, 0, 0, [])
 
     def _send(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> None:
         target = message.destination
@@ -503,15 +503,17 @@ class Outbound(threading.Thread):
             self._arena.release(item.receiver, ticket)
 
     def _grant(self, sender: Hop | None, messages: int, size: int, released: dict[Hop, list[int]]) -> None:
-        tickets = released.pop(sender, []) if sender is not None else []
-        self._tell(sender, Credit(messages=messages, bytes=size, released=tuple(tickets)))
-        for owner, others in released.items():
-            self._tell(owner, Credit(released=tuple(others)))
+        self._tell(sender, messages, size, released.pop(sender, []) if sender is not None else [])
+        for owner, tickets in released.items():
+            self._tell(owner, 0, 0, tickets)
 
-    def _tell(self, sender: Hop | None, credit: Credit) -> None:
+    def _tell(self, sender: Hop | None, messages: int, size: int, released: Sequence[int]) -> None:
         link = self._coordinator if sender is None else self._sources.get(sender)
         if link is None:  # gone in the meantime, and its account with it
             return
+        # Every time: a source may hear of us only after it was told the first time.
+        mapped = sender is not None and self._arenas.is_mapped(sender)
+        credit = Credit(messages=messages, bytes=size, released=tuple(released), mapped=mapped)
         header = Header("", stage=self._identity.stage, replica=self._identity.replica, epoch=self._identity.epoch)
         link.send_urgent("", encode(header, credit, limits=self._limits))
 
@@ -520,7 +522,7 @@ class Outbound(threading.Thread):
         if now >= self._next_release:
             self._next_release = now + RELEASE_SECONDS
             for owner, tickets in self._arenas.take_released().items():
-                self._tell(owner, Credit(released=tuple(tickets)))
+                self._tell(owner, 0, 0, tickets)
             if self._arena is not None:
                 self._arena.expire(time.time())
             self._expire_early(now)

@@ -123,6 +123,11 @@ class Arena:
         for ticket in [ticket for ticket, published in self._published.items() if published.expires <= now]:
             self._reclaim(ticket)
 
+    @property
+    def publications(self) -> int:
+        """Blocks so far."""
+        return self._next_ticket - 1
+
     def counts(self) -> dict[str, int]:
         """What is held now, both zero when the stages after this one are idle. From any thread."""
         return {"arena_blocks": len(self._published), "arena_bytes": self._used}

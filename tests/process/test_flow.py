@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +16,10 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.codec import encode
-from omni_actors.errors import OmniError, Overloaded, StageLost
+from omni_actors.errors import DeadlineExceeded, OmniError, Overloaded, StageLost
 from omni_actors.messages import Failed, Header, Prompt, Submit, pack_token_ids
 from omni_actors.transport.sockets import Sockets, try_send
-from tests.process.launcher import EchoLauncher, until
+from tests.process.launcher import REPOSITORY, EchoLauncher, processes_of, shared_memory_of, until
 from tests.process.test_requests import assert_echo, collect
 from tests.unit.builders import chain
 
@@ -42,7 +44,7 @@ async def offer(echo: EchoLauncher, count: int, pause: float) -> tuple[list[Any]
     async with AsyncOmniClient(echo.endpoint) as client:
         tasks = []
         for number in range(count):
-            tasks.append(asyncio.create_task(client.generate(f"{number:04d}" * 5, timeout=100)))
+            tasks.append(asyncio.create_task(client.generate(f"{number:04d}" * 2, timeout=100)))
             await asyncio.sleep(pause)
             if number % 10 == 0:
                 for stage in (await client.describe()).stages:
@@ -54,13 +56,13 @@ async def offer(echo: EchoLauncher, count: int, pause: float) -> tuple[list[Any]
 
 
 async def test_slow_last_stage_throttles_the_others_and_then_admission(launch: Launch) -> None:
-    echo = launch(data(SMALL, code2wav={"step_seconds": 0.1})).wait_ready()
-    answers, most = await offer(echo, 200, 0.005)
+    echo = launch(data(SMALL, code2wav={"step_seconds": 0.05})).wait_ready()
+    answers, most = await offer(echo, 120, 0.005)
     refused = [answer for answer in answers if isinstance(answer, Overloaded)]
     good = [answer for answer in answers if not isinstance(answer, OmniError)]
-    assert len(refused) + len(good) == 200
+    assert len(refused) + len(good) == 120
     assert good
-    assert len(refused) > 40, most
+    assert len(refused) > 20, most
     assert all(error.retry_after and error.stage for error in refused)
     for answer in good:
         assert_echo(answer, answer.text)
@@ -71,8 +73,8 @@ async def test_slow_last_stage_throttles_the_others_and_then_admission(launch: L
 
 
 async def test_the_same_load_is_no_overload_for_fast_stages(launch: Launch) -> None:
-    echo = launch(data(SMALL)).wait_ready()
-    answers, _ = await offer(echo, 200, 0.005)
+    echo = launch(data({})).wait_ready()
+    answers, _ = await offer(echo, 120, 0.005)
     assert not [answer for answer in answers if isinstance(answer, OmniError)]
     echo.wait_idle()
 
@@ -126,9 +128,8 @@ async def test_memory_stays_flat_while_clients_do_not_read(launch: Launch) -> No
         for round_ in range(8):
             slow = sockets.dealer(echo.endpoint, b"slow %d" % round_)
             try_send(slow, submit_frames(f"big {round_}", 1000))
-            until(lambda: echo.describe().in_flight == 0, 20, "ended")
+            until(lambda n=round_: echo.describe().counts.get("dropped_client_slow") == n + 1, 20, "ended")
             most = max(most, launcher.memory_info().rss)
-        assert echo.describe().counts["dropped_client_slow"] == 8
         assert most - before < 40 << 20, (before, most)
     finally:
         sockets.context.destroy(linger=0)
@@ -138,24 +139,20 @@ WIDE = {"row_width": 100_000}  # 200 kB a row
 
 
 async def test_large_rows_go_by_the_arena_and_all_of_it_is_freed(launch: Launch) -> None:
-    names = set(os.listdir("/dev/shm"))
     echo = launch(data({}, prompt=WIDE, thinker=WIDE, talker=WIDE)).wait_ready()
-    seen = set()
     async with AsyncOmniClient(echo.endpoint) as client:
         for _ in range(4):
             tasks = [asyncio.create_task(client.generate(f"{i} hello" * 3, timeout=30)) for i in range(8)]
             streams = [await client.submit("y" * 100) for _ in range(4)]
-            while not all(task.done() for task in tasks):
-                for stage in (await client.describe()).stages:
-                    seen |= {(stage.stage, name) for name, count in stage.counts.items() if count}
-                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
             for stream in streams:
                 await stream.abort()
             for number, task in enumerate(tasks):
-                assert_echo(task.result(), f"{number} hello" * 3)
-    assert {("thinker", "arena_blocks"), ("talker", "leases")} <= seen
+                assert_echo(await task, f"{number} hello" * 3)
     echo.wait_idle()
-    assert set(os.listdir("/dev/shm")) - names <= {"sem.x"}
+    blocks = {stage.stage: stage.counts.get("total_blocks", 0) for stage in echo.describe().stages}
+    assert blocks["thinker"] > 100, blocks  # the first ones go as frames, until the talker has said that it reads
+    assert not shared_memory_of(processes_of(echo.folder)), "nothing has a name in /dev/shm"
 
 
 async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
@@ -187,3 +184,74 @@ async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str
     echo.wait_idle()
     thinker = next(stage for stage in echo.describe().stages if stage.stage == "thinker")
     assert thinker.counts["arena_blocks"] == 0
+
+
+async def test_wedged_stage_ends_requests_by_their_deadline_and_serves_again_afterwards(launch: Launch) -> None:
+    """A stage that is stopped takes nothing; what does not need it goes on."""
+    echo = launch(data({}, thinker={"step_seconds": 0.005})).wait_ready()
+    talker = echo.pid_of("talker")
+    async with AsyncOmniClient(echo.endpoint) as client:
+        os.kill(talker, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            wedged = [asyncio.create_task(client.generate("x" * 20, timeout=1.0)) for _ in range(5)]
+            assert (await client.generate("text", modalities=["text"])).text == "text"
+            answers = await asyncio.gather(*wedged, return_exceptions=True)
+            assert {type(answer) for answer in answers} == {DeadlineExceeded}
+            assert time.monotonic() - began < 2.0
+        finally:
+            os.kill(talker, signal.SIGCONT)
+        assert_echo(await client.generate("again"), "again")
+    echo.wait_idle()
+
+
+async def test_wedged_stage_holds_up_its_source_and_not_for_ever(launch: Launch) -> None:
+    """The thinker makes no more than what may wait for the talker, and goes on when the talker does."""
+    small = {"edge_messages": 8, "outbox_messages": 8}
+    echo = launch(data(small, thinker={"step_seconds": 0.001})).wait_ready()
+    talker = echo.pid_of("talker")
+    async with AsyncOmniClient(echo.endpoint) as client:
+        os.kill(talker, signal.SIGSTOP)
+        running = asyncio.create_task(client.generate("y" * 200, timeout=20))
+        for _ in range(10):
+            await asyncio.sleep(0.05)
+            counts = {stage.stage: stage.counts for stage in (await client.describe()).stages}
+            assert counts["thinker"].get("outbox", 0) <= 8 + 2, "one step makes a text and a chunk"
+        assert counts["thinker"]["engine_requests"] == 1
+        assert counts["thinker"]["outbox"] == 9
+        os.kill(talker, signal.SIGCONT)
+        assert_echo(await running, "y" * 200)
+    echo.wait_idle()
+
+
+async def test_two_pipelines_on_one_machine_keep_apart(launch: Launch) -> None:
+    one, two = launch(data({}, prompt=WIDE, thinker=WIDE)), launch(data({}, prompt=WIDE, thinker=WIDE))
+    one.wait_ready()
+    two.wait_ready()
+    assert one.endpoint != two.endpoint
+    async with AsyncOmniClient(one.endpoint) as first, AsyncOmniClient(two.endpoint) as second:
+        answers = await asyncio.gather(
+            *(
+                client.generate(text, request_id=f"r{number}")  # the same ids in both
+                for number in range(5)
+                for client, text in ((first, "one"), (second, "two"))
+            )
+        )
+    for answer, text in zip(answers, ["one", "two"] * 5, strict=True):
+        assert_echo(answer, text)
+    assert one.end() == 0
+    assert two.describe().healthy
+
+
+def script(name: str, *arguments: str) -> None:
+    command = [sys.executable, str(REPOSITORY / "scripts" / name), *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_short_fuzz() -> None:
+    script("fuzz_wire.py", "--messages", "20000", "--seed", "3")
+
+
+def test_short_soak() -> None:
+    script("soak.py", "--requests", "600", "--seed", "3")

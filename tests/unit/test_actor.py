@@ -190,7 +190,7 @@ def test_chunks_before_the_announcement_are_parked_in_order() -> None:
 def test_parked_too_long_is_answered_and_remembered() -> None:
     stage = StageUnderTest("thinker")
     stage.tokens("ab")
-    stage.clock.now += actor_module.PARKED_SECONDS
+    stage.clock.now += 10.0
     message = failed(stage.actor.tick())
     assert message.code is ErrorCode.PROTOCOL_ERROR
     assert stage.actor.counts() == EMPTY
