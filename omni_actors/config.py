@@ -129,7 +129,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     shutdown_timeout: Seconds = 8.0
     drain_timeout: Annotated[float, Meta(ge=0, le=1e7)] = 2.0  # how long a stop waits for requests in flight
     heartbeat_interval: Seconds = 1.0
-    heartbeat_timeout: Seconds = 5.0  # a ready replica that is silent for so long is killed
+    heartbeat_timeout: Seconds = 4.0  # a ready replica that is silent for so long is killed; before its links stall
     restart_window: Seconds = 600.0
     retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     max_attempts: Annotated[int, Meta(ge=1, le=255)] = 4

@@ -219,7 +219,8 @@ class Coordinator:
             self._on_change(replica)
             return f"{replica.name} is started again."
         if replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
-            raise InvalidRequest(f"{replica.name} is {replica.state}; only a ready one drains.", hint="Try again later.")
+            text = f"{replica.name} is {replica.state}; only a ready one drains."
+            raise InvalidRequest(text, hint="Try again later.")
         replica.on(ReplicaEvent.DRAIN)
         if order.operation is Operation.RESTART:
             replica.restart_wanted = True

@@ -536,7 +536,7 @@ def test_parked_too_long_for_the_next_attempt_leaves_nothing_of_the_one_before()
     expect_attempt(stage, 0)
     tokens_of_attempt(stage, 0)
     tokens_of_attempt(stage, 1)
-    stage.clock.now += actor_module.PARKED_SECONDS
+    stage.clock.now += stage.actor._parked_seconds
     message = failed(stage.actor.tick())
     assert message.code is ErrorCode.PROTOCOL_ERROR
     assert stage.actor.counts() == EMPTY
