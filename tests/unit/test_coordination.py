@@ -501,6 +501,7 @@ def test_a_stage_that_has_finished_is_not_missed() -> None:
     again(state, "thinker", done(), 0)
     assert lose(state, "prompt") == []
     assert state.in_flight == 1
+    assert state.replicas.current("prompt", 0).requests == set(), "a dead replica owns nothing"
 
 
 def test_a_stage_that_cannot_reach_another_one_tries_again() -> None:
