@@ -287,10 +287,14 @@ class Coordinator:
         self._note_congestion(hop, link)
 
     def _note_congestion(self, hop: Hop, link: Link) -> None:
-        """Admission looks at it."""
+        """Admission looks at it.
+
+        A socket that refuses is no sign of a slow stage, which holds us up by credit, but of one that may be lost: the
+        supervision will know soon, and what waits here is replayed then.
+        """
         replica = self.state.replicas.find(hop.stage, hop.replica, hop.epoch)
         if replica is not None:
-            replica.congested = link.congested
+            replica.congested = link.congested and not link.refused
 
     def _on_client_credit(self, client: bytes, credit: Credit) -> None:
         link = self._client_links.get(client)

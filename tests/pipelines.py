@@ -56,7 +56,7 @@ class RunningPipeline:
                     f"{stage.stage}.{name}": count
                     for stage in stages
                     for name, count in stage.counts.items()
-                    if count and not name.startswith(("dropped_", "rejected_"))
+                    if count and not name.startswith(("dropped_", "rejected_", "total_"))
                 }
                 if not held and not any(stage.in_flight for stage in stages):
                     return

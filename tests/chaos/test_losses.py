@@ -68,6 +68,16 @@ async def test_two_hundred_in_flight_at_once(launch: Launch, capsys: pytest.Capt
     assert replays == 200
 
 
+async def test_a_lost_stage_is_no_overload(launch: Launch) -> None:
+    """Requests that come before its loss is noticed wait for the next life of it."""
+    launcher = launch(disturbed_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        os.kill(await pid_of(client, "prompt/0"), signal.SIGKILL)
+        await asyncio.gather(*(ask_and_check(client, f"number {number}") for number in range(20)))
+        os.kill(await pid_of(client, "prompt/0"), signal.SIGSTOP)
+        await asyncio.gather(*(ask_and_check(client, f"number {number}") for number in range(20)))
+
+
 async def test_sigkill_of_one_of_two_replicas(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     data = disturbed_chain()
     data["stages"][2]["replicas"] = 2
