@@ -196,6 +196,8 @@ def run(launcher: EchoLauncher, mutator: Mutator, total: int) -> None:
             goods += 1
         if not before and number >= WARM_UP * total:
             before = memory(launcher)
+    if decoder.rejected.total() + accepted.total() != total:
+        raise SystemExit("a refused message was not counted")
     expected = {f"rejected_{reason}": count for reason, count in decoder.rejected.items()}
 
     def settled() -> bool:

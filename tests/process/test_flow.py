@@ -87,7 +87,7 @@ def submit_frames(request_id: str, tokens: int) -> list:
 @pytest.mark.parametrize(
     "flow",
     [{"client_messages": 50, "client_window_messages": 256}, {"client_bytes": 60_000, "client_window_bytes": 1 << 20},
-     {"client_stall_seconds": 1.5, "client_window_messages": 256}],
+     {"client_stall_seconds": 1.0, "client_window_messages": 256}],
     ids=["messages", "bytes", "time"],
 )  # fmt: skip
 async def test_slow_client_is_ended_and_nobody_else(launch: Launch, flow: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ async def test_memory_stays_flat_while_clients_do_not_read(launch: Launch) -> No
     try:
         before = launcher.memory_info().rss
         most = before
-        for round_ in range(8):
+        for round_ in range(5):
             slow = sockets.dealer(echo.endpoint, b"slow %d" % round_)
             try_send(slow, submit_frames(f"big {round_}", 1000))
             until(lambda n=round_: echo.describe().counts.get("dropped_client_slow") == n + 1, 20, "ended")
@@ -172,8 +172,14 @@ async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str
     echo = launch(wide).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
         tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(8)]
-        await asyncio.sleep(0.5)
-        os.kill(echo.pid_of("talker"), signal.SIGKILL)
+        talker = echo.pid_of("talker")
+        os.kill(talker, signal.SIGSTOP)  # blocks pile up
+
+        def blocks() -> int:
+            return {stage.stage: stage.counts.get("arena_blocks", 0) for stage in echo.describe().stages}["thinker"]
+
+        await asyncio.to_thread(until, lambda: blocks() > 3, 10, "blocks")
+        os.kill(talker, signal.SIGKILL)
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         if policy == "fail":
             assert all(isinstance(answer, StageLost) for answer in answers)
@@ -250,8 +256,8 @@ def script(name: str, *arguments: str) -> None:
 
 
 def test_short_fuzz() -> None:
-    script("fuzz_wire.py", "--messages", "20000", "--seed", "3")
+    script("fuzz_wire.py", "--messages", "10000", "--seed", "3")
 
 
 def test_short_soak() -> None:
-    script("soak.py", "--requests", "600", "--seed", "3")
+    script("soak.py", "--requests", "300", "--seed", "3")

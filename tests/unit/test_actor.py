@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from omni_actors.codec import BufferList, Envelope
-from omni_actors.config import PipelineConfig
+from omni_actors.config import FlowConfig, PipelineConfig
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, PromptTooLong
 from omni_actors.messages import (
     Abort,
@@ -17,6 +17,7 @@ from omni_actors.messages import (
     AudioChunk,
     Body,
     Chunk,
+    Credit,
     DType,
     Expect,
     Failed,
@@ -110,8 +111,15 @@ class RecordingEngine(StageEngine):
 class StageUnderTest:
     """An actor with its engine and clock, and short ways to speak to it."""
 
-    def __init__(self, name: str, engine: StageEngine | None = None, processor: str = "passthrough") -> None:
-        config: PipelineConfig = pipeline()
+    def __init__(
+        self,
+        name: str,
+        engine: StageEngine | None = None,
+        processor: str = "passthrough",
+        flow: FlowConfig | None = None,
+        **coordinator: object,
+    ) -> None:
+        config: PipelineConfig = msgspec.structs.replace(pipeline(**coordinator), flow=flow or FlowConfig())
         self.name = name
         self.engine = engine or RecordingEngine()
         self.clock = Clock()
@@ -540,3 +548,58 @@ def test_parked_too_long_for_the_next_attempt_leaves_nothing_of_the_one_before()
     message = failed(stage.actor.tick())
     assert message.code is ErrorCode.PROTOCOL_ERROR
     assert stage.actor.counts() == EMPTY
+
+
+@pytest.mark.parametrize("deadline", [float("nan"), float("inf"), 1000.0 + 100.0 + actor_module.CLOCK_SECONDS + 1])
+def test_deadline_that_is_too_far_away_is_refused(deadline: float) -> None:
+    """A request that nobody ends would be held for ever."""
+    stage = StageUnderTest("talker", max_timeout=100.0)
+    assert failed(stage.expect(deadline=deadline)).code is ErrorCode.PROTOCOL_ERROR
+    assert stage.actor.counts() == EMPTY
+    assert stage.expect("r2", deadline=1100.0) == []
+
+
+def test_request_without_a_deadline_gets_one() -> None:
+    stage = StageUnderTest("talker", default_timeout=50.0)
+    stage.expect()
+    stage.clock.now += 49.9
+    assert stage.actor.tick() == []
+    stage.clock.now += 0.1
+    assert failed(stage.actor.tick()).code is ErrorCode.DEADLINE_EXCEEDED
+
+
+def test_open_requests_are_bounded() -> None:
+    stage = StageUnderTest("talker", max_in_flight=2)
+    for number in range(4):
+        assert stage.expect(f"r{number}") == []
+    assert failed(stage.expect("r4")).code is ErrorCode.OVERLOADED
+    stage.abort("r0")
+    assert stage.expect("r5") == []
+
+
+def test_saturated_only_by_whole_requests_and_while_the_engine_can_work() -> None:
+    stage = StageUnderTest("talker", flow=FlowConfig(backlog_requests=2))
+    for number in range(4):
+        stage.expect(f"r{number}")
+        stage.tokens("ab", request_id=f"r{number}", final=False)
+    stage.engine.events.append(FinishedEvent("nobody", FinishReason.STOP, 1, 1))  # makes it runnable
+    assert not stage.actor.saturated, "all of them wait for more input: to hold it back would be the end"
+    for number in range(3):
+        stage.tokens("c", 1, f"r{number}", start=2)
+    assert stage.actor.saturated
+    stage.engine.events.clear()
+    assert not stage.actor.saturated, "an engine that cannot work must get what it waits for"
+    stage.engine.events.append(FinishedEvent("r0", FinishReason.STOP, 1, 1))
+    assert stage.actor.saturated
+    stage.actor.step()
+    stage.engine.events.append(FinishedEvent("nobody", FinishReason.STOP, 1, 1))
+    assert not stage.actor.saturated
+    stage.abort("r1")
+    stage.abort("r1")
+    assert stage.actor._whole == {"r2"}
+
+
+def test_credit_is_not_the_actors() -> None:
+    stage = StageUnderTest("talker")
+    assert stage.actor.receive(Envelope(Header("credit"), Credit(messages=1))) == []
+    assert stage.actor.dropped == {"credit": 1}

@@ -14,7 +14,7 @@ from omni_actors.core.coordination import Coordination, Instruction, ToClient, T
 from omni_actors.core.replicas import ReplicaTable
 from omni_actors.core.states import ReplicaEvent, ReplicaState
 from omni_actors.core.tombstones import Tombstones
-from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, StageLost
+from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, SlowClient, StageLost
 from omni_actors.messages import (
     Abort,
     AudioChunk,
@@ -733,3 +733,37 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_deadline_is_bounded() -> None:
+    far = ready().submit(ALICE, Header("", "r1", deadline=NOW + 86_401), submit(), [], NOW)
+    assert far[0].body.code is ErrorCode.INVALID_REQUEST
+    assert "at most 86400 s" in far[0].body.message
+    assert len(ready().submit(ALICE, Header("", "r1", deadline=NOW + 86_399), submit(), [], NOW)) == 4
+
+
+def test_stage_without_credit_is_overloaded() -> None:
+    state = ready()
+    replica = next(replica for replica in state.replicas if replica.stage == "talker")
+    replica.congested = True
+    (refused,) = state.submit(ALICE, Header("", "r1"), submit(), [], NOW)
+    assert (refused.body.code, refused.body.stage, refused.body.retryable) == (ErrorCode.OVERLOADED, "talker", True)
+    assert refused.body.retry_after
+    assert state.in_flight == 0
+    assert len(state.submit(ALICE, Header("", "r2"), submit("text"), [], NOW)) == 2, "text needs no talker"
+    replica.congested = False
+    assert len(state.submit(ALICE, Header("", "r3"), submit(), [], NOW)) == 4
+
+
+def test_slow_client_loses_its_requests_and_hears_of_it() -> None:
+    state = ready()
+    for client, name in ((ALICE, "a1"), (ALICE, "a2"), (b"bob", "b1")):
+        state.submit(client, Header("", name), submit(), [], NOW)
+    assert state.clients() == {ALICE, b"bob"}
+    instructions = state.client_slow(ALICE, SlowClient("too slow"), NOW)
+    told = [item for item in instructions if isinstance(item, ToClient)]
+    assert {(item.client, item.request_id, item.body.code) for item in told} == {
+        (ALICE, "a1", ErrorCode.SLOW_CLIENT), (ALICE, "a2", ErrorCode.SLOW_CLIENT)
+    }  # fmt: skip
+    assert len(instructions) == 2 + 2 * 4, "and every stage drops them"
+    assert state.in_flight == 1
