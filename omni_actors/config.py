@@ -54,6 +54,13 @@ class Modality(enum.StrEnum):
     AUDIO = "audio"
 
 
+class LossPolicy(enum.StrEnum):
+    """What becomes of the requests that a lost replica held."""
+
+    REPLAY = "replay"  # they run again, on another replica or on the restarted one
+    FAIL = "fail"  # they fail with `stage_lost`
+
+
 class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sources": "from"}):
     """Where a stage's input comes from.
 
@@ -77,6 +84,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `model_stage` says which part of the checkpoint it runs (default: the stage's name), `engine` holds vLLM's engine
     arguments by name, `devices` GPU numbers of this host, `sampling` the defaults of the stage's parameters.
     `budget_bytes` bounds the embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
+    A lost replica is started again at most `restarts` times within `coordinator.restart_window`: at once, then after
+    `restart_backoff`, doubled each time. One that holds requests while its engine loop does not turn for
+    `stall_timeout` is killed and counts as lost.
     """
 
     name: StageName
@@ -90,6 +100,10 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     devices: list[Annotated[int, Meta(ge=0, le=1023)]] | None = None
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
+    restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
+    restart_backoff: Seconds = 0.5
+    stall_timeout: Seconds = 5.0
+    on_replica_loss: LossPolicy = LossPolicy.REPLAY
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -102,14 +116,23 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The process that owns requests."""
+    """The process that owns requests.
+
+    `retain_bytes` bounds what is kept of admitted requests so that they can be run again; one beyond it fails when a
+    replica that holds it is lost. `max_attempts` bounds how often one request runs.
+    """
 
     run_dir: str | None = None  # default: a new folder of this run, removed at exit
     listen: str = "ipc"  # client endpoint: "ipc" (a socket in run_dir), or tcp://127.0.0.1:PORT
     max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     startup_timeout: Seconds = 600.0
     shutdown_timeout: Seconds = 8.0
+    drain_timeout: Annotated[float, Meta(ge=0, le=1e7)] = 2.0  # how long a stop waits for requests in flight
     heartbeat_interval: Seconds = 1.0
+    heartbeat_timeout: Seconds = 4.0  # a ready replica that is silent for so long is killed; before its links stall
+    restart_window: Seconds = 600.0
+    retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
+    max_attempts: Annotated[int, Meta(ge=1, le=255)] = 4
     default_timeout: Seconds = 600.0  # deadline of requests that bring none
     max_timeout: Seconds = 86_400.0  # the latest deadline that a request may ask for
     tombstone_ttl: Seconds = 60.0
@@ -398,6 +421,12 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
             raise ConfigError(f"{where}: its output goes nowhere; give it outputs, or make it the input of a stage.")
         _check_devices(stage, where, devices)
     _check_memory_shares(pipeline, devices)
+    coordinator = pipeline.coordinator
+    if coordinator.heartbeat_timeout < 2 * coordinator.heartbeat_interval:
+        raise ConfigError(
+            f"coordinator.heartbeat_timeout {coordinator.heartbeat_timeout:g} s must be at least twice "
+            f"heartbeat_interval {coordinator.heartbeat_interval:g} s."
+        )
 
 
 def _check_processor(name: str, where: str) -> None:

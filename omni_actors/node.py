@@ -75,6 +75,10 @@ class LocalNode:
         loop.add_reader(process.sentinel, self._ended, identity)
         logger.debug("%s/%d is process %s", identity.stage, identity.replica, process.pid)
 
+    def refuse_starts(self) -> None:
+        """Start nothing more."""
+        self._abandoned = True
+
     def abandon_starts(self) -> None:
         """Start nothing more, and end a start that waits: the fork server may import for ten more seconds."""
         self._abandoned = True
@@ -134,6 +138,12 @@ class LocalNode:
     async def _all_ended(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._none_left.wait(), timeout)
+
+    def kill_replica(self, identity: Hop) -> None:
+        """SIGKILL to one; its end is reported as any other."""
+        process = self._processes.get(identity)
+        if process is not None:
+            process.kill()
 
     def kill(self) -> None:
         """SIGKILL to all, now."""

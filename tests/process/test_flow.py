@@ -165,8 +165,10 @@ async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
     assert any(count.get("dropped_arena_full") for count in counts)
 
 
-async def test_killed_consumer_gives_its_blocks_back(launch: Launch) -> None:
+@pytest.mark.parametrize("policy", ["fail", "replay"])
+async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str) -> None:
     wide = data({}, prompt=WIDE, thinker={**WIDE, "step_seconds": 0.01}, talker=WIDE)
+    wide["stages"][2]["on_replica_loss"] = policy
     echo = launch(wide).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
         tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(8)]
@@ -179,7 +181,11 @@ async def test_killed_consumer_gives_its_blocks_back(launch: Launch) -> None:
         await asyncio.to_thread(until, lambda: blocks() > 3, 10, "blocks")
         os.kill(talker, signal.SIGKILL)
         answers = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(answer, StageLost) for answer in answers)
+        if policy == "fail":
+            assert all(isinstance(answer, StageLost) for answer in answers)
+        else:
+            for answer in answers:
+                assert_echo(answer, "x" * 400)
         assert (await client.generate("text", modalities=["text"])).text == "text"
     echo.wait_idle()
     thinker = next(stage for stage in echo.describe().stages if stage.stage == "thinker")
