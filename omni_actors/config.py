@@ -13,7 +13,7 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -71,12 +71,28 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
         return (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
 
 
+class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a diffusion stage decodes; what is not given is the model's own.
+
+    `policy` is `chunks` (sound comes while tokens still come) or `whole`. Chunks are counted in blocks of the model:
+    `first_blocks` of the first chunk, `largest_blocks` of the longest, `look_ahead_blocks` computed behind each chunk
+    and thrown away. `precision` is `float32`, `tf32`, `bf16` or `auto`.
+    """
+
+    policy: Literal["chunks", "whole"] = "chunks"
+    first_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    largest_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    look_ahead_blocks: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
+
+
 class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """One stage.
 
     `model_stage` says which part of the checkpoint it runs (default: the stage's name), `engine` holds vLLM's engine
     arguments by name, `devices` GPU numbers of this host, `sampling` the defaults of the stage's parameters.
     `budget_bytes` bounds the embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
+    `decode` is for diffusion stages only.
     """
 
     name: StageName
@@ -90,6 +106,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     devices: list[Annotated[int, Meta(ge=0, le=1023)]] | None = None
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
+    decode: DecodeConfig | None = None
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -364,6 +381,8 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
                 raise ConfigError(
                     f"{where}.sampling.{name} does not apply to a stage of kind {stage.kind}.{suggest(name, allowed)}"
                 )
+        if stage.decode is not None:
+            _check_decode(stage.kind, stage.decode, f"{where}.decode")
         if stage.inputs is not None:
             _check_processor(stage.inputs.processor, f"{where}.inputs.processor")
             if len(set(stage.source_names)) != len(stage.source_names):
@@ -372,6 +391,19 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
             raise ConfigError(f"{where}: its output goes nowhere; give it outputs, or make it the input of a stage.")
         _check_devices(stage, where, devices)
     _check_memory_shares(pipeline, devices)
+
+
+def _check_decode(kind: StageKind, decode: DecodeConfig, where: str) -> None:
+    """What needs no model to be seen; the model checks the rest against its own defaults."""
+    if kind is not StageKind.DIFFUSION:
+        raise ConfigError(f"{where} does not apply to a stage of kind {kind}; only diffusion stages decode.")
+    blocks = (decode.first_blocks, decode.largest_blocks, decode.look_ahead_blocks)
+    if decode.policy == "whole" and any(count is not None for count in blocks):
+        raise ConfigError(f"{where}.policy 'whole' has no chunks; remove the numbers of blocks.")
+    if decode.first_blocks and decode.largest_blocks and decode.largest_blocks < decode.first_blocks:
+        raise ConfigError(
+            f"{where}.largest_blocks ({decode.largest_blocks}) is less than first_blocks ({decode.first_blocks})."
+        )
 
 
 def _check_processor(name: str, where: str) -> None:

@@ -223,7 +223,9 @@ class StageActor:
                 if isinstance(action, Start):
                     self._engine.start(work.request, action.inputs)
                 elif isinstance(action, Extend):
-                    self._engine.extend(request_id, action.rows, complete=action.complete)
+                    self._engine.extend(
+                        request_id, action.rows, token_ids=action.token_ids, complete=action.complete
+                    )
                 elif isinstance(action, Skip):
                     return self._finish_empty(work)
         except OmniError as error:
