@@ -110,8 +110,8 @@ def _block_attention(
     column = tl.arange(0, 2 * HALF)[None, :]
     for place in tl.static_range(WINDOW):
         block = tl.load(keys + row * WINDOW + place).to(tl.int64)
-        own = inside & (block >= 0) & (block < rows)
-        cached = inside & (block >= rows)
+        own = frame < tl.where((block >= 0) & (block < rows), FRAMES, 0)
+        cached = frame < tl.where(block >= rows, FRAMES, 0)
         from_own = qkv + (block * FRAMES + frame) * (3 * width) + width + head * 2 * HALF
         from_left = left + ((block - rows) * FRAMES + frame) * (2 * width) + head * 2 * HALF
         key_1 = tl.load(from_own + half, mask=own, other=0.0) + tl.load(from_left + half, mask=cached, other=0.0)
