@@ -24,6 +24,7 @@ from omni_actors.errors import ConfigError
 from omni_actors.messages import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, Limits, StageParams
 
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
+VariableName = Annotated[str, Meta(pattern="^[A-Z][A-Z0-9_]{0,63}$")]
 StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
@@ -92,7 +93,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `model_stage` says which part of the checkpoint it runs (default: the stage's name), `engine` holds vLLM's engine
     arguments by name, `devices` GPU numbers of this host, `sampling` the defaults of the stage's parameters.
     `budget_bytes` bounds the embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
-    `decode` is for diffusion stages only.
+    `decode` is for diffusion stages only. `environment` holds variables that the stage's process sets before it touches
+    a device, for instance `CUDA_MPS_CLIENT_PRIORITY`.
     """
 
     name: StageName
@@ -107,6 +109,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
     decode: DecodeConfig | None = None
+    environment: dict[VariableName, str] = {}
 
     @property
     def source_names(self) -> tuple[str, ...]:

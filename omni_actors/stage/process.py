@@ -51,6 +51,7 @@ class ReplicaSpec(NamedTuple):
     log_file: str
     run_dir: str
     run_dir_is_temporary: bool
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -84,6 +85,7 @@ def _prepare_process(spec: ReplicaSpec) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
+    os.environ.update(spec.environment)
     if spec.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in spec.devices)
     if spec.threads:

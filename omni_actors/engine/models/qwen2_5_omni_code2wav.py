@@ -5,8 +5,8 @@ An utterance is decoded in chunks while the talker still speaks. Three things ma
 * the noise of a block is the same whatever the utterance's length: block b takes the b-th draw of its seed;
 * a chunk reads what the chunk before had to its left (see token2wav/dit.py) and computes a few blocks to its right,
   which it throws away: all that differs from the whole decode is that those blocks do not know what follows them;
-* the waveform is that of all mel frames together: it is sent as far as no later frame can change it (the receptive
-  field of BigVGAN, 35 frames), and each chunk's vocoder window begins as much before its first new sample.
+* BigVGAN gets its whole receptive field (35 frames) on both sides: each window begins as much before its first new
+  sample, and the waveform is sent only so far that the frames behind it, those of the look-ahead included, are there.
 
 One step is one interval of the Runge-Kutta solver for all chunks in progress; the last one also decodes the mel frames.
 """
@@ -29,7 +29,7 @@ from transformers.utils import cached_file
 from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.token2wav.bigvgan import Vocoder, receptive_frames
+from omni_actors.engine.models.token2wav.bigvgan import FusedVocoder, Vocoder, receptive_frames
 from omni_actors.engine.models.token2wav.chunks import ChunkPolicy, DecodeOptions
 from omni_actors.engine.models.token2wav.dit import EVALUATIONS, Dit, DitChunk, solver_times
 from omni_actors.engine.models.voices import load_voices
@@ -51,7 +51,7 @@ DIT_COPIES = 4
 VOCODER_COPIES = 12
 # What "auto" means; measured in docs/benchmarks.md.
 AUTO_PRECISION = {"cuda": "bf16", "cpu": "float32"}
-CHUNKS = ChunkPolicy(first=2, largest=8, look_ahead=1)
+CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=1)
 
 
 @dataclass(eq=False)
@@ -180,11 +180,15 @@ class Code2WavStream(DiffusionStream):
 
     def _job(self, begin: int, end: int, window_end: int, *, last: bool) -> DiffusionJob:
         runner, size = self._runner, self._tokens_per_block
-        final = len(self._tokens) * runner.config.dit_config.repeats if last else end * self._frames_per_block
-        emit_to = final if last else max(self._emitted, final - runner.context)
+        tokens = tuple(self._tokens[begin * size : window_end * size])
+        frames = len(tokens) * runner.config.dit_config.repeats  # of the window
+        final = begin * self._frames_per_block + (frames if last else (end - begin) * self._frames_per_block)
+        # What the vocoder does not see of the future it has to wait for; it does see the look-ahead.
+        ahead = begin * self._frames_per_block + frames - final
+        emit_to = final if last else max(self._emitted, final - max(0, runner.context - ahead))
         keep_from = max(0, emit_to - runner.context)
         payload = Code2WavPayload(
-            token_ids=tuple(self._tokens[begin * size : window_end * size]),
+            token_ids=tokens,
             noise=self._noise.take(begin, window_end),
             voice=self._voice,
             times=self._times,
@@ -298,7 +302,11 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             precise=self.precision == "float32",
             max_requests=self._max_requests,
         )
-        self.vocoder = Vocoder(model.code2wav_bigvgan_model, fused=self.device.type == "cuda")
+        bigvgan = model.code2wav_bigvgan_model
+        if self.device.type == "cuda":
+            self.vocoder = FusedVocoder(bigvgan, torch.float16 if self.precision == "bf16" else torch.float32)
+        else:
+            self.vocoder = Vocoder(bigvgan)
         self._load_voices(dit.input_embed.spk_encoder)
 
     @torch.inference_mode()
@@ -452,13 +460,14 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         for request_id, state in states.items():
             request = self._requests[request_id]
             payload = request.payload
-            new = state[: payload.blocks].flatten(0, 1)[: request.frames]
+            new = state.flatten(0, 1)[: request.frames]
             mel = new if payload.carry.mel is None else torch.cat([payload.carry.mel, new])
+            final = len(mel) - max(0, request.frames - payload.blocks * state.shape[1])
             if payload.last:
                 carries[request_id] = (None, None)
             else:
                 # A copy: a view would keep the whole batch's states alive.
-                kept = mel[payload.keep_from - (payload.emit[0] - payload.context) :].clone()
+                kept = mel[payload.keep_from - (payload.emit[0] - payload.context) : final].clone()
                 carries[request_id] = (request.keep, kept)
             if payload.emit[1] > payload.emit[0]:
                 windows[request_id] = mel

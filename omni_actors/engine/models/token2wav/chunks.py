@@ -9,12 +9,13 @@ from typing import Any
 from omni_actors.errors import ConfigError
 
 MAX_BLOCKS = 1024
+GROWTH = 2  # while a chunk is played, the talker speaks several times as much
 PRECISIONS = ("auto", "float32", "tf32", "bf16")
 
 
 @dataclass(frozen=True)
 class ChunkPolicy:
-    """Chunks of an utterance, in blocks: small at first, then each as long as all before it, up to a limit.
+    """Chunks of an utterance, in blocks: small at first, then each twice as long as all before it, up to a limit.
 
     The boundaries depend on nothing but this policy, never on when tokens arrive, so that a seed gives one waveform.
 
@@ -27,7 +28,7 @@ class ChunkPolicy:
         ConfigError: a number out of range.
     """
 
-    first: int = 2
+    first: int = 1
     largest: int = 8
     look_ahead: int = 1
 
@@ -35,7 +36,8 @@ class ChunkPolicy:
         for name, least in (("first", 1), ("largest", 1), ("look_ahead", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_BLOCKS:
-                raise ConfigError(f"decode.{name}_blocks must be a whole number in {least}..{MAX_BLOCKS}; got {value!r}.")
+                limits = f"{least}..{MAX_BLOCKS}"
+                raise ConfigError(f"decode.{name}_blocks must be a whole number in {limits}; got {value!r}.")
         if self.largest < self.first:
             raise ConfigError(
                 f"decode.largest_blocks ({self.largest}) is less than decode.first_blocks ({self.first}).",
@@ -44,7 +46,7 @@ class ChunkPolicy:
 
     def end(self, begin: int) -> int:
         """The block before which a chunk that begins at block `begin` ends."""
-        return begin + min(self.largest, max(self.first, begin))
+        return begin + min(self.largest, max(self.first, GROWTH * begin))
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class DecodeOptions:
         given = {field: value for field, value in given.items() if value is not None}
         if name == "whole":
             if given:
-                raise ConfigError(f"decode.policy 'whole' has no chunks; remove {', '.join(f'{f}_blocks' for f in given)}.")
+                names = ", ".join(f"{field}_blocks" for field in given)
+                raise ConfigError(f"decode.policy 'whole' has no chunks; remove {names}.")
             return cls(None, precision)
         values = {field: given.get(field, getattr(default, field)) for field in ("first", "largest", "look_ahead")}
         if "largest" not in given:  # a long first chunk alone is no contradiction

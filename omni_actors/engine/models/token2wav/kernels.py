@@ -4,6 +4,8 @@ The kernels save memory traffic and launches, not arithmetic. Triton's interpret
 compare both forms without a GPU.
 """
 
+# ruff: noqa: ANN001, ANN202 - arguments of Triton's functions are whatever Triton makes of them
+
 from __future__ import annotations
 
 import torch
@@ -216,37 +218,80 @@ def _rotate_first_head(tensor: torch.Tensor, cosine: torch.Tensor, sine: torch.T
 
 
 @triton.jit
+def _snake(value, alpha, share):
+    # sin(angle) squared has the period pi; the rest lies in [-pi/2, pi/2], where the series errs by 6e-8.
+    angle = value * alpha
+    turns = tl.floor(angle * 0.3183098861837907 + 0.5)
+    rest = angle - turns * 3.140625
+    rest = rest - turns * 9.67653589793e-4
+    square = rest * rest
+    series = 1.0 / 362880.0 - square * (1.0 / 39916800.0)
+    series = -1.0 / 5040.0 + square * series
+    series = 1.0 / 120.0 + square * series
+    series = -1.0 / 6.0 + square * series
+    sine = rest * (1.0 + square * series)
+    return value + share * sine * sine
+
+
+@triton.jit
+def _sample(source, index, length, channels, channel, inside):
+    place = tl.minimum(tl.maximum(index, 0), length - 1)  # the edges are repeated
+    return tl.load(source + place * channels + channel, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _anti_aliased_snake(
-    source, output, up_filter, down_filter, frequency, magnitude, length, channels, BLOCK: tl.constexpr
+    source, output, up, down, frequency, magnitude, length, channels, STEPS: tl.constexpr, LANES: tl.constexpr
 ):
-    line = tl.program_id(0).to(tl.int64)
-    channel = line % channels
-    sample = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    alpha = tl.load(frequency + channel)
-    share = tl.load(magnitude + channel)
-    result = tl.zeros([BLOCK], tl.float32)
-    for tap in tl.static_range(12):
-        fine = tl.minimum(tl.maximum(2 * sample + tap - 5, 0), 2 * length - 1)  # edges are repeated
-        coarse, odd = fine // 2, fine % 2
-        raised = tl.zeros([BLOCK], tl.float32)
-        for index in tl.static_range(6):
-            place = tl.minimum(tl.maximum(coarse + odd + (2 - index), 0), length - 1)
-            weight = tl.where(odd == 1, tl.load(up_filter + 2 * index), tl.load(up_filter + 2 * index + 1))
-            raised += weight * tl.load(source + line * length + place).to(tl.float32)
-        raised *= 2.0
-        # sin(angle) squared has the period pi; the rest lies in [-pi/2, pi/2], where the series errs by 6e-8.
-        angle = raised * alpha
-        turns = tl.floor(angle * 0.3183098861837907 + 0.5)
-        rest = angle - turns * 3.140625
-        rest = rest - turns * 9.67653589793e-4
-        square = rest * rest
-        series = 1.0 / 362880.0 - square * (1.0 / 39916800.0)
-        series = -1.0 / 5040.0 + square * series
-        series = 1.0 / 120.0 + square * series
-        series = -1.0 / 6.0 + square * series
-        sine = rest * (1.0 + square * series)
-        result += tl.load(down_filter + tap) * (raised + share * sine * sine)
-    tl.store(output + line * length + sample, result.to(output.dtype.element_ty), mask=sample < length)
+    """Walks along the samples with one lane per channel, so that every intermediate value is computed once.
+
+    At pair j the two samples 2j and 2j + 1 of the doubled rate are made from x[j - 3 .. j + 3]; output j - 3 needs the
+    odd one of pair j - 6, both of the five pairs after it, and the even one of pair j.
+    """
+    first = tl.program_id(0) * STEPS
+    channel = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = channel < channels
+    line = tl.program_id(2).to(tl.int64) * length * channels
+    source += line
+    output += line
+    alpha = tl.load(frequency + channel, mask=inside, other=0.0)
+    share = tl.load(magnitude + channel, mask=inside, other=0.0)
+    u0, u1, u2, u3 = tl.load(up), tl.load(up + 1), tl.load(up + 2), tl.load(up + 3)
+    u4, u5, u6, u7 = tl.load(up + 4), tl.load(up + 5), tl.load(up + 6), tl.load(up + 7)
+    u8, u9, u10, u11 = tl.load(up + 8), tl.load(up + 9), tl.load(up + 10), tl.load(up + 11)
+    d0, d1, d2, d3 = tl.load(down), tl.load(down + 1), tl.load(down + 2), tl.load(down + 3)
+    d4, d5, d6, d7 = tl.load(down + 4), tl.load(down + 5), tl.load(down + 6), tl.load(down + 7)
+    d8, d9, d10, d11 = tl.load(down + 8), tl.load(down + 9), tl.load(down + 10), tl.load(down + 11)
+
+    # Before the first sample of the doubled rate stands that sample itself.
+    x0 = _sample(source, 0, length, channels, channel, inside)
+    head = (u5 + u7 + u9 + u11) * x0 + u3 * _sample(source, 1, length, channels, channel, inside)
+    head = _snake(2.0 * (head + u1 * _sample(source, 2, length, channels, channel, inside)), alpha, share)
+
+    x0 = _sample(source, first - 6, length, channels, channel, inside)
+    x1 = _sample(source, first - 5, length, channels, channel, inside)
+    x2 = _sample(source, first - 4, length, channels, channel, inside)
+    x3 = _sample(source, first - 3, length, channels, channel, inside)
+    x4 = _sample(source, first - 2, length, channels, channel, inside)
+    x5 = _sample(source, first - 1, length, channels, channel, inside)
+    o0, e1, o1, e2, o2, e3, o3 = head, head, head, head, head, head, head
+    e4, o4, e5, o5, e6, o6 = head, head, head, head, head, head
+    for step in range(STEPS + 6):
+        pair = first - 3 + step
+        x6 = _sample(source, pair + 3, length, channels, channel, inside)
+        even = u1 * x5 + u3 * x4 + u5 * x3 + u7 * x2 + u9 * x1 + u11 * x0
+        odd = u0 * x6 + u2 * x5 + u4 * x4 + u6 * x3 + u8 * x2 + u10 * x1
+        even, odd = _snake(2.0 * even, alpha, share), _snake(2.0 * odd, alpha, share)
+        even = tl.where(pair < 0, head, tl.where(pair >= length, o6, even))
+        odd = tl.where(pair < 0, head, tl.where(pair >= length, o6, odd))
+        o0, e1, o1, e2, o2, e3, o3 = o1, e2, o2, e3, o3, e4, o4
+        e4, o4, e5, o5, e6, o6 = e5, o5, e6, o6, even, odd
+        x0, x1, x2, x3, x4, x5 = x1, x2, x3, x4, x5, x6
+        result = d0 * o0 + d1 * e1 + d2 * o1 + d3 * e2 + d4 * o2 + d5 * e3
+        result += d6 * o3 + d7 * e4 + d8 * o4 + d9 * e5 + d10 * o5 + d11 * e6
+        place = pair - 3
+        wanted = channel < tl.where((place >= first) & (place < length), channels, 0)
+        tl.store(output + place * channels + channel, result.to(output.dtype.element_ty), mask=wanted)
 
 
 def anti_aliased_snake(
@@ -256,15 +301,18 @@ def anti_aliased_snake(
     frequency: torch.Tensor,
     magnitude: torch.Tensor,
 ) -> torch.Tensor:
-    """BigVGAN's activation of `hidden` [batch, channels, samples] in one pass over memory.
+    """BigVGAN's activation of `hidden` [batch, channels, 1, samples], channels last in memory, in one pass over it.
 
     Both filters are f32 [12]; `frequency` and `magnitude` f32 [channels] are the snake's parameters, exponentiated.
     """
-    batch, channels, length = hidden.shape
-    hidden = hidden.contiguous()
+    batch, channels, _, length = hidden.shape
+    hidden = hidden.contiguous(memory_format=torch.channels_last)
     output = torch.empty_like(hidden)
-    block = min(1024, max(128, triton.next_power_of_2(length)))
-    _anti_aliased_snake[(batch * channels, triton.cdiv(length, block))](
-        hidden, output, up_filter, down_filter, frequency, magnitude, length, channels, BLOCK=block
-    )
+    lanes = min(128, max(32, triton.next_power_of_2(channels)))
+    # As few samples in a row as fill the device with warps: each program first computes six pairs for nothing.
+    steps = min(64, max(8, triton.next_power_of_2(hidden.numel() // (32 * 8192) + 1)))
+    _anti_aliased_snake[(triton.cdiv(length, steps), triton.cdiv(channels, lanes), batch)](
+        hidden, output, up_filter, down_filter, frequency, magnitude, length, channels,
+        STEPS=steps, LANES=lanes, num_warps=lanes // 32,
+    )  # fmt: skip
     return output
