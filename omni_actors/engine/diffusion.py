@@ -42,7 +42,7 @@ class _Running:
 class DiffusionEngine(StageEngine):
     """Serves a `DiffusionModelRunner` whose output is `audio` f32 [samples].
 
-    A request is a `DiffusionStream`; each of its jobs is a request of vLLM's of its own, one at a time, so that all that
+    A request is a `DiffusionStream`; each of its jobs is a request of vLLM of its own, one at a time, so that all that
     vLLM does for requests (batching of steps, admission, order) it does for chunks.
 
     Raises:
