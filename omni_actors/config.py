@@ -94,7 +94,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     arguments by name, `devices` GPU numbers of this host, `sampling` the defaults of the stage's parameters.
     `budget_bytes` bounds the embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
     `decode` is for diffusion stages only. `environment` holds variables that the stage's process sets before it touches
-    a device, for instance `CUDA_MPS_CLIENT_PRIORITY`.
+    a device, for instance `CUDA_MPS_CLIENT_PRIORITY`. While requests of a stage in `gives_way_to` wait for their first
+    output, this stage leaves it the device that they share (see stage/turns.py).
     """
 
     name: StageName
@@ -110,6 +111,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
     decode: DecodeConfig | None = None
     environment: dict[VariableName, str] = {}
+    gives_way_to: list[StageName] = []
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -384,6 +386,10 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
                 raise ConfigError(
                     f"{where}.sampling.{name} does not apply to a stage of kind {stage.kind}.{suggest(name, allowed)}"
                 )
+        for other in stage.gives_way_to:
+            if other == stage.name or all(known.name != other for known in pipeline.stages):
+                names = [known.name for known in pipeline.stages if known is not stage]
+                raise ConfigError(f"{where}.gives_way_to: there is no other stage {other!r}.{suggest(other, names)}")
         if stage.decode is not None:
             _check_decode(stage.kind, stage.decode, f"{where}.decode")
         if stage.inputs is not None:

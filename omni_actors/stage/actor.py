@@ -74,6 +74,7 @@ class Work:
     deadline: float
     opened: float
     processor: InputProcessor | None
+    started: bool = False  # the engine has it
     first_output: float = 0.0
     next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
     ended_sources: set[str] = field(default_factory=set)  # those whose final chunk has come
@@ -150,6 +151,10 @@ class StageActor:
     def runnable(self) -> bool:
         return self._engine.runnable()
 
+    def urgent(self) -> bool:
+        """Whether requests that the engine has wait for their first output."""
+        return any(work.started and not work.first_output for work in self._work.values())
+
     def counts(self) -> dict[str, int]:
         """What this stage holds now; all zero when it is idle."""
         return {
@@ -222,6 +227,7 @@ class StageActor:
             for action in decide():
                 if isinstance(action, Start):
                     self._engine.start(work.request, action.inputs)
+                    work.started = True
                 elif isinstance(action, Extend):
                     self._engine.extend(
                         request_id, action.rows, token_ids=action.token_ids, complete=action.complete

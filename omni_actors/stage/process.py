@@ -25,6 +25,7 @@ from omni_actors.stage.actor import StageActor
 from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.io_threads import Control, Event, Inbound, Outbound, Received, Rejected, Stop
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
+from omni_actors.stage.turns import POLL_SECONDS, GiveWay, Sign
 from omni_actors.transport.run_directory import clear_abandoned
 from omni_actors.transport.sockets import Sockets
 
@@ -120,6 +121,10 @@ class StageProcess:
             spec.launcher_pid,
             on_orphaned=lambda: _leave_no_files(spec),
         )
+        run_dir = Path(spec.run_dir)
+        self._sign = Sign(run_dir, spec.stage, spec.replica)
+        others = [self._pipeline.stage(name) for name in self._stage.gives_way_to]
+        self._give_way = GiveWay(run_dir, [(other.name, number) for other in others for number in range(other.replicas)])
         self._outbound: Outbound | None = None
         self._stopping: Stop | None = None
         self._loading = False
@@ -208,20 +213,26 @@ class StageProcess:
             raise ProtocolError("The stage serves before it was welcomed.")
         next_tick = 0.0
         while self._stopping is None:
-            self._take_events(actor, outbound)
-            outbound.send(actor.step())
+            waits = self._give_way.now()
+            self._take_events(actor, outbound, waits)
+            self._sign.show(actor.urgent())
+            if not waits:
+                outbound.send(actor.step())
+                self._sign.show(actor.urgent())  # before the next wait for events, which may be long
             self._inbound.pulse.progress += 1
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_SECONDS
                 outbound.send(actor.tick())
                 self._inbound.pulse.counts = {**actor.counts(), **{f"dropped_{k}": v for k, v in actor.dropped.items()}}
 
-    def _take_events(self, actor: StageActor, outbound: Outbound) -> None:
-        """All events that are there; waits for the first one when the engine has nothing to do."""
-        wait = not actor.runnable()
+    def _take_events(self, actor: StageActor, outbound: Outbound, gives_way: bool) -> None:
+        """All events that are there; waits for the first one when the engine has nothing to do or others go first."""
+        idle = not actor.runnable()
+        wait = idle or gives_way
         while self._stopping is None:
             try:
-                event = self._events.get(timeout=TICK_SECONDS) if wait else self._events.get_nowait()
+                timeout = TICK_SECONDS if idle else POLL_SECONDS
+                event = self._events.get(timeout=timeout) if wait else self._events.get_nowait()
             except queue.Empty:
                 return
             wait = False

@@ -51,7 +51,7 @@ DIT_COPIES = 4
 VOCODER_COPIES = 12
 # What "auto" means; measured in docs/benchmarks.md.
 AUTO_PRECISION = {"cuda": "bf16", "cpu": "float32"}
-CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=1)
+CHUNKS = ChunkPolicy(first=1, largest=16, look_ahead=1)
 
 
 @dataclass(eq=False)
@@ -303,7 +303,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             max_requests=self._max_requests,
         )
         bigvgan = model.code2wav_bigvgan_model
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.precision != "float32":
             self.vocoder = FusedVocoder(bigvgan, torch.float16 if self.precision == "bf16" else torch.float32)
         else:
             self.vocoder = Vocoder(bigvgan)

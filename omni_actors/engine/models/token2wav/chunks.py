@@ -29,7 +29,7 @@ class ChunkPolicy:
     """
 
     first: int = 1
-    largest: int = 8
+    largest: int = 16
     look_ahead: int = 1
 
     def __post_init__(self) -> None:

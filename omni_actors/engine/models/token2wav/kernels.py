@@ -274,8 +274,13 @@ def _anti_aliased_snake(
     x3 = _sample(source, first - 3, length, channels, channel, inside)
     x4 = _sample(source, first - 2, length, channels, channel, inside)
     x5 = _sample(source, first - 1, length, channels, channel, inside)
-    o0, e1, o1, e2, o2, e3, o3 = head, head, head, head, head, head, head
-    e4, o4, e5, o5, e6, o6 = head, head, head, head, head, head
+    # Never seen in a result; each needs a tensor of its own: Triton takes names that begin as one and the same value and
+    # are only passed on to one another for constants of the loop.
+    o0, e1, o1 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    e2, o2, e3 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    o3, e4, o4 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    e5, o5 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    e6, o6 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     for step in range(STEPS + 6):
         pair = first - 3 + step
         x6 = _sample(source, pair + 3, length, channels, channel, inside)
