@@ -13,7 +13,7 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -24,6 +24,7 @@ from omni_actors.errors import ConfigError
 from omni_actors.messages import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, Limits, StageParams
 
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
+VariableName = Annotated[str, Meta(pattern="^[A-Z][A-Z0-9_]{0,63}$")]
 StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
@@ -78,6 +79,21 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
         return (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
 
 
+class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a diffusion stage decodes; what is not given is the model's own.
+
+    `policy` is `chunks` (sound comes while tokens still come) or `whole`. Chunks are counted in blocks of the model:
+    `first_blocks` of the first chunk, `largest_blocks` of the longest, `look_ahead_blocks` computed behind each chunk
+    and thrown away. `precision` is `float32`, `tf32`, `bf16` or `auto`.
+    """
+
+    policy: Literal["chunks", "whole"] = "chunks"
+    first_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    largest_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    look_ahead_blocks: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
+
+
 class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """One stage.
 
@@ -87,6 +103,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     A lost replica is started again at most `restarts` times within `coordinator.restart_window`: at once, then after
     `restart_backoff`, doubled each time. One that holds requests while its engine loop does not turn for
     `stall_timeout` is killed and counts as lost.
+    `decode` is for diffusion stages only. `environment` holds variables that the stage's process sets before it touches
+    a device, for instance `CUDA_MPS_CLIENT_PRIORITY`. While requests of a stage in `gives_way_to` wait for their first
+    output, this stage leaves it the device that they share (see stage/turns.py).
     """
 
     name: StageName
@@ -104,6 +123,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     restart_backoff: Seconds = 0.5
     stall_timeout: Seconds = 5.0
     on_replica_loss: LossPolicy = LossPolicy.REPLAY
+    decode: DecodeConfig | None = None
+    environment: dict[VariableName, str] = {}
+    gives_way_to: list[StageName] = []
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -413,6 +435,12 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
                 raise ConfigError(
                     f"{where}.sampling.{name} does not apply to a stage of kind {stage.kind}.{suggest(name, allowed)}"
                 )
+        for other in stage.gives_way_to:
+            if other == stage.name or all(known.name != other for known in pipeline.stages):
+                names = [known.name for known in pipeline.stages if known is not stage]
+                raise ConfigError(f"{where}.gives_way_to: there is no other stage {other!r}.{suggest(other, names)}")
+        if stage.decode is not None:
+            _check_decode(stage.kind, stage.decode, f"{where}.decode")
         if stage.inputs is not None:
             _check_processor(stage.inputs.processor, f"{where}.inputs.processor")
             if len(set(stage.source_names)) != len(stage.source_names):
@@ -426,6 +454,19 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
         raise ConfigError(
             f"coordinator.heartbeat_timeout {coordinator.heartbeat_timeout:g} s must be at least twice "
             f"heartbeat_interval {coordinator.heartbeat_interval:g} s."
+        )
+
+
+def _check_decode(kind: StageKind, decode: DecodeConfig, where: str) -> None:
+    """What needs no model to be seen; the model checks the rest against its own defaults."""
+    if kind is not StageKind.DIFFUSION:
+        raise ConfigError(f"{where} does not apply to a stage of kind {kind}; only diffusion stages decode.")
+    blocks = (decode.first_blocks, decode.largest_blocks, decode.look_ahead_blocks)
+    if decode.policy == "whole" and any(count is not None for count in blocks):
+        raise ConfigError(f"{where}.policy 'whole' has no chunks; remove the numbers of blocks.")
+    if decode.first_blocks and decode.largest_blocks and decode.largest_blocks < decode.first_blocks:
+        raise ConfigError(
+            f"{where}.largest_blocks ({decode.largest_blocks}) is less than first_blocks ({decode.first_blocks})."
         )
 
 

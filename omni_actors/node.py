@@ -106,6 +106,7 @@ class LocalNode:
             log_file=str(self._run_directory.log_file(f"{identity.stage}/{identity.replica}")),
             run_dir=str(self._run_directory.path),
             run_dir_is_temporary=self._run_directory.temporary,
+            environment=tuple(stage.environment.items()),
         )
 
     def _ended(self, identity: Hop) -> None:

@@ -79,6 +79,7 @@ class Work:
     deadline: float
     opened: float
     processor: InputProcessor | None
+    started: bool = False  # the engine has it
     first_output: float = 0.0
     next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
     ended_sources: set[str] = field(default_factory=set)  # those whose final chunk has come
@@ -178,6 +179,10 @@ class Stage:
         """
         return len(self._whole) > self._backlog_requests and self._engine.runnable()
 
+    def urgent(self) -> bool:
+        """Whether requests that the engine has wait for their first output."""
+        return any(work.started and not work.first_output for work in self._work.values())
+
     def counts(self) -> dict[str, int]:
         """What this stage holds now; all zero when it is idle."""
         return {
@@ -270,8 +275,14 @@ class Stage:
             for action in decide():
                 if isinstance(action, Start):
                     self._engine.start(work.request, action.inputs)
+                    work.started = True
                 elif isinstance(action, Extend):
-                    self._engine.extend(work.request.request_id, action.rows, complete=action.complete)
+                    self._engine.extend(
+                        work.request.request_id,
+                        action.rows,
+                        token_ids=action.token_ids,
+                        complete=action.complete,
+                    )
                 elif isinstance(action, Skip):
                     return self._finish_empty(work)
         except OmniError as error:

@@ -105,7 +105,9 @@ class EchoEngine(StageEngine):
             tokens = tokens[: request.params.max_tokens]
         self._active[request.request_id] = _Echo(request, tokens)
 
-    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
+    def extend(
+        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    ) -> None:
         raise InvalidRequest("An echo stage takes its input at once.")
 
     def abort(self, request_id: str) -> None:

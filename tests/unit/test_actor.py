@@ -83,8 +83,8 @@ class RecordingEngine(StageEngine):
             raise self.refuse
         self.held.add(request.request_id)
 
-    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
-        self.calls.append(("extend", request_id, rows, complete))
+    def extend(self, request_id: str, rows: HostTensor | None = None, *, token_ids=(), complete: bool) -> None:
+        self.calls.append(("extend", request_id, rows, *([tuple(token_ids)] if token_ids else []), complete))
         if self.refuse is not None:
             raise self.refuse
 
