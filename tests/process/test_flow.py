@@ -171,6 +171,7 @@ async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str
     wide["stages"][2]["on_replica_loss"] = policy
     echo = launch(wide).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
+        await client.generate("x" * 50)  # until the talker has said that it maps the arena, its rows come as frames
         tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(8)]
         talker = echo.pid_of("talker")
         os.kill(talker, signal.SIGSTOP)  # blocks pile up
