@@ -166,10 +166,10 @@ async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
 
 
 async def test_killed_consumer_gives_its_blocks_back(launch: Launch) -> None:
-    wide = data({}, prompt=WIDE, thinker={**WIDE, "step_seconds": 0.01}, talker=WIDE)
-    echo = launch(wide).wait_ready()
+    echo = launch(data({}, thinker={**WIDE, "step_seconds": 0.02})).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
-        tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(8)]
+        await client.generate("the talker says that it reads the arena")
+        tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(4)]
         talker = echo.pid_of("talker")
         os.kill(talker, signal.SIGSTOP)  # blocks pile up
 
