@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
@@ -33,6 +33,7 @@ class Sample:
     total: float = 0.0
     text_tokens: int = 0
     audio_seconds: float = 0.0
+    stages: dict[str, tuple[float, float]] = field(default_factory=dict)  # first output, finished
 
 
 async def ask(client: AsyncOmniClient, index: int, options: argparse.Namespace) -> Sample:
@@ -55,6 +56,7 @@ async def ask(client: AsyncOmniClient, index: int, options: argparse.Namespace) 
             sample.first_audio = sample.first_audio or now
             sample.audio_seconds += len(item.samples) / item.sample_rate
     sample.total = time.perf_counter() - began
+    sample.stages = {stage: (usage.first_output, usage.finished) for stage, usage in stream.usage.items()}
     return sample
 
 
@@ -85,6 +87,15 @@ def row(concurrency: int, samples: list[Sample], wall: float) -> dict[str, float
     }
 
 
+def stage_times(samples: list[Sample]) -> str:
+    """Medians of every stage's first output and end, in ms since the stage was told of the request."""
+    parts = []
+    for stage in samples[0].stages:
+        first, end = (statistics.median(1000 * s.stages[stage][index] for s in samples) for index in (0, 1))
+        parts.append(f"{stage} {first:.0f} to {end:.0f}")
+    return "  stages, ms: " + ", ".join(parts)
+
+
 async def measure(endpoint: str, options: argparse.Namespace) -> list[dict[str, float]]:
     rows = []
     async with AsyncOmniClient(endpoint) as client:
@@ -94,6 +105,7 @@ async def measure(endpoint: str, options: argparse.Namespace) -> list[dict[str, 
             samples, wall = await run_round(client, concurrency, max(options.rounds * concurrency, 3), options)
             rows.append(row(concurrency, samples, wall))
             print(json.dumps(rows[-1]), flush=True)
+            print(stage_times(samples), file=sys.stderr, flush=True)
     return rows
 
 

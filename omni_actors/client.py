@@ -41,7 +41,10 @@ from omni_actors.messages import (
     Limits,
     Media,
     MediaEncoding,
+    Operate,
+    Operation,
     Prompt,
+    Report,
     StageParams,
     StageUsage,
     Submit,
@@ -158,7 +161,7 @@ class AsyncOmniClient:
         self._decoder: Decoder[CoordinatorToClient] = Decoder(CoordinatorToClient, self._limits)
         self._streams: dict[str, RequestStream] = {}
         self._next_seq: dict[str, int] = {}
-        self._descriptions: dict[str, asyncio.Future[Description]] = {}
+        self._answers: dict[str, asyncio.Future[Description | Report]] = {}
         self._last_heard = time.monotonic()
         self._sockets: Sockets | None = None
         self._taken, self._taken_bytes = 0, 0
@@ -184,7 +187,7 @@ class AsyncOmniClient:
         await asyncio.gather(self._watch, return_exceptions=True)
         for request_id in list(self._streams):
             self._give_up(request_id, RequestTimeout("The client was closed."))
-        for answer in self._descriptions.values():
+        for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(RequestTimeout("The client was closed."))
         self._grant()
@@ -268,17 +271,10 @@ class AsyncOmniClient:
 
     async def describe(self, timeout: float = ANSWER_SECONDS) -> Description:
         """What the pipeline offers and how its stages are. Raises `RequestTimeout` if nobody answers."""
-        token = uuid.uuid4().hex
         asked_about = list(self._streams)
-        answer: asyncio.Future[Description] = asyncio.get_running_loop().create_future()
-        self._descriptions[token] = answer
-        try:
-            self._send(token, Describe())
-            description = await asyncio.wait_for(answer, timeout)
-        except TimeoutError:
-            raise RequestTimeout(f"The coordinator at {self._endpoint} did not answer within {timeout:g} s.") from None
-        finally:
-            del self._descriptions[token]
+        description = await self._ask(Describe(), timeout)
+        if not isinstance(description, Description):
+            raise ProtocolError("The coordinator answered another question.")
         # Messages keep their order: what was submitted before the question and is neither in the answer nor ended by
         # now will never be answered (the coordinator was started anew, or could not reach this client for a while).
         for request_id in asked_about:
@@ -286,7 +282,33 @@ class AsyncOmniClient:
                 self._end(request_id, StageLost("The coordinator does not know this request any more."))
         return description
 
+    async def operate(
+        self, operation: Operation, stage: str = "", replica: int = 0, timeout: float = ANSWER_SECONDS
+    ) -> Report:
+        """For operators: look into the pipeline, drain or restart a replica, shut down.
+
+        Raises:
+            InvalidRequest, ProtocolError: there is no such replica, or it is in a state in which that cannot be done.
+            RequestTimeout: nobody answers.
+        """
+        report = await self._ask(Operate(operation=operation, stage=stage, replica=replica), timeout)
+        if not isinstance(report, Report):
+            raise ProtocolError("The coordinator answered another question.")
+        return report
+
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, question: Body, timeout: float) -> Description | Report:
+        token = uuid.uuid4().hex
+        answer: asyncio.Future[Description | Report] = asyncio.get_running_loop().create_future()
+        self._answers[token] = answer
+        try:
+            self._send(token, question)
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise RequestTimeout(f"The coordinator at {self._endpoint} did not answer within {timeout:g} s.") from None
+        finally:
+            del self._answers[token]
 
     def _send(self, request_id: str, body: Body, buffers: BufferList | None = None, deadline: float = 0.0) -> None:
         if self._sockets is None:
@@ -309,15 +331,15 @@ class AsyncOmniClient:
             self._give_up(error.header.request_id, error.error)
             return
         header, body = envelope.header, envelope.body
-        answer = self._descriptions.get(header.request_id)
+        answer = self._answers.get(header.request_id)
         if answer is not None:
-            if isinstance(body, Description) and not answer.done():
+            if isinstance(body, Description | Report) and not answer.done():
                 answer.set_result(body)
             elif isinstance(body, Failed) and not answer.done():
                 answer.set_exception(body.to_error())
             return
         stream = self._streams.get(header.request_id)
-        if stream is None or isinstance(body, Description):
+        if stream is None or isinstance(body, Description | Report):
             return
         expected = self._next_seq.get(header.request_id, 0)
         if header.seq != expected and not isinstance(body, Failed):
@@ -419,6 +441,10 @@ class OmniClient:
     def describe(self, timeout: float = ANSWER_SECONDS) -> Description:
         """See `AsyncOmniClient.describe`."""
         return self._run(self._client.describe(timeout))
+
+    def operate(self, operation: Operation, stage: str = "", replica: int = 0) -> Report:
+        """See `AsyncOmniClient.operate`."""
+        return self._run(self._client.operate(operation, stage, replica))
 
     def generate(self, prompt: Prompting, **options: Any) -> OmniRequestOutput:
         """The whole answer; options as for `AsyncOmniClient.submit`."""

@@ -13,7 +13,7 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -24,6 +24,7 @@ from omni_actors.errors import ConfigError
 from omni_actors.messages import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, Limits, StageParams
 
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
+VariableName = Annotated[str, Meta(pattern="^[A-Z][A-Z0-9_]{0,63}$")]
 StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
@@ -54,6 +55,13 @@ class Modality(enum.StrEnum):
     AUDIO = "audio"
 
 
+class LossPolicy(enum.StrEnum):
+    """What becomes of the requests that a lost replica held."""
+
+    REPLAY = "replay"  # they run again, on another replica or on the restarted one
+    FAIL = "fail"  # they fail with `stage_lost`
+
+
 class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sources": "from"}):
     """Where a stage's input comes from.
 
@@ -71,12 +79,33 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
         return (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
 
 
+class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a diffusion stage decodes; what is not given is the model's own.
+
+    `policy` is `chunks` (sound comes while tokens still come) or `whole`. Chunks are counted in blocks of the model:
+    `first_blocks` of the first chunk, `largest_blocks` of the longest, `look_ahead_blocks` computed behind each chunk
+    and thrown away. `precision` is `float32`, `tf32`, `bf16` or `auto`.
+    """
+
+    policy: Literal["chunks", "whole"] = "chunks"
+    first_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    largest_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    look_ahead_blocks: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
+
+
 class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """One stage.
 
     `model_stage` says which part of the checkpoint it runs (default: the stage's name), `engine` holds vLLM's engine
     arguments by name, `devices` GPU numbers of this host, `sampling` the defaults of the stage's parameters.
     `budget_bytes` bounds the embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
+    A lost replica is started again at most `restarts` times within `coordinator.restart_window`: at once, then after
+    `restart_backoff`, doubled each time. One that holds requests while its engine loop does not turn for
+    `stall_timeout` is killed and counts as lost.
+    `decode` is for diffusion stages only. `environment` holds variables that the stage's process sets before it touches
+    a device, for instance `CUDA_MPS_CLIENT_PRIORITY`. While requests of a stage in `gives_way_to` wait for their first
+    output, this stage leaves it the device that they share (see stage/turns.py).
     """
 
     name: StageName
@@ -90,6 +119,13 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     devices: list[Annotated[int, Meta(ge=0, le=1023)]] | None = None
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
+    restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
+    restart_backoff: Seconds = 0.5
+    stall_timeout: Seconds = 5.0
+    on_replica_loss: LossPolicy = LossPolicy.REPLAY
+    decode: DecodeConfig | None = None
+    environment: dict[VariableName, str] = {}
+    gives_way_to: list[StageName] = []
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -102,14 +138,23 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The process that owns requests."""
+    """The process that owns requests.
+
+    `retain_bytes` bounds what is kept of admitted requests so that they can be run again; one beyond it fails when a
+    replica that holds it is lost. `max_attempts` bounds how often one request runs.
+    """
 
     run_dir: str | None = None  # default: a new folder of this run, removed at exit
     listen: str = "ipc"  # client endpoint: "ipc" (a socket in run_dir), or tcp://127.0.0.1:PORT
     max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     startup_timeout: Seconds = 600.0
     shutdown_timeout: Seconds = 8.0
+    drain_timeout: Annotated[float, Meta(ge=0, le=1e7)] = 2.0  # how long a stop waits for requests in flight
     heartbeat_interval: Seconds = 1.0
+    heartbeat_timeout: Seconds = 4.0  # a ready replica that is silent for so long is killed; before its links stall
+    restart_window: Seconds = 600.0
+    retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
+    max_attempts: Annotated[int, Meta(ge=1, le=255)] = 4
     default_timeout: Seconds = 600.0  # deadline of requests that bring none
     max_timeout: Seconds = 86_400.0  # the latest deadline that a request may ask for
     tombstone_ttl: Seconds = 60.0
@@ -390,6 +435,12 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
                 raise ConfigError(
                     f"{where}.sampling.{name} does not apply to a stage of kind {stage.kind}.{suggest(name, allowed)}"
                 )
+        for other in stage.gives_way_to:
+            if other == stage.name or all(known.name != other for known in pipeline.stages):
+                names = [known.name for known in pipeline.stages if known is not stage]
+                raise ConfigError(f"{where}.gives_way_to: there is no other stage {other!r}.{suggest(other, names)}")
+        if stage.decode is not None:
+            _check_decode(stage.kind, stage.decode, f"{where}.decode")
         if stage.inputs is not None:
             _check_processor(stage.inputs.processor, f"{where}.inputs.processor")
             if len(set(stage.source_names)) != len(stage.source_names):
@@ -398,6 +449,25 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
             raise ConfigError(f"{where}: its output goes nowhere; give it outputs, or make it the input of a stage.")
         _check_devices(stage, where, devices)
     _check_memory_shares(pipeline, devices)
+    coordinator = pipeline.coordinator
+    if coordinator.heartbeat_timeout < 2 * coordinator.heartbeat_interval:
+        raise ConfigError(
+            f"coordinator.heartbeat_timeout {coordinator.heartbeat_timeout:g} s must be at least twice "
+            f"heartbeat_interval {coordinator.heartbeat_interval:g} s."
+        )
+
+
+def _check_decode(kind: StageKind, decode: DecodeConfig, where: str) -> None:
+    """What needs no model to be seen; the model checks the rest against its own defaults."""
+    if kind is not StageKind.DIFFUSION:
+        raise ConfigError(f"{where} does not apply to a stage of kind {kind}; only diffusion stages decode.")
+    blocks = (decode.first_blocks, decode.largest_blocks, decode.look_ahead_blocks)
+    if decode.policy == "whole" and any(count is not None for count in blocks):
+        raise ConfigError(f"{where}.policy 'whole' has no chunks; remove the numbers of blocks.")
+    if decode.first_blocks and decode.largest_blocks and decode.largest_blocks < decode.first_blocks:
+        raise ConfigError(
+            f"{where}.largest_blocks ({decode.largest_blocks}) is less than first_blocks ({decode.first_blocks})."
+        )
 
 
 def _check_processor(name: str, where: str) -> None:

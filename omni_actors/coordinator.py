@@ -18,8 +18,10 @@ import omni_actors
 from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
 from omni_actors.config import PipelineConfig
 from omni_actors.core.coordination import Coordination, Instruction, ToClient
-from omni_actors.core.replicas import Replica, ReplicaState
-from omni_actors.errors import OmniError, SlowClient, StageLost
+from omni_actors.core.replicas import Replica
+from omni_actors.core.states import ReplicaEvent, ReplicaState
+from omni_actors.core.supervision import Supervision
+from omni_actors.errors import InvalidRequest, OmniError, SlowClient, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
     PROTOCOL_VERSION,
@@ -29,6 +31,8 @@ from omni_actors.messages import (
     Credit,
     Describe,
     Description,
+    EdgeStatus,
+    Failed,
     Fatal,
     FromStage,
     Header,
@@ -36,8 +40,11 @@ from omni_actors.messages import (
     Hello,
     Hop,
     Loading,
+    Operate,
+    Operation,
     Peers,
     Ready,
+    Report,
     Shutdown,
     StageToCoordinator,
     Submit,
@@ -63,13 +70,22 @@ class Coordinator:
 
     Args:
         on_change: called after a replica's state or phase changed, for start-up progress and supervision.
+        on_shutdown: called when an operator asks for the end.
     """
 
     def __init__(
-        self, pipeline: PipelineConfig, run_directory: RunDirectory, on_change: Callable[[Replica], None]
+        self,
+        pipeline: PipelineConfig,
+        run_directory: RunDirectory,
+        on_change: Callable[[Replica], None],
+        on_shutdown: Callable[[], None],
     ) -> None:
         self.pipeline = pipeline
         self.state = Coordination(pipeline, new_seed=lambda: secrets.randbits(63))
+        self.supervision = Supervision(pipeline, self.state.replicas)
+        self._on_shutdown = on_shutdown
+        self.idle = asyncio.Event()  # nothing is in flight
+        self.idle.set()
         self.fatal: dict[Hop, str] = {}  # last words of replicas
         self._dropped: collections.Counter[str] = collections.Counter()
         self._on_change = on_change
@@ -97,27 +113,43 @@ class Coordinator:
 
     def expect_replica(self, stage: str, index: int, epoch: int) -> Replica:
         """A process for this replica is about to be started."""
-        return self.state.replicas.add(stage, index, epoch)
+        replica = self.state.replicas.add(stage, index, epoch)
+        self.supervision.spawned(replica, time.monotonic())
+        return replica
 
     def replica_died(self, hop: Hop, why: str) -> None:
-        """The supervisor saw the process end: fail what it held, tell the others that it is gone."""
+        """The process has ended: what it held runs again or fails, the others learn that it is gone."""
         replica = self.state.replicas.find(hop.stage, hop.replica, hop.epoch)
-        if replica is None or replica.state is ReplicaState.DEAD:
+        if replica is None or not replica.alive:
             return
-        logger.log(logging.DEBUG if self._closing else logging.ERROR, "%s ended: %s", replica.name, why)
+        quiet = self._closing or replica.restart_wanted
+        logger.log(logging.DEBUG if quiet else logging.ERROR, "%s ended: %s", replica.name, why)
         self._unlink(hop)
-        self._do(self.state.replica_lost(replica, time.time(), why))
+        restart = not self._closing and self.supervision.plan(replica, time.monotonic())
+        self._do(self.state.replica_lost(replica, time.time(), why, restart))
         if not self._closing:
             self._announce_peers()
         self._on_change(replica)
+
+    def refuse_new(self) -> None:
+        """Drain: what is in flight goes on."""
+        self.state.refuse_new()
 
     def tell_shutdown(self, reason: str) -> None:
         """End every request with an answer to its client and ask every stage to stop."""
         self._closing = True
         self._do(self.state.shut_down(time.time()))
         for replica in self.state.replicas:
-            if replica.state in (ReplicaState.LOADING, ReplicaState.READY):
-                self._tell(replica, Shutdown(reason=reason))
+            self._tell_if_known(replica, Shutdown(reason=reason))
+
+    def tell_stop(self, replica: Replica) -> None:
+        """Ask one stage process to stop."""
+        replica.stopping = True
+        self._tell_if_known(replica, Shutdown(reason="it is restarted"))
+
+    def _tell_if_known(self, replica: Replica, body: Body) -> None:
+        if replica.alive and replica.state is not ReplicaState.STARTING:
+            self._tell(replica, body)
 
     async def close(self) -> None:
         """Close all sockets; what is queued for clients gets a moment to leave."""
@@ -153,6 +185,65 @@ class Coordinator:
             self._on_client_credit(client, body)
         elif isinstance(body, Describe):
             self._do([ToClient(client, header.request_id, 0, self.describe(client))])
+        elif isinstance(body, Operate):
+            self._do([ToClient(client, header.request_id, 0, self._operate(client, body))])
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def _operate(self, client: bytes, order: Operate) -> Report | Failed:
+        try:
+            text = self._obey(order)
+        except OmniError as error:
+            return Failed.from_error(error)
+        now = time.time()
+        return Report(
+            text=text,
+            description=self.describe(client),
+            edges=tuple(self._edge(replica) for replica in self.state.replicas),
+            requests=self.state.requests(now),
+        )
+
+    def _obey(self, order: Operate) -> str:
+        if order.operation is Operation.STATUS:
+            return ""
+        if order.operation is Operation.SHUTDOWN:
+            # After the answer has been sent.
+            asyncio.get_running_loop().call_soon(self._on_shutdown)
+            return "The pipeline shuts down."
+        replica = self.state.replicas.current(order.stage, order.replica)
+        if replica is None:
+            known = ", ".join(replica.name for replica in self.state.replicas)
+            raise InvalidRequest(f"There is no replica {order.stage}/{order.replica}; there are {known}.")
+        if order.operation is Operation.RESTART and replica.state is ReplicaState.DEAD:
+            self.supervision.revive(replica, time.monotonic())
+            self._on_change(replica)
+            return f"{replica.name} is started again."
+        if replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
+            text = f"{replica.name} is {replica.state}; only a ready one drains."
+            raise InvalidRequest(text, hint="Try again later.")
+        replica.on(ReplicaEvent.DRAIN)
+        if order.operation is Operation.RESTART:
+            replica.restart_wanted = True
+            replica.drain_until = time.monotonic() + self.pipeline.coordinator.default_timeout
+        logger.info("%s drains", replica.name)
+        self._on_change(replica)
+        return f"{replica.name} drains; it holds {len(replica.requests)} requests."
+
+    def _edge(self, replica: Replica) -> EdgeStatus:
+        link, now = self._links.get(replica.hop), time.monotonic()
+        window = link.window if link is not None else None
+        return EdgeStatus(
+            replica.stage,
+            replica.index,
+            replica.epoch,
+            window.messages_out if window is not None else 0,
+            window.bytes_out if window is not None else 0,
+            link.backlog if link is not None else 0,
+            self.supervision.restarts(replica),
+            now - replica.heard,
+            now - replica.moved,
+            replica.phase,
+        )
 
     def _on_result(self, frames: Sequence[bytes]) -> None:
         now = time.time()
@@ -196,10 +287,14 @@ class Coordinator:
         self._note_congestion(hop, link)
 
     def _note_congestion(self, hop: Hop, link: Link) -> None:
-        """Admission looks at it."""
+        """Admission looks at it.
+
+        A socket that refuses is no sign of a slow stage, which holds us up by credit, but of one that may be lost: the
+        supervision will know soon, and what waits here is replayed then.
+        """
         replica = self.state.replicas.find(hop.stage, hop.replica, hop.epoch)
         if replica is not None:
-            replica.congested = link.congested
+            replica.congested = link.congested and not link.refused
 
     def _on_client_credit(self, client: bytes, credit: Credit) -> None:
         link = self._client_links.get(client)
@@ -217,7 +312,7 @@ class Coordinator:
             return
         header = envelope.header
         replica = self.state.replicas.find(header.stage, header.replica, header.epoch)
-        if replica is None or replica.state is ReplicaState.DEAD:
+        if replica is None or not replica.alive:
             logger.warning("dropped a control message of the unknown replica %s", identity.decode(errors="replace"))
             self._dropped["control_of_unknown_replica"] += 1
             return
@@ -225,21 +320,24 @@ class Coordinator:
             logger.warning("%s said %s while %s", replica.name, header.kind, replica.state)
             self._dropped["control_out_of_order"] += 1
             return
-        replica.last_heard = time.time()
         self._on_stage(replica, envelope.body)
 
     def _on_stage(self, replica: Replica, body: StageToCoordinator) -> None:
         if isinstance(body, Heartbeat):
-            replica.progress, replica.counts = body.progress, body.counts
+            self.supervision.beat(replica, body.progress, time.monotonic())
+            replica.counts = body.counts
             return
         if isinstance(body, Hello):
             self._welcome(replica, body)
         elif isinstance(body, Loading):
             replica.phase = body.phase
         elif isinstance(body, Ready):
-            replica.state, replica.phase, replica.seconds = ReplicaState.READY, "ready", body.seconds
+            replica.on(ReplicaEvent.READY)
+            self.supervision.ready(replica, time.monotonic())
+            replica.phase, replica.seconds = "ready", body.seconds
             replica.voices, replica.sample_rate = body.voices, body.sample_rate
             replica.max_input_tokens = body.max_input_tokens
+            self._do(self.state.reopen(time.time()))
         elif isinstance(body, Fatal):
             self.fatal[replica.hop] = body.message
         self._on_change(replica)
@@ -252,7 +350,8 @@ class Coordinator:
             self.fatal[replica.hop] = f"{replica.name}: {text}."
             self._tell(replica, Shutdown(reason=text))
             return
-        replica.state, replica.pid, replica.inbox = ReplicaState.LOADING, hello.pid, hello.inbox
+        replica.on(ReplicaEvent.HELLO)
+        replica.pid, replica.inbox = hello.pid, hello.inbox
         replica.arena = hello.arena
         self._link(replica)
         self._tell(replica, Welcome(results=self.results_endpoint))
@@ -275,7 +374,7 @@ class Coordinator:
     def _announce_peers(self) -> None:
         """Every stage learns the addresses of the stages after and before it."""
         for replica in self.state.replicas:
-            if replica.state in (ReplicaState.LOADING, ReplicaState.READY):
+            if replica.alive and replica.state is not ReplicaState.STARTING:
                 downstream = self.state.replicas.peers(self.pipeline.downstream(replica.stage))
                 sources = self.state.replicas.peers(self.pipeline.stage(replica.stage).source_names)
                 self._tell(replica, Peers(peers=downstream, sources=sources))
@@ -289,6 +388,10 @@ class Coordinator:
             else:
                 self._send_to_stage(instruction.hop, self._header(instruction), instruction.body, instruction.buffers)
         self._client_reader.poke()  # sending may have swallowed the descriptor's edge
+        if self.state.in_flight:
+            self.idle.clear()
+        else:
+            self.idle.set()
 
     @staticmethod
     def _header(instruction: Instruction) -> Header:
@@ -373,21 +476,23 @@ class Coordinator:
         try:
             frames = encode(header, body, buffers, self.pipeline.limits)
         except OmniError as error:  # a hair larger than what the client sent, and so over the limit
-            self._reject_later(header.request_id, hop, error)
+            self._reject_later(header.request_id, hop, error, header.attempt)
             return
         if link is None:
-            self._reject_later(header.request_id, hop, _takes_no_messages(hop))
+            self._reject_later(header.request_id, hop, _takes_no_messages(hop), header.attempt)
             return
         if isinstance(body, Abort):  # must not wait, and what it overtakes is not wanted any more
             link.forget(header.request_id)
             link.send_urgent(header.request_id, frames)
         elif not link.send(header.request_id, frames):
-            self._reject_later(header.request_id, hop, _takes_no_messages(hop))
+            self._reject_later(header.request_id, hop, _takes_no_messages(hop), header.attempt)
         self._note_congestion(hop, link)
 
-    def _reject_later(self, request_id: str, hop: Hop, error: OmniError) -> None:
-        """Fail a request on the next turn of the loop, outside of the instructions that are being done now."""
-        header = Header("", request_id=request_id, stage=hop.stage, replica=hop.replica, epoch=hop.epoch)
+    def _reject_later(self, request_id: str, hop: Hop, error: OmniError, attempt: int) -> None:
+        """Fail an attempt on the next turn of the loop, outside of the instructions that are being done now."""
+        header = Header(
+            "", request_id=request_id, stage=hop.stage, replica=hop.replica, epoch=hop.epoch, attempt=attempt
+        )
         loop = asyncio.get_running_loop()
         loop.call_soon(lambda: self._do(self.state.reject_from_stage(header, error, time.time())))
 
@@ -418,10 +523,11 @@ class Coordinator:
             link.flush()
             if link.stalled():
                 for request_id in link.give_up():
-                    self._reject_later(request_id, hop, _takes_no_messages(hop))
+                    self._reject_later(request_id, hop, _takes_no_messages(hop), self.state.attempt_of(request_id))
 
     def _counts(self) -> dict[str, int]:
-        counts = {f"dropped_{reason}": count for reason, count in (self.state.dropped + self._dropped).items()}
+        counts = {"replays": self.state.replays, "retained_bytes": self.state.retained_bytes}
+        counts |= {f"dropped_{reason}": count for reason, count in (self.state.dropped + self._dropped).items()}
         for channel, decoder in (
             ("client", self._client_decoder), ("control", self._control_decoder), ("results", self._results_decoder)
         ):  # fmt: skip

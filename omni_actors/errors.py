@@ -24,6 +24,7 @@ class ErrorCode(enum.StrEnum):
     ABORTED = "aborted"  # nobody: the caller ended the request
     STAGE_UNAVAILABLE = "stage_unavailable"  # operator: a stage the request needs is down
     STAGE_LOST = "stage_lost"  # nobody: a stage died while it held the request; a retry may succeed
+    POISON = "poison"  # operator: two replicas of a stage died while they held the request; look at it, do not retry
     ENGINE_ERROR = "engine_error"  # operator: the model failed on this request
     PROTOCOL_ERROR = "protocol_error"  # developer: peers of different versions, or a broken peer
     CONFIG_ERROR = "config_error"  # operator: the pipeline's configuration is wrong
@@ -130,6 +131,11 @@ class StageLost(OmniError):
     default_hint = "Send the request again."
 
 
+class Poison(OmniError):
+    code = ErrorCode.POISON
+    default_hint = "Do not send it again; the logs of the replicas named tell what it did to them."
+
+
 class EngineError(OmniError):
     code = ErrorCode.ENGINE_ERROR
 
@@ -159,7 +165,7 @@ ERROR_CLASSES: dict[ErrorCode, type[OmniError]] = {
     cls.code: cls
     for cls in (
         InvalidRequest, InvalidPayload, PromptTooLong, UnknownVoice, UnknownModality, MalformedMedia, Overloaded,
-        SlowClient, DeadlineExceeded, Aborted, StageUnavailable, StageLost, EngineError, ProtocolError, ConfigError,
-        StartupError, RequestTimeout,
+        SlowClient, DeadlineExceeded, Aborted, StageUnavailable, StageLost, Poison, EngineError, ProtocolError,
+        ConfigError, StartupError, RequestTimeout,
     )
 }  # fmt: skip

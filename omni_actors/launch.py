@@ -20,7 +20,8 @@ import soundfile
 from omni_actors import __version__, config, logs
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.coordinator import Coordinator
-from omni_actors.core.replicas import Replica, ReplicaState
+from omni_actors.core.replicas import Replica
+from omni_actors.core.states import ReplicaState
 from omni_actors.errors import ConfigError, OmniError, StartupError
 from omni_actors.messages import Hop
 from omni_actors.node import LocalNode
@@ -30,6 +31,8 @@ from omni_actors.transport.run_directory import RunDirectory
 logger = logs.get_logger(__name__)
 
 PROGRESS_SECONDS = 5.0
+SUPERVISE_SECONDS = 0.05
+STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 
@@ -129,12 +132,16 @@ class Launcher:
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
         self._started = False
+        self._closing = False
+        self._supervisor: asyncio.Task[None] | None = None
+        self._killed: dict[Hop, str] = {}  # why we killed it
+        self._kill_at: dict[Hop, float] = {}
         self._owns_process = False
         self._failure: StartupError | None = None
         self._http: HttpProcess | None = None
         self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
         try:
-            self._coordinator = Coordinator(pipeline, self._run_directory, self._on_change)
+            self._coordinator = Coordinator(pipeline, self._run_directory, self._on_change, self._shut_down)
         except BaseException:
             self._run_directory.close()
             raise
@@ -159,6 +166,12 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+
+    def _shut_down(self) -> None:
+        """An operator asks for what a signal would do."""
+        _say("stopping: an operator asked for it")
+        self._stop.set()
+        self._changed.set()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop.is_set():
@@ -186,10 +199,10 @@ class Launcher:
         _say(f"HTTP on {self._http.url}")
 
     async def start(self) -> None:
-        """Start all replicas in parallel and wait until every one is ready.
+        """Start all replicas in parallel and wait until every one is ready, or has died and others of its stage live.
 
         Raises:
-            StartupError: a replica died or is not ready in time; the text holds the tail of its log.
+            StartupError: all replicas of a stage died, or one is not ready in time; with the tail of its log.
         """
         # No epoch occurs twice in a run directory: a stage that outlives a killed launcher for a moment must not be
         # taken for one of the next launcher's.
@@ -201,6 +214,7 @@ class Launcher:
         ]
         _say(f"starting {', '.join(replica.name for replica in replicas)}; logs in {self._run_directory.logs}")
         spawning = asyncio.create_task(self._spawn(replicas))
+        self._supervisor = asyncio.create_task(self._supervise(), name="supervisor")
         try:
             await self._await_ready(spawning)
         finally:
@@ -217,7 +231,7 @@ class Launcher:
 
     async def _await_ready(self, spawning: asyncio.Task[None]) -> None:
         next_report = self._began + PROGRESS_SECONDS
-        while missing := self._coordinator.state.replicas.missing():
+        while missing := self._coming():
             if self._stop.is_set():
                 return
             if self._failure is not None:
@@ -226,7 +240,7 @@ class Launcher:
                 raise StartupError(f"Cannot start a process: {spawning.exception()}.")
             now = time.monotonic()
             for replica in missing:
-                if now > self._began + self._startup_timeout(replica):
+                if now > self._began + self._coordinator.supervision.startup_timeout(replica):
                     raise StartupError(self._explain(replica, "is not ready in time"), hint="")
             if now >= next_report:
                 next_report = now + PROGRESS_SECONDS
@@ -234,10 +248,13 @@ class Launcher:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), 0.5)
+        if self._failure is not None:
+            raise self._failure
 
-    def _startup_timeout(self, replica: Replica) -> float:
-        own = self._pipeline.stage(replica.stage).startup_timeout
-        return own if own is not None else self._pipeline.coordinator.startup_timeout
+    def _coming(self) -> list[Replica]:
+        """Replicas that are not ready, but will be."""
+        missing = self._coordinator.state.replicas.missing()
+        return [replica for replica in missing if replica.state is not ReplicaState.DEAD]
 
     def _progress(self) -> str:
         replicas = list(self._coordinator.state.replicas)
@@ -246,25 +263,75 @@ class Launcher:
         return f"ready: {', '.join(ready) or 'none'}; missing: {', '.join(missing) or 'none'}"
 
     def _on_change(self, replica: Replica) -> None:
-        if replica.state is ReplicaState.READY and not self._started:
+        if replica.state is ReplicaState.READY:
             _say(f"{replica.name} ready in {replica.seconds:.1f} s; {self._progress()}")
+        elif replica.state is ReplicaState.DRAINING:
+            _say(f"{replica.name} drains")
         self._changed.set()
 
     def _on_exit(self, identity: Hop, how: str) -> None:
-        """A process ended. While starting that ends the launch; later the pipeline goes on without it."""
-        self._coordinator.replica_died(identity, how)
-        if self._stop.is_set():
-            return
+        """A process ended. If that leaves a stage without any while starting, it ends the launch."""
         replica = self._coordinator.state.replicas.find(identity.stage, identity.replica, identity.epoch)
-        if replica is None:
+        self._kill_at.pop(identity, None)
+        why = self._killed.pop(identity, "")
+        wanted = replica is not None and replica.restart_wanted
+        self._coordinator.replica_died(identity, f"{why}; {how}" if why else how)
+        if self._stop.is_set() or replica is None:
+            return
+        if wanted:
+            _say(f"{replica.name} has stopped and is started again")
             return
         self._run_directory.keep = True
-        text = self._explain(replica, f"died ({how})")
-        if self._started:
+        text = self._explain(replica, f"died ({why}; {how})" if why else f"died ({how})")
+        peers = [other for other in self._coordinator.state.replicas if other.stage == replica.stage]
+        if not self._started and not any(other.alive for other in peers):
+            self._failure = self._failure or StartupError(text, hint="")
+        elif replica.state is ReplicaState.WAITING:
+            delay = max(0.0, replica.restart_at - time.monotonic())
+            _say(f"{text}\n{replica.name} is started again in {delay:.1f} s")
+        else:
             _say(f"degraded: {text}")
-        elif self._failure is None:
-            self._failure = StartupError(text, hint="")
         self._changed.set()
+
+    # -- supervision --------------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Kill what is stuck, stop what has drained, start again what is due."""
+        while not self._closing:
+            await asyncio.sleep(SUPERVISE_SECONDS)
+            try:
+                await self._look()
+            except Exception:  # nobody else would start anything again
+                logger.exception("a turn of the supervisor failed")
+
+    async def _look(self) -> None:
+        now = time.monotonic()
+        supervision = self._coordinator.supervision
+        for replica, why in supervision.stuck(now):
+            # While all start, the launch ends with a better text.
+            if self._started and replica.hop not in self._killed:
+                logger.error("killing %s: %s", replica.name, why)
+                self._killed[replica.hop] = why
+                self._node.kill_replica(replica.hop)
+        for replica in supervision.drained(now):
+            self._coordinator.tell_stop(replica)
+            self._kill_at[replica.hop] = now + STOP_SECONDS
+        for hop in [hop for hop, at in self._kill_at.items() if at <= now]:
+            del self._kill_at[hop]
+            self._killed[hop] = "it did not stop"
+            self._node.kill_replica(hop)
+        for replica in supervision.due(now):
+            if not self._stop.is_set() or self._coordinator.state.in_flight:
+                await self._restart(replica)
+
+    async def _restart(self, dead: Replica) -> None:
+        epoch = max(dead.epoch + 1, time.time_ns() // 1_000_000)
+        replica = self._coordinator.expect_replica(dead.stage, dead.index, epoch)
+        _say(f"starting {replica.name} again")
+        try:
+            await self._node.start(replica.hop)
+        except (OSError, OmniError) as error:
+            self._on_exit(replica.hop, f"cannot start a process: {error}")
 
     def _explain(self, replica: Replica, what: str) -> str:
         words = self._coordinator.fatal.get(replica.hop, "").strip()
@@ -291,8 +358,13 @@ class Launcher:
         return task.result()
 
     async def close(self) -> None:
-        """Clients get their answers, stages end, sockets and files go, in this order."""
+        """Requests get a moment to end, clients their answers; stages end, sockets and files go, in this order."""
         self._stop.set()
+        await self._drain()
+        self._closing = True
+        if self._supervisor is not None:
+            self._node.refuse_starts()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
         self._coordinator.tell_shutdown("the launcher stops")
         stops = [self._node.stop(self._pipeline.coordinator.shutdown_timeout)]
         if self._http is not None:
@@ -301,6 +373,14 @@ class Launcher:
         await self._coordinator.close()
         if not self._owns_process:  # otherwise at the exit of the process, after the fork server's socket
             self._run_directory.close()
+
+
+    async def _drain(self) -> None:
+        """Admit nothing, and wait for what is in flight until the deadline for it."""
+        self._coordinator.refuse_new()
+        if self._started:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._coordinator.idle.wait(), self._pipeline.coordinator.drain_timeout)
 
 
 def _say(text: str) -> None:

@@ -347,6 +347,56 @@ class StageStatus(Struct, frozen=True):
     counts: dict[str, int] = {}
 
 
+class Operation(enum.StrEnum):
+    STATUS = "status"
+    DRAIN = "drain"  # the replica takes nothing new and works off what it holds
+    RESTART = "restart"  # drain it, then start it anew
+    SHUTDOWN = "shutdown"  # as SIGTERM to the launcher
+
+
+class Operate(Body, tag="operate", frozen=True):
+    """Client -> coordinator: an operator's wish; `stage` and `replica` say of which replica."""
+
+    operation: Operation
+    stage: Annotated[str, Meta(max_length=64)] = ""
+    replica: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+    def __post_init__(self) -> None:
+        needs_stage = self.operation in (Operation.DRAIN, Operation.RESTART)
+        if needs_stage != bool(self.stage):
+            raise InvalidPayload(f"The operation {self.operation} {'needs a' if needs_stage else 'has no'} stage.")
+
+
+class EdgeStatus(Struct, frozen=True):
+    """The coordinator's link to a replica, and what supervision knows of the replica. Times in seconds.
+
+    `phase` is what its start-up does, for people to read.
+    """
+
+    stage: str
+    replica: int
+    epoch: int
+    messages_out: int  # sent, without credit for them yet
+    bytes_out: int
+    waiting: int  # not sent yet
+    restarts: int  # within the restart window
+    silent: float  # since it was last heard of
+    idle: float  # since its engine loop was last seen to turn
+    phase: str = ""
+
+
+class RequestStatus(Struct, frozen=True):
+    """One request in flight. `remaining` is the time to its deadline in seconds."""
+
+    request_id: str
+    state: str
+    attempt: int
+    route: tuple[str, ...]
+    stages_done: tuple[str, ...]
+    remaining: float
+    losses: tuple[str, ...] = ()
+
+
 class Description(Body, tag="description", frozen=True):
     """Coordinator -> client: the answer to `Describe`.
 
@@ -366,6 +416,15 @@ class Description(Body, tag="description", frozen=True):
     requests: tuple[str, ...] = ()
     counts: dict[str, int] = {}
     outputs: dict[str, str] = {}
+
+
+class Report(Body, tag="report", frozen=True):
+    """Coordinator -> client: the answer to `Operate`. At most 1000 requests are listed, the oldest first."""
+
+    text: str
+    description: Description
+    edges: tuple[EdgeStatus, ...] = ()
+    requests: tuple[RequestStatus, ...] = ()
 
 
 class TextDelta(Body, tag="text", frozen=True):
@@ -440,8 +499,8 @@ class Failed(Body, tag="failed", frozen=True):
         )
 
 
-ClientToCoordinator = Submit | Abort | Describe | Credit
-CoordinatorToClient = TextDelta | AudioChunk | Done | Failed | Description
+ClientToCoordinator = Submit | Abort | Describe | Credit | Operate
+CoordinatorToClient = TextDelta | AudioChunk | Done | Failed | Description | Report
 
 
 # ---------------------------------------------------------------------------------------------------------------------

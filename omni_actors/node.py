@@ -75,6 +75,10 @@ class LocalNode:
         loop.add_reader(process.sentinel, self._ended, identity)
         logger.debug("%s/%d is process %s", identity.stage, identity.replica, process.pid)
 
+    def refuse_starts(self) -> None:
+        """Start nothing more."""
+        self._abandoned = True
+
     def abandon_starts(self) -> None:
         """Start nothing more, and end a start that waits: the fork server may import for ten more seconds."""
         self._abandoned = True
@@ -102,6 +106,7 @@ class LocalNode:
             log_file=str(self._run_directory.log_file(f"{identity.stage}/{identity.replica}")),
             run_dir=str(self._run_directory.path),
             run_dir_is_temporary=self._run_directory.temporary,
+            environment=tuple(stage.environment.items()),
         )
 
     def _ended(self, identity: Hop) -> None:
@@ -134,6 +139,12 @@ class LocalNode:
     async def _all_ended(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._none_left.wait(), timeout)
+
+    def kill_replica(self, identity: Hop) -> None:
+        """SIGKILL to one; its end is reported as any other."""
+        process = self._processes.get(identity)
+        if process is not None:
+            process.kill()
 
     def kill(self) -> None:
         """SIGKILL to all, now."""

@@ -23,14 +23,18 @@ from omni_actors.checkpoints import AUDIO_RATE, generate_arguments, load_referen
 GREEDY: dict[str, Any] = {"do_sample": False}
 
 
+NOISE_BLOCK = 24  # frames that are drawn at a time: a block of the published DiT
+
+
 def vocoder_noise(seed: int, frames: int, mel_dim: int) -> torch.Tensor:
     """Returns the initial noise of the vocoder, [1, frames, mel_dim] float32; there are 2 frames per codec token.
 
-    The serving code draws it in the same way, so equal seeds give equal waveforms. It depends on `frames` as a whole:
-    the noise of a shorter reply is not a prefix of that of a longer one.
+    The serving code draws it in the same way, so equal seeds give equal waveforms: block after block, so that the noise
+    of a shorter reply is the beginning of that of a longer one.
     """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn([1, frames, mel_dim], generator=generator, dtype=torch.float32)
+    blocks = [torch.randn([NOISE_BLOCK, mel_dim], generator=generator) for _ in range(-(-frames // NOISE_BLOCK))]
+    return torch.cat(blocks)[None, :frames]
 
 
 @dataclass(frozen=True)

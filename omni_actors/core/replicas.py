@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from omni_actors.core.states import REPLICA_TRANSITIONS, ReplicaEvent, ReplicaState, advance
 from omni_actors.messages import ArenaAddress, Hop, Peer, StageStatus
-
-
-class ReplicaState(enum.StrEnum):
-    STARTING = "starting"  # spawned, has not said hello
-    LOADING = "loading"  # said hello, loads its model
-    READY = "ready"
-    DEAD = "dead"
 
 
 @dataclass
@@ -32,11 +25,18 @@ class Replica:
     voices: tuple[str, ...] = ()
     sample_rate: int = 0
     max_input_tokens: int = 0
-    last_heard: float = 0.0
-    progress: int = 0
+    progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)
     congested: bool = False  # it has granted no credit for more input
+    # Times of the supervision's clock: the process was started, was last heard of, its engine loop last turned.
+    spawned: float = 0.0
+    heard: float = 0.0
+    moved: float = 0.0
+    restart_at: float = 0.0
+    restart_wanted: bool = False  # somebody asked for it; it is no fault
+    drain_until: float = 0.0
+    stopping: bool = False  # it was told to end
 
     @property
     def hop(self) -> Hop:
@@ -45,6 +45,15 @@ class Replica:
     @property
     def name(self) -> str:
         return f"{self.stage}/{self.index}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is there, as far as anybody knows."""
+        return self.state not in (ReplicaState.WAITING, ReplicaState.DEAD)
+
+    def on(self, event: ReplicaEvent) -> None:
+        """Enter the state that follows."""
+        self.state = advance(REPLICA_TRANSITIONS, self.state, event)
 
     def status(self) -> StageStatus:
         return StageStatus(
@@ -66,6 +75,10 @@ class ReplicaTable:
         replica = self._replicas[(stage, index)] = Replica(stage, index, epoch)
         return replica
 
+    def current(self, stage: str, index: int) -> Replica | None:
+        """The replica in whatever epoch it is."""
+        return self._replicas.get((stage, index))
+
     def find(self, stage: str, index: int, epoch: int) -> Replica | None:
         """The replica in exactly this epoch; `None` for unknown ones and for former lives."""
         replica = self._replicas.get((stage, index))
@@ -75,6 +88,14 @@ class ReplicaTable:
         """The ready replica of a stage with the fewest requests, those that take input first; `None`: none is ready."""
         ready = [replica for replica in self if replica.stage == stage and replica.state is ReplicaState.READY]
         return min(ready, key=lambda replica: (replica.congested, len(replica.requests), replica.index), default=None)
+
+    def may_come(self, stage: str) -> bool:
+        """Whether some replica of a stage is ready or will be: all others are gone for good, or take nothing new."""
+        return any(
+            replica.stage == stage
+            and (replica.state not in (ReplicaState.DEAD, ReplicaState.DRAINING) or replica.restart_wanted)
+            for replica in self
+        )
 
     def release(self, request_id: str, route: tuple[Hop, ...]) -> None:
         """The replicas of a route no longer hold this request."""
@@ -97,5 +118,5 @@ class ReplicaTable:
         return tuple(
             Peer(replica.stage, replica.index, replica.epoch, replica.inbox, replica.arena)
             for replica in self
-            if replica.stage in stages and replica.inbox and replica.state is not ReplicaState.DEAD
+            if replica.stage in stages and replica.inbox and replica.alive
         )

@@ -1,4 +1,8 @@
-"""Remembers which requests have ended, for a while, so that late messages about them are recognised."""
+"""Remembers which requests have ended, for a while, so that late messages about them are recognised.
+
+A request that runs again has the same id and the next attempt number: only the attempts up to the one that ended are
+over.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ class Tombstones:
     def __init__(self, ttl: float, maximum: int = MAXIMUM) -> None:
         self._ttl = ttl
         self._maximum = maximum
-        self._ended: dict[str, float] = {}  # insertion order is order of time
+        self._ended: dict[str, tuple[float, int]] = {}  # time and attempt; insertion order is order of time
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ended
@@ -19,9 +23,13 @@ class Tombstones:
     def __len__(self) -> int:
         return len(self._ended)
 
-    def add(self, request_id: str, now: float) -> None:
-        self._ended.pop(request_id, None)
-        self._ended[request_id] = now
+    def covers(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt, or a later one, has ended."""
+        return request_id in self._ended and attempt <= self._ended[request_id][1]
+
+    def add(self, request_id: str, now: float, attempt: int = 0) -> None:
+        _, before = self._ended.pop(request_id, (0.0, 0))
+        self._ended[request_id] = (now, max(before, attempt))
         while len(self._ended) > self._maximum:
             del self._ended[next(iter(self._ended))]
 
@@ -29,6 +37,6 @@ class Tombstones:
         """Forget those that ended more than the time to live ago."""
         while self._ended:
             oldest = next(iter(self._ended))
-            if self._ended[oldest] + self._ttl > now:
+            if self._ended[oldest][0] + self._ttl > now:
                 return
             del self._ended[oldest]

@@ -44,6 +44,7 @@ class OmniModelConfig:
         outputs: what the stage gives to the client, for example ("text",).
         row_budget_bytes: embedding rows that an autoregressive stage may hold for its requests at a time.
         latent_budget_bytes: latents and conditions that a diffusion stage works on at a time.
+        decode: how a diffusion stage decodes, the fields of `config.DecodeConfig` by name.
     """
 
     model: str
@@ -51,6 +52,7 @@ class OmniModelConfig:
     outputs: tuple[str, ...] = ()
     row_budget_bytes: int = 2 * GIB
     latent_budget_bytes: int = 2 * GIB
+    decode: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("row_budget_bytes", "latent_budget_bytes"):

@@ -78,11 +78,15 @@ class AutoregressiveEngine(StageEngine):
             raise EngineError(f"vLLM refuses the request: {type(error).__name__}: {error}") from error
         self._requests[request_id] = _Running(admission.outputs, len(admission.request.prompt_token_ids or ()))
 
-    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
+    def extend(
+        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    ) -> None:
         """See `StageEngine.extend`. Rows of a request that has ended are dropped: a talker may end before its input."""
         if request_id not in self._requests:
             return
         try:
+            if token_ids:
+                raise InvalidRequest("This stage takes streamed rows, not tokens.")
             tensor = None if rows is None else self.adapter.read_rows(rows)
             self.core.scheduler.push_rows(request_id, tensor, complete=complete)
         except OmniError:

@@ -1,8 +1,9 @@
-"""The engine of a diffusion stage: whole inputs in, waveforms out, a denoise step of all requests at a time."""
+"""The engine of a diffusion stage: inputs in, as they come; waveforms out; a denoise step of all requests at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from vllm.sampling_params import SamplingParams
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore, make_request
-from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, DiffusionJob, DiffusionModelRunner
+from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, DiffusionModelRunner, DiffusionStream
 from omni_actors.engine.tensors import to_host
-from omni_actors.errors import EngineError, InvalidRequest
+from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.messages import FinishReason, HostTensor
 from omni_actors.stage.interface import (
     AudioEvent,
@@ -26,8 +27,23 @@ from omni_actors.stage.interface import (
 )
 
 
+@dataclass(slots=True)
+class _Running:
+    """A request: its stream, the id of its job that is being computed, if one is, and what has been done."""
+
+    request: StageRequest
+    stream: DiffusionStream
+    job_id: str | None = None
+    jobs: int = 0
+    steps: int = 0
+    sounded: bool = False
+
+
 class DiffusionEngine(StageEngine):
     """Serves a `DiffusionModelRunner` whose output is `audio` f32 [samples].
+
+    A request is a `DiffusionStream`; each of its jobs is a request of vLLM of its own, one at a time, so that all that
+    vLLM does for requests (batching of steps, admission, order) it does for chunks.
 
     Raises:
         ConfigError: the arguments do not describe a diffusion stage.
@@ -38,18 +54,41 @@ class DiffusionEngine(StageEngine):
         self.core = VllmCore(arguments.create_engine_config())
         self._runner: DiffusionModelRunner = self.core.worker.model_runner
         self._facts = self._runner.facts
-        self._jobs: dict[str, DiffusionJob] = {}
+        self._requests: dict[str, _Running] = {}
+        self._jobs: dict[str, str] = {}  # id of a job in the core -> request
 
     @property
     def facts(self) -> EngineFacts:
         return self._facts
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
-        if request.request_id in self._jobs:
+        if request.request_id in self._requests:
             raise InvalidRequest(f"Request {request.request_id!r} is already running.")
-        if not inputs.complete:
-            raise InvalidRequest("A diffusion stage takes its input as a whole; it came incomplete.")
-        job = self._runner.prepare(request, inputs)
+        running = self._requests[request.request_id] = _Running(request, self._runner.open(request, inputs))
+        self._submit(running)
+
+    def extend(
+        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    ) -> None:
+        """See `StageEngine.extend`. Input of a request that has ended is dropped."""
+        running = self._requests.get(request_id)
+        if running is None:
+            return
+        try:
+            if rows is not None:
+                raise InvalidRequest("This stage takes streamed tokens, not rows.")
+            running.stream.extend(token_ids, complete=complete)
+        except OmniError:
+            self.abort(request_id)  # without this input it could never end
+            raise
+        if running.job_id is None:
+            self._submit(running)
+
+    def _submit(self, running: _Running) -> None:
+        """Hand the next job of a request to the core, if its input is here."""
+        job = running.stream.next_job()
+        if job is None:
+            return
         # One prompt token and one sampled token per step: the base scheduler then counts steps for us.
         parameters = SamplingParams(
             max_tokens=job.num_steps,
@@ -58,17 +97,18 @@ class DiffusionEngine(StageEngine):
             stop_token_ids=[FAILED_TOKEN],
             extra_args={"omni": {"diffusion": job}},
         )
-        self.core.add(make_request(request.request_id, [STEP_TOKEN], parameters, priority=request.priority))
-        self._jobs[request.request_id] = job
-
-    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
-        """A late, empty end of the input is harmless; anything else contradicts what the request began with."""
-        if rows is not None or not complete:
-            raise InvalidRequest(f"Request {request_id!r} got more input; a diffusion stage takes it as a whole.")
+        job_id = f"{running.request.request_id}/{running.jobs}"
+        self.core.add(make_request(job_id, [STEP_TOKEN], parameters, priority=running.request.priority))
+        running.job_id = job_id
+        running.jobs += 1
+        running.steps += job.num_steps
+        self._jobs[job_id] = running.request.request_id
 
     def abort(self, request_id: str) -> None:
-        if self._jobs.pop(request_id, None) is not None:
-            self.core.abort([request_id])
+        running = self._requests.pop(request_id, None)
+        if running is not None and running.job_id is not None:
+            del self._jobs[running.job_id]
+            self.core.abort([running.job_id])
 
     def runnable(self) -> bool:
         return self.core.runnable()
@@ -78,35 +118,49 @@ class DiffusionEngine(StageEngine):
             outputs = self.core.step()
         except StepFailed as failure:
             error = EngineError(f"A step of the model failed: {failure}")
-            return [
-                ErrorEvent(request_id, error) for request_id in failure.request_ids if self._jobs.pop(request_id, None)
-            ]
+            ended = [self._jobs.pop(job_id, None) for job_id in failure.request_ids]
+            return [ErrorEvent(key, error) for key in ended if key is not None and self._requests.pop(key, None)]
         events: list[EngineEvent] = []
         for output in outputs:
             if output.finish_reason is None:
                 continue
-            job = self._jobs.pop(output.request_id, None)
-            if job is not None:  # else aborted while its last step was in flight
-                events += self._finish(output.request_id, job, output.pooling_output or {})
+            request_id = self._jobs.pop(output.request_id, None)
+            if request_id is not None:  # else aborted while its last step was in flight
+                events += self._job_done(request_id, output.pooling_output or {})
         return events
 
-    def _finish(self, request_id: str, job: DiffusionJob, result: dict[str, Any]) -> list[EngineEvent]:
+    def _job_done(self, request_id: str, result: dict[str, Any]) -> list[EngineEvent]:
+        running = self._requests[request_id]
+        running.job_id = None
+        try:
+            events = self._audio(request_id, running, result)
+            if not running.stream.finished:
+                self._submit(running)
+                return events
+            if not running.sounded:
+                raise EngineError("The model ended the request without a waveform.")
+        except OmniError as error:
+            self.abort(request_id)
+            return [ErrorEvent(request_id, error)]
+        del self._requests[request_id]
+        done = FinishedEvent(request_id, FinishReason.STOP, running.stream.input_tokens, running.steps)
+        return [*events, done]
+
+    def _audio(self, request_id: str, running: _Running, result: dict[str, Any]) -> list[EngineEvent]:
         if "error" in result:
-            return [ErrorEvent(request_id, result["error"])]
+            raise result["error"]
         audio: torch.Tensor | None = result.get("audio")
-        if audio is None:
-            return [ErrorEvent(request_id, EngineError("The model ended the request without a waveform."))]
+        if audio is None:  # all of it is held back until the next chunk is there
+            return []
         if not torch.isfinite(audio).all():
-            return [ErrorEvent(request_id, EngineError("The model's waveform holds NaN or infinite samples."))]
-        return [
-            AudioEvent(request_id, to_host(audio), self._facts.sample_rate),
-            FinishedEvent(request_id, FinishReason.STOP, job.input_tokens, job.num_steps),
-        ]
+            raise EngineError("The model's waveform holds NaN or infinite samples.")
+        running.sounded = True
+        return [AudioEvent(request_id, to_host(audio), self._facts.sample_rate)]
 
     def counts(self) -> dict[str, int]:
         running, waiting = self.core.scheduler.get_request_counts()
         return {
-            "requests": len(self._jobs),
+            "requests": len(self._requests),
             "running": running,
             "waiting": waiting,
             **self.core.scheduler.omni_counts(),
@@ -114,5 +168,6 @@ class DiffusionEngine(StageEngine):
         }
 
     def shutdown(self) -> None:
+        self._requests.clear()
         self._jobs.clear()
         self.core.shutdown()

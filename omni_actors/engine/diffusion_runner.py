@@ -6,7 +6,7 @@ makes it a diffusion request, never the stage it is sent to.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,25 +28,49 @@ FAILED_TOKEN = 1
 
 @dataclass(frozen=True)
 class DiffusionJob:
-    """One validated request of a diffusion model.
+    """One validated piece of work of a diffusion model: a request, or a chunk of one.
 
     Args:
         payload: what the model's runner needs, opaque to everything else.
         num_steps: denoise steps to schedule, at least 1; the output comes with the last one.
         step_bytes: device memory that the request needs while a step computes it (latents, embeddings, activations).
         final_bytes: the same for its last step, which also decodes the latents.
-        input_tokens: length of the input, for usage figures.
     """
 
     payload: Any
     num_steps: int
     step_bytes: int = 0
     final_bytes: int = 0
-    input_tokens: int = 0
 
     def bytes_at(self, step: int) -> int:
         """Bytes needed by step number `step`, counted from 1."""
         return self.final_bytes if step >= self.num_steps else self.step_bytes
+
+
+class DiffusionStream(ABC):
+    """One request: takes input as it comes and says what can be computed next, one job after the other.
+
+    The engine asks for the next job only after the one before has ended, so a job may build on what the last one left
+    behind on the device.
+    """
+
+    @property
+    @abstractmethod
+    def input_tokens(self) -> int:
+        """Length of the input so far, for usage figures."""
+
+    @abstractmethod
+    def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
+        """More input; `complete` says that it was the last. Raises `OmniError`; nothing of it counts then."""
+
+    @abstractmethod
+    def next_job(self) -> DiffusionJob | None:
+        """The next job, None as long as its input is not here. Moves on: each job is given once."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether all jobs have been given."""
 
 
 def diffusion_job(sampling_params: SamplingParams | None) -> DiffusionJob | None:
@@ -58,7 +82,7 @@ def diffusion_job(sampling_params: SamplingParams | None) -> DiffusionJob | None
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did for a request: tensors on the device after its last step, an error if it failed, else neither."""
+    """What a step did for a job: tensors on the device after its last step, an error if it failed, else neither."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     error: BaseException | None = None
@@ -89,8 +113,8 @@ class DiffusionModelRunner(OmniRunnerBase):
         """Run once what a request will run, so that the first request does not pay for initialisation."""
 
     @abstractmethod
-    def prepare(self, request: StageRequest, inputs: StageInputs) -> DiffusionJob:
-        """Check a request and turn it into a job. Raises `OmniError`; keeps nothing of the request."""
+    def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
+        """Check a request and what there is of its input. Raises `OmniError`; keeps nothing of the request."""
 
     @abstractmethod
     def add(self, request_id: str, job: DiffusionJob) -> None:

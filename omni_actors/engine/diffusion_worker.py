@@ -50,8 +50,16 @@ class DiffusionOutput(AttachedOutput):
                 flat.setdefault(str(tensor.dtype), []).append(tensor.reshape(-1))
         joined = {dtype: torch.cat(tensors) for dtype, tensors in flat.items()}
         self._copy = HostCopy(joined, copy_stream)
+        self._computed: torch.cuda.Event | None = None
+        if copy_stream is not None and not joined:
+            # Also a step without output is waited for: otherwise the host would queue all steps of a job at once, and
+            # what joins or leaves would do so only behind them.
+            self._computed = torch.cuda.Event(blocking=True)
+            self._computed.record()
 
     def attachments(self) -> list[dict[str, Any] | None]:
+        if self._computed is not None:
+            self._computed.synchronize()
         host = self._copy.wait()
         offsets = dict.fromkeys(host, 0)
         entries: list[dict[str, Any] | None] = []

@@ -6,6 +6,8 @@ import gc
 import os
 from collections.abc import Callable
 
+import msgspec
+
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.errors import ConfigError
@@ -35,6 +37,7 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         outputs=tuple(output.value for output in stage.outputs),
         row_budget_bytes=stage.budget_bytes,
         latent_budget_bytes=stage.budget_bytes,
+        decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
     )
     return OmniEngineArgs(model, stage.kind.value, engine)
 

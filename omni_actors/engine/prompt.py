@@ -118,7 +118,9 @@ class PromptEngine(StageEngine):
         self._check_prompt(prompt)
         self._waiting.append((request, prompt, inputs.media))
 
-    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
+    def extend(
+        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    ) -> None:
         """A late, empty end of the input is harmless; anything else contradicts what the request began with."""
         if rows is not None or not complete:
             raise InvalidRequest(f"Request {request_id!r} got more input; a prompt comes as a whole.")

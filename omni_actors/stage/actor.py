@@ -2,6 +2,7 @@
 
 Every method that takes an event returns the messages to send. A request is here from its `Expect` (chunks that come
 earlier are parked) until the engine finished it, it failed, or it was aborted; a tombstone absorbs later messages.
+A request may come again with the next attempt number; to the engine that is another request, with an id of its own.
 """
 
 from __future__ import annotations
@@ -69,14 +70,16 @@ class Outgoing:
 
 @dataclass
 class Work:
-    """One request in this stage."""
+    """One attempt at a request in this stage. `request` is what the engine knows, under an id of its own."""
 
+    request_id: str
     request: StageRequest
     route: tuple[Hop, ...]
     attempt: int
     deadline: float
     opened: float
     processor: InputProcessor | None
+    started: bool = False  # the engine has it
     first_output: float = 0.0
     next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
     ended_sources: set[str] = field(default_factory=set)  # those whose final chunk has come
@@ -108,6 +111,7 @@ class Stage:
         self._processor_class = processor_class
         self._clock = clock
         self._work: dict[str, Work] = {}
+        self._by_engine_id: dict[str, Work] = {}
         self._whole: set[str] = set()  # requests whose input is all here
         self._parked_seconds = pipeline.flow.parked_seconds
         self._backlog_requests = pipeline.flow.backlog_requests
@@ -127,7 +131,7 @@ class Stage:
         if isinstance(body, Expect):
             return self._open(envelope.header, body, envelope)
         if isinstance(body, Abort):
-            self._drop(envelope.header.request_id)
+            self._abort(envelope.header)
             return []
         if isinstance(body, Credit):  # belongs to the sockets' threads
             self.dropped["credit"] += 1
@@ -136,7 +140,11 @@ class Stage:
 
     def reject(self, header: Header, error: OmniError) -> list[Outgoing]:
         """A message about a request did not decode or could not be sent: the request fails, whoever sent it."""
-        if header.request_id in self._work or header.request_id in self._tombstones or not header.request_id:
+        work = self._work.get(header.request_id)
+        if work is not None and header.stage and header.attempt < work.attempt:
+            self.dropped["late"] += 1
+            return []
+        if work is not None or header.request_id in self._tombstones or not header.request_id:
             return self._fail(header.request_id, error)
         return self._refuse(header, error)  # unannounced: somebody still has to hear of it
 
@@ -171,6 +179,10 @@ class Stage:
         """
         return len(self._whole) > self._backlog_requests and self._engine.runnable()
 
+    def urgent(self) -> bool:
+        """Whether requests that the engine has wait for their first output."""
+        return any(work.started and not work.first_output for work in self._work.values())
+
     def counts(self) -> dict[str, int]:
         """What this stage holds now; all zero when it is idle."""
         return {
@@ -187,16 +199,21 @@ class Stage:
         if self._identity not in expect.route:
             self.dropped["foreign_epoch"] += 1
             return []
-        if request_id in self._work or request_id in self._tombstones:
+        running = self._work.get(request_id)
+        if self._tombstones.covers(request_id, header.attempt) or (
+            running is not None and header.attempt <= running.attempt
+        ):
             self.dropped["expected_twice"] += 1
             return []
+        if running is not None:  # the abort of the attempt before comes later, or not at all
+            self._drop(request_id)
         now = self._clock()
         if not header.deadline <= now + self._max_timeout + CLOCK_SECONDS:  # not a number, too
             return self._refuse(header, ProtocolError(f"The deadline {header.deadline} is no point in time."))
         if len(self._work) >= self._most_requests:
             return self._refuse(header, Overloaded(f"{len(self._work)} requests are open here, none more is taken."))
         request = StageRequest(
-            request_id=request_id,
+            request_id=f"{request_id}~{header.attempt}" if header.attempt else request_id,
             params=expect.params,
             seed=expect.seed,
             voice=expect.voice,
@@ -207,8 +224,15 @@ class Stage:
         if self._processor_class is not None and self._stage.inputs is not None:
             processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
         work = self._work[request_id] = Work(
-            request, expect.route, header.attempt, header.deadline or now + self._default_timeout, now, processor
+            request_id,
+            request,
+            expect.route,
+            header.attempt,
+            header.deadline or now + self._default_timeout,
+            now,
+            processor,
         )
+        self._by_engine_id[request.request_id] = work
         logger.debug("request expected", extra={"request_id": request_id})
         if expect.prompt is not None:
             self._whole.add(request_id)
@@ -216,13 +240,13 @@ class Stage:
             start = Start(StageInputs(prompt=expect.prompt, media=media))
             return self._guarded(work, lambda: [start])
         messages = []
-        for parked in self._unpark(request_id):
+        for parked in self._unpark(request_id):  # what belongs to an attempt before is dropped there
             messages += self.receive(parked)
         return messages
 
     def _chunk(self, header: Header, chunk: Chunk, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         work = self._work.get(header.request_id)
-        if work is None:
+        if work is None or header.attempt > work.attempt:
             return self._park(header, envelope)
         if Hop(header.stage, header.replica, header.epoch) not in work.route or header.attempt != work.attempt:
             self.dropped["foreign_epoch"] += 1
@@ -246,13 +270,19 @@ class Stage:
 
     def _guarded(self, work: Work, decide: Callable[[], Iterable[Action]]) -> list[Outgoing]:
         """Apply actions; an error of the processor's or the engine's is the request's."""
-        request_id = work.request.request_id
+        request_id = work.request_id
         try:
             for action in decide():
                 if isinstance(action, Start):
                     self._engine.start(work.request, action.inputs)
+                    work.started = True
                 elif isinstance(action, Extend):
-                    self._engine.extend(request_id, action.rows, complete=action.complete)
+                    self._engine.extend(
+                        work.request.request_id,
+                        action.rows,
+                        token_ids=action.token_ids,
+                        complete=action.complete,
+                    )
                 elif isinstance(action, Skip):
                     return self._finish_empty(work)
         except OmniError as error:
@@ -263,31 +293,37 @@ class Stage:
         return []
 
     def _park(self, header: Header, envelope: Envelope[IntoStage]) -> list[Outgoing]:
-        if header.request_id in self._tombstones:
+        if self._tombstones.covers(header.request_id, header.attempt):
             self.dropped["late"] += 1
             return []
         size = _parked_size(envelope)
         if self._parked_bytes + size > PARKED_BYTES:
             self.dropped["parked_overflow"] += 1
             return self._refuse(header, ProtocolError("Too much input came before its announcement."))
-        self._parked.setdefault(header.request_id, []).append((self._clock(), envelope))
-        self._parked_bytes += size
+        self._keep_parked(self._clock(), envelope)
         return []
 
+    def _keep_parked(self, moment: float, envelope: Envelope[IntoStage]) -> None:
+        self._parked.setdefault(envelope.header.request_id, []).append((moment, envelope))
+        self._parked_bytes += _parked_size(envelope)
+
     def _unpark(self, request_id: str) -> list[Envelope[IntoStage]]:
-        envelopes = [envelope for _, envelope in self._parked.pop(request_id, [])]
-        self._parked_bytes -= sum(_parked_size(item) for item in envelopes)
-        return envelopes
+        return [envelope for _, envelope in self._unpark_timed(request_id)]
+
+    def _unpark_timed(self, request_id: str) -> list[tuple[float, Envelope[IntoStage]]]:
+        parked = self._parked.pop(request_id, [])
+        self._parked_bytes -= sum(_parked_size(envelope) for _, envelope in parked)
+        return parked
 
     # -- outbound -----------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: EngineEvent) -> list[Outgoing]:
-        work = self._work.get(event.request_id)
+        work = self._by_engine_id.get(event.request_id)
         if work is None:
             self.dropped["event_of_ended_request"] += 1
             return []
         if isinstance(event, ErrorEvent):
-            return self._fail(event.request_id, event.error)
+            return self._fail(work.request_id, event.error)
         if isinstance(event, FinishedEvent):
             return self._finish(work, event.reason, event.input_tokens, event.output_tokens)
         if not work.first_output:
@@ -339,7 +375,7 @@ class Stage:
             finished=max(0.0, now - work.opened),
         )
         message = self._message(work, None, StageDone(usage=usage))
-        self._forget(work.request.request_id)
+        self._forget(work.request_id, work.attempt)
         return [message]
 
     def _fail(self, request_id: str, error: OmniError) -> list[Outgoing]:
@@ -355,7 +391,9 @@ class Stage:
 
     def _refuse(self, header: Header, error: OmniError) -> list[Outgoing]:
         """Fail a request that has not been announced here; should the announcement still come, it is ignored."""
-        self._forget(header.request_id)
+        if header.request_id in self._work:  # an attempt before
+            self._drop(header.request_id)
+        self._forget(header.request_id, header.attempt)
         own = Header(
             kind="",
             request_id=header.request_id,
@@ -372,7 +410,7 @@ class Stage:
         work.sent[key] = seq + 1
         header = Header(
             kind="",
-            request_id=work.request.request_id,
+            request_id=work.request_id,
             stage=self._identity.stage,
             replica=self._identity.replica,
             epoch=self._identity.epoch,
@@ -384,18 +422,30 @@ class Stage:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _drop(self, request_id: str) -> None:
-        """The request is over here, whatever state it is in. Idempotent."""
-        work = self._work.get(request_id)
-        if work is not None:
-            self._engine.abort(request_id)
-        self._forget(request_id)
+    def _abort(self, header: Header) -> None:
+        """The attempt is over here, and so are those before; a later one goes on. Idempotent."""
+        work = self._work.get(header.request_id)
+        if work is not None and work.attempt <= header.attempt:
+            self._drop(header.request_id)
+        elif work is None:
+            self._forget(header.request_id, header.attempt)
 
-    def _forget(self, request_id: str) -> None:
-        self._work.pop(request_id, None)
+    def _drop(self, request_id: str) -> None:
+        """The request is over here, whatever state it is in."""
+        work = self._work[request_id]
+        self._engine.abort(work.request.request_id)
+        self._forget(request_id, work.attempt)
+
+    def _forget(self, request_id: str, attempt: int) -> None:
+        """Attempts up to this one are over; what has come for a later one stays parked."""
+        work = self._work.pop(request_id, None)
+        if work is not None:
+            self._by_engine_id.pop(work.request.request_id, None)
         self._whole.discard(request_id)
-        self._unpark(request_id)
-        self._tombstones.add(request_id, self._clock())
+        self._tombstones.add(request_id, self._clock(), attempt)
+        for moment, envelope in self._unpark_timed(request_id):
+            if envelope.header.attempt > attempt:
+                self._keep_parked(moment, envelope)
 
 
 def _parked_size(envelope: Envelope[IntoStage]) -> int:

@@ -9,6 +9,8 @@ next stage checks those of the last row.
 from __future__ import annotations
 
 import array
+import ctypes
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +34,9 @@ from omni_actors.stage.interface import (
 SAMPLE_RATE = 24_000
 CRASH_TOKEN = 0x7FFF0001  # a prompt with this token ends the process: tests of supervision
 FAIL_TOKEN = 0x7FFF0002  # a prompt with this token fails alone
+HANG_TOKEN = 0x7FFF0003  # the engine's step never returns
+GRAB_TOKEN = 0x7FFF0004  # neither does it, and it holds the interpreter's lock, so that no thread runs
+HANG_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class EchoOptions:
     samples_per_token: int = 480
     voices: tuple[str, ...] = ("Chelsie", "Ethan")
     fail_start: str = ""  # a text with which loading fails
+    fail_start_if: str = ""  # a file: while it exists loading fails
 
 
 @dataclass
@@ -69,6 +75,8 @@ class EchoEngine(StageEngine):
         time.sleep(self._options.start_seconds)
         if self._options.fail_start:
             raise EngineError(self._options.fail_start)
+        if self._options.fail_start_if and os.path.exists(self._options.fail_start_if):
+            raise EngineError("A test made the start fail.")
 
     @property
     def facts(self) -> EngineFacts:
@@ -97,7 +105,9 @@ class EchoEngine(StageEngine):
             tokens = tokens[: request.params.max_tokens]
         self._active[request.request_id] = _Echo(request, tokens)
 
-    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
+    def extend(
+        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    ) -> None:
         raise InvalidRequest("An echo stage takes its input at once.")
 
     def abort(self, request_id: str) -> None:
@@ -118,6 +128,10 @@ class EchoEngine(StageEngine):
         token = echo.tokens[echo.sent]
         if token == CRASH_TOKEN:
             raise EngineError("A test asked this stage to end.")
+        if token == HANG_TOKEN:
+            time.sleep(HANG_SECONDS)
+        if token == GRAB_TOKEN:
+            ctypes.PyDLL(None).sleep(HANG_SECONDS)
         if token == FAIL_TOKEN:
             del self._active[request_id]
             return [ErrorEvent(request_id, EngineError("A test asked this request to fail."))]

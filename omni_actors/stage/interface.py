@@ -127,8 +127,13 @@ class StageEngine(ABC):
         """Take a request. Raises `OmniError` for input that this model cannot take."""
 
     @abstractmethod
-    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
-        """Append streamed input rows [n, width] of a started request; `complete` says that these were the last."""
+    def extend(
+        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    ) -> None:
+        """Append streamed input of a started request: rows [n, width] or tokens, whichever the stage takes.
+
+        `complete` says that this was the last of it. Raises `OmniError`, also for input of the other sort.
+        """
 
     @abstractmethod
     def abort(self, request_id: str) -> None:

@@ -45,6 +45,7 @@ logger = get_logger(__name__)
 INBOX_LIMIT = 4096  # decoded messages that may wait for the engine; further ones wait in zmq and at the sender
 MAXIMUM_POLL_MS = 100
 RELEASE_SECONDS = 0.1  # after which blocks are given back even if they are few
+EARLY_SECONDS = 5.0  # how long a message waits for the address of a replica that has just been started
 ORPHAN_SECONDS = 3.0  # how long the main thread may take to end once the launcher is gone
 
 
@@ -303,6 +304,8 @@ class Outbound(threading.Thread):
         self._refusing: list[Socket] = []  # those in the poller
         self._links: dict[Hop, Link] = {}
         self._sources: dict[Hop, Link] = {}
+        self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
+        self._early: list[tuple[float, Outgoing]] = []
         self._readers: set[Hop] = set()  # downstream replicas that have mapped our arena
         self._next_release = 0.0
         self._unknown_peers = 0
@@ -424,6 +427,10 @@ class Outbound(threading.Thread):
         for hop, inbox in wanted.items():
             if hop not in self._links:
                 self._links[hop] = self._link(inbox)
+                self._newest[(hop.stage, hop.replica)] = hop.epoch
+        early, self._early = self._early, []
+        for since, message in early:
+            self._send(message, {}, since)
         sources = {peer.hop: peer.inbox for peer in new.sources}
         for hop in [hop for hop in self._sources if hop not in sources]:
             self._sources.pop(hop).close()
@@ -432,8 +439,11 @@ class Outbound(threading.Thread):
                 self._sources[hop] = Link(self._sockets.push(inbox), time.monotonic)
                 self._tell(hop, 0, 0, [])
 
-    def _send(self, message: Outgoing, placed: dict[int, Block]) -> None:
+    def _send(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> None:
         target = message.destination
+        if target is not None and target not in self._links and self._is_coming(target):
+            self._early.append((time.monotonic() if since is None else since, message))
+            return
         blocks = self._place(message, target, placed) if target in self._readers else ()
         try:
             frames = encode(message.header, message.body, message.buffers, self._limits, blocks)
@@ -444,6 +454,18 @@ class Outbound(threading.Thread):
         if link is None or not link.send(message.header.request_id, frames):
             what = "has no link" if link is None else "has taken no messages for so long that its outbox is full"
             self._events.put(Rejected(message.header, StageLost(f"The receiver {target or 'coordinator'} {what}.")))
+
+    def _is_coming(self, hop: Hop) -> bool:
+        """Whether a replica is newer than all that we know: requests and addresses come over different sockets."""
+        return hop.epoch > self._newest.get((hop.stage, hop.replica), 0)
+
+    def _expire_early(self, now: float) -> None:
+        expired = [message for since, message in self._early if since + EARLY_SECONDS < now]
+        if expired:
+            self._early = [(since, message) for since, message in self._early if since + EARLY_SECONDS >= now]
+        for message in expired:
+            error = StageLost(f"The receiver {message.destination} was never announced.")
+            self._events.put(Rejected(message.header, error))
 
     def _place(self, message: Outgoing, target: Hop | None, placed: dict[int, Block]) -> tuple[Block, ...]:
         """Put the message's large buffers into the arena; where there is no room they travel as frames."""
@@ -503,6 +525,7 @@ class Outbound(threading.Thread):
                 self._tell(owner, 0, 0, tickets)
             if self._arena is not None:
                 self._arena.expire(time.time())
+            self._expire_early(now)
         for hop, link in self._links.items():
             link.flush()
             if link.stalled():

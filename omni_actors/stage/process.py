@@ -37,6 +37,7 @@ from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.io_threads import Control, Event, Inbound, Outbound, Received, Rejected, Stop, sender_of
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
 from omni_actors.stage.record import Recorder
+from omni_actors.stage.turns import POLL_SECONDS, GiveWay, Sign
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.credit import Tally
 from omni_actors.transport.run_directory import clear_abandoned
@@ -66,6 +67,7 @@ class ReplicaSpec(NamedTuple):
     log_file: str
     run_dir: str
     run_dir_is_temporary: bool
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -99,6 +101,7 @@ def _prepare_process(spec: ReplicaSpec) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
+    os.environ.update(spec.environment)
     if spec.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in spec.devices)
     if spec.threads:
@@ -140,6 +143,11 @@ class StageProcess:
             arenas=self._arenas,
             on_credit=self._on_credit,
         )
+        run_dir = Path(spec.run_dir)
+        self._sign = Sign(run_dir, spec.stage, spec.replica)
+        others = [self._pipeline.stage(name) for name in self._stage.gives_way_to]
+        signs = [(other.name, number) for other in others for number in range(other.replicas)]
+        self._give_way = GiveWay(run_dir, signs)
         self._outbound: Outbound | None = None
         self._stopping: Stop | None = None
         self._loading = False
@@ -247,9 +255,12 @@ class StageProcess:
             raise ProtocolError("The stage serves before it was welcomed.")
         next_tick = 0.0
         while self._stopping is None:
-            self._take_events(actor, outbound)
-            if not outbound.congested:  # otherwise the stages after this one set the pace
+            waits = self._give_way.now()
+            self._take_events(actor, outbound, waits)
+            self._sign.show(actor.urgent())
+            if not (waits or outbound.congested):  # when congested, the stages after this one set the pace
                 self._emit(outbound, actor.step())
+                self._sign.show(actor.urgent())  # before the next wait for events, which may be long
             self._inbound.pulse.progress += 1
             tick = time.monotonic() >= next_tick
             if tick:
@@ -262,10 +273,15 @@ class StageProcess:
                 for sender, messages, size in self._tally.collect(everything=tick):
                     outbound.grant(sender, messages, size)
 
-    def _take_events(self, actor: Stage, outbound: Outbound) -> None:
-        """All events that are there; waits for the first one when the engine has nothing to do."""
-        congested = outbound.congested
-        timeout = (CONGESTED_SECONDS if congested else TICK_SECONDS) if congested or not actor.runnable() else 0.0
+    def _take_events(self, actor: Stage, outbound: Outbound, gives_way: bool) -> None:
+        """All events that are there; waits for the first one when the engine has nothing to do or others go first."""
+        timeout = 0.0
+        if outbound.congested:
+            timeout = CONGESTED_SECONDS
+        elif not actor.runnable():
+            timeout = TICK_SECONDS
+        elif gives_way:
+            timeout = POLL_SECONDS
         while self._stopping is None:
             try:
                 event = self._events.get(timeout=timeout) if timeout else self._events.get_nowait()

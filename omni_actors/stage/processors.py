@@ -1,7 +1,7 @@
 """Input processors: turn what the stages before sent into this stage's engine input. Pure Python, one per request.
 
-A processor is fed pieces in order and answers with actions: `Start` once, then `Extend` for rows that are streamed into
-a running request, or `Skip` when there turns out to be nothing to compute.
+A processor is fed pieces in order and answers with actions: `Start` once, then `Extend` for rows or tokens that are
+streamed into a running request, or `Skip` when there turns out to be nothing to compute.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Start:
 class Extend:
     rows: HostTensor | None
     complete: bool
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +152,30 @@ class Thinker2Talker(InputProcessor):
 
 
 class Talker2Code2Wav(InputProcessor):
-    """Qwen2.5-Omni: all codec tokens of the talker, which leaves its end token out itself."""
+    """Qwen2.5-Omni: the talker's codec tokens, from which it leaves its end token out itself.
+
+    The vocoder starts with the first `start_after` tokens and gets the others as they come; where the utterance is cut
+    for decoding is the vocoder's own business.
+    """
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
         super().__init__(start_after, sources)
-        self._codes: list[int] = []
+        self._waiting: list[int] = []
+        self._received = 0
+        self._started = False
 
     def feed(self, source: str, piece: Piece) -> list[Action]:
-        self._codes.extend(_unseen_tokens(piece, len(self._codes)))
-        if not piece.final:
+        tokens = _unseen_tokens(piece, self._received)
+        self._received += len(tokens)
+        if self._started:
+            return [Extend(None, piece.final, tokens)] if tokens or piece.final else []
+        self._waiting.extend(tokens)
+        if piece.final and not self._waiting:
+            return [Skip()]
+        if not piece.final and not 0 < self.start_after <= self._received:
             return []
-        return [Start(StageInputs(token_ids=self._codes))] if self._codes else [Skip()]
+        self._started = True
+        return [Start(StageInputs(token_ids=self._waiting, complete=piece.final))]
 
 
 PROCESSORS: dict[str, type[InputProcessor]] = {

@@ -19,7 +19,8 @@ prepare()
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.core import VllmCore, make_request  # noqa: E402
 from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni_code2wav import read_tensors, solver_times  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni_code2wav import read_tensors  # noqa: E402
+from omni_actors.engine.models.token2wav.dit import solver_times  # noqa: E402
 from omni_actors.errors import (  # noqa: E402
     EngineError,
     InvalidPayload,
@@ -29,7 +30,7 @@ from omni_actors.errors import (  # noqa: E402
     StartupError,
     UnknownVoice,
 )
-from omni_actors.messages import StageParams  # noqa: E402
+from omni_actors.messages import DType, HostTensor, StageParams  # noqa: E402
 from omni_actors.stage.interface import (  # noqa: E402
     AudioEvent,
     ErrorEvent,
@@ -57,8 +58,13 @@ MIX = [
 ]
 
 
-def arguments(checkpoint: Path, *, asynchronous: bool = False, **engine: Any) -> OmniEngineArgs:
-    config = OmniModelConfig(str(checkpoint), "code2wav", outputs=("audio",))
+WHOLE = {"policy": "whole"}
+
+
+def arguments(
+    checkpoint: Path, *, asynchronous: bool = False, decode: dict[str, Any] = WHOLE, **engine: Any
+) -> OmniEngineArgs:
+    config = OmniModelConfig(str(checkpoint), "code2wav", outputs=("audio",), decode=decode)
     return OmniEngineArgs(config, "diffusion", engine=engine, asynchronous=asynchronous)
 
 
@@ -88,7 +94,7 @@ def batches(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> list[tu
     original, seen = runner.step, []
 
     def step(request_ids: Sequence[str]) -> Any:
-        seen.append(tuple(request_ids))
+        seen.append(tuple(job_id.rpartition("/")[0] for job_id in request_ids))
         return original(request_ids)
 
     monkeypatch.setattr(runner, "step", step)
@@ -198,7 +204,7 @@ def test_budget_defers_and_serves_in_order(
 ):
     runner = engine.core.worker.model_runner
     inputs = StageInputs(token_ids=codec_tokens(12, 0))
-    job = runner.prepare(StageRequest("", StageParams(num_steps=4), 0), inputs)
+    job = runner.open(StageRequest("", StageParams(num_steps=4), 0), inputs).next_job()
     assert 0 < job.step_bytes <= job.final_bytes
     monkeypatch.setattr(engine.core.scheduler, "latent_budget_bytes", 2 * job.final_bytes)
     for index in range(5):
@@ -228,7 +234,7 @@ def test_a_failing_request_ends_alone(engine: DiffusionEngine, monkeypatch: pyte
 
     def integrate(request_ids: Sequence[str]) -> Any:
         calls.append(tuple(request_ids))
-        if "bad" in request_ids and len(calls) > 2:
+        if "bad/0" in request_ids and len(calls) > 2:
             raise RuntimeError("out of luck")
         return original(request_ids)
 
@@ -315,17 +321,24 @@ def test_bad_input_is_refused_without_a_trace(
     assert not engine.runnable()
 
 
-def test_a_request_is_whole_and_its_id_free(engine: DiffusionEngine):
+def test_ids_in_use_and_input_that_contradicts_itself(engine: DiffusionEngine):
     request = StageRequest("r", StageParams(num_steps=2), 0)
-    with pytest.raises(InvalidRequest, match="incomplete"):
-        engine.start(request, StageInputs(token_ids=[1], complete=False))
-    engine.start(request, StageInputs(token_ids=[1]))
+    engine.start(request, StageInputs(token_ids=[1], complete=False))
     with pytest.raises(InvalidRequest, match="already running"):
         engine.start(request, StageInputs(token_ids=[1]))
-    engine.extend("r", None, complete=True)
-    with pytest.raises(InvalidRequest, match="as a whole"):
-        engine.extend("r", None, complete=False)
+    engine.extend("r", complete=True)
+    engine.extend("r", complete=True)  # a late, empty end is harmless
     assert list(drain(engine)[0]) == ["r"]
+    engine.extend("r", token_ids=[1], complete=True)  # so is input of a request that has ended
+    for more, text in (
+        ({"token_ids": [1], "complete": True}, "after the last"),
+        ({"complete": False}, "after the last"),
+        ({"rows": HostTensor(DType.F32, (0, 1), b""), "complete": True}, "not rows"),
+    ):
+        engine.start(request, StageInputs(token_ids=[1]))
+        with pytest.raises(InvalidRequest, match=text):
+            engine.extend("r", **more)
+        assert engine.counts()["requests"] == 0
 
 
 def test_facts_and_no_kv_cache(engine: DiffusionEngine):

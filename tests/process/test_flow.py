@@ -165,8 +165,11 @@ async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
     assert any(count.get("dropped_arena_full") for count in counts)
 
 
-async def test_killed_consumer_gives_its_blocks_back(launch: Launch) -> None:
-    echo = launch(data({}, thinker={**WIDE, "step_seconds": 0.02})).wait_ready()
+@pytest.mark.parametrize("policy", ["fail", "replay"])
+async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str) -> None:
+    wide = data({}, thinker={**WIDE, "step_seconds": 0.02})
+    wide["stages"][2]["on_replica_loss"] = policy
+    echo = launch(wide).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
         await client.generate("the talker says that it reads the arena")
         tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(4)]
@@ -179,7 +182,11 @@ async def test_killed_consumer_gives_its_blocks_back(launch: Launch) -> None:
         await asyncio.to_thread(until, lambda: blocks() > 3, 10, "blocks")
         os.kill(talker, signal.SIGKILL)
         answers = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(answer, StageLost) for answer in answers)
+        if policy == "fail":
+            assert all(isinstance(answer, StageLost) for answer in answers)
+        else:
+            for answer in answers:
+                assert_echo(answer, "x" * 400)
         assert (await client.generate("text", modalities=["text"])).text == "text"
     echo.wait_idle()
     thinker = next(stage for stage in echo.describe().stages if stage.stage == "thinker")
@@ -254,4 +261,4 @@ def test_short_fuzz() -> None:
 
 
 def test_short_soak() -> None:
-    script("soak.py", "--requests", "300", "--seed", "3")
+    script("soak.py", "--requests", "300", "--seed", "3", "--growth", "1.15")

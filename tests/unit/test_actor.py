@@ -83,8 +83,8 @@ class RecordingEngine(StageEngine):
             raise self.refuse
         self.held.add(request.request_id)
 
-    def extend(self, request_id: str, rows: HostTensor | None, *, complete: bool) -> None:
-        self.calls.append(("extend", request_id, rows, complete))
+    def extend(self, request_id: str, rows: HostTensor | None = None, *, token_ids=(), complete: bool) -> None:
+        self.calls.append(("extend", request_id, rows, *([tuple(token_ids)] if token_ids else []), complete))
         if self.refuse is not None:
             raise self.refuse
 
@@ -241,7 +241,6 @@ def test_chunk_after_the_end_fails_the_request_instead_of_starting_it_twice() ->
     [
         (Hop("prompt", 0, 4), 0, "foreign_epoch"),
         (Hop("prompt", 1, 5), 0, "foreign_epoch"),
-        (Hop("prompt", 0, 5), 1, "foreign_epoch"),
         (Hop("talker", 0, 5), 0, "unexpected_source"),
     ],
 )
@@ -461,6 +460,93 @@ def test_echo_engine_fails_one_request_and_goes_on() -> None:
         sent += stage.actor.step()
     ends = {m.header.request_id: type(m.body) for m in sent if isinstance(m.body, Failed | StageDone)}
     assert ends == {"bad": Failed, "good": StageDone}
+    assert stage.actor.counts() == EMPTY
+
+
+# -- attempts ---------------------------------------------------------------------------------------------------------
+
+
+def expect_attempt(stage: StageUnderTest, attempt: int) -> list[Outgoing]:
+    body = Expect(route=ROUTE, params=StageParams(), seed=3)
+    return stage.actor.receive(Envelope(Header("expect", "r1", attempt=attempt), body))
+
+
+def abort_attempt(stage: StageUnderTest, attempt: int) -> list[Outgoing]:
+    return stage.actor.receive(Envelope(Header("abort", "r1", attempt=attempt), Abort()))
+
+
+def tokens_of_attempt(stage: StageUnderTest, attempt: int, text: str = "ab") -> list[Outgoing]:
+    return stage.chunk("r1", 0, attempt=attempt, token_ids=pack_token_ids(list(text.encode())), final=True)
+
+
+def test_a_new_attempt_is_another_request_to_the_engine() -> None:
+    stage = StageUnderTest("thinker")
+    expect_attempt(stage, 0)
+    tokens_of_attempt(stage, 0)
+    abort_attempt(stage, 0)
+    expect_attempt(stage, 1)
+    tokens_of_attempt(stage, 0)
+    assert stage.actor.dropped == {"foreign_epoch": 1}
+    tokens_of_attempt(stage, 1)
+    assert [call[:2] for call in stage.engine.calls if call[0] == "abort"] == [("abort", "r1")]
+    assert stage.engine.held == {"r1~1"}
+    assert stage.do(TextEvent("r1", "late", [1])) == []
+    assert stage.actor.dropped["event_of_ended_request"] == 1
+    (message,) = stage.do(TextEvent("r1~1", "x", [1]))
+    assert (message.header.request_id, message.header.attempt, message.header.seq) == ("r1", 1, 0)
+    stage.engine.held.clear()
+    stage.do(FinishedEvent("r1~1", FinishReason.STOP, 1, 1))
+    assert stage.actor.counts() == EMPTY
+    assert stage.actor._by_engine_id == {}
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_chunks_of_the_next_attempt_may_come_first(aborted: bool) -> None:
+    stage = StageUnderTest("thinker")
+    expect_attempt(stage, 0)
+    tokens_of_attempt(stage, 0, "old")
+    tokens_of_attempt(stage, 1, "new")
+    if aborted:
+        abort_attempt(stage, 0)
+        assert stage.actor.counts()["parked"] == 1
+    expect_attempt(stage, 1)
+    assert [bytes(inputs.token_ids) for inputs in stage.engine.started()] == [b"old", b"new"]
+    assert ("abort", "r1") in stage.engine.calls
+    assert stage.engine.held == {"r1~1"}
+
+
+def test_old_attempts_touch_nothing() -> None:
+    stage = StageUnderTest("thinker")
+    expect_attempt(stage, 1)
+    tokens_of_attempt(stage, 1)
+    expect_attempt(stage, 0)
+    abort_attempt(stage, 0)
+    own = Header("", "r1", "thinker", 0, 5, 0)
+    assert stage.actor.reject(own, EngineError("could not be sent")) == []
+    assert stage.engine.held == {"r1~1"}
+    abort_attempt(stage, 1)
+    expect_attempt(stage, 1)
+    assert stage.engine.held == set()
+    assert stage.actor.dropped == {"expected_twice": 2, "late": 1}
+
+
+def test_an_abort_before_its_announcement_is_remembered() -> None:
+    stage = StageUnderTest("thinker")
+    abort_attempt(stage, 0)
+    expect_attempt(stage, 0)
+    assert stage.actor.counts() == EMPTY
+    expect_attempt(stage, 1)
+    assert stage.actor.counts()["requests"] == 1
+
+
+def test_parked_too_long_for_the_next_attempt_leaves_nothing_of_the_one_before() -> None:
+    stage = StageUnderTest("thinker")
+    expect_attempt(stage, 0)
+    tokens_of_attempt(stage, 0)
+    tokens_of_attempt(stage, 1)
+    stage.clock.now += stage.actor._parked_seconds
+    message = failed(stage.actor.tick())
+    assert message.code is ErrorCode.PROTOCOL_ERROR
     assert stage.actor.counts() == EMPTY
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_actors.core.coordination import Coordination, Instruction, ToClient, ToStage
-from omni_actors.core.replicas import ReplicaState, ReplicaTable
+from omni_actors.core.replicas import ReplicaTable
+from omni_actors.core.states import ReplicaEvent, ReplicaState
 from omni_actors.core.tombstones import Tombstones
-from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, SlowClient
+from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, SlowClient, StageLost
 from omni_actors.messages import (
     Abort,
     AudioChunk,
@@ -25,6 +27,7 @@ from omni_actors.messages import (
     StageParams,
     TensorRef,
     TextDelta,
+    pack_token_ids,
 )
 from tests.unit.builders import done, header_from, pipeline, submit
 
@@ -178,7 +181,7 @@ def test_deadline_ends_the_request_everywhere() -> None:
 
 def test_missing_stage_is_named() -> None:
     state = ready()
-    state.replicas.find("talker", 0, 1).state = ReplicaState.LOADING
+    state.replicas.find("talker", 0, 1).state = ReplicaState.DEAD
     body = failure(ask(state))
     assert (body.code, body.stage, body.retryable) == (ErrorCode.STAGE_UNAVAILABLE, "talker", True)
     assert len(ask(state, "r2", ALICE, "text")) == 2
@@ -356,9 +359,219 @@ def test_tombstones_age_and_bound() -> None:
     assert len(stones) == 2
 
 
+# -- replay -----------------------------------------------------------------------------------------------------------
+
+
+def letter(index: int) -> TextDelta:
+    return TextDelta(text=chr(97 + index % 26), token_ids=pack_token_ids([index]))
+
+
+def sound(first: int, count: int) -> tuple[AudioChunk, tuple[bytes, ...]]:
+    samples = array.array("f", range(first, first + count)).tobytes()
+    return AudioChunk(samples=TensorRef(DType.F32, (count,), 0), sample_rate=24_000), (samples,)
+
+
+def lose(state: Coordination, stage: str, restart: bool = True, why: str = "killed by signal 9") -> list[Instruction]:
+    replica = state.replicas.current(stage, 0)
+    assert replica is not None
+    return state.replica_lost(replica, NOW, why, restart)
+
+
+def bring_back(state: Coordination, stage: str, index: int = 0) -> list[Instruction]:
+    before = state.replicas.current(stage, index)
+    assert before is not None
+    replica = state.replicas.add(stage, index, before.epoch + 1)
+    replica.state = ReplicaState.READY
+    return state.reopen(NOW)
+
+
+def again(state: Coordination, stage: str, body: object, seq: int, epoch: int = 1, attempt: int = 1, **more) -> list:
+    header = header_from(hop(stage, 0, epoch), "r1", seq, attempt)
+    return state.from_stage(header, body, more.get("buffers", ()), NOW)
+
+
+def test_lost_replica_is_replayed_when_it_is_back_with_the_same_seed() -> None:
+    state = ready()
+    first = ask(state, voice="Ethan")
+    lost = lose(state, "talker")
+    assert sorted(aborts(lost)) == ["code2wav", "prompt", "thinker"], "the dead one hears nothing"
+    assert {item.attempt for item in lost} == {0}
+    assert not [item for item in lost if isinstance(item, ToClient)]
+    assert not any(replica.requests for replica in state.replicas)
+    assert state.reopen(NOW) == []
+    opened = bring_back(state, "talker")
+    assert [item.hop for item in opened] == [hop("code2wav"), hop("talker", 0, 2), hop("thinker"), hop("prompt")]
+    assert {item.attempt for item in opened} == {1}
+    assert {item.body.seed for item in (*first, *opened)} == {77}
+    assert [list(item.buffers) for item in opened] == [[], [], [], [b"media"]]
+    assert state.replays == 1
+
+
+def test_the_client_gets_only_what_it_has_not() -> None:
+    state = ready()
+    ask(state)
+    for index in range(3):
+        say(state, "thinker", letter(index), index)
+    chunk, buffers = sound(0, 5)
+    say(state, "code2wav", chunk, 0, buffers=buffers)
+    lose(state, "thinker")
+    bring_back(state, "thinker")
+    assert say(state, "talker", done()) == [], "the former attempt"
+    assert state.dropped == {"foreign_attempt": 1}
+    assert again(state, "thinker", TextDelta(text="ab", token_ids=pack_token_ids([0, 1])), 0, 2) == []
+    (rest,) = again(state, "thinker", TextDelta(text="cd", token_ids=pack_token_ids([2, 3])), 1, 2)
+    assert (rest.seq, rest.body) == (4, TextDelta(text="d", token_ids=pack_token_ids([3])))
+    (whole,) = again(state, "thinker", letter(4), 2, 2)
+    assert whole.body == letter(4)
+    chunk, buffers = sound(0, 4)
+    assert again(state, "code2wav", chunk, 0, buffers=buffers) == []
+    chunk, buffers = sound(4, 4)
+    (audio,) = again(state, "code2wav", chunk, 1, buffers=buffers)
+    assert audio.body.samples == TensorRef(DType.F32, (3,), 0)
+    assert array.array("f", bytes(audio.buffers[0])).tolist() == [5.0, 6.0, 7.0]
+    for stage, seq, epoch in (("prompt", 0, 1), ("thinker", 3, 2), ("talker", 0, 1)):
+        assert again(state, stage, done(), seq, epoch) == []
+    (end,) = again(state, "code2wav", done(), 2)
+    assert isinstance(end.body, Done)
+    assert state.retained_bytes == 0
+
+
+def test_a_replay_that_says_something_else_or_less_fails() -> None:
+    for wrong in (TextDelta(text="ax", token_ids=pack_token_ids([0, 9])), None):
+        state = ready()
+        ask(state, "r1", ALICE, "text")
+        say(state, "thinker", letter(0), 0)
+        say(state, "thinker", letter(1), 1)
+        lose(state, "thinker")
+        bring_back(state, "thinker")
+        if wrong is not None:
+            body = failure(again(state, "thinker", wrong, 0, 2))
+        else:
+            again(state, "prompt", done(), 0)
+            body = failure(again(state, "thinker", done(), 0, 2))
+        assert (body.code, "did not repeat" in body.message) == (ErrorCode.STAGE_LOST, True)
+
+
+def test_poison_after_two_replicas_of_a_stage() -> None:
+    state = ready()
+    ask(state)
+    lose(state, "talker", why="first")
+    bring_back(state, "talker")
+    body = failure(lose(state, "talker", why="second"))
+    assert (body.code, body.stage, body.retryable) == (ErrorCode.POISON, "talker", False)
+    assert "talker/0 (epoch 1): first; talker/0 (epoch 2): second" in body.message
+
+
+def test_of_several_suspects_only_the_guilty_one_fails() -> None:
+    state = ready(max_in_flight=9)
+    for name in ("a", "guilty", "z"):
+        ask(state, name)
+    lose(state, "talker")
+    bring_back(state, "talker")
+    ask(state, "new")
+    assert not [item for item in lose(state, "talker") if isinstance(item, ToClient)], "it may be any of the three"
+    assert {item.request_id for item in bring_back(state, "talker")} == {"a", "new"}, "suspects run one at a time"
+    assert state.tick(NOW) == []
+    for stage in STAGES:
+        request = state._requests["a"]
+        state.from_stage(header_from(request.hop(stage), "a", 0, request.attempt), done(), (), NOW)
+    assert {item.request_id for item in state.tick(NOW)} == {"guilty"}
+    body = failure(lose(state, "talker"))
+    assert body.code is ErrorCode.POISON
+    assert set(state.requests_of(ALICE)) == {"new", "z"}
+    assert {item.request_id for item in bring_back(state, "talker")} == {"z"}, "the new one was there twice, too"
+
+
+def test_losses_of_several_stages_are_no_poison_but_bounded() -> None:
+    state = ready(max_attempts=3)
+    ask(state)
+    for stage in ("talker", "thinker"):
+        assert not [item for item in lose(state, stage) if isinstance(item, ToClient)]
+        bring_back(state, stage)
+    assert failure(lose(state, "code2wav")).code is ErrorCode.STAGE_LOST
+
+
+def test_a_stage_that_has_finished_is_not_missed() -> None:
+    state = ready()
+    ask(state)
+    say(state, "prompt", done())
+    assert aborts(lose(state, "prompt")) != [], "its last chunks may have died with it"
+    bring_back(state, "prompt")
+    again(state, "prompt", done(), 0, 2)
+    again(state, "thinker", done(), 0)
+    assert lose(state, "prompt") == []
+    assert state.in_flight == 1
+    assert state.replicas.current("prompt", 0).requests == set(), "a dead replica owns nothing"
+
+
+def test_a_stage_that_cannot_reach_another_one_tries_again() -> None:
+    state = ready()
+    ask(state)
+    lost = Failed.from_error(StageLost("talker/0 takes no messages."), "thinker")
+    instructions = say(state, "thinker", lost)
+    assert not [item for item in instructions if isinstance(item, ToClient)]
+    opened = [item for item in instructions if isinstance(item.body, Expect)]
+    assert {item.attempt for item in opened} == {1}
+    assert state._requests["r1"].losses == [], "nobody is accused"
+
+
+def test_over_the_budget_nothing_is_kept() -> None:
+    state = ready(retain_bytes=20)  # one request of 12 + 5 bytes
+    ask(state, "kept")
+    ask(state, "let go")
+    assert state.retained_bytes == 17
+    assert failure(lose(state, "talker")).code is ErrorCode.STAGE_LOST
+    assert state.requests_of(ALICE) == ("kept",)
+
+
+def test_new_requests_wait_for_a_stage_that_comes_back() -> None:
+    state = ready(max_in_flight=2)
+    lose(state, "talker")
+    assert ask(state, "a") == []
+    assert [item.hop.stage for item in ask(state, "text", ALICE, "text")] == ["thinker", "prompt"]
+    assert failure(ask(state, "b")).code is ErrorCode.OVERLOADED
+    assert {item.request_id for item in bring_back(state, "talker")} == {"a"}
+
+
+def test_waiting_requests_end_when_nobody_comes_or_time_is_up() -> None:
+    state = ready(default_timeout=5)
+    ask(state)
+    lose(state, "talker")
+    body = failure(state.tick(NOW + 6))
+    assert (body.code, "killed by signal 9" in body.message) == (ErrorCode.DEADLINE_EXCEEDED, True)
+    ask(state, "r2")
+    replica = state.replicas.add("talker", 0, 2)
+    body = failure(state.replica_lost(replica, NOW, "bad checkpoint", restart=False))
+    assert (body.code, body.stage) == (ErrorCode.STAGE_UNAVAILABLE, "talker")
+
+
+def test_a_client_may_abort_what_waits() -> None:
+    state = ready()
+    ask(state)
+    lose(state, "talker")
+    assert failure(state.abort(ALICE, "r1", NOW)).code is ErrorCode.ABORTED
+    assert bring_back(state, "talker") == []
+
+
+def test_draining_replica_takes_nothing_new_and_is_waited_for_when_it_will_be_back() -> None:
+    state = ready()
+    ask(state, "held")
+    talker = state.replicas.find("talker", 0, 1)
+    talker.on(ReplicaEvent.DRAIN)
+    assert failure(ask(state, "drained")).code is ErrorCode.STAGE_UNAVAILABLE
+    talker.restart_wanted = True
+    assert ask(state, "waits") == []
+    say(state, "code2wav", done(), 0, "held")
+    assert talker.requests == {"held"}
+    lose(state, "talker")
+    assert state._requests["held"].losses == [], "a restart that was asked for is nobody's fault"
+    assert len(bring_back(state, "talker")) == 8
+
+
 # -- any interleaving -------------------------------------------------------------------------------------------------
 
 request_numbers = st.integers(0, 7)
+MAX_ATTEMPTS = 3
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -366,13 +579,14 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = ready(replicas=2, max_in_flight=5, tombstone_ttl=20)
+        self.state = ready(replicas=2, max_in_flight=5, tombstone_ttl=20, max_attempts=MAX_ATTEMPTS)
         self.now = NOW
         self.serial = 0
         self.admitted: dict[str, bytes] = {}
         self.terminals: collections.Counter[str] = collections.Counter()
-        self.seqs: dict[tuple[str, str], int] = {}
+        self.seqs: collections.Counter[tuple[str, int, str]] = collections.Counter()
         self.client_seq: collections.Counter[str] = collections.Counter()
+        self.texts: collections.Counter[str] = collections.Counter()
         self.silenced: set[str] = set()  # their client is gone
 
     def take(self, instructions: list[Instruction]) -> None:
@@ -380,13 +594,17 @@ class AnyOrder(RuleBasedStateMachine):
             if isinstance(item, ToStage):
                 replica = self.state.replicas.find(*(item.hop.stage, item.hop.replica, item.hop.epoch))
                 assert replica is not None
-                assert replica.state is not ReplicaState.DEAD
+                assert replica.alive
+                assert item.attempt < MAX_ATTEMPTS
                 continue
             assert item.client == self.admitted[item.request_id]
             assert item.request_id not in self.silenced
             assert self.terminals[item.request_id] == 0, "a message after the terminal one"
             assert item.seq == self.client_seq[item.request_id]
             self.client_seq[item.request_id] += 1
+            if isinstance(item.body, TextDelta):
+                assert item.body == letter(self.texts[item.request_id]), "lost, doubled or out of order"
+                self.texts[item.request_id] += 1
             if isinstance(item.body, Done | Failed):
                 self.terminals[item.request_id] += 1
 
@@ -400,9 +618,9 @@ class AnyOrder(RuleBasedStateMachine):
         deadline = self.now + timeout if timeout else 0.0
         body = submit("text", "audio") if audio else submit("text")
         instructions = self.state.submit(client, Header("", request_id, deadline=deadline), body, [], self.now)
-        if isinstance(instructions[0], ToClient):
+        if request_id not in self.state.requests_of(client):
             assert len(instructions) == 1
-            assert request_id not in self.state.requests_of(client)
+            assert isinstance(instructions[0].body, Failed)
             return
         self.admitted[request_id] = client
         self.take(instructions)
@@ -410,20 +628,33 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(
         number=request_numbers,
         stage=st.sampled_from(STAGES),
-        kind=st.sampled_from(["out", "done", "fail"]),
-        index=st.integers(0, 1),
+        kind=st.sampled_from(["out", "out", "done", "done", "fail", "lost"]),
         skip=st.sampled_from([0, 0, 0, 0, 1]),
-        epoch=st.sampled_from([1, 1, 1, 2]),
+        stale=st.sampled_from(["", "", "", "epoch", "attempt"]),
     )
-    def stage_says(self, number: int, stage: str, kind: str, index: int, skip: int, epoch: int) -> None:
+    def stage_says(self, number: int, stage: str, kind: str, skip: int, stale: str) -> None:
         request_id = self.pick(number)
-        seq = self.seqs.get((request_id, stage), 0) + skip
-        output = CHUNK if stage == "code2wav" else TextDelta(text="x")
-        body = {"out": output, "done": done(), "fail": Failed.from_error(EngineError("x"))}[kind]
+        request = self.state._requests.get(request_id)
+        bound = (request.hop(stage) if request is not None else None) or hop(stage, 0, 99)
+        attempt = request.attempt if request is not None else 0
+        key = (request_id, attempt, stage)
+        output = CHUNK if stage == "code2wav" else letter(self.seqs[key])
+        body = {
+            "out": output,
+            "done": done(),
+            "fail": Failed.from_error(EngineError("x")),
+            "lost": Failed.from_error(StageLost("x", stage=stage)),
+        }[kind]
+        sender = Hop(bound.stage, bound.replica, bound.epoch + 1) if stale == "epoch" else bound
+        wrong = header_from(sender, request_id, self.seqs[key] + skip, attempt + (stale == "attempt"))
+        buffers = (bytes(4),) if body is CHUNK else ()
         before = sum(self.state.dropped.values())
-        self.take(self.state.from_stage(header_from(hop(stage, index, epoch), request_id, seq), body, (), self.now))
+        instructions = self.state.from_stage(wrong, body, buffers, self.now)
+        if stale:
+            assert instructions == [], "of an unknown epoch or attempt"
+        self.take(instructions)
         if sum(self.state.dropped.values()) == before:
-            self.seqs[request_id, stage] = seq + 1
+            self.seqs[key] += 1 + skip
 
     @rule(number=request_numbers, client=st.sampled_from([ALICE, BOB]))
     def abort(self, number: int, client: bytes) -> None:
@@ -439,17 +670,26 @@ class AnyOrder(RuleBasedStateMachine):
         self.silenced.update(self.state.requests_of(client))
         self.take(self.state.client_gone(client, self.now))
 
+    @rule(stage=st.sampled_from(STAGES), index=st.integers(0, 1), restart=st.booleans(), wanted=st.booleans())
+    def replica_lost(self, stage: str, index: int, restart: bool, wanted: bool) -> None:
+        replica = self.state.replicas.current(stage, index)
+        if replica is not None and replica.alive:
+            replica.restart_wanted = restart and wanted
+            self.take(self.state.replica_lost(replica, self.now, "test", restart))
+
     @rule(stage=st.sampled_from(STAGES), index=st.integers(0, 1))
-    def replica_lost(self, stage: str, index: int) -> None:
-        replica = self.state.replicas.find(stage, index, 1)
+    def replica_drains(self, stage: str, index: int) -> None:
+        replica = self.state.replicas.current(stage, index)
         if replica is not None and replica.state is ReplicaState.READY:
-            self.take(self.state.replica_lost(replica, self.now, "test"))
+            replica.on(ReplicaEvent.DRAIN)
 
     @rule(stage=st.sampled_from(STAGES), index=st.integers(0, 1))
     def replica_back(self, stage: str, index: int) -> None:
-        replica = self.state.replicas.find(stage, index, 1)
-        if replica is not None and replica.state is ReplicaState.DEAD:
-            replica.state = ReplicaState.READY
+        replica = self.state.replicas.current(stage, index)
+        if replica is not None and not replica.alive:
+            new = self.state.replicas.add(stage, index, replica.epoch + 1)
+            new.state = ReplicaState.READY
+            self.take(self.state.reopen(self.now))
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 30.0]))
     def time_passes(self, seconds: float) -> None:
@@ -470,6 +710,18 @@ class AnyOrder(RuleBasedStateMachine):
         assert active == set(self.admitted) - ended - self.silenced
         held = set().union(*(replica.requests for replica in self.state.replicas))
         assert held <= active
+        for replica in self.state.replicas:
+            assert replica.alive or not replica.requests, "a dead replica owns nothing"
+        for request in self.state._requests.values():
+            assert request.attempt < MAX_ATTEMPTS
+            assert (request.state == "running") == bool(request.route)
+            for bound in request.route:
+                replica = self.state.replicas.find(bound.stage, bound.replica, bound.epoch)
+                if replica is None or not replica.alive:
+                    assert self.state._is_through_with(request, bound.stage)
+        assert self.state.retained_bytes == sum(
+            request.retained.size for request in self.state._requests.values() if request.retained is not None
+        )
 
     def teardown(self) -> None:
         self.take(self.state.tick(self.now + 10_000))
@@ -480,7 +732,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 def test_deadline_is_bounded() -> None:

@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": BASE | {"logs", "messages", "codec", "outputs", "transport"},
     "coordinator": BASE | {"logs", "messages", "config", "codec", "core", "transport"},
     "node": BASE | {"logs", "messages", "config", "stage", "transport"},
+    "ctl": BASE | {"messages", "client"},
     "llm": BASE | {"messages", "client", "outputs", "transport"},
     "server": BASE | {"logs", "messages", "client"},
     "launch": BASE | {"logs", "messages", "config", "core", "client", "coordinator", "node", "server", "transport"},

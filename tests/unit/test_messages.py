@@ -72,6 +72,15 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.Credit(messages=3, bytes=2**40, released=(7, 2**53), mapped=True), []),
     (m.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x", arena=ARENA), []),
     (m.Peers(peers=(), sources=(m.Peer("prompt", 0, 1, "ipc:///p", ARENA),)), []),
+    (m.Operate(operation=m.Operation.RESTART, stage="talker", replica=1), []),
+    (
+        m.Report(
+            text="x", description=m.Description("p", "m", ("text",), (), 0, True, 1, 9, ()),
+            edges=(m.EdgeStatus("talker", 1, 3, 4, 5, 6, 1, 0.5, 0.25, "ready"),),
+            requests=(m.RequestStatus("r", "running", 1, ("talker/1",), ("prompt",), 3.5, ("talker/0: died",)),),
+        ),
+        [],
+    ),
 ]  # fmt: skip
 HEADER = m.Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 
@@ -204,6 +213,12 @@ def test_token_ids_travel_as_bytes() -> None:
     for unpack in (m.unpack_token_ids, lambda data: m.Chunk(token_ids=data)):
         with pytest.raises(InvalidPayload, match="multiple of 4"):
             unpack(b"abc")
+
+
+@pytest.mark.parametrize(("operation", "stage"), [("drain", ""), ("restart", ""), ("status", "x"), ("shutdown", "x")])
+def test_an_operation_names_a_stage_if_it_needs_one(operation: str, stage: str) -> None:
+    with pytest.raises(InvalidPayload, match="stage"):
+        m.Operate(operation=m.Operation(operation), stage=stage)
 
 
 def test_host_tensor_validates() -> None:

@@ -219,3 +219,30 @@ def test_sources_hear_whether_their_arena_was_mapped(harness: Harness) -> None:
     assert first.body == Credit(mapped=False)
     assert second.body == Credit(messages=3, bytes=300)
     harness.outbound.grant(Hop("gone", 0, 5), 1, 1)
+
+
+def test_what_comes_before_the_address_of_a_new_life_waits_for_it(harness: Harness) -> None:
+    again = Hop("talker", 0, 6)
+    harness.bind(TALKER, again)
+    harness.peers(TALKER)
+    harness.outbound.send(chunk(TALKER, seq=0))
+    harness.receive(TALKER, 1)
+    harness.outbound.send(chunk(again, seq=0))
+    harness.outbound.send(chunk(again, seq=1))
+    with pytest.raises(queue.Empty):
+        harness.events.get(timeout=0.3)
+    harness.peers(again)
+    assert [envelope.header.seq for envelope in harness.receive(again, 2)] == [0, 1]
+    harness.outbound.send(chunk(TALKER, seq=1))
+    rejected = harness.events.get(timeout=2)
+    assert isinstance(rejected.error, StageLost), "its former life is gone for good"
+
+
+def test_what_waits_for_an_address_that_never_comes_is_rejected(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omni_actors.stage.io_threads.EARLY_SECONDS", 0.2)
+    harness.outbound.send(chunk(TALKER, seq=0))
+    rejected = harness.events.get(timeout=2)
+    assert isinstance(rejected, Rejected)
+    assert "never announced" in rejected.error.message

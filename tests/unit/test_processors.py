@@ -158,15 +158,32 @@ def test_rows_of_another_width_or_dtype(other: HostTensor) -> None:
 # -- talker2code2wav, passthrough -------------------------------------------------------------------------------------
 
 
-def test_code2wav_gets_all_codec_tokens_at_the_end() -> None:
-    processor = Talker2Code2Wav(2, ("talker",))
+def test_code2wav_gets_codec_tokens_as_they_come() -> None:
+    processor = Talker2Code2Wav(3, ("talker",))
     assert processor.feed("talker", Piece(token_ids=[5, 6], start=0)) == []
-    assert processor.feed("talker", Piece(token_ids=[6, 7], start=1)) == []
-    (start,) = processor.feed("talker", Piece(token_ids=[8], start=3, final=True))
-    assert list(start.inputs.token_ids) == [5, 6, 7, 8]
+    (start,) = processor.feed("talker", Piece(token_ids=[6, 7], start=1))
+    assert (list(start.inputs.token_ids), start.inputs.complete) == ([5, 6, 7], False)
+    assert processor.feed("talker", Piece(token_ids=[8, 9], start=3)) == [Extend(None, False, [8, 9])]
+    assert processor.feed("talker", Piece(token_ids=[9], start=4)) == []
+    assert processor.feed("talker", Piece(final=True, start=5)) == [Extend(None, True, ())]
+
+
+def test_code2wav_of_a_short_or_silent_reply() -> None:
+    for start_after in (0, 3):
+        processor = Talker2Code2Wav(start_after, ("talker",))
+        assert processor.feed("talker", Piece(token_ids=[5, 6], start=0)) == []
+        (start,) = processor.feed("talker", Piece(final=True, start=2))
+        assert (list(start.inputs.token_ids), start.inputs.complete) == ([5, 6], True)
     assert Talker2Code2Wav(2, ("talker",)).feed("talker", Piece(final=True)) == [Skip()]
     with pytest.raises(InvalidPayload, match="position 2 came where 0"):
         Talker2Code2Wav(2, ("talker",)).feed("talker", Piece(token_ids=[1], start=2))
+
+
+def test_code2wav_may_wait_for_the_whole_reply() -> None:
+    processor = Talker2Code2Wav(0, ("talker",))
+    assert processor.feed("talker", Piece(token_ids=list(range(50)), start=0)) == []
+    (start,) = processor.feed("talker", Piece(token_ids=[50], start=50, final=True))
+    assert (len(start.inputs.token_ids), start.inputs.complete) == (51, True)
 
 
 def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:

@@ -1,34 +1,39 @@
-"""Qwen2.5-Omni's vocoder (token2wav: a diffusion transformer and BigVGAN) for requests of any mix of lengths.
+"""Qwen2.5-Omni's vocoder (token2wav: a diffusion transformer and BigVGAN), for requests of any mix of lengths.
 
-The modules come from transformers; what is ours is how a batch runs through the DiT. Its attention is local: a frame
-sees the frames of its own block (24 frames), in a few layers also the block before or after. So every request is cut
-into blocks, the last one padded, and the blocks of all requests and of both guidance branches are stacked to
-[blocks, frames per block, width]. Attention runs per block over the keys of its window: the cost is linear in the
-length, a request pays for at most 23 frames of padding whatever else is in the batch, and nothing can leak between
-requests. One step is one interval of the Runge-Kutta solver (four evaluations); the last one also decodes the mel
-frames.
+An utterance is decoded in chunks while the talker still speaks. Three things make the chunks one waveform:
+
+* the noise of a block is the same whatever the utterance's length: block b takes the b-th draw of its seed;
+* a chunk reads what the chunk before had to its left (see token2wav/dit.py) and computes a few blocks to its right,
+  which it throws away: all that differs from the whole decode is that those blocks do not know what follows them;
+* BigVGAN gets its whole receptive field (35 frames) on both sides: each window begins as much before its first new
+  sample, and the waveform is sent only so far that the frames behind it, those of the look-ahead included, are there.
+
+One step is one interval of the Runge-Kutta solver for all chunks in progress; the last one also decodes the mel frames.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import apply_rotary_pos_emb, deinterleave_head_dim
 from transformers.utils import cached_file
 
-from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, StepResult
+from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
+from omni_actors.engine.models.token2wav.bigvgan import FusedVocoder, Vocoder, receptive_frames
+from omni_actors.engine.models.token2wav.chunks import ChunkPolicy, DecodeOptions
+from omni_actors.engine.models.token2wav.dit import EVALUATIONS, Dit, DitChunk, solver_times
 from omni_actors.engine.models.voices import load_voices
+from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong, StartupError, UnknownVoice
 from omni_actors.messages import DIFFUSION_PARAMS, StageParams
 from omni_actors.stage.interface import EngineFacts, StageInputs, StageRequest
@@ -44,21 +49,160 @@ MIN_GUIDANCE = 1e-5
 # Copies of the widest activation that live at a time, for the byte estimates: 30 % and 15 % above what an H200 used.
 DIT_COPIES = 4
 VOCODER_COPIES = 12
+# What "auto" means; measured in docs/benchmarks.md.
+AUTO_PRECISION = {"cuda": "bf16", "cpu": "float32"}
+CHUNKS = ChunkPolicy(first=1, largest=16, look_ahead=1)
+
+
+@dataclass(eq=False)
+class Carry:
+    """What a chunk leaves on the device for the next one of its request.
+
+    `left` is `DitChunk.left`; `mel` f32 [frames, mel_dim] the frames that the next vocoder window begins with.
+    """
+
+    left: torch.Tensor | None = None
+    mel: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Code2WavPayload:
-    """A validated vocoder request. `times` f32 [steps + 1] are the solver's points in time, on the host."""
+    """A validated chunk, in frames and blocks of its own window: the chunk's blocks, then those of the look-ahead.
+
+    Args:
+        token_ids: codec tokens of the window.
+        noise: f32 [blocks, frames per block, mel_dim], initial latents of the window, on the host.
+        times: the solver's points in time.
+        blocks: blocks of the chunk itself.
+        last: whether the utterance ends with this chunk.
+        emit: first frame of the whole utterance to be sent with this chunk, and the one after the last.
+        context: frames before `emit[0]` at which `carry.mel` begins.
+        keep_from: the frame of the whole utterance from which the next chunk's `carry.mel` begins.
+        carry: of the request; written when the chunk is complete.
+    """
 
     token_ids: tuple[int, ...]
+    noise: torch.Tensor = field(repr=False)
     voice: str
-    seed: int
-    times: torch.Tensor
+    times: tuple[float, ...]
     guidance_scale: float
+    blocks: int
+    last: bool
+    emit: tuple[int, int]
+    context: int
+    keep_from: int
+    carry: Carry = field(repr=False)
 
     @property
-    def guided(self) -> bool:
-        return self.guidance_scale >= MIN_GUIDANCE
+    def intervals(self) -> int:
+        return len(self.times) - 1
+
+    @property
+    def branches(self) -> int:
+        return 2 if self.guidance_scale >= MIN_GUIDANCE else 1
+
+
+class NoiseBlocks:
+    """The initial noise of an utterance: block b is the b-th draw, so no block depends on how many there are."""
+
+    def __init__(self, seed: int, frames: int, mel_dim: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._shape = (frames, mel_dim)
+        self._drawn: dict[int, torch.Tensor] = {}
+        self._next = 0
+
+    def take(self, begin: int, end: int) -> torch.Tensor:
+        """Blocks `begin` to `end`, f32 [end - begin, frames, mel_dim]. Forgets those before `begin`."""
+        while self._next < end:
+            self._drawn[self._next] = torch.randn(self._shape, generator=self._generator, dtype=torch.float32)
+            self._next += 1
+        self._drawn = {number: noise for number, noise in self._drawn.items() if number >= begin}
+        return torch.stack([self._drawn[number] for number in range(begin, end)])
+
+
+class Code2WavStream(DiffusionStream):
+    """A request: collects tokens and cuts them into chunks."""
+
+    def __init__(self, runner: Qwen2_5OmniCode2Wav, voice: str, seed: int, params: StageParams) -> None:
+        self._runner = runner
+        self._voice = voice
+        self._params = params
+        self._times = tuple(solver_times(params.num_steps, params.sway_coefficient).tolist())
+        self._frames_per_block = runner.config.dit_config.block_size
+        self._tokens_per_block = self._frames_per_block // runner.config.dit_config.repeats
+        self._noise = NoiseBlocks(seed, self._frames_per_block, runner.config.dit_config.mel_dim)
+        self._tokens: list[int] = []
+        self._complete = False
+        self._block = 0  # where the next chunk begins
+        self._emitted = 0  # frames sent
+        self._finished = False
+        self.carry = runner.new_carry()
+
+    @property
+    def input_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
+        runner = self._runner
+        if self._complete and (token_ids or not complete):
+            raise InvalidRequest("The vocoder got more codec tokens after the last.")
+        if len(self._tokens) + len(token_ids) > runner.max_tokens:
+            count = len(self._tokens) + len(token_ids)
+            raise PromptTooLong(f"{count} codec tokens exceed the vocoder's maximum of {runner.max_tokens}.")
+        rows = runner.config.dit_config.num_embeds + 1
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= rows):
+            wrong = next(token for token in token_ids if not 0 <= token < rows)
+            raise InvalidPayload(f"Codec token {wrong} is outside 0..{rows - 1}.")
+        if complete and not self._tokens and not token_ids:
+            raise InvalidRequest("The vocoder got no codec token.", hint="Let the talker produce at least one token.")
+        self._tokens.extend(token_ids)
+        self._complete = complete
+
+    def next_job(self) -> DiffusionJob | None:
+        policy, begin = self._runner.policy, self._block
+        total = -(-len(self._tokens) // self._tokens_per_block) if self._complete else None
+        if self._finished or (policy is None and total is None):
+            return None
+        if policy is None:
+            end = window_end = total
+        else:
+            end = policy.end(begin)
+            window_end = end + policy.look_ahead
+            if total is None and len(self._tokens) < window_end * self._tokens_per_block:
+                return None
+            if total is not None:
+                end, window_end = min(end, total), min(window_end, total)
+        return self._job(begin, end, window_end, last=end == total)
+
+    def _job(self, begin: int, end: int, window_end: int, *, last: bool) -> DiffusionJob:
+        runner, size = self._runner, self._tokens_per_block
+        tokens = tuple(self._tokens[begin * size : window_end * size])
+        frames = len(tokens) * runner.config.dit_config.repeats  # of the window
+        final = begin * self._frames_per_block + (frames if last else (end - begin) * self._frames_per_block)
+        # What the vocoder does not see of the future it has to wait for; it does see the look-ahead.
+        ahead = begin * self._frames_per_block + frames - final
+        emit_to = final if last else max(self._emitted, final - max(0, runner.context - ahead))
+        keep_from = max(0, emit_to - runner.context)
+        payload = Code2WavPayload(
+            token_ids=tokens,
+            noise=self._noise.take(begin, window_end),
+            voice=self._voice,
+            times=self._times,
+            guidance_scale=self._params.guidance_scale,
+            blocks=end - begin,
+            last=last,
+            emit=(self._emitted, emit_to),
+            context=min(self._emitted, runner.context),
+            keep_from=keep_from,
+            carry=self.carry,
+        )
+        self._block, self._emitted, self._finished = end, emit_to, last
+        step_bytes, final_bytes = runner.bytes_of(payload)
+        return DiffusionJob(payload, max(1, payload.intervals), step_bytes, final_bytes)
 
 
 @dataclass(frozen=True)
@@ -72,58 +216,14 @@ class _Voice:
 
 @dataclass
 class _Latents:
-    """A request in progress. `state` f32 [blocks, frames per block, mel_dim], frames past `frames` are padding.
-
-    `fixed` [branches, blocks, frames per block, columns] holds the inputs of the DiT that never change for a request.
-    """
+    """A chunk in progress: `state` and `fixed` as in `DitChunk`, and what it keeps for the next chunk."""
 
     payload: Code2WavPayload
     frames: int
     state: torch.Tensor
     fixed: torch.Tensor
+    keep: torch.Tensor | None
     interval: int = 0
-
-    @property
-    def blocks(self) -> int:
-        return self.state.shape[0]
-
-
-@dataclass(frozen=True)
-class _Window:
-    """The keys that a block sees: `blocks` i64 [blocks, n], `mask` bool [blocks, 1, 1, n * frames per block]."""
-
-    blocks: torch.Tensor
-    mask: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """How one set of requests lies in a batch; kept while the set stays the same.
-
-    Blocks are ordered: conditional branch of every request, then unconditional branch of every guided request.
-    `source` i64 [blocks] is the conditional block with the same latents, `owner` i64 [blocks] the request's index,
-    `unguided` the number of conditional blocks, `scale` f32 [unconditional blocks, 1, 1] their guidance scale.
-    """
-
-    request_ids: tuple[str, ...]
-    source: torch.Tensor
-    owner: torch.Tensor
-    conditional: int
-    scale: torch.Tensor
-    fixed: torch.Tensor
-    rotary: tuple[torch.Tensor, torch.Tensor]
-    windows: Mapping[tuple[int, int], _Window]
-
-
-def solver_times(num_steps: int, sway_coefficient: float) -> torch.Tensor:
-    """The solver's points in time, f32 [max(num_steps, 2)] from 0 to 1, as transformers computes them.
-
-    `num_steps` counts points, so there are `num_steps - 1` intervals. One point means no interval at all: the reference
-    then decodes the initial noise, and so do we.
-    """
-    times = torch.linspace(0, 1, num_steps, dtype=torch.float32)
-    times += sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
-    return times
 
 
 def read_tensors(model: str, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,7 +253,7 @@ def read_tensors(model: str, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
-    """Codec tokens to waveform, f32 [samples] at 24 kHz, in float32 as the checkpoint requires."""
+    """Codec tokens to waveform, f32 [samples] at 24 kHz."""
 
     def __init__(self, vllm_config, device: torch.device) -> None:  # noqa: ANN001 - VllmConfig
         super().__init__(vllm_config, device)
@@ -161,9 +261,14 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         config: Qwen2_5OmniToken2WavConfig = Qwen2_5OmniConfig.from_pretrained(self.model_name).token2wav_config
         self.config = config
         self.max_tokens = config.dit_config.max_position_embeddings // config.dit_config.repeats
+        options = DecodeOptions.from_mapping(omni_options(vllm_config).get("decode") or {}, CHUNKS)
+        self.policy = options.policy
+        self.precision = options.precision if options.precision != "auto" else AUTO_PRECISION[device.type]
+        self.context = receptive_frames(config.bigvgan_config)
+        self._max_requests: int = vllm_config.scheduler_config.max_num_seqs
         self._requests: dict[str, _Latents] = {}
         self._voices: dict[str, _Voice] = {}
-        self._batch: _Batch | None = None
+        self._carries: weakref.WeakSet[Carry] = weakref.WeakSet()
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
@@ -186,12 +291,26 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
                     hint="Check that config.json and the safetensors files belong together.",
                 )
         model.requires_grad_(False)
-        self.dit, self.vocoder = model.code2wav_dit_model, model.code2wav_bigvgan_model
-        self._load_voices()
+        if self.device.type == "cuda":
+            # The worker forbids TF32 for all; whoever runs here alone may allow it.
+            torch.backends.cudnn.allow_tf32 = self.precision != "float32"
+            torch.backends.cuda.matmul.allow_tf32 = self.precision != "float32"
+        dit = model.code2wav_dit_model
+        self.dit = Dit(
+            dit,
+            dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32,
+            precise=self.precision == "float32",
+            max_requests=self._max_requests,
+        )
+        bigvgan = model.code2wav_bigvgan_model
+        if self.device.type == "cuda" and self.precision != "float32":
+            self.vocoder = FusedVocoder(bigvgan, torch.float16 if self.precision == "bf16" else torch.float32)
+        else:
+            self.vocoder = Vocoder(bigvgan)
+        self._load_voices(dit.input_embed.spk_encoder)
 
     @torch.inference_mode()
-    def _load_voices(self) -> None:
-        encoder = self.dit.input_embed.spk_encoder
+    def _load_voices(self, encoder: torch.nn.Module) -> None:
         for name, entry in load_voices(self.model_name).items():
             mel = entry["ref_mel"].to(self.device, torch.float32)
             # The unconditional branch encodes a silent reference of the same length. Both depend on the voice alone.
@@ -200,25 +319,22 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             self._voices[name] = _Voice(conditioning, speaker, null_speaker)
 
     def warm_up(self) -> None:
-        request_id = "_warm_up"
-        voice = next(iter(self._voices))
-        payload = Code2WavPayload((0,) * 2, voice, 0, solver_times(2, -1.0), 0.5)
-        self.add(request_id, DiffusionJob(payload, num_steps=1))
-        self.step([request_id])
-        self.remove(request_id)
+        """Every shape of window that the policy brings, so that no request waits for a kernel to be chosen."""
+        if self.device.type == "cuda":
+            self.dit.capture()
+        request = StageRequest("_warm_up", StageParams(num_steps=2), seed=0)
+        blocks = 3 if self.policy is None else 3 * self.policy.largest
+        stream = self.open(request, StageInputs(token_ids=[0] * (blocks * self.config.dit_config.block_size // 2)))
+        while not stream.finished:
+            job = stream.next_job()
+            self.add("_warm_up", job)
+            for _ in range(job.num_steps):
+                self.step(["_warm_up"])
+            self.remove("_warm_up")
 
     # ------------------------------------------------------------------------------------------------------ requests
 
-    def prepare(self, request: StageRequest, inputs: StageInputs) -> DiffusionJob:
-        token_ids = tuple(inputs.token_ids)
-        if not token_ids:
-            raise InvalidRequest("The vocoder got no codec token.", hint="Let the talker produce at least one token.")
-        if len(token_ids) > self.max_tokens:
-            raise PromptTooLong(f"{len(token_ids)} codec tokens exceed the vocoder's maximum of {self.max_tokens}.")
-        rows = self.config.dit_config.num_embeds + 1
-        if min(token_ids) < 0 or max(token_ids) >= rows:
-            wrong = next(token for token in token_ids if not 0 <= token < rows)
-            raise InvalidPayload(f"Codec token {wrong} is outside 0..{rows - 1}.")
+    def open(self, request: StageRequest, inputs: StageInputs) -> Code2WavStream:
         voice = request.voice if request.voice is not None else next(iter(self._voices))
         if voice not in self._voices:
             raise UnknownVoice(f"There is no voice {voice!r}; the voices are {', '.join(self._voices)}.")
@@ -230,56 +346,61 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             raise InvalidRequest(f"num_steps is {num_points}; it must lie in 1..{MAX_STEPS}.")
         if not (guidance >= 0 and math.isfinite(guidance) and math.isfinite(sway)):
             raise InvalidRequest("guidance_scale must be finite and not negative, sway_coefficient finite.")
-        payload = Code2WavPayload(token_ids, voice, request.effective_seed, solver_times(num_points, sway), guidance)
-        step_bytes, final_bytes = self._bytes(len(token_ids), payload.guided)
-        return DiffusionJob(payload, max(1, num_points - 1), step_bytes, final_bytes, len(token_ids))
+        stream = Code2WavStream(self, voice, request.effective_seed, params)
+        stream.extend(tuple(inputs.token_ids), complete=inputs.complete)
+        return stream
 
-    def _bytes(self, tokens: int, guided: bool) -> tuple[int, int]:
-        """Estimates of the memory that a request takes in a step and in its last step."""
+    def new_carry(self) -> Carry:
+        """Counted as long as it holds anything, so that a leak shows."""
+        carry = Carry()
+        self._carries.add(carry)
+        return carry
+
+    def bytes_of(self, payload: Code2WavPayload) -> tuple[int, int]:
+        """Estimates of the memory that a chunk takes in a step and in its last step."""
         dit, vocoder = self.config.dit_config, self.config.bigvgan_config
-        frames = self._blocks(tokens * dit.repeats) * dit.block_size
-        # The solver keeps the state, its four slopes and a probe; the network its inputs and some activations.
-        inputs = dit.mel_dim + dit.enc_dim + dit.enc_emb_dim + dit.emb_dim
-        network = 2 * inputs + DIT_COPIES * dit.hidden_size * max(3, dit.ff_mult)
-        step_bytes = 4 * frames * (6 * dit.mel_dim + (2 if guided else 1) * network)
+        frames = len(payload.noise) * dit.block_size
+        # The solver keeps the state, its four slopes and a probe; the network its input and some activations.
+        network = 2 * dit.hidden_size + DIT_COPIES * dit.hidden_size * max(3, dit.ff_mult)
+        step_bytes = 4 * frames * (6 * dit.mel_dim + payload.branches * network)
+        if self.policy is not None:  # what is carried from chunk to chunk, once old and once new
+            back = len(dit.look_backward_layers)
+            kept = EVALUATIONS * payload.intervals * back * payload.branches * dit.block_size
+            step_bytes += 2 * 4 * kept * 2 * dit.head_dim * dit.num_attention_heads
         widest, rate, channels = 0, 1, vocoder.upsample_initial_channel
         for factor in vocoder.upsample_rates:
             rate, channels = rate * factor, channels // 2
             widest = max(widest, rate * channels)
-        return step_bytes, max(step_bytes, 4 * frames * VOCODER_COPIES * widest)
-
-    def _blocks(self, frames: int) -> int:
-        return -(-frames // self.config.dit_config.block_size)
+        window = payload.context + payload.emit[1] - payload.emit[0] + self.context
+        return step_bytes, max(step_bytes, 4 * window * VOCODER_COPIES * widest)
 
     @torch.inference_mode()
     def add(self, request_id: str, job: DiffusionJob) -> None:
         payload: Code2WavPayload = job.payload
-        dit, size = self.dit, self.dit.block_size
-        frames = len(payload.token_ids) * dit.repeats
-        blocks = self._blocks(frames)
-        generator = torch.Generator().manual_seed(payload.seed)
-        noise = torch.randn([1, frames, dit.mel_dim], generator=generator, dtype=torch.float32)
-        state = F.pad(noise[0], (0, 0, 0, blocks * size - frames)).to(self.device).view(blocks, size, dit.mel_dim)
-
+        size = self.config.dit_config.block_size // self.config.dit_config.repeats
+        blocks = len(payload.noise)
+        padded = payload.token_ids + (0,) * (blocks * size - len(payload.token_ids))
+        tokens = torch.tensor(padded, device=self.device)
         voice = self._voices[payload.voice]
-        codes = torch.tensor([payload.token_ids], device=self.device)
-        branches = [(voice.speaker, dit.text_embed(codes)[0], voice.conditioning)]
-        if payload.guided:
-            null_codes = dit.text_embed(codes, drop_code=True)[0]
-            branches.append((voice.null_speaker, null_codes, torch.zeros_like(voice.conditioning)))
-        fixed = torch.stack(
-            [torch.cat([a.expand(frames, -1), codes, b.expand(frames, -1)], dim=-1) for a, codes, b in branches]
-        )
-        fixed = F.pad(fixed, (0, 0, 0, blocks * size - frames)).view(len(branches), blocks, size, -1)
-        self._requests[request_id] = _Latents(payload, frames, state, fixed)
+        branches = [
+            (voice.speaker, voice.conditioning),
+            (voice.null_speaker, torch.zeros_like(voice.conditioning)),
+        ]
+        fixed = self.dit.condition(tokens, branches[: payload.branches])
+        keep = None
+        if not payload.last and self.dit.kept_layers:
+            shape = self.dit.kept_shape(payload.intervals, payload.branches)
+            keep = torch.empty(shape, dtype=self.dit.dtype, device=self.device)
+        frames = len(payload.token_ids) * self.config.dit_config.repeats
+        state = payload.noise.to(self.device, non_blocking=True)
+        self._requests[request_id] = _Latents(payload, frames, state, fixed, keep)
 
     def remove(self, request_id: str) -> None:
-        if self._requests.pop(request_id, None) is not None and self._batch is not None:
-            # The batch holds copies of its requests' inputs; let them go with the first of them.
-            self._batch = None if request_id in self._batch.request_ids else self._batch
+        self._requests.pop(request_id, None)
 
     def omni_counts(self) -> dict[str, int]:
-        return {"latents": len(self._requests), "batches": int(self._batch is not None)}
+        carried = sum(carry.left is not None or carry.mel is not None for carry in self._carries)
+        return {"latents": len(self._requests), "carried": carried}
 
     # ------------------------------------------------------------------------------------------------------- stepping
 
@@ -287,157 +408,83 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
     def step(self, request_ids: Sequence[str]) -> dict[str, StepResult]:
         requests = {request_id: self._requests[request_id] for request_id in request_ids}
         states = {request_id: request.state for request_id, request in requests.items()}
-        moving = [key for key, request in requests.items() if request.interval < len(request.payload.times) - 1]
+        moving = [key for key, request in requests.items() if request.interval < request.payload.intervals]
         if moving:
-            states.update(self._integrate(moving))
-        done = [key for key, request in requests.items() if request.interval >= len(request.payload.times) - 2]
-        waveforms = self._decode({key: states[key] for key in done})
+            states.update(zip(moving, self._integrate(moving), strict=True))
+        done = [key for key, request in requests.items() if request.interval >= request.payload.intervals - 1]
+        waveforms, carries = self._decode({key: states[key] for key in done})
         # Nothing may fail from here on: a raised error means that no request has advanced.
         for request_id, request in requests.items():
             request.state = states[request_id]
             request.interval += 1
+            if request_id in carries:
+                request.payload.carry.left, request.payload.carry.mel = carries[request_id]
         return {
             request_id: StepResult({"audio": waveforms[request_id]} if request_id in waveforms else {})
             for request_id in request_ids
         }
 
-    def _integrate(self, request_ids: Sequence[str]) -> dict[str, torch.Tensor]:
-        """One interval of the 3/8-rule Runge-Kutta solver for all requests, each at its own time; the new states."""
-        requests = [self._requests[request_id] for request_id in request_ids]
-        batch = self._batch
-        if batch is None or batch.request_ids != tuple(request_ids):
-            batch = self._batch = self._arrange(request_ids)
-        start = torch.stack([request.payload.times[request.interval] for request in requests])
-        end = torch.stack([request.payload.times[request.interval + 1] for request in requests])
-        width, third, two_thirds = end - start, 1 / 3, 2 / 3
-        points = torch.stack([start, start + width * third, start + width * two_thirds, end, width])
-        points = points.to(self.device, non_blocking=True)
-        step = points[4][batch.owner[: batch.conditional]].view(-1, 1, 1)
-
-        state = torch.cat([request.state for request in requests])
-        k1 = self._evaluate(batch, points[0], state)
-        k2 = self._evaluate(batch, points[1], state + step * k1 * third)
-        k3 = self._evaluate(batch, points[2], state + step * (k2 - k1 * third))
-        k4 = self._evaluate(batch, points[3], state + step * (k1 - k2 + k3))
-        state = state + (k1 + 3 * (k2 + k3) + k4) * step / 8
-        return dict(zip(request_ids, state.split([request.blocks for request in requests]), strict=True))
-
-    def _arrange(self, request_ids: Sequence[str]) -> _Batch:
-        requests = [self._requests[request_id] for request_id in request_ids]
-        size = self.dit.block_size
-        offsets, source, owner, scale = [0], [], [], []
-        for request in requests:
-            offsets.append(offsets[-1] + request.blocks)
-        conditional = offsets[-1]
-        first, count, valid = [], [], []  # of each block: first block and number of blocks of its sequence, real frames
-        for branch in (0, 1):
-            for index, request in enumerate(requests):
-                if branch and not request.payload.guided:
-                    continue
-                begin = len(source)
-                source += range(offsets[index], offsets[index + 1])
-                owner += [index] * request.blocks
-                first += [begin] * request.blocks
-                count += [request.blocks] * request.blocks
-                valid += [min(size, request.frames - block * size) for block in range(request.blocks)]
-                scale += [request.payload.guidance_scale] * request.blocks if branch else []
-
-        first_block, block_count = torch.tensor(first), torch.tensor(count)
-        block = torch.arange(len(source))
-        real = torch.arange(size) < torch.tensor(valid)[:, None]  # [blocks, frames per block]
-        windows = {}
-        for layer in self.dit.transformer_blocks:
-            reach = (layer.look_backward_block, layer.look_ahead_block)
-            if reach in windows:
-                continue
-            keys = block[:, None] + torch.arange(-reach[0], reach[1] + 1)  # [blocks, window]
-            inside = (keys >= first_block[:, None]) & (keys < (first_block + block_count)[:, None])
-            keys = torch.where(inside, keys, block[:, None])
-            mask = (real[keys] & inside[:, :, None]).view(len(source), 1, 1, -1)
-            windows[reach] = _Window(keys.to(self.device), mask.to(self.device))
-
-        position = ((block - first_block)[:, None] * size + torch.arange(size)).to(self.device)
-        fixed = [request.fixed[0] for request in requests]
-        fixed += [request.fixed[1] for request in requests if request.payload.guided]
-        return _Batch(
-            request_ids=tuple(request_ids),
-            source=torch.tensor(source).to(self.device),
-            owner=torch.tensor(owner).to(self.device),
-            conditional=conditional,
-            scale=torch.tensor(scale, dtype=torch.float32).view(-1, 1, 1).to(self.device),
-            fixed=torch.cat(fixed),
-            rotary=self.dit.rotary_embed(fixed[0], position),
-            windows=windows,
-        )
-
-    def _evaluate(self, batch: _Batch, times: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The guided slope at `state` [conditional blocks, frames per block, mel_dim]; `times` [requests]."""
-        dit = self.dit
-        time_embedding = dit.time_embed(times)[batch.owner]
-        hidden = dit.input_embed.proj(torch.cat([state[batch.source], batch.fixed], dim=-1))
-        for layer in dit.transformer_blocks:
-            window = batch.windows[layer.look_backward_block, layer.look_ahead_block]
-            normed, gate_attention, shift, scale, gate = layer.attn_norm(hidden, emb=time_embedding)
-            hidden = hidden + gate_attention[:, None] * self._attend(layer.attn, normed, batch.rotary, window)
-            normed = layer.ff_norm(hidden) * (1 + scale[:, None]) + shift[:, None]
-            hidden = hidden + gate[:, None] * layer.ff(normed)
-        slope = dit.proj_out(dit.norm_out(hidden, time_embedding))
-        guided, null = slope[: batch.conditional], slope[batch.conditional :]
-        if len(null):
-            rows = batch.source[batch.conditional :]
-            guided = guided.index_add(0, rows, (guided[rows] - null) * batch.scale)
-        return guided
-
-    @staticmethod
-    def _attend(
-        attention: torch.nn.Module, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], window: _Window
-    ) -> torch.Tensor:
-        """Attention of each block of `hidden` [blocks, frames per block, width] over the blocks of its window."""
-        blocks, size, _ = hidden.shape
-
-        def heads(projection: torch.nn.Module) -> torch.Tensor:
-            return projection(hidden).view(blocks, size, attention.heads, -1).transpose(1, 2)
-
-        query, key, value = heads(attention.to_q), heads(attention.to_k), heads(attention.to_v)
-        # The published model was trained with rotary positions on its first head only, in the interleaved layout.
-        query[:, :1], key[:, :1] = apply_rotary_pos_emb(
-            deinterleave_head_dim(query[:, :1]), deinterleave_head_dim(key[:, :1]), *rotary
-        )
-        if window.blocks.shape[1] > 1:
-            key, value = (
-                tensor[window.blocks].transpose(1, 2).flatten(2, 3)  # [blocks, heads, window * size, head_dim]
-                for tensor in (key, value)
+    def _integrate(self, request_ids: Sequence[str]) -> list[torch.Tensor]:
+        """The states after one interval, each request at its own time."""
+        chunks = []
+        for request in (self._requests[request_id] for request_id in request_ids):
+            payload, interval = request.payload, request.interval
+            evaluations = slice(EVALUATIONS * interval, EVALUATIONS * (interval + 1))
+            left = payload.carry.left
+            chunks.append(
+                DitChunk(
+                    state=request.state,
+                    fixed=request.fixed,
+                    frames=request.frames,
+                    guidance=payload.guidance_scale,
+                    times=payload.times[interval : interval + 2],
+                    left=None if left is None else left[evaluations],
+                    keep=None if request.keep is None else request.keep[evaluations],
+                    keep_block=payload.blocks - 1,
+                )
             )
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=window.mask)
-        return attention.to_out[0](mixed.transpose(1, 2).reshape(blocks, size, -1))
+        return self.dit.advance(chunks)
 
     # -------------------------------------------------------------------------------------------------------- decoding
 
-    def _decode(self, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Waveforms [samples] on the device. Requests of equal length share a batch; padding would change the edges."""
+    def _decode(
+        self, states: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]]:
+        """Waveforms [samples] on the device, where there is something to send, and what each request carries on.
+
+        Windows of equal length share a batch; padding would change their edges.
+        """
+        windows: dict[str, torch.Tensor] = {}
+        carries: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         by_length: dict[int, list[str]] = defaultdict(list)
-        for request_id in states:
-            by_length[self._requests[request_id].frames].append(request_id)
-        waveforms = {}
-        for frames, request_ids in by_length.items():
-            mel = torch.stack([states[request_id].flatten(0, 1)[:frames] for request_id in request_ids])
-            waveforms.update(zip(request_ids, self._vocode(mel.transpose(1, 2)), strict=True))
-        return waveforms
+        for request_id, state in states.items():
+            request = self._requests[request_id]
+            payload = request.payload
+            new = state.flatten(0, 1)[: request.frames]
+            mel = new if payload.carry.mel is None else torch.cat([payload.carry.mel, new])
+            final = len(mel) - max(0, request.frames - payload.blocks * state.shape[1])
+            if payload.last:
+                carries[request_id] = (None, None)
+            else:
+                # A copy: a view would keep the whole batch's states alive.
+                kept = mel[payload.keep_from - (payload.emit[0] - payload.context) : final].clone()
+                carries[request_id] = (request.keep, kept)
+            if payload.emit[1] > payload.emit[0]:
+                windows[request_id] = mel
+                by_length[len(mel)].append(request_id)
+        waveforms: dict[str, torch.Tensor] = {}
+        rate = self.vocoder.samples_per_frame
+        for request_ids in by_length.values():
+            mel = torch.stack([windows[request_id] for request_id in request_ids])
+            for request_id, samples in zip(request_ids, self._vocode(mel.transpose(1, 2)), strict=True):
+                payload = self._requests[request_id].payload
+                sent = payload.emit[1] - payload.emit[0]
+                waveforms[request_id] = samples[payload.context * rate : (payload.context + sent) * rate]
+        return waveforms, carries
 
     def _vocode(self, mel: torch.Tensor) -> torch.Tensor:
-        """BigVGAN on `mel` [requests, mel_dim, frames] to [requests, samples], left on the device.
-
-        The module's own forward copies to the host and drops the batch dimension, so its parts are called here.
-        """
-        vocoder = self.vocoder
-        kernels = vocoder.num_residual_blocks
-        hidden = vocoder.conv_pre(vocoder.process_mel_spectrogram(mel))
-        for index, (upsample,) in enumerate(vocoder.ups):
-            hidden = upsample(hidden)
-            branches = vocoder.resblocks[index * kernels : (index + 1) * kernels]
-            hidden = sum(branch(hidden) for branch in branches) / kernels
-        hidden = vocoder.conv_post(vocoder.activation_post(hidden))
-        return hidden.clamp(-1.0, 1.0)[:, 0]
+        """BigVGAN on `mel` [requests, mel_dim, frames] to [requests, samples], left on the device."""
+        return self.vocoder(mel)
 
 
 SPEC = ModelSpec(

@@ -1,0 +1,78 @@
+"""Where an utterance is cut for decoding while it is still being spoken. Pure arithmetic, in blocks of the DiT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omni_actors.errors import ConfigError
+
+MAX_BLOCKS = 1024
+GROWTH = 2  # while a chunk is played, the talker speaks several times as much
+PRECISIONS = ("auto", "float32", "tf32", "bf16")
+
+
+@dataclass(frozen=True)
+class ChunkPolicy:
+    """Chunks of an utterance, in blocks: small at first, then each twice as long as all before it, up to a limit.
+
+    The boundaries depend on nothing but this policy, never on when tokens arrive, so that a seed gives one waveform.
+
+    Args:
+        first: blocks of the first chunk: what the first sound waits for, together with the look-ahead.
+        largest: blocks of the longest chunk. Longer ones cost less (each pays for its look-ahead again) and come later.
+        look_ahead: blocks behind a chunk that are computed with it and thrown away.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    first: int = 1
+    largest: int = 16
+    look_ahead: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("first", 1), ("largest", 1), ("look_ahead", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_BLOCKS:
+                limits = f"{least}..{MAX_BLOCKS}"
+                raise ConfigError(f"decode.{name}_blocks must be a whole number in {limits}; got {value!r}.")
+        if self.largest < self.first:
+            raise ConfigError(
+                f"decode.largest_blocks ({self.largest}) is less than decode.first_blocks ({self.first}).",
+                hint="Raise largest_blocks or lower first_blocks.",
+            )
+
+    def end(self, begin: int) -> int:
+        """The block before which a chunk that begins at block `begin` ends."""
+        return begin + min(self.largest, max(self.first, GROWTH * begin))
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How a diffusion stage decodes: `policy` None for whole utterances, `precision` one of `PRECISIONS`."""
+
+    policy: ChunkPolicy | None
+    precision: str
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any], default: ChunkPolicy) -> DecodeOptions:
+        """Options as they stand in the configuration; what is not given is the model's own `default`."""
+        precision = options.get("precision") or "auto"
+        if precision not in PRECISIONS:
+            raise ConfigError(f"decode.precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}.")
+        name = options.get("policy") or "chunks"
+        if name not in ("chunks", "whole"):
+            raise ConfigError(f"decode.policy is {name!r}; it must be 'chunks' or 'whole'.")
+        given = {field: options.get(f"{field}_blocks") for field in ("first", "largest", "look_ahead")}
+        given = {field: value for field, value in given.items() if value is not None}
+        if name == "whole":
+            if given:
+                names = ", ".join(f"{field}_blocks" for field in given)
+                raise ConfigError(f"decode.policy 'whole' has no chunks; remove {names}.")
+            return cls(None, precision)
+        values = {field: given.get(field, getattr(default, field)) for field in ("first", "largest", "look_ahead")}
+        if "largest" not in given:  # a long first chunk alone is no contradiction
+            values["largest"] = max(values["largest"], values["first"])
+        return cls(ChunkPolicy(**values), precision)

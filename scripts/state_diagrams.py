@@ -1,0 +1,43 @@
+"""Writes docs/state-machines.md from the tables in omni_actors/core/states.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omni_actors.core.states import (
+    REPLICA_TRANSITIONS,
+    REQUEST_TRANSITIONS,
+    ReplicaState,
+    RequestState,
+    mermaid,
+)
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "state-machines.md"
+
+
+def document() -> str:
+    """The whole file."""
+    return f"""# State machines
+
+Written by `scripts/state_diagrams.py` from the tables in `omni_actors/core/states.py`; a test compares them.
+
+## A replica
+
+A new life of a replica has a new epoch. Ready and draining replicas hold requests, the others hold none.
+
+```mermaid
+{mermaid(REPLICA_TRANSITIONS, ReplicaState.STARTING)}
+```
+
+## A request, in the coordinator
+
+Each way from `running` back to `waiting` is a new attempt. The two ends are one message to the client each.
+
+```mermaid
+{mermaid(REQUEST_TRANSITIONS, RequestState.WAITING)}
+```
+"""
+
+
+if __name__ == "__main__":
+    TARGET.write_text(document())

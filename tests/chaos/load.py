@@ -1,0 +1,134 @@
+"""Many requests at once through a pipeline of echo stages, and what each of them must have got."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import string
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.errors import OmniError
+from omni_actors.messages import StageStatus
+from tests.unit.builders import chain
+
+SAMPLES = 480
+STAGES = ("prompt", "thinker", "talker", "code2wav")
+LETTERS = string.ascii_letters + string.digits
+
+
+def disturbed_chain(step_seconds: float = 0.002, **stage: Any) -> dict[str, Any]:
+    """The echo chain with short times, so that tests of supervision take seconds."""
+    data = chain()
+    for item in data["stages"]:
+        item.update({"engine": {"step_seconds": step_seconds, "row_width": 8}, "restart_backoff": 0.1, **stage})
+    data["coordinator"] = {"heartbeat_interval": 0.1, "heartbeat_timeout": 0.8}
+    return data
+
+
+def text_of(number: int) -> str:
+    """All letters of a text differ from their neighbours: what is doubled, lost or swapped shows."""
+    length = 12 + number % 17
+    return "".join(LETTERS[(number + 7 * index) % len(LETTERS)] for index in range(length))
+
+
+async def ask_and_check(client: AsyncOmniClient, text: str, **options: Any) -> int:
+    """One request; text and audio must be an undisturbed run's, delta by delta. Returns the messages it took."""
+    letters, levels, messages = [], [], 0
+    stream = await client.submit(text, modalities=["text", "audio"], timeout=60, **options)
+    async for item in stream:
+        messages += 1
+        if isinstance(item, Text):
+            assert [item.text] == [chr(token) for token in item.token_ids], "a delta was cut"
+            letters.append(item.text)
+            assert text.startswith("".join(letters)), f"{text} became {letters}"
+        elif isinstance(item, Audio):
+            levels.append(item.samples)
+    assert "".join(letters) == text
+    expected = numpy.repeat(numpy.frombuffer(text.encode(), numpy.uint8) / 256, SAMPLES).astype(numpy.float32)
+    assert numpy.array_equal(numpy.concatenate(levels), expected)
+    assert len(levels) == len(text), "a chunk came twice or was cut"
+    assert set(stream.usage) == set(STAGES)
+    return messages
+
+
+@dataclass
+class Load:
+    """`total` requests, `width` of them at a time; `at` runs something when a share of them is answered."""
+
+    client: AsyncOmniClient
+    total: int = 200
+    width: int = 24
+    answered: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    async def run(self, at: dict[float, Callable[[], None]] | None = None) -> None:
+        """Raises `AssertionError` if any answer is not what an undisturbed run gives."""
+        numbers = iter(range(self.total))
+        plan = sorted((at or {}).items())
+
+        async def worker() -> None:
+            for number in numbers:
+                try:
+                    await ask_and_check(self.client, text_of(number))
+                except (OmniError, AssertionError) as error:
+                    self.failures.append(f"{number}: {type(error).__name__}: {error}")
+                self.answered += 1
+                while plan and self.answered >= plan[0][0] * self.total:
+                    plan.pop(0)[1]()
+
+        await asyncio.gather(*(worker() for _ in range(self.width)))
+        assert not plan
+        assert not self.failures, self.failures[:5]
+        assert self.answered == self.total
+
+
+async def replicas(client: AsyncOmniClient) -> dict[str, StageStatus]:
+    return {f"{item.stage}/{item.replica}": item for item in (await client.describe()).stages}
+
+
+@dataclass
+class Watch:
+    """Measures when the loss of a replica is noticed and when it is back."""
+
+    client: AsyncOmniClient
+    noticed: list[float] = field(default_factory=list)
+    recovered: list[float] = field(default_factory=list)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def hit(self, pid: int, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(pid, number)
+        self.follow(pid, name)
+
+    def follow(self, pid: int, name: str) -> None:
+        self._tasks.append(asyncio.create_task(self._follow(pid, name)))
+
+    async def _follow(self, pid: int, name: str) -> None:
+        began = time.monotonic()
+        async with asyncio.timeout(30):
+            while (status := (await replicas(self.client))[name]).state == "ready" and status.pid == pid:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            self.noticed.append(time.monotonic() - began)
+            while (await replicas(self.client))[name].state != "ready":  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            self.recovered.append(time.monotonic() - began)
+
+    async def finish(self) -> str:
+        await asyncio.gather(*self._tasks)
+        seen = ", ".join(f"{seconds * 1000:.0f}" for seconds in self.noticed)
+        back = ", ".join(f"{seconds * 1000:.0f}" for seconds in self.recovered)
+        return f"noticed after {seen} ms, back after {back} ms"
+
+
+@contextlib.asynccontextmanager
+async def connected(endpoint: str) -> AsyncIterator[tuple[AsyncOmniClient, Watch]]:
+    """A client for the load, and another one that watches."""
+    async with AsyncOmniClient(endpoint) as client, AsyncOmniClient(endpoint) as watcher:
+        yield client, Watch(watcher)

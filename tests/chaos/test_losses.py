@@ -1,0 +1,293 @@
+"""Replicas are killed, stopped or stuck while 200 requests run: every answer is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from omni_actors.client import AsyncOmniClient
+from omni_actors.errors import ErrorCode, OmniError, Poison, StageLost, StageUnavailable
+from omni_actors.stage.echo import CRASH_TOKEN, GRAB_TOKEN, HANG_TOKEN
+from tests.chaos.load import Load, Watch, ask_and_check, connected, disturbed_chain, replicas
+from tests.process.launcher import EchoLauncher, processes_of, until
+
+Launch = Callable[..., EchoLauncher]
+
+
+async def pid_of(client: AsyncOmniClient, name: str) -> int:
+    return (await replicas(client))[name].pid
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav", "prompt"])
+async def test_sigkill_at_20_50_80_percent(launch: Launch, stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    name = f"{stage}/0"
+    async with connected(launcher.endpoint) as (client, watch):
+
+        def kill() -> None:
+            asyncio.get_running_loop().create_task(kill_current(watch, name))
+
+        load = Load(client)
+        await load.run({0.2: kill, 0.5: kill, 0.8: kill})
+        figures = await watch.finish()
+        description = await client.describe()
+    with capsys.disabled():
+        print(f"\nSIGKILL of {stage} three times: {description.counts['replays']} replays, {figures}")
+    assert len(watch.recovered) == 3
+    assert description.counts["replays"] > 0
+    assert description.healthy
+    assert launcher.output.count(f"{name} died (killed by signal 9)") == 3
+    assert max(watch.noticed) < 1.0
+    launcher.wait_idle()
+
+
+async def kill_current(watch: Watch, name: str) -> None:
+    watch.hit(await pid_of(watch.client, name), name)
+
+
+async def test_two_hundred_in_flight_at_once(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    async with connected(launcher.endpoint) as (client, watch):
+        load = Load(client, width=200)
+        running = asyncio.create_task(load.run())
+        await asyncio.sleep(0.1)
+        await kill_current(watch, "talker/0")
+        await running
+        figures = await watch.finish()
+        replays = (await client.describe()).counts["replays"]
+    with capsys.disabled():
+        print(f"\nSIGKILL of talker with 200 in flight: {replays} replays, {figures}")
+    assert replays == 200
+
+
+async def test_a_lost_stage_is_no_overload(launch: Launch) -> None:
+    """Requests that come before its loss is noticed wait for the next life of it."""
+    launcher = launch(disturbed_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        os.kill(await pid_of(client, "prompt/0"), signal.SIGKILL)
+        await asyncio.gather(*(ask_and_check(client, f"number {number}") for number in range(20)))
+        os.kill(await pid_of(client, "prompt/0"), signal.SIGSTOP)
+        await asyncio.gather(*(ask_and_check(client, f"number {number}") for number in range(20)))
+
+
+async def test_sigkill_of_one_of_two_replicas(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    data = disturbed_chain()
+    data["stages"][2]["replicas"] = 2
+    launcher = launch(data).wait_ready()
+    async with connected(launcher.endpoint) as (client, watch):
+
+        def kill() -> None:
+            asyncio.get_running_loop().create_task(kill_current(watch, "talker/1"))
+
+        await Load(client).run({0.3: kill, 0.6: kill})
+        figures = await watch.finish()
+    with capsys.disabled():
+        print(f"\nSIGKILL of one of two talkers, twice: {figures}")
+
+
+# -- stuck ------------------------------------------------------------------------------------------------------------
+
+
+async def test_sigstop(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    async with connected(launcher.endpoint) as (client, watch):
+        pid = await pid_of(client, "talker/0")
+        await Load(client).run({0.3: lambda: watch.hit(pid, "talker/0", signal.SIGSTOP)})
+        figures = await watch.finish()
+    with capsys.disabled():
+        print(f"\nSIGSTOP of talker, heartbeat_timeout 0.8 s: {figures}")
+    assert 0.5 < watch.noticed[0] < 2.0
+    assert "talker/0 died (no sign of life for " in launcher.output
+    assert "killed by signal 9" in launcher.output
+
+
+@pytest.mark.parametrize(
+    ("token", "reason", "stall_timeout"),
+    [(HANG_TOKEN, "no progress for", 0.6), (GRAB_TOKEN, "no sign of life for", 20.0)],
+)
+async def test_a_loop_that_hangs_is_killed_and_its_request_is_poison(
+    launch: Launch, token: int, reason: str, stall_timeout: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher = launch(disturbed_chain(stall_timeout=stall_timeout)).wait_ready()
+    async with connected(launcher.endpoint) as (client, watch):
+        pid = await pid_of(client, "prompt/0")
+        stream = await client.submit({"prompt_token_ids": [65, token]}, modalities=["text"])
+        watch.follow(pid, "prompt/0")  # the first stage that computes it
+        with pytest.raises(Poison, match=reason) as caught:
+            async for _ in stream:
+                pass
+        assert (caught.value.stage, caught.value.retryable) == ("prompt", False)
+        assert str(caught.value).count("prompt/0 (epoch") == 2, "its history"
+        await asyncio.wait_for(until_healthy(client), 5)
+        await ask_and_check(client, "alive")
+        figures = await watch.finish()
+    with capsys.disabled():
+        print(f"\n{reason}: {figures}")
+    launcher.wait_idle()
+
+
+async def until_healthy(client: AsyncOmniClient) -> None:
+    while not (await client.describe()).healthy:  # noqa: ASYNC110 - the state is another process's
+        await asyncio.sleep(0.02)
+
+
+def test_an_idle_or_slow_loop_is_not_stuck(launch: Launch) -> None:
+    data = disturbed_chain(stall_timeout=0.6)
+    data["stages"][1]["engine"] = {"step_seconds": 0.3}
+    launcher = launch(data).wait_ready()
+
+    async def ask() -> None:
+        async with AsyncOmniClient(launcher.endpoint) as client:
+            await asyncio.sleep(1.5)
+            await ask_and_check(client, "slow one")
+            assert (await client.describe()).counts["replays"] == 0
+
+    asyncio.run(ask())
+    assert "died" not in launcher.output
+
+
+async def test_a_launcher_that_was_stopped_kills_nobody(launch: Launch) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    os.kill(launcher.process.pid, signal.SIGSTOP)
+    await asyncio.sleep(2.0)
+    os.kill(launcher.process.pid, signal.SIGCONT)
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        await ask_and_check(client, "awake again")
+        await asyncio.sleep(0.5)
+        assert (await client.describe()).healthy
+    assert "died" not in launcher.output
+
+
+# -- crashes and restarts that fail -----------------------------------------------------------------------------------
+
+
+async def test_a_loop_that_raises(launch: Launch) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        with pytest.raises(Poison) as caught:
+            await client.generate({"prompt_token_ids": [CRASH_TOKEN]})
+        assert caught.value.code is ErrorCode.POISON
+        assert "A test asked this stage to end." in launcher.output
+        await until_healthy(client)
+        await ask_and_check(client, "alive")
+
+
+async def test_one_poisonous_request_among_many_fails_alone(launch: Launch) -> None:
+    """It ends three replicas before it is known; nobody else loses anything."""
+    launcher = launch(disturbed_chain(0.005)).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        load = Load(client, total=60, width=12)
+        running = asyncio.create_task(load.run())
+        await asyncio.sleep(0.1)
+        with pytest.raises(Poison) as caught:
+            await client.generate({"prompt_token_ids": [65] * 10 + [CRASH_TOKEN]}, modalities=["text"], timeout=30)
+        await running
+    assert 2 <= str(caught.value).count("prompt/0 (epoch") <= 3
+
+
+async def test_policy_fail(launch: Launch) -> None:
+    data = disturbed_chain(0.01)
+    data["stages"][2]["on_replica_loss"] = "fail"
+    launcher = launch(data).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        held, text_only = await client.submit("x" * 100), await client.submit("y" * 100, modalities=["text"])
+        await anext(held)
+        os.kill(await pid_of(client, "talker/0"), signal.SIGKILL)
+        with pytest.raises(StageLost, match="talker/0"):
+            await held.result()
+        assert (await text_only.result()).text == "y" * 100
+        await until_healthy(client)
+        await ask_and_check(client, "alive")
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+async def test_a_restart_that_keeps_failing_ends_degraded(launch: Launch, short_path: Path, restarts: int) -> None:
+    broken = short_path / "broken"
+    data = disturbed_chain(0.01, restarts=restarts)
+    data["stages"][3]["engine"]["fail_start_if"] = str(broken)
+    launcher = launch(data).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        speaking, text_only = await client.submit("x" * 200), await client.submit("y" * 200, modalities=["text"])
+        await anext(speaking)
+        broken.touch()
+        os.kill(await pid_of(client, "code2wav/0"), signal.SIGKILL)
+        with pytest.raises(OmniError) as caught:
+            await speaking.result()
+        assert isinstance(caught.value, StageLost | StageUnavailable)
+        assert caught.value.stage == "code2wav"
+        assert (await text_only.result()).text == "y" * 200
+        description = await client.describe()
+        assert not description.healthy
+        assert {item.stage: item.state for item in description.stages}["code2wav"] == "dead"
+        with pytest.raises(StageUnavailable, match="'code2wav'"):
+            await client.generate("x")
+        assert (await client.generate("still", modalities=["text"])).text == "still"
+        assert launcher.output.count("starting code2wav/0 again") == restarts
+        until(lambda: "degraded: code2wav/0 died" in launcher.output, 5, "said so")
+        assert launcher.output.count("A test made the start fail.") >= restarts
+
+
+async def test_one_of_two_replicas_that_dies_while_starting(launch: Launch, short_path: Path) -> None:
+    """The other one serves, the first is started again; only when all of a stage die the launch ends."""
+    data = disturbed_chain()
+    data["stages"][2].update({"replicas": 2, "engine": {"start_seconds": 1.0}})
+    launcher = launch(data)
+    until(lambda: "omni:talker/1" in titles(short_path).values(), 20, "the second talker")
+    os.kill(next(pid for pid, title in titles(short_path).items() if title == "omni:talker/1"), signal.SIGKILL)
+    launcher.wait_ready()
+    assert "talker/1 is started again in 0.0 s" in launcher.output
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        assert (await client.describe()).healthy
+        await ask_and_check(client, "both")
+
+
+def titles(folder: Path) -> dict[int, str]:
+    return {pid: command for pid, command in processes_of(folder).items() if command.startswith("omni:")}
+
+
+async def test_requests_sent_before_the_start_is_over_wait_for_it(launch: Launch, short_path: Path) -> None:
+    data = disturbed_chain()
+    data["stages"][2]["engine"]["start_seconds"] = 1.0
+    launcher = launch(data, "--run-dir", str(short_path / "run"))
+    until(lambda: "prompt/0 ready" in launcher.output, 20, "the first stage")
+    async with AsyncOmniClient(f"ipc://{short_path}/run/client") as client:
+        await ask_and_check(client, "early")
+
+
+@pytest.fixture
+def small_disk(short_path: Path) -> Iterator[Path]:
+    """A folder on a disk of its own with little room."""
+    folder = short_path / "run"
+    folder.mkdir(mode=0o700)
+    options = "size=512k,mode=0700"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    mounted = subprocess.run(command, check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting takes rights that this user has not")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+async def test_a_full_disk_stops_no_request_and_no_restart(launch: Launch, small_disk: Path) -> None:
+    launcher = launch(disturbed_chain(), "--run-dir", str(small_disk)).wait_ready()
+    with (small_disk / "filler").open("wb", buffering=0) as filler:
+        with contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        async with connected(launcher.endpoint) as (client, watch):
+
+            def kill() -> None:
+                asyncio.get_running_loop().create_task(kill_current(watch, "talker/0"))
+
+            await Load(client, total=60).run({0.3: kill})
+            await watch.finish()
+    assert shutil.disk_usage(small_disk).free == 0
+    assert launcher.end() == 0

@@ -1,0 +1,176 @@
+"""What operators do to a running pipeline: look, drain, restart, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from omni_actors.client import AsyncOmniClient, OmniClient
+from omni_actors.errors import OmniError, StageUnavailable
+from tests.chaos.load import Load, ask_and_check, disturbed_chain, replicas, text_of
+from tests.process.launcher import REPOSITORY, EchoLauncher, assert_nothing_left, until
+
+Launch = Callable[..., EchoLauncher]
+
+
+def ctl(launcher: EchoLauncher, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "omni_actors.ctl", launcher.endpoint, *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+
+
+async def later(work: Callable[[], object]) -> object:
+    return await asyncio.to_thread(work)
+
+
+async def test_status_shows_stages_and_requests(launch: Launch) -> None:
+    launcher = launch(disturbed_chain(0.02)).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        stream = await client.submit("x" * 100, request_id="mine")
+        await anext(stream)
+        done = await later(lambda: ctl(launcher, "status"))
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert lines[0] == "test: healthy, 1 of 256 requests in flight"
+        assert "talker/0: ready, epoch" in done.stdout
+        assert "0 restarts" in done.stdout
+        (line,) = [line for line in lines if "request mine" in line]
+        assert "running, attempt 0, prompt/0 -> thinker/0 -> talker/0 -> code2wav/0" in line
+        await stream.abort()
+
+
+async def test_rolling_restart_fails_no_request(launch: Launch) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as other:
+        before = await replicas(other)
+        load = Load(client, total=300)
+        running = asyncio.create_task(load.run())
+        for name in ("thinker/0", "talker/0", "code2wav/0"):
+            done = await later(lambda name=name: ctl(launcher, "restart", name, "--wait", "20"))
+            assert (done.returncode, done.stderr) == (0, "")
+            assert "done" in done.stdout
+        under_load = load.answered < load.total
+        await running
+        after = await replicas(other)
+        counts = (await other.describe()).counts
+    assert under_load, "the restarts came too late to prove anything"
+    assert [name for name in after if after[name].pid != before[name].pid] == ["thinker/0", "talker/0", "code2wav/0"]
+    assert counts["replays"] == 0, "they finished what they held"
+    assert "died" not in launcher.output
+
+
+async def test_drained_replica_takes_nothing_new(launch: Launch) -> None:
+    data = disturbed_chain(0.01)
+    data["stages"][2]["replicas"] = 2
+    launcher = launch(data).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        held = [await client.submit("x" * 60) for _ in range(2)]
+        done = await later(lambda: ctl(launcher, "drain", "talker/0", "--wait", "20"))
+        assert done.returncode == 0, done.stderr
+        assert all([(await stream.result()).text == "x" * 60 for stream in held])
+        await ask_and_check(client, "other")
+        assert (await replicas(client))["talker/0"].state == "draining"
+        assert (await later(lambda: ctl(launcher, "drain", "talker/1"))).returncode == 0
+        with pytest.raises(StageUnavailable, match="'talker'"):
+            await client.generate("nobody is left")
+        done = await later(lambda: ctl(launcher, "restart", "talker/0", "--wait", "20"))
+        assert done.returncode == 0, done.stderr
+        await ask_and_check(client, "back")
+
+
+async def test_a_replica_that_was_given_up_can_be_started(launch: Launch) -> None:
+    launcher = launch(disturbed_chain(restarts=0)).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        os.kill((await replicas(client))["talker/0"].pid, signal.SIGKILL)
+        await later(lambda: until(lambda: "degraded: talker/0" in launcher.output, 5, "degraded"))
+        done = await later(lambda: ctl(launcher, "drain", "talker/0"))
+        assert (done.returncode, "talker/0 is dead; only a ready one drains" in done.stderr) == (1, True)
+        assert "degraded, 0 of 256" in (await later(lambda: ctl(launcher, "status"))).stdout
+        done = await later(lambda: ctl(launcher, "restart", "talker/0", "--wait", "20"))
+        assert done.returncode == 0, done.stderr
+        await ask_and_check(client, "back")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("restart", "talkr/0"), 1, "There is no replica talkr/0"),
+        (("drain", "talker/7"), 1, "there are prompt/0, thinker/0"),
+        (("drain", "talker"), 1, "names no replica"),
+        (("explode",), 2, "invalid choice"),
+    ],
+)
+def test_mistakes(operated: EchoLauncher, arguments: tuple[str, ...], code: int, words: str) -> None:
+    done = ctl(operated, *arguments)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert operated.describe().healthy
+
+
+@pytest.fixture
+def operated(launch: Launch) -> EchoLauncher:
+    return launch(disturbed_chain()).wait_ready()
+
+
+def test_shutdown(operated: EchoLauncher, short_path) -> None:
+    assert ctl(operated, "shutdown").stdout == "The pipeline shuts down.\n"
+    assert operated.wait_end() == 0
+    assert "an operator asked for it" in operated.output
+    assert_nothing_left(short_path, 1.0)
+
+
+async def test_sigterm_drains(launch: Launch) -> None:
+    data = disturbed_chain(0.01)
+    data["coordinator"]["drain_timeout"] = 10.0
+    launcher = launch(data).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        answers = [asyncio.create_task(ask_and_check(client, text_of(number))) for number in range(20)]
+        while (await client.describe()).in_flight < 20:  # noqa: ASYNC110 - the state is another process's
+            await asyncio.sleep(0.01)
+        launcher.process.send_signal(signal.SIGTERM)
+        await later(lambda: until(lambda: "stopping (SIGTERM)" in launcher.output, 5, "heard"))
+        with pytest.raises(StageUnavailable, match="shutting down"):
+            await client.generate("late", modalities=["text"])
+        await asyncio.gather(*answers)
+    assert launcher.wait_end() == 0
+
+
+async def test_drain_survives_a_loss_and_ends_at_its_deadline(launch: Launch) -> None:
+    data = disturbed_chain(0.01)
+    data["coordinator"]["drain_timeout"] = 3.0
+    launcher = launch(data).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        short, long = asyncio.create_task(ask_and_check(client, text_of(3))), await client.submit("x" * 2000)
+        while (await client.describe()).in_flight < 2:  # noqa: ASYNC110 - the state is another process's
+            await asyncio.sleep(0.01)
+        pid = (await replicas(client))["thinker/0"].pid
+        began = time.monotonic()
+        launcher.process.send_signal(signal.SIGTERM)
+        os.kill(pid, signal.SIGKILL)
+        await short
+        with pytest.raises(StageUnavailable, match="shutting down"):
+            await long.result()
+        assert 2.5 < time.monotonic() - began < 5.0
+    assert launcher.wait_end() == 0
+
+
+def test_second_signal_does_not_wait_for_the_drain(launch: Launch) -> None:
+    data = disturbed_chain(0.01)
+    data["coordinator"]["drain_timeout"] = 60.0
+    launcher = launch(data).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        stream = client.submit("x" * 2000)
+        until(lambda: client.describe().in_flight == 1, 5, "admitted")
+        launcher.process.send_signal(signal.SIGTERM)
+        until(lambda: "stopping" in launcher.output, 5, "heard")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.wait_end(3) == 128 + signal.SIGTERM
+        stream.abort()
+        with pytest.raises(OmniError):
+            stream.result()
