@@ -167,12 +167,12 @@ async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
 
 @pytest.mark.parametrize("policy", ["fail", "replay"])
 async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str) -> None:
-    wide = data({}, prompt=WIDE, thinker={**WIDE, "step_seconds": 0.01}, talker=WIDE)
+    wide = data({}, thinker={**WIDE, "step_seconds": 0.02})
     wide["stages"][2]["on_replica_loss"] = policy
     echo = launch(wide).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
-        await client.generate("x" * 50)  # until the talker has said that it maps the arena, its rows come as frames
-        tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(8)]
+        await client.generate("the talker says that it reads the arena")
+        tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(4)]
         talker = echo.pid_of("talker")
         os.kill(talker, signal.SIGSTOP)  # blocks pile up
 
@@ -261,4 +261,4 @@ def test_short_fuzz() -> None:
 
 
 def test_short_soak() -> None:
-    script("soak.py", "--requests", "300", "--seed", "3")
+    script("soak.py", "--requests", "300", "--seed", "3", "--growth", "1.15")
