@@ -26,6 +26,8 @@ from omni_actors.stage.interface import (
     StageRequest,
 )
 
+MAX_CHUNK_RANK = 1024  # from this chunk on, all of a request rank the same
+
 
 @dataclass(slots=True)
 class _Running:
@@ -98,7 +100,9 @@ class DiffusionEngine(StageEngine):
             extra_args={"omni": {"diffusion": job}},
         )
         job_id = f"{running.request.request_id}/{running.jobs}"
-        self.core.add(make_request(job_id, [STEP_TOKEN], parameters, priority=running.request.priority))
+        # Among requests of one priority early chunks go first: somebody waits in silence for those.
+        priority = running.request.priority * MAX_CHUNK_RANK + min(running.jobs, MAX_CHUNK_RANK - 1)
+        self.core.add(make_request(job_id, [STEP_TOKEN], parameters, priority=priority))
         running.job_id = job_id
         running.jobs += 1
         running.steps += job.num_steps

@@ -145,9 +145,8 @@ class StageProcess:
         )
         run_dir = Path(spec.run_dir)
         self._sign = Sign(run_dir, spec.stage, spec.replica)
-        others = [self._pipeline.stage(name) for name in self._stage.gives_way_to]
-        signs = [(other.name, number) for other in others for number in range(other.replicas)]
-        self._give_way = GiveWay(run_dir, signs)
+        first = [self._pipeline.stage(name) for name in self._stage.gives_way_to]
+        self._give_way = GiveWay(run_dir, [(stage.name, number) for stage in first for number in range(stage.replicas)])
         self._outbound: Outbound | None = None
         self._stopping: Stop | None = None
         self._loading = False

@@ -491,7 +491,8 @@ SPEC = ModelSpec(
     kind="diffusion",
     hf_overrides=placeholder_overrides("token2wav_config", MAX_STEPS),
     vllm_models={ARCHITECTURE: PlaceholderModel},
-    engine={"max_num_seqs": 32},
+    # Eight chunks fill an H200; with more, only the step gets longer that first chunks and the thinker wait for.
+    engine={"max_num_seqs": 8, "scheduling_policy": "priority"},
     required={
         "max_model_len": MAX_STEPS + 1,
         "max_num_batched_tokens": MAX_STEPS + 1,

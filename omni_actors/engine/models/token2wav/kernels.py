@@ -274,8 +274,8 @@ def _anti_aliased_snake(
     x3 = _sample(source, first - 3, length, channels, channel, inside)
     x4 = _sample(source, first - 2, length, channels, channel, inside)
     x5 = _sample(source, first - 1, length, channels, channel, inside)
-    # Never seen in a result; each needs a tensor of its own: Triton takes names that begin as one and the same value
-    # and are only passed on to one another for constants of the loop.
+    # Never seen in a result; each needs a tensor of its own: names that begin as one and the same value and are only
+    # passed on to one another are constants of the loop to Triton's compiler (not to its interpreter).
     o0, e1, o1 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     e2, o2, e3 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     o3, e4, o4 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)

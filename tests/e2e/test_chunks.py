@@ -1,0 +1,277 @@
+"""The vocoder decoding in chunks while tokens come, in a real EngineCore, compared with whole utterances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omni_actors.engine.platform import prepare
+
+prepare()
+
+import torch  # noqa: E402
+
+from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
+from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong  # noqa: E402
+from omni_actors.messages import StageParams  # noqa: E402
+from omni_actors.stage.interface import (  # noqa: E402
+    AudioEvent,
+    EngineEvent,
+    ErrorEvent,
+    FinishedEvent,
+    StageInputs,
+    StageRequest,
+)
+from tests.e2e.test_code2wav import WHOLE, arguments, codec_tokens, difference  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+
+SAMPLES = 480  # per codec token
+BLOCK = 12  # codec tokens
+LENGTHS = (1, 11, 12, 13, 24, 25, 36, 37, 47, 48, 60, 108, 109, 130)
+# Against the whole decode, of the peak and in decibel; measured 3.1e-3, 2.4e-4 and 0.002 (docs/benchmarks.md).
+PEAK_ERROR, RMS_ERROR, SPECTRAL_DISTANCE = 0.01, 0.001, 0.02
+STEPS = 6
+
+Spec = tuple[int, str, float, int]  # tokens, voice, guidance, seed
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def shared_engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
+    decode = {"first_blocks": 1, "largest_blocks": 4}
+    engine = DiffusionEngine(arguments(tiny_checkpoint, asynchronous=request.param, decode=decode))
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def engine(shared_engine: DiffusionEngine) -> Iterator[DiffusionEngine]:
+    yield shared_engine
+    for _ in range(200):
+        if not shared_engine.runnable():
+            break
+        shared_engine.step()
+    assert set(shared_engine.counts().values()) == {0}, shared_engine.counts()
+
+
+@pytest.fixture(scope="module")
+def whole_engine(tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
+    engine = DiffusionEngine(arguments(tiny_checkpoint, decode=WHOLE))
+    yield engine
+    engine.shutdown()
+
+
+class Speech:
+    """Requests whose tokens come a few at a time, as a talker sends them, and what was heard of each."""
+
+    def __init__(self, engine: DiffusionEngine) -> None:
+        self.engine = engine
+        self.waiting: dict[str, list[int]] = {}
+        self.heard: dict[str, list[np.ndarray]] = {}
+        self.when: dict[str, list[int]] = {}  # tokens given when a chunk was heard
+        self.given: dict[str, int] = {}
+        self.finished: dict[str, FinishedEvent] = {}
+        self.errors: dict[str, ErrorEvent] = {}
+
+    def start(self, name: str, spec: Spec, first: int = 1) -> None:
+        count, voice, guidance, seed = spec
+        tokens = codec_tokens(count, seed)
+        request = StageRequest(name, StageParams(num_steps=STEPS, guidance_scale=guidance), seed, voice)
+        self.heard[name], self.when[name], self.given[name] = [], [], min(first, count)
+        self.waiting[name] = tokens[first:]
+        self.engine.start(request, StageInputs(token_ids=tokens[:first], complete=False))
+
+    def feed(self, name: str, count: int) -> None:
+        """More tokens; the end comes after the last of them, on its own, as the talker's does."""
+        tokens, self.waiting[name] = self.waiting[name][:count], self.waiting[name][count:]
+        self.given[name] += len(tokens)
+        self.engine.extend(name, token_ids=tokens, complete=not tokens)
+        if not tokens:
+            del self.waiting[name]
+
+    def step(self) -> None:
+        for event in self.engine.step():
+            self._hear(event)
+
+    def _hear(self, event: EngineEvent) -> None:
+        name = event.request_id
+        if isinstance(event, AudioEvent):
+            assert name not in self.finished
+            self.heard[name].append(np.frombuffer(event.samples.data, np.float32))
+            self.when[name].append(self.given[name])
+        elif isinstance(event, FinishedEvent):
+            self.finished[name] = event
+        else:
+            assert isinstance(event, ErrorEvent)
+            self.errors[name] = event
+
+    def run(self, per_step: int = 5) -> None:
+        for _ in range(5000):
+            for name in list(self.waiting):
+                self.feed(name, per_step)
+            if not self.waiting and not self.engine.runnable():
+                return
+            self.step()
+        pytest.fail("the engine does not become idle")
+
+    def wave(self, name: str) -> np.ndarray:
+        return np.concatenate(self.heard[name])
+
+
+def whole(engine: DiffusionEngine, spec: Spec) -> np.ndarray:
+    count, voice, guidance, seed = spec
+    request = StageRequest("w", StageParams(num_steps=STEPS, guidance_scale=guidance), seed, voice)
+    engine.start(request, StageInputs(token_ids=codec_tokens(count, seed)))
+    waves = []
+    while engine.runnable():
+        waves += [np.frombuffer(e.samples.data, np.float32) for e in engine.step() if isinstance(e, AudioEvent)]
+    assert len(waves) == 1
+    return waves[0]
+
+
+def spectral_distance(wave: np.ndarray, other: np.ndarray) -> float:
+    def spectrum(samples: np.ndarray) -> torch.Tensor:
+        window = torch.hann_window(256)
+        return torch.stft(torch.from_numpy(samples.copy()), 256, 64, window=window, return_complex=True).abs()
+
+    first, second = spectrum(wave), spectrum(other)
+    floor = second.max() * 1e-4
+    return float((20 * torch.log10(first.clamp(min=floor) / second.clamp(min=floor))).square().mean(0).sqrt().mean())
+
+
+def test_every_length_is_whole_and_close_to_the_whole_decode(engine: DiffusionEngine, whole_engine: DiffusionEngine):
+    speech = Speech(engine)
+    specs: dict[str, Spec] = {f"r{n}": (n, ("Chelsie", "Ethan")[n % 2], 0.5 if n % 3 else 0.0, n) for n in LENGTHS}
+    for name, spec in specs.items():
+        speech.start(name, spec)
+    speech.run()
+    assert not speech.errors
+    for name, spec in specs.items():
+        wave, want = speech.wave(name), whole(whole_engine, spec)
+        assert len(wave) == spec[0] * SAMPLES == len(want), "no token may be lost"
+        assert speech.finished[name].input_tokens == spec[0]
+        assert difference(wave, want) <= PEAK_ERROR, spec
+        assert np.sqrt(np.mean((wave - want) ** 2) / np.mean(want**2)) <= RMS_ERROR, spec
+        assert spectral_distance(wave, want) <= SPECTRAL_DISTANCE, spec
+        edges = np.cumsum([len(chunk) for chunk in speech.heard[name]])[:-1]
+        steps = np.abs(np.diff(want))
+        for edge in edges:
+            assert abs(wave[edge] - wave[edge - 1]) <= steps[max(0, edge - 400) : edge + 400].max() * 1.1, "a click"
+    assert len(speech.heard["r130"]) >= 3
+
+
+def test_an_utterance_of_one_chunk_is_the_whole_decode(engine: DiffusionEngine, whole_engine: DiffusionEngine):
+    spec: Spec = (BLOCK, "Ethan", 0.5, 3)
+    speech = Speech(engine)
+    speech.start("r", spec)
+    speech.run()
+    assert difference(speech.wave("r"), whole(whole_engine, spec)) <= 1e-5
+
+
+def test_the_waveform_does_not_depend_on_when_tokens_come_or_who_else_speaks(engine: DiffusionEngine):
+    spec: Spec = (75, "Chelsie", 0.5, 5)
+    waves: list[np.ndarray] = []
+    chunks: list[list[int]] = []
+    for per_step, others in ((1, 0), (7, 3), (75, 0), (75, 5)):
+        speech = Speech(engine)
+        for index in range(others):
+            speech.start(f"other{index}", (20 + 13 * index, "Ethan", 0.5, index))
+        speech.start("r", spec)
+        speech.run(per_step)
+        waves.append(speech.wave("r"))
+        chunks.append([len(chunk) for chunk in speech.heard["r"]])
+    assert chunks == [chunks[0]] * len(chunks)
+    for wave in waves[1:]:
+        assert difference(wave, waves[0]) <= 1e-5
+
+
+def test_sound_comes_before_the_last_token(engine: DiffusionEngine):
+    speech = Speech(engine)
+    speech.start("r", (200, "Chelsie", 0.5, 1))
+    for _ in range(2 * BLOCK - 1):
+        if speech.given["r"] < 2 * BLOCK - 1:
+            speech.feed("r", 1)
+        speech.step()
+    assert not speech.heard["r"]
+    assert not engine.runnable(), "without its look-ahead the first chunk is not begun"
+    speech.feed("r", 1)
+    while engine.runnable():
+        speech.step()
+    assert [given for given in speech.when["r"]] == [2 * BLOCK]
+    speech.run(12)
+    assert len(speech.wave("r")) == 200 * SAMPLES
+
+
+def test_requests_join_and_leave(engine: DiffusionEngine, whole_engine: DiffusionEngine):
+    speech = Speech(engine)
+    specs: dict[str, Spec] = {f"r{index}": (30 + 17 * index, "Ethan", 0.5, index) for index in range(4)}
+    for name, spec in specs.items():
+        speech.start(name, spec)
+        for _ in range(9):
+            for other in list(speech.waiting):
+                speech.feed(other, 2)
+            speech.step()
+    speech.run()
+    for name, spec in specs.items():
+        assert difference(speech.wave(name), whole(whole_engine, spec)) <= PEAK_ERROR
+
+
+def test_abort_in_the_middle_frees_everything_and_harms_nobody(
+    engine: DiffusionEngine, whole_engine: DiffusionEngine
+):
+    speech = Speech(engine)
+    for name in ("stays", "goes"):
+        speech.start(name, (80, "Chelsie", 0.5, 2))
+    while not speech.heard["goes"]:
+        for name in list(speech.waiting):
+            speech.feed(name, 4)
+        speech.step()
+    engine.abort("goes")
+    engine.abort("goes")
+    heard = len(speech.heard["goes"])
+    engine.extend("goes", token_ids=[1, 2], complete=True)  # of a talker that has not heard of it yet
+    speech.waiting.pop("goes", None)
+    speech.run()
+    assert len(speech.heard["goes"]) == heard
+    assert "goes" not in speech.finished
+    assert difference(speech.wave("stays"), whole(whole_engine, (80, "Chelsie", 0.5, 2))) <= PEAK_ERROR
+
+
+def test_a_failing_chunk_ends_its_request_alone(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch):
+    runner = engine.core.worker.model_runner
+    original = runner._integrate
+
+    def integrate(request_ids: Sequence[str]) -> list[torch.Tensor]:
+        if "bad/1" in request_ids:
+            raise RuntimeError("out of luck")
+        return original(request_ids)
+
+    monkeypatch.setattr(runner, "_integrate", integrate)
+    speech = Speech(engine)
+    for name in ("bad", "good"):
+        speech.start(name, (70, "Ethan", 0.5, 4))
+    while "bad" not in speech.errors:
+        for name in list(speech.waiting):
+            speech.feed(name, 5)
+        speech.step()
+    speech.waiting.pop("bad", None)
+    speech.run()
+    assert "out of luck" in speech.errors["bad"].error.message
+    assert len(speech.wave("good")) == 70 * SAMPLES
+
+
+def test_bad_later_tokens_end_the_request(engine: DiffusionEngine):
+    for tokens, error in (([3, 10**6], InvalidPayload), ([-1], InvalidPayload), ([1] * 20_000, PromptTooLong)):
+        engine.start(StageRequest("r", StageParams(), 0), StageInputs(token_ids=[1] * 30, complete=False))
+        engine.step()
+        with pytest.raises(error):
+            engine.extend("r", token_ids=tokens, complete=False)
+        assert engine.counts()["requests"] == 0
+    with pytest.raises(InvalidRequest, match="no codec token"):
+        engine.start(StageRequest("r", StageParams(), 0), StageInputs())
+    engine.start(StageRequest("r", StageParams(), 0), StageInputs(complete=False))
+    with pytest.raises(InvalidRequest, match="no codec token"):
+        engine.extend("r", complete=True)

@@ -1,0 +1,229 @@
+"""The vocoder's parts without an engine: chunk policy, noise, receptive field, and the fused kernels against torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from omni_actors.engine.platform import prepare
+
+prepare()
+
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig  # noqa: E402
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (  # noqa: E402
+    Qwen2_5OmniAntiAliasedActivation1d,
+    Qwen2_5OmniSnakeBeta,
+    Qwen2_5OmniToken2WavBigVGANModel,
+)
+
+from omni_actors.engine.models.qwen2_5_omni_code2wav import NoiseBlocks  # noqa: E402
+from omni_actors.engine.models.token2wav import bigvgan, kernels  # noqa: E402
+from omni_actors.engine.models.token2wav.chunks import ChunkPolicy, DecodeOptions  # noqa: E402
+from omni_actors.errors import ConfigError  # noqa: E402
+from tests.reference import vocoder_noise  # noqa: E402
+
+# Compiled where there is a GPU, else interpreted.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# -- policy -----------------------------------------------------------------------------------------------------------
+
+
+def boundaries(policy: ChunkPolicy, count: int) -> list[int]:
+    ends = [0]
+    for _ in range(count):
+        ends.append(policy.end(ends[-1]))
+    return ends[1:]
+
+
+def test_chunks_grow_up_to_the_largest():
+    assert boundaries(ChunkPolicy(1, 8, 1), 6) == [1, 3, 9, 17, 25, 33]
+    assert boundaries(ChunkPolicy(2, 16, 1), 4) == [2, 6, 18, 34]
+    assert boundaries(ChunkPolicy(3, 3, 0), 3) == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"first_blocks": 0}, "first_blocks"),
+        ({"largest_blocks": 5000}, "largest_blocks"),
+        ({"look_ahead_blocks": -1}, "look_ahead_blocks"),
+        ({"first_blocks": True}, "first_blocks"),
+        ({"first_blocks": 4, "largest_blocks": 2}, "less than"),
+        ({"policy": "whole", "first_blocks": 1}, "remove first_blocks"),
+        ({"policy": "half"}, "'chunks' or 'whole'"),
+        ({"precision": "fp8"}, "float32, tf32, bf16"),
+    ],
+)
+def test_bad_decode_options(options: dict[str, object], text: str):
+    with pytest.raises(ConfigError, match=text):
+        DecodeOptions.from_mapping(options, ChunkPolicy())
+
+
+def test_decode_options_over_the_models_own():
+    assert DecodeOptions.from_mapping({}, ChunkPolicy(1, 8, 1)) == DecodeOptions(ChunkPolicy(1, 8, 1), "auto")
+    assert DecodeOptions.from_mapping({"first_blocks": 20}, ChunkPolicy(1, 8, 1)).policy == ChunkPolicy(20, 20, 1)
+    given = {"policy": "chunks", "first_blocks": None, "look_ahead_blocks": 0, "precision": "tf32"}
+    assert DecodeOptions.from_mapping(given, ChunkPolicy(1, 8, 1)) == DecodeOptions(ChunkPolicy(1, 8, 0), "tf32")
+    assert DecodeOptions.from_mapping({"policy": "whole"}, ChunkPolicy()).policy is None
+
+
+# -- noise ------------------------------------------------------------------------------------------------------------
+
+
+def test_noise_does_not_depend_on_the_length_or_on_how_it_is_taken():
+    whole = NoiseBlocks(7, 24, 80).take(0, 9)
+    pieces = NoiseBlocks(7, 24, 80)
+    assert torch.equal(pieces.take(0, 3), whole[:3])
+    assert torch.equal(pieces.take(2, 7), whole[2:7])  # the look-ahead of one chunk is the beginning of the next
+    assert torch.equal(pieces.take(7, 9), whole[7:])
+    assert not torch.equal(NoiseBlocks(8, 24, 80).take(0, 1), whole[:1])
+    for frames in (10, 24, 100):
+        assert torch.equal(vocoder_noise(7, frames, 80)[0], whole.flatten(0, 1)[:frames])
+
+
+# -- BigVGAN ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_bigvgan() -> Qwen2_5OmniToken2WavBigVGANModel:
+    config = Qwen2_5OmniBigVGANConfig(
+        mel_dim=4, upsample_initial_channel=16, resblock_kernel_sizes=[3, 5], resblock_dilation_sizes=[[1, 3, 5]] * 2,
+        upsample_rates=[5, 2], upsample_kernel_sizes=[11, 4],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2_5OmniToken2WavBigVGANModel(config).double().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_receptive_field_is_enough_and_tight(small_bigvgan: Qwen2_5OmniToken2WavBigVGANModel):
+    vocoder = bigvgan.Vocoder(small_bigvgan)
+    context, rate = vocoder.context, vocoder.samples_per_frame
+    frames = 2 * context + 12
+    mel = torch.zeros(1, 4, frames, dtype=torch.float64, requires_grad=True)
+    hidden = small_bigvgan.conv_pre(mel)  # its normalisation clamps, which would hide the gradient
+    kernels_per_stage = small_bigvgan.num_residual_blocks
+    for index, (upsample,) in enumerate(small_bigvgan.ups):
+        hidden = upsample(hidden)
+        hidden = sum(block(hidden) for block in small_bigvgan.resblocks[index * kernels_per_stage :][:kernels_per_stage])
+    wave = small_bigvgan.conv_post(small_bigvgan.activation_post(hidden))[0, 0]
+    middle = frames // 2
+    reached = torch.zeros(frames, dtype=torch.bool)
+    for sample in range(middle * rate, (middle + 1) * rate):
+        (gradient,) = torch.autograd.grad(wave[sample], mel, retain_graph=True)
+        reached |= gradient[0].abs().amax(0) > 0
+    places = reached.nonzero().flatten()
+    reach = max(middle - int(places.min()), int(places.max()) - middle)
+    assert context - 2 <= reach <= context
+
+
+def test_a_window_with_context_gives_the_samples_of_the_whole(small_bigvgan: Qwen2_5OmniToken2WavBigVGANModel):
+    vocoder = bigvgan.Vocoder(small_bigvgan)
+    context, rate = vocoder.context, vocoder.samples_per_frame
+    mel = torch.randn(1, 4, 2 * context + 40, dtype=torch.float64)
+    whole = vocoder(mel)
+    for begin, end in ((0, 10), (20, 30), (context + 7, context + 12)):
+        start = max(0, begin - context)
+        part = vocoder(mel[:, :, start : end + context])[:, (begin - start) * rate : (end - start) * rate]
+        assert torch.allclose(part, whole[:, begin * rate : end * rate], rtol=0, atol=1e-12)
+    short = vocoder(mel[:, :, 20 : 30 + context])[:, : 10 * rate]
+    assert not torch.allclose(short, whole[:, 20 * rate : 30 * rate], atol=1e-6), "the context must matter"
+
+
+def test_published_receptive_field():
+    assert bigvgan.receptive_frames(Qwen2_5OmniBigVGANConfig()) == 35
+
+
+def test_channels_last_vocoder_is_the_same(
+    small_bigvgan: Qwen2_5OmniToken2WavBigVGANModel, monkeypatch: pytest.MonkeyPatch
+):
+    """The layout; the activation itself is compared below."""
+    monkeypatch.setattr(bigvgan, "_Activation", lambda module: lambda hidden: module(hidden[:, :, 0])[:, :, None])
+    fused = bigvgan.FusedVocoder(small_bigvgan, torch.float64)
+    mel = torch.randn(3, 4, 20, dtype=torch.float64)
+    assert torch.allclose(fused(mel), bigvgan.Vocoder(small_bigvgan)(mel).float(), rtol=0, atol=1e-6)
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 9, 40])
+def test_snake_kernel(length: int):
+    torch.manual_seed(length)
+    module = Qwen2_5OmniAntiAliasedActivation1d(Qwen2_5OmniSnakeBeta(40)).to(DEVICE).requires_grad_(False)
+    torch.nn.init.normal_(module.act.alpha, std=0.5)
+    torch.nn.init.normal_(module.act.beta, std=0.5)
+    hidden = 3 * torch.randn(2, 40, length, device=DEVICE)
+    fused = kernels.anti_aliased_snake(hidden[:, :, None], *bigvgan._Activation(module).parameters)
+    assert torch.allclose(fused[:, :, 0], module(hidden), rtol=0, atol=1e-5)
+
+
+def test_snake_kernel_carries_its_values_through_the_loop_when_compiled():
+    """Triton's interpreter runs Python, its compiler does not: once it took the rotated values for constants."""
+    script = """
+import importlib.util, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])
+kernels = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernels)
+pointers = dict.fromkeys(("source", "output", "up", "down", "frequency", "magnitude"), "*fp32")
+signature = {**pointers, "length": "i32", "channels": "i32", "STEPS": "constexpr", "LANES": "constexpr"}
+source = ASTSource(kernels._anti_aliased_snake, signature=signature, constexprs={"STEPS": 8, "LANES": 32})
+text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+loop = text[text.index("scf.for"):].split("->")[0]
+print(loop.count(" = %") - 1)
+"""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
+    path = str(Path(kernels.__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", script, path], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    if "ptxas" in done.stderr:
+        pytest.skip("this Triton has no assembler")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 17  # six samples, eleven values of the doubled rate
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_norm_kernel(update: bool):
+    torch.manual_seed(0)
+    residual, added = torch.randn(3, 24, 48, device=DEVICE), torch.randn(3, 24, 48, device=DEVICE)
+    gate, scale, shift = torch.randn(2, 3 * 48, device=DEVICE).split(48, dim=1)
+    slot = torch.tensor([0, 1, 1], device=DEVICE)
+    results = []
+    for fused in (False, True):
+        state = residual.clone()
+        given = (added, gate) if update else (None, None)
+        normed = kernels.modulated_norm(state, *given, scale, shift, slot, torch.float32, fused=fused)
+        results.append((normed, state))
+    assert torch.allclose(*(normed for normed, _ in results), atol=1e-5)
+    assert torch.allclose(*(state for _, state in results), atol=1e-6)
+    assert torch.equal(results[1][1], residual) is not update
+
+
+@pytest.mark.parametrize(("back", "ahead"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_attention_kernel(back: int, ahead: int):
+    torch.manual_seed(0)
+    heads, width, window = 2, 64, back + 1 + ahead
+    qkv = torch.randn(4, 24, 3 * width, device=DEVICE)
+    left = torch.randn(2, 24, 2 * width, device=DEVICE)
+    keys, valid = torch.full((4, window), -1, dtype=torch.int32), torch.zeros(4, window, dtype=torch.int32)
+    keys[:, back], valid[:, back] = torch.arange(4), torch.tensor([24, 24, 24, 7])
+    if back:
+        keys[1:, 0], valid[1:, 0] = torch.tensor([0, 5, 4]), 24  # the last two were kept of earlier chunks
+    if ahead:
+        keys[2, -1], valid[2, -1] = 3, 7
+    rotary = torch.randn(window * 24, 16, device=DEVICE), torch.randn(window * 24, 16, device=DEVICE)
+    tables = keys.to(DEVICE), valid.to(DEVICE)
+    plain, fused = (
+        kernels.block_attention(qkv, left, *tables, rotary, heads, back=back, precise=True, fused=form)
+        for form in (False, True)
+    )
+    assert torch.allclose(plain, fused, rtol=0, atol=1e-5)
