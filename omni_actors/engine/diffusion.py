@@ -110,9 +110,12 @@ class DiffusionEngine(StageEngine):
 
     def abort(self, request_id: str) -> None:
         running = self._requests.pop(request_id, None)
-        if running is not None and running.job_id is not None:
+        if running is None:
+            return
+        if running.job_id is not None:
             del self._jobs[running.job_id]
             self.core.abort([running.job_id])
+        running.stream.close()
 
     def runnable(self) -> bool:
         return self.core.runnable()
@@ -122,8 +125,10 @@ class DiffusionEngine(StageEngine):
             outputs = self.core.step()
         except StepFailed as failure:
             error = EngineError(f"A step of the model failed: {failure}")
-            ended = [self._jobs.pop(job_id, None) for job_id in failure.request_ids]
-            return [ErrorEvent(key, error) for key in ended if key is not None and self._requests.pop(key, None)]
+            ended = [self._jobs.pop(job_id) for job_id in failure.request_ids if job_id in self._jobs]
+            for request_id in ended:
+                self._requests.pop(request_id).stream.close()
+            return [ErrorEvent(request_id, error) for request_id in ended]
         events: list[EngineEvent] = []
         for output in outputs:
             if output.finish_reason is None:

@@ -72,6 +72,10 @@ class DiffusionStream(ABC):
     def finished(self) -> bool:
         """Whether all jobs have been given."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the stream holds on the device. No job of it runs any more."""
+
 
 def diffusion_job(sampling_params: SamplingParams | None) -> DiffusionJob | None:
     """The job of a diffusion request; None for every other request."""

@@ -31,10 +31,10 @@ pytestmark = pytest.mark.e2e
 
 SAMPLES = 480  # per codec token
 BLOCK = 12  # codec tokens
-LENGTHS = (1, 11, 12, 13, 24, 25, 36, 37, 47, 48, 60, 108, 109, 130)
+LENGTHS = (1, 11, 12, 13, 24, 25, 37, 48, 61, 100)
 # Against the whole decode, of the peak and in decibel; measured 3.1e-3, 2.4e-4 and 0.002 (docs/benchmarks.md).
 PEAK_ERROR, RMS_ERROR, SPECTRAL_DISTANCE = 0.01, 0.001, 0.02
-STEPS = 6
+STEPS = 4
 
 Spec = tuple[int, str, float, int]  # tokens, voice, guidance, seed
 
@@ -160,7 +160,7 @@ def test_every_length_is_whole_and_close_to_the_whole_decode(engine: DiffusionEn
         steps = np.abs(np.diff(want))
         for edge in edges:
             assert abs(wave[edge] - wave[edge - 1]) <= steps[max(0, edge - 400) : edge + 400].max() * 1.1, "a click"
-    assert len(speech.heard["r130"]) >= 3
+    assert len(speech.heard["r100"]) >= 3
 
 
 def test_an_utterance_of_one_chunk_is_the_whole_decode(engine: DiffusionEngine, whole_engine: DiffusionEngine):
@@ -190,7 +190,7 @@ def test_the_waveform_does_not_depend_on_when_tokens_come_or_who_else_speaks(eng
 
 def test_sound_comes_before_the_last_token(engine: DiffusionEngine):
     speech = Speech(engine)
-    speech.start("r", (200, "Chelsie", 0.5, 1))
+    speech.start("r", (100, "Chelsie", 0.5, 1))
     for _ in range(2 * BLOCK - 1):
         if speech.given["r"] < 2 * BLOCK - 1:
             speech.feed("r", 1)
@@ -200,9 +200,9 @@ def test_sound_comes_before_the_last_token(engine: DiffusionEngine):
     speech.feed("r", 1)
     while engine.runnable():
         speech.step()
-    assert [given for given in speech.when["r"]] == [2 * BLOCK]
+    assert speech.when["r"] == [2 * BLOCK]
     speech.run(12)
-    assert len(speech.wave("r")) == 200 * SAMPLES
+    assert len(speech.wave("r")) == 100 * SAMPLES
 
 
 def test_requests_join_and_leave(engine: DiffusionEngine, whole_engine: DiffusionEngine):

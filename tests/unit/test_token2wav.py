@@ -107,11 +107,10 @@ def test_receptive_field_is_enough_and_tight(small_bigvgan: Qwen2_5OmniToken2Wav
     frames = 2 * context + 12
     mel = torch.zeros(1, 4, frames, dtype=torch.float64, requires_grad=True)
     hidden = small_bigvgan.conv_pre(mel)  # its normalisation clamps, which would hide the gradient
-    kernels_per_stage = small_bigvgan.num_residual_blocks
+    count = small_bigvgan.num_residual_blocks
     for index, (upsample,) in enumerate(small_bigvgan.ups):
         hidden = upsample(hidden)
-        blocks = small_bigvgan.resblocks[index * kernels_per_stage :][:kernels_per_stage]
-        hidden = sum(block(hidden) for block in blocks)
+        hidden = sum(block(hidden) for block in small_bigvgan.resblocks[index * count :][:count])
     wave = small_bigvgan.conv_post(small_bigvgan.activation_post(hidden))[0, 0]
     middle = frames // 2
     reached = torch.zeros(frames, dtype=torch.bool)

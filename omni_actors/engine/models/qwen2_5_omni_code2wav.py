@@ -146,6 +146,9 @@ class Code2WavStream(DiffusionStream):
     def finished(self) -> bool:
         return self._finished
 
+    def close(self) -> None:
+        self.carry.left = self.carry.mel = None
+
     def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
         runner = self._runner
         if self._complete and (token_ids or not complete):
