@@ -11,10 +11,15 @@ all processes of a host share) the replica wants the device. It expires by itsel
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from omni_actors.logs import get_logger
+
+logger = get_logger(__name__)
 
 SIGN = struct.Struct("<d")
 VALID_SECONDS = 0.25  # a sign that is not renewed, once per step of its owner, means nothing any more
@@ -32,16 +37,28 @@ class Sign:
 
     def __init__(self, folder: Path, stage: str, replica: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        with sign_path(folder, stage, replica).open("w+b") as file:
-            file.truncate(SIGN.size)
-            self._memory = mmap.mmap(file.fileno(), SIGN.size)
+        self._memory = _allocate(sign_path(folder, stage, replica))
         self._shown = False
 
     def show(self, wanted: bool) -> None:
         """Say whether requests wait for their first output."""
-        if wanted or self._shown:
+        if self._memory is not None and (wanted or self._shown):
             SIGN.pack_into(self._memory, 0, self._clock() + VALID_SECONDS if wanted else 0.0)
         self._shown = wanted
+
+
+def _allocate(path: Path) -> mmap.mmap | None:
+    """The sign's memory; `None` if the disk is full: nobody gives way then.
+
+    Allocated for certain, as a write into a hole of a file on a full disk would end the process.
+    """
+    try:
+        with path.open("a+b") as file:
+            os.posix_fallocate(file.fileno(), 0, SIGN.size)
+            return mmap.mmap(file.fileno(), SIGN.size)
+    except OSError as error:
+        logger.warning("other stages cannot give way to this one: %s: %s", path, error)
+        return None
 
 
 class GiveWay:
