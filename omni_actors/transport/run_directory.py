@@ -138,9 +138,9 @@ def _try_lock(path: Path, create: bool) -> IO[str] | None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove the sockets, those of the fork server included."""
+    """Remove the sockets, those of the fork server included, and the stages' signs (stage/turns.py)."""
     for entry in path.iterdir():
-        if entry.is_socket():
+        if entry.is_socket() or entry.name.startswith("turn-"):
             entry.unlink(missing_ok=True)
         elif entry.name.startswith("pymp-"):
             shutil.rmtree(entry, ignore_errors=True)
