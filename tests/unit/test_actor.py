@@ -367,6 +367,18 @@ def test_streamed_rows_extend_a_running_request() -> None:
     assert stage.engine.calls[-1] == ("extend", "r1", None, True)
 
 
+def test_streamed_tokens_extend_a_running_request() -> None:
+    stage = Stage("code2wav", processor="talker2code2wav")
+    stage.expect()
+    stage.chunk(seq=0, token_ids=pack_token_ids([1, 2]))
+    assert stage.actor.urgent(), "it waits for its first output"
+    stage.chunk(seq=1, token_ids=pack_token_ids([3]), start=2)
+    stage.chunk(seq=2, final=True, start=3)
+    assert [call[0] for call in stage.engine.calls] == ["start", "extend", "extend"]
+    assert list(stage.engine.calls[1][3]) == [3]
+    assert stage.engine.calls[-1] == ("extend", "r1", None, True)
+
+
 def test_nothing_to_compute_ends_the_stage_and_tells_the_next() -> None:
     stage = StageUnderTest("talker", processor="thinker2talker")
     stage.expect()

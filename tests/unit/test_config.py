@@ -197,6 +197,34 @@ def test_parameters_must_fit_the_kind_of_stage(tmp_path: Path) -> None:
     assert "stages.prompt.sampling.max_tokens" in refused(tmp_path, data)
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"decode": {"polcy": "whole"}}, ["'stages.code2wav.decode.polcy'", "Did you mean 'policy'"]),
+        ({"decode": {"policy": "half"}}, ["policy"]),
+        ({"decode": {"first_blocks": 0}}, ["first_blocks"]),
+        ({"decode": {"precision": "fp8"}}, ["precision"]),
+        ({"decode": {"policy": "whole", "first_blocks": 2}}, ["no chunks"]),
+        ({"decode": {"first_blocks": 4, "largest_blocks": 2}}, ["largest_blocks (2)", "first_blocks (4)"]),
+        ({"kind": "echo", "decode": {}}, ["only diffusion stages decode"]),
+        ({"gives_way_to": ["thinkr"]}, ["'thinkr'", "Did you mean 'thinker'"]),
+        ({"gives_way_to": ["code2wav"]}, ["no other stage 'code2wav'"]),
+        ({"environment": {"lower": "1"}}, ["environment"]),
+        ({"environment": {"NUMBER": 1}}, ["environment"]),
+    ],
+)
+def test_decoding_turns_and_environment(tmp_path: Path, fields: dict, words: list[str]) -> None:
+    text = refused(tmp_path, with_stage(3, **{"kind": "diffusion", **fields}))
+    assert all(word in text for word in words), text
+
+
+def test_decoding_turns_and_environment_that_fit(tmp_path: Path) -> None:
+    fields = {"decode": {"largest_blocks": 4}, "gives_way_to": ["thinker"], "environment": {"CUDA_X": "1"}}
+    stage = load(tmp_path, with_stage(3, kind="diffusion", **fields)).pipeline.stage("code2wav")
+    assert (stage.decode.policy, stage.decode.largest_blocks, stage.decode.first_blocks) == ("chunks", 4, None)
+    assert (stage.gives_way_to, stage.environment) == (["thinker"], {"CUDA_X": "1"})
+
+
 def test_only_loopback_is_bound(tmp_path: Path) -> None:
     for listen in ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.168.1.2:1", "5555", "ipc:///tmp/x"):
         text = refused(tmp_path, {**chain(), "coordinator": {"listen": listen}})

@@ -494,8 +494,8 @@ SPEC = ModelSpec(
     kind="diffusion",
     hf_overrides=placeholder_overrides("token2wav_config", MAX_STEPS),
     vllm_models={ARCHITECTURE: PlaceholderModel},
-    # Eight chunks fill an H200; with more, only the step gets longer that first chunks and the thinker wait for.
-    engine={"max_num_seqs": 8, "scheduling_policy": "priority"},
+    # Chunks at a time. More make the step longer that first chunks and the thinker wait for (docs/benchmarks.md).
+    engine={"max_num_seqs": 16, "scheduling_policy": "priority"},
     required={
         "max_model_len": MAX_STEPS + 1,
         "max_num_batched_tokens": MAX_STEPS + 1,
