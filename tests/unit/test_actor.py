@@ -368,7 +368,7 @@ def test_streamed_rows_extend_a_running_request() -> None:
 
 
 def test_streamed_tokens_extend_a_running_request() -> None:
-    stage = Stage("code2wav", processor="talker2code2wav")
+    stage = StageUnderTest("code2wav", processor="talker2code2wav")
     stage.expect()
     stage.chunk(seq=0, token_ids=pack_token_ids([1, 2]))
     assert stage.actor.urgent(), "it waits for its first output"
