@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -35,6 +36,7 @@ class Asker:
     def __init__(self, client: AsyncOmniClient, options: argparse.Namespace) -> None:
         self._client = client
         self._options = options
+        self._numbers = itertools.count()  # no prompt comes twice: a cache of prefixes must not answer it
         # min_tokens keeps the end tokens from being sampled; ignoring them would hand them to the vocoder.
         count = options.text_tokens
         self._params = {"thinker": {"max_tokens": count, "min_tokens": count, "temperature": 0.0}}
@@ -46,7 +48,7 @@ class Asker:
         began = time.perf_counter()
         sample = Sample()
         stream = await self._client.submit(
-            f"{index} {workload.PROMPT}", modalities=self._modalities, params=self._params, seed=index,
+            f"{next(self._numbers)} {workload.PROMPT}", modalities=self._modalities, params=self._params, seed=index,
             timeout=self._options.timeout,
         )  # fmt: skip
         async for item in stream:

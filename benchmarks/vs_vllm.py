@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -46,7 +47,8 @@ async def bare(options: argparse.Namespace) -> list[dict[str, Any]]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     model, engine = thinker_arguments(options)
-    same = {"generation_config": "vllm", "enable_prefix_caching": False}
+    same = {"generation_config": "vllm", "enable_prefix_caching": True}  # as our thinker has it
+    numbers = itertools.count()
     began = time.perf_counter()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **{**same, **engine}))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -58,7 +60,7 @@ async def bare(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     async def ask(index: int) -> Sample:
         began = time.perf_counter()
-        turns = [{"role": "user", "content": f"{index} {workload.PROMPT}"}]
+        turns = [{"role": "user", "content": f"{next(numbers)} {workload.PROMPT}"}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         sample = Sample()
         async for output in llm.generate(text, params, f"{index}-{began}"):
