@@ -36,7 +36,7 @@ class Asker:
     def __init__(self, client: AsyncOmniClient, options: argparse.Namespace) -> None:
         self._client = client
         self._options = options
-        self._numbers = itertools.count()  # no prompt comes twice: a cache of prefixes must not answer it
+        self._numbers = itertools.count()
         # min_tokens keeps the end tokens from being sampled; ignoring them would hand them to the vocoder.
         count = options.text_tokens
         self._params = {"thinker": {"max_tokens": count, "min_tokens": count, "temperature": 0.0}}
@@ -48,8 +48,8 @@ class Asker:
         began = time.perf_counter()
         sample = Sample()
         stream = await self._client.submit(
-            f"{next(self._numbers)} {workload.PROMPT}", modalities=self._modalities, params=self._params, seed=index,
-            timeout=self._options.timeout,
+            workload.prompt(next(self._numbers), self._options.prompt_repeats), modalities=self._modalities,
+            params=self._params, seed=index, timeout=self._options.timeout,
         )  # fmt: skip
         async for item in stream:
             now = time.perf_counter() - began
@@ -126,6 +126,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="requests per concurrency = rounds * concurrency")
     parser.add_argument("--rate", type=float, nargs="*", default=[], help="Poisson arrivals a second")
     parser.add_argument("--requests", type=int, default=100, help="requests per rate")
+    parser.add_argument("--prompt-repeats", type=int, default=1, help="longer prompts; see prompt_tokens in the table")
     parser.add_argument("--text-tokens", type=int, default=64)
     parser.add_argument("--codec-tokens", type=int, default=512, help="0 for text only")
     parser.add_argument("--timeout", type=float, default=300.0)

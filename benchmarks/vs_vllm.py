@@ -60,7 +60,7 @@ async def bare(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     async def ask(index: int) -> Sample:
         began = time.perf_counter()
-        turns = [{"role": "user", "content": f"{next(numbers)} {workload.PROMPT}"}]
+        turns = [{"role": "user", "content": workload.prompt(next(numbers), options.prompt_repeats)}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         sample = Sample()
         async for output in llm.generate(text, params, f"{index}-{began}"):

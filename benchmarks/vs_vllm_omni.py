@@ -80,7 +80,7 @@ async def drive(options: argparse.Namespace) -> dict[str, Any]:
 
     async def ask(index: int) -> Sample:
         began = time.perf_counter()
-        turns = [{"role": "user", "content": f"{index} {workload.PROMPT}"}]
+        turns = [{"role": "user", "content": workload.prompt(index)}]
         prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         sample = Sample(prompt_tokens=len(tokenizer(prompt)["input_ids"]), text_tokens=text)
         stream = omni.generate({"prompt": prompt}, request_id=f"{index}-{began}", sampling_params_list=parameters)

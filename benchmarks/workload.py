@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-PROMPT = "Tell me about the sea, its tides and the ships that cross it. " * 16
+PROMPT = "Tell me about the sea and the sky today please. "
 QUANTILES = (50, 95, 99)
 
 
@@ -36,6 +36,11 @@ class Sample:
     text_tokens: int = 0
     audio_seconds: float = 0.0
     stages: dict[str, tuple[float, float]] = field(default_factory=dict)  # first output, finished
+
+
+def prompt(number: int, repeats: int = 1) -> str:
+    """A prompt that comes once only: no cache of prefixes may answer it."""
+    return f"{number} {PROMPT * repeats}"
 
 
 Ask = Callable[[int], Awaitable[Sample]]

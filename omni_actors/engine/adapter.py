@@ -74,6 +74,10 @@ class AutoregressiveAdapter(ABC):
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
         """Check streamed rows [n, width] and bring them into the model's dtype, on the CPU. Raises `InvalidPayload`."""
 
+    @abstractmethod
+    def warm_up_inputs(self, length: int) -> StageInputs:
+        """Valid input of about `length` positions, with more than one row or token to come out."""
+
     def check_length(self, n_tokens: int) -> None:
         """Raise `PromptTooLong` unless at least one token can follow `n_tokens`."""
         if n_tokens >= self.max_model_len:

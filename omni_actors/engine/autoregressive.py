@@ -14,7 +14,7 @@ from omni_actors.engine.adapter import AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError
-from omni_actors.messages import FinishReason, HostTensor
+from omni_actors.messages import FinishReason, HostTensor, StageParams
 from omni_actors.stage.interface import (
     EngineEvent,
     EngineFacts,
@@ -32,6 +32,13 @@ _REASONS = {
     VllmFinishReason.LENGTH: FinishReason.LENGTH,
     VllmFinishReason.REPETITION: FinishReason.STOP,
 }
+
+
+WARM_UP_LENGTH = 24
+WARM_UP_PARAMS = (
+    StageParams(max_tokens=3, min_tokens=3, temperature=0.9, top_k=40, top_p=0.8, min_p=0.01, repetition_penalty=1.05),
+    StageParams(max_tokens=3, temperature=0.0, repetition_penalty=1.0),
+)
 
 
 @dataclass(slots=True)
@@ -61,6 +68,27 @@ class AutoregressiveEngine(StageEngine):
     @property
     def facts(self) -> EngineFacts:
         return self.adapter.facts
+
+    def warm_up(self, batches: Sequence[int]) -> None:
+        """Run what requests will run, so that none of them waits while a kernel is compiled.
+
+        Compiling takes many seconds where nothing is cached; a stage that does it while it holds requests looks stuck.
+        Kernels differ by the number of requests and by what is sampled, so each batch has both kinds of sampling.
+
+        Args:
+            batches: how many requests run at a time, one after the other.
+
+        Raises:
+            EngineError: a request of the warm-up fails, as all others would.
+        """
+        for size in batches:
+            for index in range(size):
+                request = StageRequest(f"_warm_up/{index}", WARM_UP_PARAMS[index % len(WARM_UP_PARAMS)], seed=index)
+                self.start(request, self.adapter.warm_up_inputs(WARM_UP_LENGTH))
+            while self.runnable():  # until the worker has freed them, too
+                for event in self.step():
+                    if isinstance(event, ErrorEvent):
+                        raise event.error
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         request_id = request.request_id

@@ -42,6 +42,10 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
     return OmniEngineArgs(model, stage.kind.value, engine)
 
 
+# vLLM and Triton have code for one request, for few, and for multiples of 16.
+WARM_UP_BATCHES = (1, 2, 9, 16, 17)
+
+
 def build_engine(stage_kind: str, arguments: OmniEngineArgs) -> StageEngine:
     """The engine of a stage, loaded and ready.
 
@@ -70,7 +74,12 @@ def build_engine(stage_kind: str, arguments: OmniEngineArgs) -> StageEngine:
 def _autoregressive(arguments: OmniEngineArgs) -> StageEngine:
     from omni_actors.engine.autoregressive import AutoregressiveEngine
 
-    return AutoregressiveEngine(arguments)
+    engine = AutoregressiveEngine(arguments)
+    # On the CPU nothing is compiled; once through, so that a model that cannot run fails its start and no request.
+    most = engine.core.vllm_config.scheduler_config.max_num_seqs
+    cuda = engine.core.vllm_config.device_config.device_type == "cuda"
+    engine.warm_up([size for size in WARM_UP_BATCHES if size <= most] if cuda else [1])
+    return engine
 
 
 def _diffusion(arguments: OmniEngineArgs) -> StageEngine:

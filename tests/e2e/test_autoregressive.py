@@ -656,6 +656,36 @@ def test_abort_leaves_nothing(talker, answers):
     assert not any("late" in name for name in talker.events)
 
 
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+def test_warm_up_runs_whole_batches_and_leaves_nothing(stage, thinker, talker, monkeypatch):
+    engine = (thinker if stage == "thinker" else talker).engine
+    steps: list[int] = []
+    original = engine.core.step
+
+    def step():
+        steps.append(len(engine.core.scheduler.running))
+        return original()
+
+    monkeypatch.setattr(engine.core, "step", step)
+    engine.warm_up([1, 3])
+    assert max(steps) == 3
+    assert 1 in steps
+    assert not any(engine.counts().values())
+    assert not engine.runnable()
+
+
+def test_a_model_that_cannot_run_fails_its_start(talker, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(talker.engine.core.worker.model_runner, "execute_model", fail)
+    with pytest.raises(EngineError, match="no kernel for this device"):
+        talker.engine.warm_up([1])
+    monkeypatch.undo()
+    talker.run()
+    assert not any(talker.engine.counts().values())
+
+
 @BOTH_TALKER_MODES
 def test_a_failing_step_ends_its_requests_and_no_others(talker, answers):
     answer = answers[0]

@@ -45,7 +45,7 @@ from omni_actors.engine.models.voices import load_voices
 from omni_actors.engine.runner import StreamedInputState, payload_of
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowUpdate
-from omni_actors.engine.tensors import check_rows, to_torch
+from omni_actors.engine.tensors import check_rows, to_host, to_torch
 from omni_actors.errors import InvalidPayload, UnknownVoice
 from omni_actors.messages import DType, HostTensor, StageParams
 from omni_actors.stage.interface import EngineEvent, EngineFacts, StageInputs, StageRequest, StreamEvent
@@ -364,6 +364,10 @@ class TalkerAdapter(AutoregressiveAdapter):
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
         check_rows(rows, self._width, "reply rows")
         return to_torch(rows).to(self._dtype)
+
+    def warm_up_inputs(self, length: int) -> StageInputs:
+        rows = torch.zeros(length, self._width, dtype=self._dtype)
+        return StageInputs(tensors={"prompt_rows": to_host(rows), "reply_rows": to_host(rows[:4])})
 
     def _tensor(self, tensors: dict[str, HostTensor], name: str, *, minimum: int = 0) -> torch.Tensor:
         tensor = tensors.pop(name, None)

@@ -127,6 +127,9 @@ class ThinkerAdapter(AutoregressiveAdapter):
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
         raise InvalidPayload("The thinker takes no streamed rows.")
 
+    def warm_up_inputs(self, length: int) -> StageInputs:
+        return StageInputs(token_ids=[0] * length)
+
     def _decode(
         self, tensors: Mapping[str, HostTensor], token_ids: list[int]
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
