@@ -111,7 +111,8 @@ def test_running_request_waits_for_its_expensive_last_step():
 def test_work_of_a_step_is_bounded_beside_its_bytes():
     steps = run(1000, diffusion("a", 2, 1, work=6), diffusion("b", 2, 1, work=4), diffusion("c", 1, 1), blocks=10)
     assert steps == [["a", "b"], ["a", "b"], ["c"]]
-    assert run(1000, diffusion("large", 2, 1, work=99), diffusion("b", 1, 1), blocks=10) == [["large"], ["large"], ["b"]]
+    steps = run(1000, diffusion("large", 2, 1, work=99), diffusion("b", 1, 1), blocks=10)
+    assert steps == [["large"], ["large"], ["b"]]
 
 
 def test_urgent_requests_overtake_deferred_and_running_ones():
