@@ -4,8 +4,8 @@
     python benchmarks/rows_equal_eager.py DIR --set load_format=dummy --set dtype=bfloat16
 
 Every variant gets the same requests; one joins every third step while others run and leave. Prints for each variant,
-against eager: requests with equal tokens, and the largest difference of a row (the thinker's hidden states) up to the
-first different token, as a share of the largest value. "eager again" shows what a second eager run differs by.
+against eager: requests with equal tokens, where the others part, and the largest difference of a row (the thinker's
+hidden states) up to there, as a share of the largest value. "eager again" shows what a second eager run differs by.
 """
 
 from __future__ import annotations
@@ -84,21 +84,24 @@ def run(options: argparse.Namespace, stage: str, variant: dict[str, object]) -> 
 
 
 def compare(name: str, answers: list[Answer], reference: list[Answer]) -> str:
-    same, largest = 0, 0.0
+    same, largest, parts = 0, 0.0, []
     for (ids, rows), (expected, expected_rows) in zip(answers, reference, strict=True):
         same += ids == expected
         parted = next((i for i, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), len(ids))
+        if ids != expected:
+            parts.append(parted)
         # The prompt's rows come first; each reply row belongs to the token before it.
         common = len(expected_rows) - len(expected) + parted
         if expected_rows.numel():
             apart = (rows[:common] - expected_rows[:common]).abs().max() / expected_rows.abs().max()
             largest = max(largest, float(apart))
     has_rows = any(rows.numel() for _, rows in reference)
-    return f"{name} | {same}/{len(answers)} | {f'{largest:.1e}' if has_rows else '-'} |"
+    return f"{name} | {same}/{len(answers)} | {parts or '-'} | {f'{largest:.1e}' if has_rows else '-'} |"
 
 
 def main(options: argparse.Namespace) -> None:
-    print("| stage | variant | equal tokens | largest difference of a row |\n|---|---|---|---|")
+    columns = ("stage", "variant", "equal tokens", "first different token", "largest difference of a row")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for stage in options.stages:
         reference = None
         for name, variant in VARIANTS.items():

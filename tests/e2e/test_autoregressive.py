@@ -335,8 +335,10 @@ def test_bad_frames_are_refused(thinker, media_answer):
 @BOTH_TALKER_MODES
 def test_talker_prompt_embeddings_equal_transformers(talker, answers):
     seen: list[torch.Tensor] = []
-    projection = talker.engine.core.worker.model_runner.model.text_projection
-    hook = projection.register_forward_pre_hook(lambda _module, arguments: seen.append(arguments[0].clone()))
+    model = talker.engine.core.worker.model_runner.model
+    hook = model.decoder.text_projection.register_forward_pre_hook(
+        lambda _module, arguments: seen.append(arguments[0].clone())
+    )
     try:
         for index, answer in enumerate(answers):
             talker.start(
@@ -518,7 +520,9 @@ def test_rows_that_end_early_are_followed_by_text_end_and_pad(talker, answers):
     length = prompt_length(answer)
     seen: list[torch.Tensor] = []
     model = talker.engine.core.worker.model_runner.model
-    hook = model.text_projection.register_forward_pre_hook(lambda _module, arguments: seen.append(arguments[0].clone()))
+    hook = model.decoder.text_projection.register_forward_pre_hook(
+        lambda _module, arguments: seen.append(arguments[0].clone())
+    )
     try:
         talker.start("r", talker_inputs(answer.thinker_rows[: length + 2], length), max_tokens=5, temperature=0.0)
         talker.run()
@@ -674,6 +678,27 @@ def test_warm_up_runs_whole_batches_and_leaves_nothing(stage, thinker, talker, m
     assert not engine.runnable()
 
 
+def test_what_is_compiled_reads_its_input_at_one_place(talker, answers, monkeypatch):
+    """A piecewise CUDA graph, replayed, reads the addresses of its capture; another tensor there is not noticed."""
+    runner = talker.engine.core.worker.model_runner
+    compiled = type(runner.model.decoder)
+    original, places = compiled.__call__, set()
+
+    def note(self, *arguments, **named):
+        places.add(named["inputs_embeds"].data_ptr())
+        return original(self, *arguments, **named)
+
+    monkeypatch.setattr(compiled, "__call__", note)
+    kept = []
+    for number in range(6):
+        inputs = talker_inputs(answers[number % 3].thinker_rows, prompt_length(answers[number % 3]))
+        talker.start(f"r{number}", inputs, max_tokens=6, temperature=0.0)
+        talker.step()
+        kept.append(torch.empty(1 << (10 + number)))  # moves whatever is allocated anew in every step
+    talker.run()
+    assert places == {runner.model_state.inputs_embeds.data_ptr()}
+
+
 def test_a_model_that_cannot_run_fails_its_start(talker, monkeypatch):
     def fail(*_):
         raise RuntimeError("no kernel for this device")
@@ -699,7 +724,7 @@ def test_a_failing_step_ends_its_requests_and_no_others(talker, answers):
         if calls == 4:
             raise RuntimeError("the model is unwell")
 
-    hook = model.text_projection.register_forward_pre_hook(fail_once)
+    hook = model.decoder.text_projection.register_forward_pre_hook(fail_once)
     try:
         for number in range(20):  # more than fit: four wait and must survive
             talker.start(f"r{number}", inputs, max_tokens=8, temperature=0.0)

@@ -81,7 +81,30 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     }
 )
 class TalkerDecoder(LlamaModel):
-    """vLLM's Llama, compiled for M-RoPE positions."""
+    """vLLM's Llama behind the projection of the thinker's rows, compiled for M-RoPE positions.
+
+    The projection is part of what is compiled, because a piecewise CUDA graph reads its input where it lay when it was
+    captured: vLLM's runner keeps its embeddings in one place, the result of a projection of ours lies anywhere.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        del self.embed_tokens  # of the wrong width; the model's own is codec_embedding
+        config = vllm_config.model_config.hf_config
+        self.text_projection = ReplicatedLinear(
+            config.embedding_size, config.hidden_size, bias=True, return_bias=False
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        if inputs_embeds is not None:
+            inputs_embeds = self.text_projection(inputs_embeds)
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
 
 class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
@@ -91,7 +114,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
         orig_to_new_prefix={
             "thinker.": None,
             "token2wav.": None,
-            "talker.thinker_to_talker_proj.": "text_projection.",
+            "talker.thinker_to_talker_proj.": "decoder.text_projection.",
             "talker.codec_head.": "codec_head.",
             "talker.model.embed_tokens.": "codec_embedding.",
             "talker.model.": "decoder.",
@@ -119,11 +142,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
         unspeakable[config.tts_codec_start_token_id] = True
         self.register_buffer("unspeakable", unspeakable, persistent=False)
         self.codec_embedding = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
-        self.text_projection = ReplicatedLinear(
-            config.embedding_size, config.hidden_size, bias=True, return_bias=False
-        )
         self.decoder = TalkerDecoder(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "decoder"))
-        del self.decoder.embed_tokens  # of the wrong width; ours is codec_embedding
         self.codec_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "codec_head")
         )
@@ -159,7 +178,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
     ) -> torch.Tensor | IntermediateTensors:
         if inputs_embeds is None:
             inputs_embeds = self.codec_embedding(input_ids)
-        return self.decoder(None, positions, intermediate_tensors, inputs_embeds=self.text_projection(inputs_embeds))
+        return self.decoder(None, positions, intermediate_tensors, inputs_embeds=inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         logits = self.logits_processor(self.codec_head, hidden_states)
