@@ -84,16 +84,13 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     `policy` is `chunks` (sound comes while tokens still come) or `whole`. Chunks are counted in blocks of the model:
     `first_blocks` of the first chunk, `largest_blocks` of the longest, `look_ahead_blocks` computed behind each chunk
-    and thrown away. `step_blocks` bounds the blocks that one step computes for all requests: less makes a step shorter,
-    which others on the device wait for, and the arithmetic less efficient. `precision` is `float32`, `tf32`, `bf16` or
-    `auto`.
+    and thrown away. `precision` is `float32`, `tf32`, `bf16` or `auto`.
     """
 
     policy: Literal["chunks", "whole"] = "chunks"
     first_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
     largest_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
     look_ahead_blocks: Annotated[int, Meta(ge=0, le=1024)] | None = None
-    step_blocks: Annotated[int, Meta(ge=1)] | None = None
     precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
 
 

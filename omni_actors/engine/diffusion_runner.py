@@ -35,14 +35,12 @@ class DiffusionJob:
         num_steps: denoise steps to schedule, at least 1; the output comes with the last one.
         step_bytes: device memory that the request needs while a step computes it (latents, embeddings, activations).
         final_bytes: the same for its last step, which also decodes the latents.
-        work: what a step computes for it, in the model's own unit.
     """
 
     payload: Any
     num_steps: int
     step_bytes: int = 0
     final_bytes: int = 0
-    work: int = 1
 
     def bytes_at(self, step: int) -> int:
         """Bytes needed by step number `step`, counted from 1."""

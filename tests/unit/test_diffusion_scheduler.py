@@ -23,7 +23,6 @@ class FakeRequest:
     num_prompt_tokens: int = 1
     num_computed_tokens: int = 0
     next_decode_eligible_step: int = 0
-    priority: int = 0
 
 
 @dataclass
@@ -58,23 +57,18 @@ class Scheduler(DiffusionMixin, FakeScheduler):
     """The mixin under test."""
 
 
-def diffusion(
-    request_id: str, steps: int, step_bytes: int, final_bytes: int | None = None, *, work: int = 1, priority: int = 0
-) -> FakeRequest:
-    job = DiffusionJob(None, steps, step_bytes, step_bytes if final_bytes is None else final_bytes, work)
+def diffusion(request_id: str, steps: int, step_bytes: int, final_bytes: int | None = None) -> FakeRequest:
+    job = DiffusionJob(None, steps, step_bytes, step_bytes if final_bytes is None else final_bytes)
     params = SimpleNamespace(max_tokens=steps, extra_args={"omni": {"diffusion": job}})
-    return FakeRequest(request_id, params, priority=priority)
+    return FakeRequest(request_id, params)
 
 
 def autoregressive(request_id: str, tokens: int) -> FakeRequest:
     return FakeRequest(request_id, SimpleNamespace(max_tokens=tokens, extra_args=None))
 
 
-def run(
-    budget: int, *requests: FakeRequest, arrivals: dict[int, FakeRequest] | None = None, blocks: int | None = None
-) -> list[list[str]]:
-    options = {"latent_budget_bytes": budget, "decode": {"step_blocks": blocks}}
-    scheduler = Scheduler(SimpleNamespace(additional_config={"omni": options}))
+def run(budget: int, *requests: FakeRequest, arrivals: dict[int, FakeRequest] | None = None) -> list[list[str]]:
+    scheduler = Scheduler(SimpleNamespace(additional_config={"omni": {"latent_budget_bytes": budget}}))
     scheduler.waiting = list(requests)
     steps = []
     for number in range(100):
@@ -106,22 +100,6 @@ def test_running_request_waits_for_its_expensive_last_step():
     # Both run together until the decoding at the end, for which there is room only one at a time.
     steps = run(10, diffusion("a", 3, 2, 9), diffusion("b", 3, 2, 9))
     assert steps == [["a", "b"], ["a", "b"], ["a"], ["b"]]
-
-
-def test_work_of_a_step_is_bounded_beside_its_bytes():
-    steps = run(1000, diffusion("a", 2, 1, work=6), diffusion("b", 2, 1, work=4), diffusion("c", 1, 1), blocks=10)
-    assert steps == [["a", "b"], ["a", "b"], ["c"]]
-    steps = run(1000, diffusion("large", 2, 1, work=99), diffusion("b", 1, 1), blocks=10)
-    assert steps == [["large"], ["large"], ["b"]]
-
-
-def test_urgent_requests_overtake_deferred_and_running_ones():
-    arrivals = {1: diffusion("first sound", 2, 1, work=2, priority=0)}
-    waiting = (diffusion("a", 4, 1, work=6, priority=3), diffusion("b", 1, 1, work=6, priority=3))
-    # It joins although "b" was there before, and "a" waits for it: both do not fit.
-    assert run(1000, *waiting, arrivals=arrivals, blocks=7) == [
-        ["a"], ["a", "first sound"], ["first sound"], ["a"], ["a"], ["b"]
-    ]  # fmt: skip
 
 
 def test_stream_of_small_requests_does_not_starve_a_large_one():

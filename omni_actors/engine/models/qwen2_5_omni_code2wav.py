@@ -205,7 +205,7 @@ class Code2WavStream(DiffusionStream):
         )
         self._block, self._emitted, self._finished = end, emit_to, last
         step_bytes, final_bytes = runner.bytes_of(payload)
-        return DiffusionJob(payload, max(1, payload.intervals), step_bytes, final_bytes, window_end - begin)
+        return DiffusionJob(payload, max(1, payload.intervals), step_bytes, final_bytes)
 
 
 @dataclass(frozen=True)
