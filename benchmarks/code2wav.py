@@ -31,7 +31,6 @@ from omni_actors.stage.interface import AudioEvent, ErrorEvent, StageInputs, Sta
 
 
 def make_engine(options: argparse.Namespace, decode: dict[str, Any]) -> DiffusionEngine:
-    torch.manual_seed(0)  # the same random weights for every engine
     config = OmniModelConfig(options.checkpoint, "code2wav", outputs=("audio",), decode=decode)
     engine = {"max_num_seqs": max(options.batch)}
     if options.load_format:

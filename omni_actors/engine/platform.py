@@ -89,6 +89,7 @@ def preload_modules() -> list[str]:
         "vllm.model_executor.models.qwen2",
         "omni_actors.engine.factory",
         "omni_actors.engine.scheduler",
+        "omni_actors.engine.prompt",
         "omni_actors.engine.autoregressive",
         "omni_actors.engine.models.qwen2_5_omni_thinker",
         "omni_actors.engine.models.qwen2_5_omni_talker",

@@ -23,6 +23,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.media import MODALITIES, DecodedMedia, MediaLimits, check_media, decode_media
+from omni_actors.engine.tensors import FRAME_PREFIX
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, OmniError, PromptTooLong
 from omni_actors.messages import DType, FinishReason, HostTensor, Prompt, unpack_token_ids
 from omni_actors.stage.interface import (
@@ -38,8 +39,6 @@ from omni_actors.stage.interface import (
 
 logger = logging.getLogger(__name__)
 
-# Names of the tensors that carry an encoded vLLM request: FRAME_PREFIX + "0", "1", ... in order.
-FRAME_PREFIX = "vllm."
 MAX_FRAMES = 256  # tensors that one message may carry
 # Fewer samples at 16 kHz than this give the audio encoder no frame to represent (two convolutions with stride 2 after
 # a hop of 160 samples).

@@ -17,6 +17,9 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 _WIRE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
+# Names of the tensors that carry an encoded vLLM request from the prompt stage to the thinker: this + "0", "1", ...
+FRAME_PREFIX = "vllm."
+
 
 def to_torch(tensor: HostTensor, what: str = "tensor") -> torch.Tensor:
     """A CPU tensor of its own (the bytes may be a socket frame or shared memory that is soon reused).

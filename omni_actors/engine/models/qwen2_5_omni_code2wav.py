@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 24_000
 MAX_STEPS = 1000
+DUMMY_SEED = 0
 WEIGHT_PREFIX = "token2wav."
 # Below this guidance scale transformers skips the unconditional branch.
 MIN_GUIDANCE = 1e-5
@@ -282,7 +283,9 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         )
 
     def load(self, *, dummy: bool) -> None:
-        with torch.device(self.device):
+        # Dummy weights are the same in every process: a restarted stage goes on with the same voice.
+        with torch.random.fork_rng(), torch.device(self.device):
+            torch.manual_seed(DUMMY_SEED)
             model = Qwen2_5OmniToken2WavModel._from_config(self.config).float().eval()
         if not dummy:
             weights = dict(read_tensors(self.model_name, WEIGHT_PREFIX))

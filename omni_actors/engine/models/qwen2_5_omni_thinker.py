@@ -23,14 +23,13 @@ from omni_actors.engine.core import make_request
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.runner import EmitRows
 from omni_actors.engine.sampling import make_sampling_params
-from omni_actors.engine.tensors import to_host
+from omni_actors.engine.tensors import FRAME_PREFIX, to_host
 from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest
 from omni_actors.messages import DType, HostTensor, StageParams
 from omni_actors.stage.interface import EngineEvent, StageInputs, StageRequest, StreamEvent, TextEvent
 
 ARCHITECTURE = "OmniActorsQwen2_5OmniThinker"
 MODALITIES = frozenset({"audio", "image", "video"})
-FRAME_PREFIX = "vllm."
 MAX_FRAMES = 4096
 
 
