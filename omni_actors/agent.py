@@ -42,7 +42,7 @@ from omni_actors.transport.sockets import Socket, Sockets, try_send
 
 logger = logs.get_logger(__name__)
 
-SILENCE_SECONDS = 10.0  # after which a coordinator that should answer is taken for lost
+SILENCE_SECONDS = 5.0  # after which a coordinator that should answer is taken for lost
 LATE_SECONDS = 1.0  # of the agent's own clock: it was stopped, what came meanwhile is not read yet
 LOG_CHARACTERS = 16_000
 

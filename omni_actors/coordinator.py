@@ -389,6 +389,7 @@ class Coordinator:
                     current.blameless = True
                     self._lose(current, "it has registered again", restart=True)
                 current = self.state.replicas.add(hop.stage, hop.replica, hop.epoch, current.born)
+                current.phase = "registering again"
                 self.supervision.spawned(current, time.monotonic())
             self._welcome(current, hello)
             self._on_change(current)

@@ -65,11 +65,12 @@ class Supervisor:
         self._began = began
         self._launched = False
         self._stop = asyncio.Event()
+        self._closing = False
         self._changed = asyncio.Event()
         self._failure = ""
         self._killed: dict[Process, Kill] = {}
         self._kill_at: dict[Process, float] = {}
-        self._next_report = began + PROGRESS_SECONDS
+        self._next_report = time.monotonic() + PROGRESS_SECONDS
         self._looked = time.monotonic()
         self._culprit: tuple[Replica, str, float] | None = None  # fails the launch once its log is here
         self.coordinator = Coordinator(pipeline, endpoints, self._on_change, self._on_node, self._on_shutdown)
@@ -99,8 +100,9 @@ class Supervisor:
             await self._stop.wait()
             await self._drain()
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            self._closing = True
+            self._changed.set()
+            await looking
             self._tell_end()
             await self.coordinator.close()
 
@@ -123,7 +125,7 @@ class Supervisor:
 
     async def _keep_looking(self) -> None:
         """Kill what is stuck, stop what has drained, start again what is due."""
-        while True:
+        while not self._closing:  # never cancelled: `wait_for` may swallow that
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
             self._changed.clear()
@@ -170,8 +172,12 @@ class Supervisor:
         for item in takeover.kill:
             self.coordinator.tell_node(node.rank, KillReplica(item.stage, item.replica, item.born))
         for item in takeover.adopt:
-            logger.info("%s/%d runs on node %d already", item.stage, item.replica, node.rank)
-            self._expect(item.stage, item.replica, item.born).pid = item.pid
+            replica = self.coordinator.expect_replica(item.stage, item.replica, item.born)
+            if replica.state is ReplicaState.STARTING:  # it may have waited for this
+                replica.phase = "registering again"
+        if takeover.adopt:
+            names = ", ".join(f"{item.stage}/{item.replica}" for item in takeover.adopt)
+            say(f"{names} still run{self._on_which(node)}")
         for replica in takeover.ended:
             self._died(replica, "its node knows nothing of it", "")
         if takeover.start:
@@ -183,11 +189,8 @@ class Supervisor:
         for stage, index in takeover.start:
             self._start(stage, index, born)
 
-    def _expect(self, stage: str, index: int, born: int) -> Replica:
-        return self.coordinator.expect_replica(stage, index, born)
-
     def _start(self, stage: str, index: int, born: int) -> None:
-        replica = self._expect(stage, index, born)
+        replica = self.coordinator.expect_replica(stage, index, born)
         self.coordinator.tell_node(self._nodes.of(replica).rank, StartReplica(stage=stage, replica=index, born=born))
 
     def _on_which(self, node: Node) -> str:
