@@ -110,6 +110,7 @@ class Supervisor:
         """Admit nothing, and wait for what is in flight until the deadline for it."""
         self.coordinator.refuse_new()
         if self._launched:
+            say(f"no request is taken any more; {self.coordinator.state.in_flight} are in flight")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.coordinator.idle.wait(), self._pipeline.coordinator.drain_timeout)
 
