@@ -19,7 +19,7 @@ import psutil
 
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient, Audio, Text
-from omni_actors.coordinator import Coordinator
+from omni_actors.coordinator import Coordinator, Endpoints
 from omni_actors.core.replicas import Replica, ReplicaState
 from omni_actors.launch import Launcher
 from omni_actors.node import LocalNode
@@ -47,7 +47,9 @@ async def whole_pipeline(pipeline: config.PipelineConfig) -> tuple[dict[str, flo
                         times.setdefault(f"{attempt}: first audio", now)
                 times[f"{attempt}: end"] = time.perf_counter() - asked
             stages = [(f"{stage.stage}/{stage.replica}", stage.pid) for stage in (await client.describe()).stages]
-        processes = [("launcher and coordinator", psutil.Process().pid), *stages]
+        own = psutil.Process()
+        coordinators = [child for child in own.children() if "omni:coordinator" in " ".join(child.cmdline())]
+        processes = [("launcher", own.pid), *(("coordinator", child.pid) for child in coordinators), *stages]
         return times, [process_memory(name, pid) for name, pid in processes]
     finally:
         await launcher.close()
@@ -66,8 +68,9 @@ async def start_stages(pipeline: config.PipelineConfig, stages: list[str]) -> fl
     def on_change(replica: Replica) -> None:
         changed.set()
 
-    coordinator = Coordinator(pipeline, run_directory, on_change)
-    node = LocalNode(pipeline, run_directory, coordinator.control_endpoint, lambda identity, how: changed.set())
+    endpoints = Endpoints(*(run_directory.endpoint(name) for name in ("client", "control", "results")))
+    coordinator = Coordinator(pipeline, endpoints, on_change, lambda rank, body: None, changed.set)
+    node = LocalNode(pipeline, run_directory, coordinator.control_endpoint)
     try:
         replicas = [coordinator.expect_replica(stage, 0, 1) for stage in stages]
         began = time.perf_counter()

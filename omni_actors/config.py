@@ -141,7 +141,9 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The process that owns requests.
 
     `retain_bytes` bounds what is kept of admitted requests so that they can be run again; one beyond it fails when a
-    replica that holds it is lost. `max_attempts` bounds how often one request runs.
+    replica that holds it is lost. `max_attempts` bounds how often one request runs. When the coordinator itself is lost
+    it is started again, at most `restarts` times within `restart_window`; stages and nodes keep their models and wait
+    for it for `reconnect_timeout`.
     """
 
     run_dir: str | None = None  # default: a new folder of this run, removed at exit
@@ -153,6 +155,8 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_interval: Seconds = 1.0
     heartbeat_timeout: Seconds = 4.0  # a ready replica that is silent for so long is killed; before its links stall
     restart_window: Seconds = 600.0
+    restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
+    reconnect_timeout: Seconds = 300.0
     retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     max_attempts: Annotated[int, Meta(ge=1, le=255)] = 4
     default_timeout: Seconds = 600.0  # deadline of requests that bring none
@@ -223,8 +227,10 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(stage.name for stage in self.stages if stage.name in needed)
 
     def digest(self) -> str:
-        """Hash of everything that both ends of a connection must agree on."""
-        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
+        """Hash of everything that both ends of a connection must agree on: not of the folders of one host."""
+        own = msgspec.structs.replace(self.coordinator, run_dir=None, record_dir=None)
+        shared = msgspec.structs.replace(self, coordinator=own)
+        return hashlib.sha256(msgspec.json.encode(shared, order="deterministic")).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The coordinator: sockets around `core.coordination`. One asyncio loop, no tensor is ever looked at.
 
-Three bound sockets: clients (ROUTER), control (ROUTER, to every stage process) and results (PULL, from every stage
-process); one PUSH link to each replica's inbox.
+Three bound sockets: clients (ROUTER), control (ROUTER, to every stage process and node agent) and results (PULL, from
+every stage process); one PUSH link to each replica's inbox. Which processes there are is `supervisor.py`'s affair.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
 
 import omni_actors
 from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
 from omni_actors.config import PipelineConfig
 from omni_actors.core.coordination import Coordination, Instruction, ToClient
+from omni_actors.core.nodes import Greeting, greeting
 from omni_actors.core.replicas import Replica
 from omni_actors.core.states import ReplicaEvent, ReplicaState
 from omni_actors.core.supervision import Supervision
@@ -40,10 +44,16 @@ from omni_actors.messages import (
     Hello,
     Hop,
     Loading,
+    NodeBeat,
+    NodeHello,
+    NodeLeaving,
+    NodeToCoordinator,
     Operate,
     Operation,
     Peers,
     Ready,
+    Renew,
+    ReplicaEnded,
     Report,
     Shutdown,
     StageToCoordinator,
@@ -53,7 +63,6 @@ from omni_actors.messages import (
 from omni_actors.transport.credit import Tally, Window, wire_size
 from omni_actors.transport.link import Link
 from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.run_directory import RunDirectory
 from omni_actors.transport.sockets import PeerGone, Sockets, try_send
 
 logger = get_logger(__name__)
@@ -61,8 +70,15 @@ logger = get_logger(__name__)
 TICK_SECONDS = 0.1
 FORGET_CLIENT_SECONDS = 600.0  # after which a client without requests that owes credit is taken for gone
 SWEEP_SECONDS = 10.0
-# A second Hello would reset a replica that works.
-ONLY_WHILE: dict[type[Body], ReplicaState] = {Hello: ReplicaState.STARTING, Ready: ReplicaState.LOADING}
+OF_NODES = (NodeHello, NodeBeat, NodeLeaving, ReplicaEnded)
+
+
+class Endpoints(NamedTuple):
+    """Where to bind."""
+
+    client: str
+    control: str
+    results: str
 
 
 class Coordinator:
@@ -70,14 +86,16 @@ class Coordinator:
 
     Args:
         on_change: called after a replica's state or phase changed, for start-up progress and supervision.
+        on_node: called with a node's rank and its message.
         on_shutdown: called when an operator asks for the end.
     """
 
     def __init__(
         self,
         pipeline: PipelineConfig,
-        run_directory: RunDirectory,
+        endpoints: Endpoints,
         on_change: Callable[[Replica], None],
+        on_node: Callable[[int, NodeToCoordinator], None],
         on_shutdown: Callable[[], None],
     ) -> None:
         self.pipeline = pipeline
@@ -89,16 +107,18 @@ class Coordinator:
         self.fatal: dict[Hop, str] = {}  # last words of replicas
         self._dropped: collections.Counter[str] = collections.Counter()
         self._on_change = on_change
+        self._on_node = on_node
+        self._early: dict[tuple[str, int], tuple[Hop, Hello]] = {}  # whose nodes have not come yet
         self._closing = False
         limits = pipeline.limits
         self._sockets = Sockets(max_message_bytes=limits.message_bytes)
-        listen = pipeline.coordinator.listen
-        client_endpoint = run_directory.endpoint("client") if listen == "ipc" else listen
-        self._clients, self.client_endpoint = self._sockets.router(client_endpoint)
-        self._control, self.control_endpoint = self._sockets.router(run_directory.endpoint("control"))
-        self._results, self.results_endpoint = self._sockets.pull(run_directory.endpoint("results"))
+        self._clients, self.client_endpoint = self._sockets.router(endpoints.client)
+        self._control, self.control_endpoint = self._sockets.router(endpoints.control)
+        self._results, self.results_endpoint = self._sockets.pull(endpoints.results)
         self._client_decoder: Decoder[ClientToCoordinator] = Decoder(ClientToCoordinator, limits)
-        self._control_decoder: Decoder[StageToCoordinator] = Decoder(StageToCoordinator, limits)
+        self._control_decoder: Decoder[StageToCoordinator | NodeToCoordinator] = Decoder(
+            StageToCoordinator | NodeToCoordinator, limits
+        )
         self._results_decoder: Decoder[FromStage] = Decoder(FromStage, limits)
         self._links: dict[Hop, Link] = {}
         self._client_links: dict[bytes, Link] = {}
@@ -109,23 +129,36 @@ class Coordinator:
         self._results_reader = SocketReader(self._results, self._on_result)
         self._ticker = asyncio.create_task(self._tick(), name="coordinator tick")
 
-    # -- called by the launcher ---------------------------------------------------------------------------------------
+    # -- called by the supervisor --------------------------------------------------------------------------------------
 
-    def expect_replica(self, stage: str, index: int, epoch: int) -> Replica:
-        """A process for this replica is about to be started."""
-        replica = self.state.replicas.add(stage, index, epoch)
+    def expect_replica(self, stage: str, index: int, born: int) -> Replica:
+        """A process for this replica is about to be started, or runs and will register; 0: nobody knows of one yet."""
+        replica = self.state.replicas.add(stage, index, born)
         self.supervision.spawned(replica, time.monotonic())
+        early = self._early.get((stage, index))
+        if born and early is not None:
+            del self._early[(stage, index)]
+            self._on_hello(*early)
         return replica
 
-    def replica_died(self, hop: Hop, why: str) -> None:
-        """The process has ended: what it held runs again or fails, the others learn that it is gone."""
-        replica = self.state.replicas.find(hop.stage, hop.replica, hop.epoch)
-        if replica is None or not replica.alive:
-            return
+    def tell_node(self, rank: int, body: Body) -> None:
+        """Send `body` to a node's agent. One that cannot be reached says hello again when it is back."""
+        self._send_control(f"node/{rank}", body)
+
+    def replica_died(self, replica: Replica, why: str) -> None:
+        """Its process has ended: what it held runs again or fails, the others learn that it is gone."""
         quiet = self._closing or replica.restart_wanted
         logger.log(logging.DEBUG if quiet else logging.ERROR, "%s ended: %s", replica.name, why)
-        self._unlink(hop)
-        restart = not self._closing and self.supervision.plan(replica, time.monotonic())
+        self._lose(replica, why, not self._closing and self.supervision.plan(replica, time.monotonic()))
+
+    def replica_away(self, replica: Replica, why: str) -> None:
+        """Its node is away: what it held runs again elsewhere or fails. It comes back with its node."""
+        replica.blameless = replica.left_with_node = True
+        logger.error("%s is away: %s", replica.name, why)
+        self._lose(replica, why, restart=False)
+
+    def _lose(self, replica: Replica, why: str, restart: bool) -> None:
+        self._unlink(replica.hop)
         self._do(self.state.replica_lost(replica, time.time(), why, restart))
         if not self._closing:
             self._announce_peers()
@@ -310,26 +343,63 @@ class Coordinator:
         except (BadHeader, BadBody) as error:
             logger.warning("dropped a control message: %s", error)
             return
-        header = envelope.header
-        replica = self.state.replicas.find(header.stage, header.replica, header.epoch)
+        header, body = envelope.header, envelope.body
+        if isinstance(body, OF_NODES):
+            self._on_node(header.replica, body)
+            return
+        if not header.stage:
+            self._drop_control(identity, header.kind)
+            return
+        hop = Hop(header.stage, header.replica, header.epoch)
+        if isinstance(body, Hello):
+            self._on_hello(hop, body)
+            return
+        replica = self.state.replicas.find(*msgspec.structs.astuple(hop))
         if replica is None or not replica.alive:
-            logger.warning("dropped a control message of the unknown replica %s", identity.decode(errors="replace"))
-            self._dropped["control_of_unknown_replica"] += 1
-            return
-        if replica.state is not ONLY_WHILE.get(type(envelope.body), replica.state):
-            logger.warning("%s said %s while %s", replica.name, header.kind, replica.state)
-            self._dropped["control_out_of_order"] += 1
-            return
-        self._on_stage(replica, envelope.body)
+            self._drop_control(identity, header.kind)
+            if isinstance(body, Heartbeat) and self.state.replicas.current(hop.stage, hop.replica) is not None:
+                self._send_control(_identity(hop), Renew())  # it does not know that it counts as lost
+        elif isinstance(body, Ready) and replica.state is not ReplicaState.LOADING:
+            self._drop_disorder(replica, header.kind)
+        else:
+            self._on_stage(replica, body)
+
+    def _drop_control(self, identity: bytes, kind: str) -> None:
+        logger.warning("dropped a %s of the unknown replica %s", kind, identity.decode(errors="replace"))
+        self._dropped["control_of_unknown_replica"] += 1
+
+    def _drop_disorder(self, replica: Replica, kind: str) -> None:
+        logger.warning("%s said %s while %s", replica.name, kind, replica.state)
+        self._dropped["control_out_of_order"] += 1
+
+    def _on_hello(self, hop: Hop, hello: Hello) -> None:
+        """A process registers, for the first time or again."""
+        current = self.state.replicas.current(hop.stage, hop.replica)
+        kind = greeting(current, hop.epoch, hello.born or hop.epoch)
+        if current is None or kind is Greeting.FOREIGN:
+            self._drop_control(_identity(hop), "hello")
+            self._send_control(_identity(hop), Shutdown(reason="nobody waits for this process"))
+        elif kind is Greeting.EARLY:
+            self._early[(hop.stage, hop.replica)] = hop, hello
+        elif kind is Greeting.REPEATED:
+            self._drop_disorder(current, "hello")
+        else:
+            if kind is Greeting.RENEWED:
+                if current.alive and current.state is not ReplicaState.STARTING:
+                    current.blameless = True
+                    self._lose(current, "it has registered again", restart=True)
+                current = self.state.replicas.add(hop.stage, hop.replica, hop.epoch, current.born)
+                current.phase = "registering again"
+                self.supervision.spawned(current, time.monotonic())
+            self._welcome(current, hello)
+            self._on_change(current)
 
     def _on_stage(self, replica: Replica, body: StageToCoordinator) -> None:
         if isinstance(body, Heartbeat):
             self.supervision.beat(replica, body.progress, time.monotonic())
             replica.counts = body.counts
             return
-        if isinstance(body, Hello):
-            self._welcome(replica, body)
-        elif isinstance(body, Loading):
+        if isinstance(body, Loading):
             replica.phase = body.phase
         elif isinstance(body, Ready):
             replica.on(ReplicaEvent.READY)
@@ -343,12 +413,10 @@ class Coordinator:
         self._on_change(replica)
 
     def _welcome(self, replica: Replica, hello: Hello) -> None:
-        ours = (PROTOCOL_VERSION, omni_actors.__version__, self.pipeline.digest())
-        theirs = (hello.protocol, hello.package, hello.config)
-        if ours != theirs:
-            text = f"protocol, package and configuration are {theirs} there and {ours} here"
-            self.fatal[replica.hop] = f"{replica.name}: {text}."
-            self._tell(replica, Shutdown(reason=text))
+        difference = self.difference(hello)
+        if difference:
+            self.fatal[replica.hop] = f"{replica.name}: {difference}."
+            self._tell(replica, Shutdown(reason=difference))
             return
         replica.on(ReplicaEvent.HELLO)
         replica.pid, replica.inbox = hello.pid, hello.inbox
@@ -356,6 +424,12 @@ class Coordinator:
         self._link(replica)
         self._tell(replica, Welcome(results=self.results_endpoint))
         self._announce_peers()
+
+    def difference(self, hello: Hello | NodeHello) -> str:
+        """What keeps a process from working with this one, "" for nothing."""
+        ours = (PROTOCOL_VERSION, omni_actors.__version__, self.pipeline.digest())
+        theirs = (hello.protocol, hello.package, hello.config)
+        return "" if ours == theirs else f"protocol, package and configuration are {theirs} there and {ours} here"
 
     def _link(self, replica: Replica) -> None:
         flow = self.pipeline.flow
@@ -497,10 +571,13 @@ class Coordinator:
         loop.call_soon(lambda: self._do(self.state.reject_from_stage(header, error, time.time())))
 
     def _tell(self, replica: Replica, body: Body) -> None:
-        identity = f"{replica.stage}/{replica.index}/{replica.epoch}".encode()
+        self._send_control(_identity(replica.hop), body)
+
+    def _send_control(self, identity: str | bytes, body: Body) -> None:
+        name = identity.encode() if isinstance(identity, str) else identity
         with contextlib.suppress(PeerGone):  # the supervisor says so, too
-            if not try_send(self._control, [identity, *encode(Header(""), body, limits=self.pipeline.limits)]):
-                logger.warning("%s takes no control messages; dropped %s", replica.name, type(body).__name__)
+            if not try_send(self._control, [name, *encode(Header(""), body, limits=self.pipeline.limits)]):
+                logger.warning("%s takes no control messages; dropped %s", name, type(body).__name__)
         self._control_reader.poke()
 
     # -- time ---------------------------------------------------------------------------------------------------------
@@ -551,6 +628,11 @@ class Coordinator:
             counts=self._counts(),
             outputs={modality: stage.name for stage in self.pipeline.stages for modality in stage.outputs},
         )
+
+
+def _identity(hop: Hop) -> bytes:
+    """The name of a stage's control connection."""
+    return f"{hop.stage}/{hop.replica}/{hop.epoch}".encode()
 
 
 def _takes_no_messages(hop: Hop) -> StageLost:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import multiprocessing.util
 import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,21 +16,14 @@ from typing import Any
 import soundfile
 
 from omni_actors import __version__, config, logs
+from omni_actors.agent import Agent
 from omni_actors.client import AsyncOmniClient, Audio, Text
-from omni_actors.coordinator import Coordinator
-from omni_actors.core.replicas import Replica
-from omni_actors.core.states import ReplicaState
 from omni_actors.errors import ConfigError, OmniError, StartupError
-from omni_actors.messages import Hop
+from omni_actors.keeper import Keeper
 from omni_actors.node import LocalNode
 from omni_actors.server.process import HttpProcess
 from omni_actors.transport.run_directory import RunDirectory
 
-logger = logs.get_logger(__name__)
-
-PROGRESS_SECONDS = 5.0
-SUPERVISE_SECONDS = 0.05
-STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 
@@ -112,6 +103,7 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
     launcher = Launcher(pipeline)
     launcher.own_process()
     try:
+        await launcher.open()
         if options.http is not None:
             await launcher.start_http(options)
         await launcher.start()
@@ -124,33 +116,24 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
 
 
 class Launcher:
-    """A whole pipeline on this host: run directory, coordinator, processes."""
+    """What one host runs of a pipeline: its stages under an agent and, on node 0, the coordinator and HTTP server."""
 
     def __init__(self, pipeline: config.PipelineConfig) -> None:
         self._pipeline = pipeline
-        self._began = time.monotonic()
-        self._changed = asyncio.Event()
         self._stop = asyncio.Event()
-        self._started = False
-        self._closing = False
-        self._supervisor: asyncio.Task[None] | None = None
-        self._killed: dict[Hop, str] = {}  # why we killed it
-        self._kill_at: dict[Hop, float] = {}
         self._owns_process = False
         self._failure: StartupError | None = None
         self._http: HttpProcess | None = None
+        self._agent: Agent | None = None
         self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
-        try:
-            self._coordinator = Coordinator(pipeline, self._run_directory, self._on_change, self._shut_down)
-        except BaseException:
-            self._run_directory.close()
-            raise
-        self._node = LocalNode(pipeline, self._run_directory, self._coordinator.control_endpoint, self._on_exit)
+        control = self._run_directory.endpoint("control")
+        self._keeper = Keeper(pipeline, self._run_directory, control, self._on_coordinator_end, _say)
+        self._node = LocalNode(pipeline, self._run_directory, control)
 
     @property
     def endpoint(self) -> str:
-        """Where clients connect."""
-        return self._coordinator.client_endpoint
+        """Where clients connect, once `open` has returned."""
+        return self._keeper.client_endpoint
 
     def own_process(self) -> None:
         """What a launcher may do that has a process to itself.
@@ -167,25 +150,48 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
 
-    def _shut_down(self) -> None:
-        """An operator asks for what a signal would do."""
-        _say("stopping: an operator asked for it")
-        self._stop.set()
-        self._changed.set()
-
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop.is_set():
+            self._keeper.kill()
             self._node.kill()
             self._run_directory.close()
             os._exit(128 + number)
         _say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
         self._stop.set()
-        self._changed.set()
+
+    def _on_coordinator_end(self, why: str) -> None:
+        if why:
+            self._fail(why)
+        self._stop.set()
+
+    def _on_shutdown(self, reason: str, failed: bool) -> None:
+        """The coordinator ends the pipeline."""
+        if failed:
+            self._fail(reason)
+        self._stop.set()
+
+    def _fail(self, why: str) -> None:
+        self._run_directory.keep = True
+        self._failure = self._failure or StartupError(why, hint="")
 
     # -- start --------------------------------------------------------------------------------------------------------
 
+    async def open(self) -> None:
+        """Start the coordinator, and the import of what the stages need beside it.
+
+        Raises:
+            OmniError: the coordinator cannot start, for instance because its address is taken.
+        """
+        _say(f"logs in {self._run_directory.logs}")
+        warming = asyncio.create_task(self._node.warm_up())
+        warming.add_done_callback(lambda task: task.cancelled() or task.exception())  # `start` will say it
+        await self._keeper.start()
+        self._agent = Agent(
+            self._pipeline, 0, self._keeper.control_endpoint, self._node, self._on_shutdown, self._keeper.kill
+        )
+
     async def start_http(self, options: argparse.Namespace) -> None:
-        """Start the HTTP server. Before the stages: it answers 503 with their names while they load.
+        """Start the HTTP server. Beside the stages: it answers 503 with their names while they load.
 
         Raises:
             ConfigError: the address is wrong or taken, or would be open to others without a key.
@@ -199,154 +205,19 @@ class Launcher:
         _say(f"HTTP on {self._http.url}")
 
     async def start(self) -> None:
-        """Start all replicas in parallel and wait until every one is ready, or has died and others of its stage live.
+        """Wait until the coordinator says that every replica is ready, or has died and others of its stage live.
 
         Raises:
             StartupError: all replicas of a stage died, or one is not ready in time; with the tail of its log.
         """
-        # No epoch occurs twice in a run directory: a stage that outlives a killed launcher for a moment must not be
-        # taken for one of the next launcher's.
-        epoch = time.time_ns() // 1_000_000
-        replicas = [
-            self._coordinator.expect_replica(stage.name, index, epoch)
-            for stage in self._pipeline.stages
-            for index in range(stage.replicas)
-        ]
-        _say(f"starting {', '.join(replica.name for replica in replicas)}; logs in {self._run_directory.logs}")
-        spawning = asyncio.create_task(self._spawn(replicas))
-        self._supervisor = asyncio.create_task(self._supervise(), name="supervisor")
-        try:
-            await self._await_ready(spawning)
-        finally:
-            if not spawning.done():
-                self._node.abandon_starts()
-            await asyncio.gather(spawning, return_exceptions=True)
-        self._started = True
-        if not self._stop.is_set():
-            _say(f"ready after {time.monotonic() - self._began:.1f} s, clients connect to {self.endpoint}")
+        if self._agent is None:
+            await self.open()
+        if self._agent is not None:
+            await self._first(self._agent.launched.wait())
+        self._raise_failure()
 
-    async def _spawn(self, replicas: list[Replica]) -> None:
-        for replica in replicas:
-            await self._node.start(replica.hop)
-
-    async def _await_ready(self, spawning: asyncio.Task[None]) -> None:
-        next_report = self._began + PROGRESS_SECONDS
-        while missing := self._coming():
-            if self._stop.is_set():
-                return
-            if self._failure is not None:
-                raise self._failure
-            if spawning.done() and spawning.exception() is not None:
-                raise StartupError(f"Cannot start a process: {spawning.exception()}.")
-            now = time.monotonic()
-            for replica in missing:
-                if now > self._began + self._coordinator.supervision.startup_timeout(replica):
-                    raise StartupError(self._explain(replica, "is not ready in time"), hint="")
-            if now >= next_report:
-                next_report = now + PROGRESS_SECONDS
-                _say(self._progress())
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), 0.5)
-        if self._failure is not None:
-            raise self._failure
-
-    def _coming(self) -> list[Replica]:
-        """Replicas that are not ready, but will be."""
-        missing = self._coordinator.state.replicas.missing()
-        return [replica for replica in missing if replica.state is not ReplicaState.DEAD]
-
-    def _progress(self) -> str:
-        replicas = list(self._coordinator.state.replicas)
-        ready = [replica.name for replica in replicas if replica.state is ReplicaState.READY]
-        missing = [f"{replica.name} ({replica.phase})" for replica in replicas if replica.name not in ready]
-        return f"ready: {', '.join(ready) or 'none'}; missing: {', '.join(missing) or 'none'}"
-
-    def _on_change(self, replica: Replica) -> None:
-        if replica.state is ReplicaState.READY:
-            _say(f"{replica.name} ready in {replica.seconds:.1f} s; {self._progress()}")
-        elif replica.state is ReplicaState.DRAINING:
-            _say(f"{replica.name} drains")
-        self._changed.set()
-
-    def _on_exit(self, identity: Hop, how: str) -> None:
-        """A process ended. If that leaves a stage without any while starting, it ends the launch."""
-        replica = self._coordinator.state.replicas.find(identity.stage, identity.replica, identity.epoch)
-        self._kill_at.pop(identity, None)
-        why = self._killed.pop(identity, "")
-        wanted = replica is not None and replica.restart_wanted
-        self._coordinator.replica_died(identity, f"{why}; {how}" if why else how)
-        if self._stop.is_set() or replica is None:
-            return
-        if wanted:
-            _say(f"{replica.name} has stopped and is started again")
-            return
-        self._run_directory.keep = True
-        text = self._explain(replica, f"died ({why}; {how})" if why else f"died ({how})")
-        peers = [other for other in self._coordinator.state.replicas if other.stage == replica.stage]
-        if not self._started and not any(other.alive for other in peers):
-            self._failure = self._failure or StartupError(text, hint="")
-        elif replica.state is ReplicaState.WAITING:
-            delay = max(0.0, replica.restart_at - time.monotonic())
-            _say(f"{text}\n{replica.name} is started again in {delay:.1f} s")
-        else:
-            _say(f"degraded: {text}")
-        self._changed.set()
-
-    # -- supervision --------------------------------------------------------------------------------------------------
-
-    async def _supervise(self) -> None:
-        """Kill what is stuck, stop what has drained, start again what is due."""
-        while not self._closing:
-            await asyncio.sleep(SUPERVISE_SECONDS)
-            try:
-                await self._look()
-            except Exception:  # nobody else would start anything again
-                logger.exception("a turn of the supervisor failed")
-
-    async def _look(self) -> None:
-        now = time.monotonic()
-        supervision = self._coordinator.supervision
-        for replica, why in supervision.stuck(now):
-            # While all start, the launch ends with a better text.
-            if self._started and replica.hop not in self._killed:
-                logger.error("killing %s: %s", replica.name, why)
-                self._killed[replica.hop] = why
-                self._node.kill_replica(replica.hop)
-        for replica in supervision.drained(now):
-            self._coordinator.tell_stop(replica)
-            self._kill_at[replica.hop] = now + STOP_SECONDS
-        for hop in [hop for hop, at in self._kill_at.items() if at <= now]:
-            del self._kill_at[hop]
-            self._killed[hop] = "it did not stop"
-            self._node.kill_replica(hop)
-        for replica in supervision.due(now):
-            if not self._stop.is_set() or self._coordinator.state.in_flight:
-                await self._restart(replica)
-
-    async def _restart(self, dead: Replica) -> None:
-        epoch = max(dead.epoch + 1, time.time_ns() // 1_000_000)
-        replica = self._coordinator.expect_replica(dead.stage, dead.index, epoch)
-        _say(f"starting {replica.name} again")
-        try:
-            await self._node.start(replica.hop)
-        except (OSError, OmniError) as error:
-            self._on_exit(replica.hop, f"cannot start a process: {error}")
-
-    def _explain(self, replica: Replica, what: str) -> str:
-        words = self._coordinator.fatal.get(replica.hop, "").strip()
-        tail = self._node.log_tail(replica.hop)
-        reason = f" {words}" if words else ""
-        return f"{replica.name} {what} while {replica.phase}.{reason}\n--- last lines of its log\n{tail}\n---"
-
-    # -- serve and end ------------------------------------------------------------------------------------------------
-
-    async def serve(self) -> None:
-        """Until a signal comes."""
-        await self._stop.wait()
-
-    async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
-        """Run `work`; a signal cancels it."""
+    async def _first(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Wait for some work or for the end of the pipeline, which cancels it."""
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -354,33 +225,36 @@ class Launcher:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            return EXIT_FAILED
-        return task.result()
+        return task
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # -- serve and end ------------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Until a signal, an operator or a coordinator that cannot be kept ends it; raises `StartupError` for that."""
+        await self._stop.wait()
+        self._raise_failure()
+
+    async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
+        """Run `work`; a signal cancels it."""
+        task = await self._first(work)
+        return EXIT_FAILED if task.cancelled() else task.result()
 
     async def close(self) -> None:
         """Requests get a moment to end, clients their answers; stages end, sockets and files go, in this order."""
         self._stop.set()
-        await self._drain()
-        self._closing = True
-        if self._supervisor is not None:
-            self._node.refuse_starts()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
-        self._coordinator.tell_shutdown("the launcher stops")
+        await self._keeper.stop()  # the agent obeys it until then
+        if self._agent is not None:
+            await self._agent.close("the launcher stops")
         stops = [self._node.stop(self._pipeline.coordinator.shutdown_timeout)]
         if self._http is not None:
             stops.append(self._http.stop())
         await asyncio.gather(*stops)
-        await self._coordinator.close()
         if not self._owns_process:  # otherwise at the exit of the process, after the fork server's socket
             self._run_directory.close()
-
-
-    async def _drain(self) -> None:
-        """Admit nothing, and wait for what is in flight until the deadline for it."""
-        self._coordinator.refuse_new()
-        if self._started:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._coordinator.idle.wait(), self._pipeline.coordinator.drain_timeout)
 
 
 def _say(text: str) -> None:

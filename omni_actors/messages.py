@@ -590,7 +590,10 @@ class ArenaAddress(Struct, frozen=True, array_like=True):
 
 
 class Hello(Body, tag="hello", frozen=True):
-    """Stage -> coordinator, first message: who I am. A mismatch of the three versions fails the start."""
+    """Stage -> coordinator, first message: who I am. A mismatch of the three versions fails the start.
+
+    A process says hello again, with the next epoch, when it has lost its coordinator: `born` is its first epoch.
+    """
 
     protocol: int
     package: str
@@ -598,6 +601,7 @@ class Hello(Body, tag="hello", frozen=True):
     pid: int
     inbox: Annotated[str, Meta(min_length=1, max_length=256)]
     arena: ArenaAddress | None = None
+    born: Count = 0
 
 
 class Welcome(Body, tag="welcome", frozen=True):
@@ -648,9 +652,14 @@ class Heartbeat(Body, tag="heartbeat", frozen=True):
 
 
 class Shutdown(Body, tag="shutdown", frozen=True):
-    """Coordinator -> stage: end; what is in flight is aborted."""
+    """Coordinator -> stage or node: end; what is in flight is aborted. `failed`: the launch failed for `reason`."""
 
     reason: str = ""
+    failed: bool = False
+
+
+class Renew(Body, tag="renew", frozen=True):
+    """Coordinator -> stage or node: I do not know you (any more); say hello again."""
 
 
 class Fatal(Body, tag="fatal", frozen=True):
@@ -660,4 +669,75 @@ class Fatal(Body, tag="fatal", frozen=True):
 
 
 StageToCoordinator = Hello | Loading | Ready | Heartbeat | Fatal
-CoordinatorToStage = Welcome | Peers | Shutdown
+CoordinatorToStage = Welcome | Peers | Shutdown | Renew
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Control channel, node agents. Their header has no stage; `replica` is the rank of the node.
+
+
+class RunningReplica(Struct, frozen=True, array_like=True):
+    """A process of a node. `born` is the epoch with which it was started."""
+
+    stage: Annotated[str, Meta(min_length=1, max_length=64)]
+    replica: Annotated[int, Meta(ge=0, le=65535)]
+    born: Count
+    pid: int
+
+
+class NodeHello(Body, tag="node_hello", frozen=True):
+    """Node -> coordinator, first message: which processes run here. `launched`: the node served before."""
+
+    protocol: int
+    package: str
+    config: str
+    replicas: Annotated[tuple[RunningReplica, ...], Meta(max_length=4096)] = ()
+    launched: bool = False
+
+
+class NodeWelcome(Body, tag="node_welcome", frozen=True):
+    """Coordinator -> node: accepted."""
+
+
+class NodeBeat(Body, tag="node_beat", frozen=True):
+    """Node -> coordinator, and back as the answer: alive."""
+
+
+class NodeLeaving(Body, tag="node_leaving", frozen=True):
+    """Node -> coordinator: this node ends, and its processes with it."""
+
+    reason: Annotated[str, Meta(max_length=16384)] = ""
+
+
+class StartReplica(Body, tag="start_replica", frozen=True):
+    """Coordinator -> node: start a process, with `born` as its first epoch."""
+
+    stage: Annotated[str, Meta(min_length=1, max_length=64)]
+    replica: Annotated[int, Meta(ge=0, le=65535)]
+    born: Annotated[int, Meta(ge=1)]
+
+
+class KillReplica(Body, tag="kill_replica", frozen=True):
+    """Coordinator -> node: SIGKILL to a process; its end is reported as any other."""
+
+    stage: Annotated[str, Meta(min_length=1, max_length=64)]
+    replica: Annotated[int, Meta(ge=0, le=65535)]
+    born: Count
+
+
+class ReplicaEnded(Body, tag="replica_ended", frozen=True):
+    """Node -> coordinator: a process has ended, or could not be started. `log` is the end of its log."""
+
+    stage: Annotated[str, Meta(min_length=1, max_length=64)]
+    replica: Annotated[int, Meta(ge=0, le=65535)]
+    born: Count
+    how: Annotated[str, Meta(max_length=4096)]
+    log: Annotated[str, Meta(max_length=65536)] = ""
+
+
+class Launched(Body, tag="launched", frozen=True):
+    """Coordinator -> node: every replica is ready."""
+
+
+NodeToCoordinator = NodeHello | NodeBeat | NodeLeaving | ReplicaEnded
+CoordinatorToNode = NodeWelcome | NodeBeat | StartReplica | KillReplica | Launched | Shutdown | Renew

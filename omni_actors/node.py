@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 import msgspec
@@ -34,24 +35,19 @@ KILL_SECONDS = 2.0  # for the system to take a killed process away
 
 
 class LocalNode:
-    """Owns the stage processes of this host.
+    """Owns the stage processes of this host; each is known by the epoch with which it was started.
+
+    `on_exit` is called in the event loop with a replica's identity and a sentence on how its process ended.
 
     Args:
         control_endpoint: where the coordinator listens for stages.
-        on_exit: called in the event loop with a replica's identity and a sentence on how its process ended.
     """
 
-    def __init__(
-        self,
-        pipeline: PipelineConfig,
-        run_directory: RunDirectory,
-        control_endpoint: str,
-        on_exit: Callable[[Hop, str], None],
-    ) -> None:
+    def __init__(self, pipeline: PipelineConfig, run_directory: RunDirectory, control_endpoint: str) -> None:
         self._pipeline = pipeline
         self._run_directory = run_directory
         self._control_endpoint = control_endpoint
-        self._on_exit = on_exit
+        self.on_exit: Callable[[Hop, str], None] = lambda identity, how: None
         self._processes: dict[Hop, ForkServerProcess] = {}
         self._abandoned = False
         self._none_left = asyncio.Event()
@@ -59,6 +55,24 @@ class LocalNode:
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         needs_models = any(stage.kind in MODEL_KINDS for stage in pipeline.stages)
         self._context.set_forkserver_preload([MODEL_PRELOAD if needs_models else LIGHT_PRELOAD, SERVER_MODULE])
+
+    async def warm_up(self) -> None:
+        """Start the fork server, whose imports take a while; `start` need not wait for all of it then."""
+        await asyncio.get_running_loop().run_in_executor(None, forkserver.ensure_running)
+
+    def running(self) -> dict[Hop, int]:
+        """The processes that have not ended: identity -> pid."""
+        return {identity: process.pid or 0 for identity, process in self._processes.items()}
+
+    async def kill_former(self, identity: Hop) -> None:
+        """End other processes of the same replica: two of them would share its devices."""
+        for former in [hop for hop in self._processes if _same(hop, identity)]:
+            logger.warning("killing %s/%d of epoch %d, which is replaced", former.stage, former.replica, former.epoch)
+            self.kill_replica(former)
+            for _ in range(int(KILL_SECONDS / 0.02)):
+                if former not in self._processes:
+                    break
+                await asyncio.sleep(0.02)
 
     async def start(self, identity: Hop) -> None:
         """Start one replica. Returns once its process exists; the first call waits for the fork server's imports.
@@ -99,7 +113,7 @@ class LocalNode:
             replica=identity.replica,
             epoch=identity.epoch,
             control_endpoint=self._control_endpoint,
-            inbox_endpoint=self._run_directory.endpoint(f"{identity.stage}-{identity.replica}-{identity.epoch}"),
+            inbox_endpoint=self._run_directory.endpoint(f"{identity.stage}-{identity.replica}"),
             devices=tuple(placed),
             threads=max(1, (os.cpu_count() or 1) // model_replicas) if on_cpu else 0,
             launcher_pid=os.getpid(),
@@ -115,7 +129,9 @@ class LocalNode:
         process.join()
         if not self._processes:
             self._none_left.set()
-        self._on_exit(identity, describe_exit(process.exitcode))
+        if process.exitcode and not self._abandoned:
+            self._run_directory.keep = True
+        self.on_exit(identity, describe_exit(process.exitcode))
 
     def log_tail(self, identity: Hop) -> str:
         """The last lines of a replica's log."""
@@ -150,6 +166,10 @@ class LocalNode:
         """SIGKILL to all, now."""
         for process in self._processes.values():
             process.kill()
+
+
+def _same(one: Hop, other: Hop) -> bool:
+    return (one.stage, one.replica) == (other.stage, other.replica) and one != other
 
 
 def describe_exit(code: int | None) -> str:

@@ -442,7 +442,7 @@ class Coordination:
         replica.requests.clear()
         held = [request for request in held if not self._is_through_with(request, replica.stage)]
         suspects = []
-        if not replica.restart_wanted:
+        if not (replica.restart_wanted or replica.blameless):
             for request in held:
                 computing = replica.stage not in request.usage
                 request.losses.append(Loss(replica.stage, f"{replica.name} (epoch {replica.epoch})", why, computing))

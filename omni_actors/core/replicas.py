@@ -11,11 +11,16 @@ from omni_actors.messages import ArenaAddress, Hop, Peer, StageStatus
 
 @dataclass
 class Replica:
-    """One process of a stage. An epoch is one life of it: a restart gets the next number."""
+    """One process of a stage. An epoch is one life of it as far as others can tell: one registration.
+
+    A restart gets the next number, and so does a process that registers again. `born` is the epoch with which the
+    process was started, by which its node knows it; 0 for none that anybody knows of.
+    """
 
     stage: str
     index: int
     epoch: int
+    born: int = 0
     state: ReplicaState = ReplicaState.STARTING
     inbox: str = ""
     arena: ArenaAddress | None = None
@@ -37,6 +42,8 @@ class Replica:
     restart_wanted: bool = False  # somebody asked for it; it is no fault
     drain_until: float = 0.0
     stopping: bool = False  # it was told to end
+    blameless: bool = False  # it was lost with its node or its link: no request did that
+    left_with_node: bool = False  # it is dead because its node is away
 
     @property
     def hop(self) -> Hop:
@@ -70,9 +77,10 @@ class ReplicaTable:
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
 
-    def add(self, stage: str, index: int, epoch: int) -> Replica:
-        """Register a new life of a replica, in place of the one before."""
-        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch)
+    def add(self, stage: str, index: int, epoch: int, born: int | None = None) -> Replica:
+        """Register a new life of a replica, in place of the one before. `born`: `epoch` unless given."""
+        born = epoch if born is None else born
+        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, born)
         return replica
 
     def current(self, stage: str, index: int) -> Replica | None:

@@ -422,6 +422,11 @@ class Stage:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
+    def drop_all(self) -> None:
+        """The coordinator is lost, and with it every request: end them in the engine and tell nobody."""
+        for request_id in list(self._work):
+            self._drop(request_id)
+
     def _abort(self, header: Header) -> None:
         """The attempt is over here, and so are those before; a later one goes on. Idempotent."""
         work = self._work.get(header.request_id)

@@ -1,8 +1,8 @@
 """The two threads that own a stage's sockets, so that its main thread only computes.
 
 `Inbound` owns the inbox (PULL) and the control connection (DEALER): it decodes and checks, beats the heart, and
-notices when the launcher dies. `Outbound` owns one PUSH per downstream replica, one to the coordinator and, for credit,
-one per source replica: it encodes and sends.
+notices when the launcher dies or the coordinator is lost. `Outbound` owns one PUSH per downstream replica, one to the
+coordinator and, for credit, one per source replica: it encodes and sends.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from omni_actors.messages import (
     Limits,
     Peer,
     Peers,
+    Renew,
+    Welcome,
 )
 from omni_actors.stage.actor import Outgoing
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
 from omni_actors.transport.credit import Window, wire_size
 from omni_actors.transport.link import Link
+from omni_actors.transport.monitor import Departures
 from omni_actors.transport.sockets import READABLE, WRITABLE, Poller, Socket, Sockets, arrivals, drain, try_send
 from omni_actors.transport.wake import WakeableQueue
 
@@ -46,6 +49,7 @@ INBOX_LIMIT = 4096  # decoded messages that may wait for the engine; further one
 MAXIMUM_POLL_MS = 100
 RELEASE_SECONDS = 0.1  # after which blocks are given back even if they are few
 EARLY_SECONDS = 5.0  # how long a message waits for the address of a replica that has just been started
+LAST_WORDS_SECONDS = 1.0
 ORPHAN_SECONDS = 3.0  # how long the main thread may take to end once the launcher is gone
 
 
@@ -84,7 +88,14 @@ class Stop:
     failed: bool = False
 
 
-Event = Received | Rejected | Control | Stop
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The coordinator is gone, or does not know this replica any more: what is in flight is void; register again."""
+
+    reason: str
+
+
+Event = Received | Rejected | Control | Stop | Lost
 
 
 @dataclass
@@ -134,6 +145,7 @@ class Inbound(threading.Thread):
         self._decoder: Decoder[IntoStage] = Decoder(IntoStage, limits, arenas.open)
         self._control_decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, limits)
         self._received = 0  # messages at the inbox, of any kind
+        self._welcomed = False
         self.pulse = Pulse()
 
     def tell(self, body: Body) -> None:
@@ -160,19 +172,22 @@ class Inbound(threading.Thread):
     def _run(self) -> None:
         name = f"{self._identity.stage}/{self._identity.replica}/{self._identity.epoch}"
         control = self._sockets.dealer(self._control_endpoint, name.encode())
+        departures = Departures(control)
         inbox, endpoint = self._sockets.pull(self._inbox_endpoint)
         launcher = os.pidfd_open(self._launcher_pid)
         try:
             self._send(control, self._hello(endpoint))
-            self._loop(control, inbox, launcher)
+            self._loop(control, departures, inbox, launcher)
         finally:
             os.close(launcher)
             inbox.close()
+            departures.close()
             control.close()
 
-    def _loop(self, control: Socket, inbox: Socket, launcher: int) -> None:
+    def _loop(self, control: Socket, departures: Departures, inbox: Socket, launcher: int) -> None:
         poller = Poller()
         poller.register(control, READABLE)
+        poller.register(departures.socket, READABLE)
         poller.register(launcher, READABLE)
         poller.register(self._outbox.fileno(), READABLE)
         poller.register(inbox, READABLE)
@@ -201,7 +216,9 @@ class Inbound(threading.Thread):
                 self._send(control, body)
             if control in ready:
                 self._receive_control(control)
-            if time.monotonic() >= next_beat:
+            if departures.socket in ready and departures.seen():  # after the last words of the control connection
+                self._events.put(Lost("the coordinator is not connected any more"))
+            if self._welcomed and time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_interval
                 counts = {**self.pulse.counts, **self.rejected()}
                 self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts))
@@ -218,6 +235,11 @@ class Inbound(threading.Thread):
             except (BadHeader, BadBody) as error:
                 logger.error("dropped a control message: %s", error)
                 continue
+            if isinstance(body, Renew):
+                self._events.put(Lost("the coordinator does not know this replica"))
+                continue
+            if isinstance(body, Welcome):
+                self._welcomed = True
             if isinstance(body, Peers):
                 self._arenas.attach({peer.hop: peer.arena for peer in body.sources})
             self._events.put(Control(body))
@@ -309,6 +331,7 @@ class Outbound(threading.Thread):
         self._readers: set[Hop] = set()  # downstream replicas that have mapped our arena
         self._next_release = 0.0
         self._unknown_peers = 0
+        self._may_linger = True
         # What was handed over, and what has left or was lost: each written by one thread only.
         self._handed, self._handed_bytes = 0, 0
         self._taken, self._taken_bytes = 0, 0
@@ -335,8 +358,9 @@ class Outbound(threading.Thread):
     def wake(self) -> None:
         self._queue.put(Wake())
 
-    def finish(self) -> None:
-        """Send what is queued, then end."""
+    def finish(self, last_words: bool = True) -> None:
+        """Send what is queued, then end; without `last_words` end at once."""
+        self._may_linger = last_words
         self._queue.put(None)
 
     @property
@@ -543,7 +567,7 @@ class Outbound(threading.Thread):
         return sum(link.backlog for link in links)
 
     def _last_words(self, coordinator: Link) -> None:
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + (LAST_WORDS_SECONDS if self._may_linger else 0.0)
         while coordinator.backlog and time.monotonic() < deadline:
             coordinator.socket.poll(50, WRITABLE)
             coordinator.flush()

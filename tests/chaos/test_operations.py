@@ -134,7 +134,7 @@ async def test_sigterm_drains(launch: Launch) -> None:
         while (await client.describe()).in_flight < 20:  # noqa: ASYNC110 - the state is another process's
             await asyncio.sleep(0.01)
         launcher.process.send_signal(signal.SIGTERM)
-        await later(lambda: until(lambda: "stopping (SIGTERM)" in launcher.output, 5, "heard"))
+        await later(lambda: until(lambda: "no request is taken any more; " in launcher.output, 5, "heard"))
         with pytest.raises(StageUnavailable, match="shutting down"):
             await client.generate("late", modalities=["text"])
         await asyncio.gather(*answers)

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
+import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.errors import StageLost
 from tests.pipelines import RunningPipeline
 
 pytestmark = pytest.mark.e2e
@@ -63,4 +65,31 @@ async def test_sigkill_mid_answer(pipeline: RunningPipeline, stage: str, capsys:
     assert disturbed[:2] == undisturbed[:2]
     assert disturbed[2].shape == undisturbed[2].shape
     assert float(numpy.abs(disturbed[2] - undisturbed[2]).max()) <= 1e-5
+    pipeline.assert_idle()
+
+
+async def test_sigkill_of_the_coordinator_mid_answer(
+    pipeline: RunningPipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No model is loaded again, and the next answer is the same as ever."""
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        undisturbed = await answer(client)
+        pids = [status.pid for status in (await client.describe()).stages]
+        children = psutil.Process(pipeline.process.pid).children()
+        [coordinator] = [child for child in children if child.cmdline()[0] == "omni:coordinator"]
+        stream = await client.submit(PROMPT, seed=11, voice="Ethan", params=PARAMS, timeout=120)
+        await anext(stream)
+        coordinator.kill()
+        began = time.monotonic()
+        with pytest.raises(StageLost):
+            await stream.result()
+        ended = time.monotonic() - began
+        again = await answer(client)
+        answered = time.monotonic() - began
+        assert [status.pid for status in (await client.describe()).stages] == pids
+    with capsys.disabled():
+        print(f"\nSIGKILL of the coordinator: the request ended after {ended:.1f} s, the next answer {answered:.1f} s")
+    assert ended < 5.0
+    assert again[:2] == undisturbed[:2]
+    assert float(numpy.abs(again[2] - undisturbed[2]).max()) <= 1e-5
     pipeline.assert_idle()

@@ -75,7 +75,12 @@ class EchoLauncher:
     """`python -m omni_actors.launch` on `data`, everything of it in `folder`."""
 
     def __init__(
-        self, folder: Path, data: Any, *arguments: str, program: Sequence[str] = ("-m", "omni_actors.launch")
+        self,
+        folder: Path,
+        data: Any,
+        *arguments: str,
+        program: Sequence[str] = ("-m", "omni_actors.launch"),
+        path: str = "",
     ) -> None:
         self.folder = folder
         number = len(list(folder.glob("*.yaml")))
@@ -92,7 +97,7 @@ class EchoLauncher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY)},
+                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": f"{REPOSITORY}:{path}"},
             )
 
     @property

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +27,7 @@ from omni_actors.errors import (
 )
 from omni_actors.llm import OmniLLM
 from omni_actors.stage.echo import CRASH_TOKEN, FAIL_TOKEN
-from tests.process.launcher import REPOSITORY, EchoLauncher, assert_nothing_left, processes_of, until
+from tests.process.launcher import EchoLauncher, assert_nothing_left, processes_of, until
 from tests.unit.builders import chain, write
 
 Launch = Callable[..., EchoLauncher]
@@ -125,54 +123,53 @@ def test_check_starts_nothing(launch: Launch, short_path: Path) -> None:
 
 
 HANDSHAKE = """
-import asyncio, sys
-import msgspec, omni_actors, omni_actors.coordinator
-from omni_actors import config
-from omni_actors.errors import OmniError
-from omni_actors.launch import Launcher
+import sys
+import msgspec, omni_actors, omni_actors.agent, omni_actors.stage.session
+from omni_actors import launch, node
 
-async def main(path, what):
-    launcher = Launcher(config.load(path).pipeline)
-    if what == "config":
-        node = launcher._node
-        node._pipeline = msgspec.structs.replace(node._pipeline, name="other")
-    elif what == "package":
-        omni_actors.__version__ = "9.9.9"
-    else:
-        omni_actors.coordinator.PROTOCOL_VERSION = 77
-    try:
-        await launcher.start()
-    except OmniError as error:
-        print(error.code.value, str(error).splitlines()[0])
-    finally:
-        await launcher.close()
+WHAT = sys.argv.pop()
+if WHAT == "node":
+    omni_actors.agent.PROTOCOL_VERSION = 77
+elif WHAT == "config":
+    usual = node.LocalNode._spec
+
+    def spec(self, identity):
+        other = msgspec.structs.replace(self._pipeline, name="other")
+        return usual(self, identity)._replace(pipeline_json=msgspec.json.encode(other))
+
+    node.LocalNode._spec = spec
+else:
+    node.LIGHT_PRELOAD = "strange_" + WHAT  # what the stages are forked from
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    sys.exit(launch.main())
 """
+STRANGE = {
+    "package": "import omni_actors.stage.process, omni_actors; omni_actors.__version__ = '9.9.9'",
+    "protocol": "import omni_actors.stage.session; omni_actors.stage.session.PROTOCOL_VERSION = 77",
+}
 
 
 @pytest.mark.parametrize(
-    ("what", "values"), [("config", ()), ("package", ("9.9.9", "0.1.0")), ("protocol", ("77", "1"))]
+    ("what", "values"),
+    [("config", ()), ("package", ("9.9.9", "0.1.0")), ("protocol", ("77", "1")), ("node", ("77", "1", "Node 0"))],
 )
 def test_handshake_mismatch_fails_the_start_and_names_both_values(
-    short_path: Path, what: str, values: tuple[str, ...]
+    launch: Launch, short_path: Path, what: str, values: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from omni_actors import config
 
     script = short_path / "handshake.py"
     script.write_text(HANDSHAKE)
-    path = write(short_path, chain())
+    for name, code in STRANGE.items():
+        (short_path / f"strange_{name}.py").write_text(code)
     if what == "config":
-        pipeline = config.load(path).pipeline
+        pipeline = config.load(write(short_path, chain())).pipeline
         values = (pipeline.digest(), msgspec.structs.replace(pipeline, name="other").digest())
-    environment = {**os.environ, "TMPDIR": str(short_path), "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, str(script), str(path), what], env=environment, capture_output=True, text=True, timeout=30
-    )
-    assert done.stdout.startswith("startup_error "), done.stderr
-    assert all(value in done.stdout for value in values), done.stdout
-    assert_nothing_left(short_path)
+    launcher = launch(chain(), what, program=[str(script)], path=str(short_path))
+    assert launcher.wait_end(20) == 1
+    assert "error (startup_error): " in launcher.output
+    assert all(value in launcher.output for value in values), launcher.output
 
 
 # -- end --------------------------------------------------------------------------------------------------------------
@@ -181,7 +178,8 @@ def test_handshake_mismatch_fails_the_start_and_names_both_values(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_everything_and_answers_everybody(launch: Launch, short_path: Path, number: signal.Signals) -> None:
     launcher = launch(slow(0, step_seconds=0.01)).wait_ready()
-    assert titles(short_path) == {"omni:prompt/0", "omni:thinker/0", "omni:talker/0", "omni:code2wav/0"}
+    stages = {"omni:prompt/0", "omni:thinker/0", "omni:talker/0", "omni:code2wav/0"}
+    assert titles(short_path) == stages | {"omni:coordinator"}
     with OmniClient(launcher.endpoint) as client:
         running = client.submit("x" * 2000)
         until(lambda: client.describe().in_flight == 1, 5, "admitted")
@@ -226,7 +224,7 @@ def test_signal_while_the_fork_server_imports(launch: Launch, short_path: Path) 
 def test_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
     started = launch(slow(1, start_seconds=60.0))
     launcher = started.process
-    until(lambda: len(titles(short_path)) == 4, 10, lambda: f"{processes_of(short_path)} {started.output}")
+    until(lambda: len(titles(short_path)) == 5, 10, lambda: f"{processes_of(short_path)} {started.output}")
     for pid, command in processes_of(short_path).items():
         if command.startswith("omni:"):
             os.kill(pid, signal.SIGSTOP)  # they cannot end in order
@@ -327,16 +325,14 @@ async def test_nobody_there(short_path: Path, monkeypatch: pytest.MonkeyPatch) -
         await AsyncOmniClient("nonsense").__aenter__()
 
 
-async def test_coordinator_killed_while_a_request_runs(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omni_actors.client.PING_SECONDS", 0.1)
-    monkeypatch.setattr("omni_actors.client.ANSWER_SECONDS", 0.5)
+async def test_launcher_killed_while_a_request_runs(launch: Launch) -> None:
     launcher = launch(slow(1, step_seconds=0.01)).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         stream = await client.submit("x" * 1000)
         await anext(stream)
         launcher.end(signal.SIGKILL)
-        with pytest.raises(RequestTimeout):
-            await asyncio.wait_for(stream.result(), 5)
+        with pytest.raises(StageUnavailable, match="shutting down"):  # from the coordinator, before it ends, too
+            await asyncio.wait_for(stream.result(), 2)
 
 
 # -- offline ----------------------------------------------------------------------------------------------------------

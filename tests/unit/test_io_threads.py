@@ -10,13 +10,26 @@ from pathlib import Path
 import pytest
 
 from omni_actors.codec import Decoder, encode
-from omni_actors.messages import Chunk, Header, Heartbeat, Hello, Hop, Limits, StageToCoordinator, pack_token_ids
-from omni_actors.stage.io_threads import Event, Inbound, Received, Rejected, Stop
+from omni_actors.messages import (
+    Chunk,
+    CoordinatorToStage,
+    Header,
+    Heartbeat,
+    Hello,
+    Hop,
+    Limits,
+    Renew,
+    StageToCoordinator,
+    Welcome,
+    pack_token_ids,
+)
+from omni_actors.stage.io_threads import Control, Event, Inbound, Lost, Received, Rejected, Stop
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.sockets import Sockets, drain, try_send
 from tests.unit.test_transport import until
 
 IDENTITY = Hop("thinker", 0, 5)
+NAME = b"thinker/0/5"
 
 
 @pytest.fixture
@@ -43,6 +56,14 @@ class Harness:
         )  # fmt: skip
         self.inbound.start()
 
+    def await_hello(self) -> list:
+        """Its first frames; the identity of the connection is the first of them."""
+        until(lambda: self.control.poll(0))
+        return self.control.recv_multipart()
+
+    def tell(self, body: CoordinatorToStage) -> None:
+        until(lambda: try_send(self.control, [NAME, *encode(Header(""), body)]))
+
     def close(self) -> None:
         self.inbound.finish()
         self.inbound.join(5)
@@ -53,7 +74,12 @@ class Harness:
 def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subprocess.Popen) -> None:
     harness = Harness(short_path, launcher.pid)
     decoder: Decoder = Decoder(StageToCoordinator)
-    heard: list = []
+    identity, *frames = harness.await_hello()
+    assert identity == NAME
+    heard: list = [decoder.decode(frames)]
+    assert not harness.control.poll(200), "it beats before it is welcomed"
+    harness.tell(Welcome(results="ipc:///results"))
+    assert harness.events.get(timeout=2) == Control(Welcome(results="ipc:///results"))
 
     def beats() -> bool:
         for _, *frames in drain(harness.control):
@@ -71,6 +97,16 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     assert isinstance(rejected, Rejected)
     assert isinstance(received, Received)
     assert harness.inbound.rejected() == {"rejected_frame_count": 1, "rejected_invalid_payload": 1, "total_received": 3}
+    harness.close()
+
+
+def test_a_coordinator_that_dies_or_forgets_ends_the_session(short_path: Path, launcher: subprocess.Popen) -> None:
+    harness = Harness(short_path, launcher.pid)
+    harness.await_hello()
+    harness.tell(Renew())
+    assert harness.events.get(timeout=2) == Lost("the coordinator does not know this replica")
+    harness.control.close()
+    assert harness.events.get(timeout=2) == Lost("the coordinator is not connected any more")
     harness.close()
 
 

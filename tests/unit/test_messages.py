@@ -81,6 +81,15 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
         ),
         [],
     ),
+    (m.Renew(), []),
+    (m.NodeHello(1, "0.1.0", "abc", (m.RunningReplica("talker", 1, 3, 42),), launched=True), []),
+    (m.NodeWelcome(), []),
+    (m.NodeBeat(), []),
+    (m.NodeLeaving(reason="SIGTERM"), []),
+    (m.StartReplica("talker", 1, 3), []),
+    (m.KillReplica("talker", 1, 3), []),
+    (m.ReplicaEnded("talker", 1, 3, "exit code 1", "last words"), []),
+    (m.Launched(), []),
 ]  # fmt: skip
 HEADER = m.Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 

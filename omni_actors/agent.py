@@ -1,0 +1,207 @@
+"""The agent of a node: obeys the coordinator about the processes of this host, and reports. It decides nothing.
+
+It says hello with all that runs here whenever it connects, and so also after the coordinator, or the link to it, was
+lost; the processes work on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+import omni_actors
+from omni_actors import logs
+from omni_actors.codec import BadBody, BadHeader, Decoder, encode
+from omni_actors.config import PipelineConfig
+from omni_actors.errors import OmniError
+from omni_actors.messages import (
+    PROTOCOL_VERSION,
+    Body,
+    CoordinatorToNode,
+    Header,
+    Hop,
+    KillReplica,
+    Launched,
+    NodeBeat,
+    NodeHello,
+    NodeLeaving,
+    NodeWelcome,
+    Renew,
+    ReplicaEnded,
+    RunningReplica,
+    Shutdown,
+    StartReplica,
+)
+from omni_actors.node import LocalNode
+from omni_actors.transport.monitor import Departures
+from omni_actors.transport.reader import SocketReader
+from omni_actors.transport.sockets import Socket, Sockets, try_send
+
+logger = logs.get_logger(__name__)
+
+SILENCE_SECONDS = 5.0  # after which a coordinator that should answer is taken for lost
+LATE_SECONDS = 1.0  # of the agent's own clock: it was stopped, what came meanwhile is not read yet
+LOG_CHARACTERS = 16_000
+
+
+class Agent:
+    """Belongs to the event loop in which it was made.
+
+    Args:
+        rank: of this node.
+        endpoint: the coordinator's control endpoint.
+        on_shutdown: called with the reason, and whether the launch has failed, when the coordinator ends the pipeline.
+        on_silence: called when the coordinator is connected but says nothing.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        rank: int,
+        endpoint: str,
+        node: LocalNode,
+        on_shutdown: Callable[[str, bool], None],
+        on_silence: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._rank = rank
+        self._endpoint = endpoint
+        self._node = node
+        self._on_shutdown = on_shutdown
+        self._on_silence = on_silence
+        self.launched = asyncio.Event()
+        self.left_alone = time.monotonic()  # since when no coordinator was heard of
+        self._welcomed = False
+        self._ended = False  # the coordinator has ended the pipeline
+        self._decoder: Decoder[CoordinatorToNode] = Decoder(CoordinatorToNode, pipeline.limits)
+        self._starts: asyncio.Queue[Hop | None] = asyncio.Queue()
+        self._starting: set[Hop] = set()
+        self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes)
+        node.on_exit = self._on_exit
+        self._connect()
+        self._starter = asyncio.create_task(self._start_all(), name="starter")
+        self._beater = asyncio.create_task(self._beat(), name="node heartbeat")
+
+    async def close(self, reason: str) -> None:
+        """Say good-bye, start nothing more and disconnect. Idempotent."""
+        if self._beater.cancelled():
+            return
+        self._beater.cancel()
+        await asyncio.gather(self._beater, return_exceptions=True)
+        self._send(NodeLeaving(reason=reason[:16000]))
+        if self._starting:
+            self._node.abandon_starts()
+        else:
+            self._node.refuse_starts()
+        self._starts.put_nowait(None)
+        await self._starter
+        self._disconnect()
+        await asyncio.get_running_loop().run_in_executor(None, self._sockets.context.term)
+
+    # -- connection ---------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """With a socket of its own for each hello: what an older one still holds must not follow it."""
+        self._socket: Socket = self._sockets.dealer(self._endpoint, f"node/{self._rank}".encode())
+        self._departures = Departures(self._socket)
+        self._reader = SocketReader(self._socket, self._on_message)
+        self._departure_reader = SocketReader(self._departures.socket, lambda frames: self._reconnect("it is gone"))
+        self._welcomed = False
+        hello = NodeHello(
+            protocol=PROTOCOL_VERSION,
+            package=omni_actors.__version__,
+            config=self._pipeline.digest(),
+            replicas=self._running(),
+            launched=self.launched.is_set(),
+        )
+        self._send(hello)
+
+    def _disconnect(self) -> None:
+        self._departure_reader.close()
+        self._reader.close()
+        self._departures.close()
+        self._socket.close()
+
+    def _reconnect(self, why: str) -> None:
+        if self._ended or self._beater.done():
+            return
+        logger.warning("the connection to the coordinator is renewed: %s", why)
+        self._disconnect()
+        self._connect()
+
+    def _running(self) -> tuple[RunningReplica, ...]:
+        processes = {**dict.fromkeys(self._starting, 0), **self._node.running()}
+        return tuple(RunningReplica(hop.stage, hop.replica, hop.epoch, pid) for hop, pid in processes.items())
+
+    def _send(self, body: Body) -> None:
+        if not try_send(self._socket, encode(Header("", replica=self._rank), body, limits=self._pipeline.limits)):
+            logger.warning("the coordinator takes no messages; dropped a %s", type(body).__name__)
+        self._reader.poke()
+
+    async def _beat(self) -> None:
+        interval = self._pipeline.coordinator.heartbeat_interval
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            if now > before + interval + LATE_SECONDS:
+                self.left_alone = now
+            if not self._welcomed:
+                continue
+            self._send(NodeBeat())
+            if now > self.left_alone + max(SILENCE_SECONDS, 3 * interval):
+                self._reconnect(f"it has said nothing for {now - self.left_alone:.1f} s")
+                self._on_silence()
+
+    def _on_message(self, frames: Sequence[bytes]) -> None:
+        try:
+            body = self._decoder.decode(frames).body
+        except (BadHeader, BadBody) as error:
+            logger.error("dropped a control message: %s", error)
+            return
+        self.left_alone = time.monotonic()
+        if isinstance(body, NodeWelcome):
+            self._welcomed = True
+        elif isinstance(body, Renew):
+            # Not from within the reader of the socket that is closed by it.
+            asyncio.get_running_loop().call_soon(self._reconnect, "it does not know this node")
+        elif isinstance(body, Launched):
+            self.launched.set()
+        elif isinstance(body, StartReplica):
+            hop = Hop(body.stage, body.replica, body.born)
+            self._starting.add(hop)
+            self._starts.put_nowait(hop)
+        elif isinstance(body, KillReplica):
+            self._node.kill_replica(Hop(body.stage, body.replica, body.born))
+        elif isinstance(body, Shutdown):
+            self._ended = True
+            self._on_shutdown(body.reason, body.failed)
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    async def _start_all(self) -> None:
+        """One after the other. Never cancelled: a process that nobody knows of would be left."""
+        while (hop := await self._starts.get()) is not None:
+            await self._node.kill_former(hop)
+            try:
+                await self._node.start(hop)
+            except (OSError, EOFError, OmniError) as error:  # EOFError: the fork server has ended
+                self._starting.discard(hop)
+                self._report(hop, f"cannot start a process: {error}", "")
+            self._starting.discard(hop)
+
+    def _on_exit(self, hop: Hop, how: str) -> None:
+        self._report(hop, how, self._node.log_tail(hop))
+
+    def _report(self, hop: Hop, how: str, log: str) -> None:
+        """Its last lines are told if they fit."""
+        ended = ReplicaEnded(
+            stage=hop.stage, replica=hop.replica, born=hop.epoch, how=how[:1000], log=log[-LOG_CHARACTERS:]
+        )
+        try:
+            self._send(ended)
+        except OmniError:
+            self._send(msgspec.structs.replace(ended, log=""))

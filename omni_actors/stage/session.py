@@ -1,0 +1,269 @@
+"""A replica's registration with a coordinator: its sockets, its requests, its credit. All of it ends together.
+
+The process and its engine outlive sessions. When the coordinator is gone the process drops what it held and registers
+again with the next epoch: sockets, credit windows and shared memory are new, so nothing of the former epoch counts.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Sequence
+
+import omni_actors
+from omni_actors import logs
+from omni_actors.config import PipelineConfig
+from omni_actors.errors import ProtocolError, StartupError
+from omni_actors.messages import (
+    PROTOCOL_VERSION,
+    Body,
+    Credit,
+    Hello,
+    Hop,
+    Peers,
+    Ready,
+    Shutdown,
+    Welcome,
+)
+from omni_actors.stage.actor import Outgoing, Stage
+from omni_actors.stage.interface import StageEngine
+from omni_actors.stage.io_threads import Control, Event, Inbound, Lost, Outbound, Received, Rejected, Stop, sender_of
+from omni_actors.stage.processors import InputProcessor
+from omni_actors.stage.record import Recorder
+from omni_actors.stage.turns import POLL_SECONDS, GiveWay, Sign
+from omni_actors.transport.arena import Arena, ArenaReader
+from omni_actors.transport.credit import Tally
+from omni_actors.transport.sockets import Sockets
+
+logger = logs.get_logger(__name__)
+
+TICK_SECONDS = 0.1
+CONGESTED_SECONDS = 0.005  # until a stage that waits for its receivers looks again
+CLOSE_SECONDS = 4.0
+
+
+class Session:
+    """Belongs to the main thread, except the sockets (`io_threads`).
+
+    Args:
+        identity: stage, replica and the epoch of this session.
+        born: the epoch of the process's first session.
+        inbox_endpoint: where to bind the inbox.
+        on_orphaned: called before a process ends whose launcher is gone and whose main thread hangs.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        identity: Hop,
+        born: int,
+        control_endpoint: str,
+        inbox_endpoint: str,
+        launcher_pid: int,
+        on_orphaned: Callable[[], None],
+    ) -> None:
+        self._pipeline = pipeline
+        self._stage = pipeline.stage(identity.stage)
+        self._identity = identity
+        self._born = born
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes)
+        flow = pipeline.flow
+        sends = bool(pipeline.downstream(identity.stage)) and flow.arena_bytes > 0
+        self._arena = Arena(flow.arena_bytes) if sends else None
+        self._arenas = ArenaReader(self._on_release_due)
+        self._tally: Tally[Hop | None] = Tally(flow.edge_messages, flow.edge_bytes)
+        self._inbound = Inbound(
+            self._sockets,
+            identity,
+            control_endpoint,
+            inbox_endpoint,
+            self._hello,
+            self._events,
+            pipeline.limits,
+            pipeline.coordinator.heartbeat_interval,
+            launcher_pid,
+            on_orphaned=on_orphaned,
+            arenas=self._arenas,
+            on_credit=self._on_credit,
+        )
+        self._outbound: Outbound | None = None
+        self._actor: Stage | None = None
+        self._end: Stop | Lost | None = None
+        self._grants_due = False
+        self._closed = False
+        folder = pipeline.coordinator.record_dir
+        self._recorder = Recorder(folder, pipeline, identity) if folder is not None else None
+
+    def tell(self, body: Body) -> None:
+        """Send `body` to the coordinator on the control connection."""
+        self._inbound.tell(body)
+
+    def stop(self, reason: str) -> None:
+        """End the session and the process; may be called in a signal handler."""
+        self._events.put(Stop(reason))
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def open(self, seconds: float) -> Stop | Lost | None:
+        """Say hello and wait to be welcomed; not `None` if the session has ended meanwhile.
+
+        Raises:
+            StartupError: the coordinator refused this replica, or did not answer within `seconds`.
+        """
+        self._inbound.start()
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                event = self._events.get(timeout=TICK_SECONDS)
+            except queue.Empty:
+                continue
+            if isinstance(event, Stop | Lost):
+                self._end = event
+                return event
+            if isinstance(event, Control) and isinstance(event.body, Shutdown):
+                raise StartupError(f"The coordinator refused this stage: {event.body.reason}.")
+            if isinstance(event, Control) and isinstance(event.body, Welcome):
+                outbound = Outbound(
+                    self._sockets,
+                    self._identity,
+                    event.body.results,
+                    self._pipeline.limits,
+                    self._pipeline.flow,
+                    self._events,
+                    self._arena,
+                    self._arenas,
+                )
+                outbound.start()
+                self._outbound = outbound
+                return None
+        raise StartupError(f"The coordinator did not answer within {seconds:g} s.")
+
+    def _hello(self, inbox: str) -> Hello:
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            package=omni_actors.__version__,
+            config=self._pipeline.digest(),
+            pid=os.getpid(),
+            inbox=inbox,
+            arena=self._arena.address if self._arena is not None else None,
+            born=self._born,
+        )
+
+    def _on_credit(self, receiver: Hop | None, credit: Credit) -> None:
+        """On the inbound thread."""
+        if self._outbound is not None:
+            self._outbound.granted(receiver, credit)
+
+    def _on_release_due(self) -> None:
+        """On any thread."""
+        if self._outbound is not None:
+            self._outbound.wake()
+
+    # -- loop ---------------------------------------------------------------------------------------------------------
+
+    def serve(
+        self,
+        engine: StageEngine,
+        processor: type[InputProcessor] | None,
+        sign: Sign,
+        give_way: GiveWay,
+        seconds: float,
+    ) -> Stop | Lost:
+        """Say that the engine is ready (`seconds` after its start) and serve requests until the session ends."""
+        outbound = self._outbound
+        if outbound is None:
+            raise ProtocolError("The stage serves before it was welcomed.")
+        actor = self._actor = Stage(self._pipeline, self._stage, self._identity, engine, processor, time.time)
+        facts = engine.facts
+        self.tell(
+            Ready(
+                seconds=seconds,
+                voices=facts.voices,
+                sample_rate=facts.sample_rate,
+                max_input_tokens=facts.max_input_tokens,
+            )
+        )
+        next_tick = 0.0
+        while self._end is None:
+            waits = give_way.now()
+            self._take_events(actor, outbound, waits)
+            sign.show(actor.urgent())
+            if not (waits or outbound.congested):  # when congested, the stages after this one set the pace
+                self._emit(outbound, actor.step())
+                sign.show(actor.urgent())  # before the next wait for events, which may be long
+            self._inbound.pulse.progress += 1
+            tick = time.monotonic() >= next_tick
+            if tick:
+                next_tick = time.monotonic() + TICK_SECONDS
+                self._emit(outbound, actor.tick())
+                dropped = {f"dropped_{reason}": count for reason, count in actor.dropped.items()}
+                self._inbound.pulse.counts = {**actor.counts(), **outbound.counts(), **dropped}
+            if (tick or self._grants_due) and not actor.saturated:
+                self._grants_due = False
+                for sender, messages, size in self._tally.collect(everything=tick):
+                    outbound.grant(sender, messages, size)
+        sign.show(False)
+        return self._end
+
+    def _take_events(self, actor: Stage, outbound: Outbound, gives_way: bool) -> None:
+        """All events that are there; waits for the first one when the engine has nothing to do or others go first."""
+        timeout = 0.0
+        if outbound.congested:
+            timeout = CONGESTED_SECONDS
+        elif not actor.runnable():
+            timeout = TICK_SECONDS
+        elif gives_way:
+            timeout = POLL_SECONDS
+        while self._end is None:
+            try:
+                event = self._events.get(timeout=timeout) if timeout else self._events.get_nowait()
+            except queue.Empty:
+                return
+            timeout = 0.0
+            if isinstance(event, Received):
+                self._grants_due |= self._tally.take(sender_of(event.envelope.header), event.size)
+                if self._recorder is not None:
+                    self._recorder.received(event.envelope)
+                self._emit(outbound, actor.receive(event.envelope))
+            elif isinstance(event, Rejected):
+                if event.size:
+                    self._grants_due |= self._tally.take(sender_of(event.header), event.size)
+                self._emit(outbound, actor.reject(event.header, event.error))
+            elif isinstance(event, Stop | Lost):
+                self._end = event
+            elif isinstance(event.body, Peers):
+                outbound.set_peers(event.body)
+            elif isinstance(event.body, Shutdown):
+                self._end = Stop(event.body.reason)
+
+    def _emit(self, outbound: Outbound, messages: Sequence[Outgoing]) -> None:
+        if self._recorder is not None:
+            self._recorder.sent(messages)
+        outbound.send(messages)
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Drop every request, in the engine too, and close: nobody waits for an answer any more."""
+        if self._actor is not None:
+            self._actor.drop_all()
+        self.close(last_words=False)
+
+    def close(self, last_words: bool = True) -> None:
+        """End the threads that own sockets, then the context. Idempotent. `last_words`: what is queued may still go."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._outbound is not None:
+            self._outbound.finish(last_words)
+            self._outbound.join(CLOSE_SECONDS)
+        if self._inbound.is_alive():
+            self._inbound.finish()
+            self._inbound.join(CLOSE_SECONDS)
+        self._sockets.context.destroy(linger=0)
+        if self._recorder is not None:
+            self._recorder.close()
+        if self._arena is not None:
+            self._arena.close()

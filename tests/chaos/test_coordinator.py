@@ -1,0 +1,157 @@
+"""The coordinator is killed, stopped or kept from starting: stages keep their processes, clients hear of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_actors.client import AsyncOmniClient
+from omni_actors.errors import OmniError
+from tests.chaos.load import ask_and_check, disturbed_chain, replicas, text_of
+from tests.process.launcher import EchoLauncher, assert_nothing_left, processes_of, until
+
+Launch = Callable[..., EchoLauncher]
+CALM = {"heartbeat_interval": 0.5, "heartbeat_timeout": 4.0}  # on a busy machine, too, no stage counts as stuck here
+LOST = {"stage_lost", "timeout"}  # by which a client may learn that its coordinator has forgotten a request
+
+
+def calm_chain(step_seconds: float = 0.002) -> dict[str, Any]:
+    data = disturbed_chain(step_seconds)
+    data["coordinator"] = dict(CALM)
+    return data
+
+
+def coordinator_of(folder: Path) -> int:
+    return next((pid for pid, title in processes_of(folder).items() if title == "omni:coordinator"), 0)
+
+
+def next_coordinator(folder: Path, former: int) -> int:
+    def other() -> int:
+        found = coordinator_of(folder)
+        return found if found != former else 0
+
+    return until(other, 10, "the next coordinator")
+
+
+async def pids(client: AsyncOmniClient) -> dict[str, int]:
+    return {name: status.pid for name, status in (await replicas(client)).items()}
+
+
+async def until_healthy(client: AsyncOmniClient, seconds: float = 5.0) -> float:
+    """Seconds until every stage is ready."""
+    began = time.monotonic()
+    async with asyncio.timeout(seconds):
+        while True:
+            try:
+                if (await client.describe(0.5)).healthy:
+                    return time.monotonic() - began
+            except OmniError:
+                pass
+            await asyncio.sleep(0.02)
+
+
+async def test_sigkill_under_load(launch: Launch, short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice, with 50 requests in flight each: all of them end typed, and the next ones are answered."""
+    launcher = launch(calm_chain(0.005)).wait_ready()
+    figures = []
+    async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
+        before = await pids(client)
+        for round_number in range(2):
+            streams = [await client.submit("x" * 300) for _ in range(50)]
+            for stream in streams[:10]:
+                await anext(stream)
+            former = coordinator_of(short_path)
+            os.kill(former, signal.SIGKILL)
+            killed = time.monotonic()
+            back = await until_healthy(watcher)
+            for number in range(2):  # on the same endpoint, with the same client, before the lost ones are known
+                await ask_and_check(client, text_of(number + 10 * round_number))
+            ends = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
+            ended = time.monotonic() - killed
+            assert all(isinstance(end, OmniError) and end.code.value in LOST and end.retryable for end in ends), ends[0]
+            figures.append(f"served again after {back:.2f} s, the last request ended after {ended:.2f} s")
+            assert next_coordinator(short_path, former)
+            assert await pids(watcher) == before, launcher.output
+            assert ended < 6.0
+    launcher.wait_idle()
+    with capsys.disabled():
+        print(f"\nSIGKILL of the coordinator with 50 in flight: {'; '.join(figures)}")
+    assert launcher.output.count("the coordinator died (killed by signal 9) and is started again") == 2
+    assert launcher.output.count("[omni_actors] starting ") == 1
+    assert launcher.end() == 0
+
+
+async def test_sigkill_while_a_stage_loads(launch: Launch, short_path: Path) -> None:
+    data = calm_chain()
+    data["stages"][2]["engine"]["start_seconds"] = 2.0
+    launcher = launch(data)
+    until(lambda: "prompt/0 ready" in launcher.output, 20, "the first stage")
+    os.kill(coordinator_of(short_path), signal.SIGKILL)
+    launcher.wait_ready()
+    assert launcher.output.count("talker/0 ready") == 1
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        await ask_and_check(client, "after all")
+
+
+async def test_a_stage_that_dies_after_that_is_started_again(launch: Launch, short_path: Path) -> None:
+    launcher = launch(calm_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        os.kill(coordinator_of(short_path), signal.SIGKILL)
+        await until_healthy(client)
+        former = await pids(client)
+        os.kill(former["talker/0"], signal.SIGKILL)
+        await ask_and_check(client, "still supervised")
+        now = await pids(client)
+        assert now["talker/0"] != former["talker/0"]
+        assert now["thinker/0"] == former["thinker/0"]
+
+
+async def test_a_stage_that_dies_meanwhile_is_started_anew(launch: Launch, short_path: Path) -> None:
+    launcher = launch(calm_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        former = await pids(client)
+        os.kill(coordinator_of(short_path), signal.SIGKILL)
+        os.kill(former["talker/0"], signal.SIGKILL)
+        await until_healthy(client, 10)
+        await ask_and_check(client, "both are back")
+        assert (await pids(client))["thinker/0"] == former["thinker/0"]
+
+
+async def test_one_that_hangs_is_replaced(launch: Launch, short_path: Path) -> None:
+    launcher = launch(calm_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        before = await pids(client)
+        former = coordinator_of(short_path)
+        os.kill(former, signal.SIGSTOP)
+        await asyncio.to_thread(next_coordinator, short_path, former)
+        await until_healthy(client)
+        await ask_and_check(client, "awake")
+        assert await pids(client) == before
+
+
+async def test_the_port_stays(launch: Launch, short_path: Path) -> None:
+    launcher = launch(calm_chain(), "--listen", "tcp://127.0.0.1:0").wait_ready()
+    assert not launcher.endpoint.endswith(":0")
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        os.kill(coordinator_of(short_path), signal.SIGKILL)
+        await until_healthy(client)
+        await ask_and_check(client, "same place")
+
+
+def test_one_that_keeps_dying_ends_the_launch(launch: Launch, short_path: Path) -> None:
+    data = calm_chain()
+    data["coordinator"]["restarts"] = 1
+    launcher = launch(data).wait_ready()
+    former = coordinator_of(short_path)
+    os.kill(former, signal.SIGKILL)
+    os.kill(next_coordinator(short_path, former), signal.SIGKILL)
+    assert launcher.wait_end(15) == 1
+    assert "The coordinator died (killed by signal 9), after 1 restarts." in launcher.output
+    assert_nothing_left(short_path, 1.0)

@@ -1,0 +1,122 @@
+"""Hellos of stages and nodes: who is expected, who is taken over, who has to go."""
+
+from __future__ import annotations
+
+import pytest
+
+from omni_actors.core.nodes import Greeting, NodeTable, greeting
+from omni_actors.core.replicas import Replica, ReplicaTable
+from omni_actors.core.states import ReplicaEvent, ReplicaState
+from omni_actors.messages import RunningReplica
+from tests.unit.builders import pipeline
+
+T = 100.0
+
+
+class World:
+    """The echo chain on one node, whose processes were started as 7."""
+
+    def __init__(self, born: int = 7) -> None:
+        self.replicas = ReplicaTable()
+        self.nodes = NodeTable(pipeline(), self.replicas, T)
+        self.node = self.nodes.find(0)
+        for stage in ("prompt", "thinker", "talker", "code2wav"):
+            self.replicas.add(stage, 0, born).heard = T
+
+    def replica(self, stage: str = "talker") -> Replica:
+        return self.replicas.current(stage, 0)
+
+    def take_over(self, **born: int):
+        return self.nodes.take_over(self.node, [RunningReplica(stage, 0, b, 1) for stage, b in born.items()])
+
+
+def advanced(replica: Replica, *events: ReplicaEvent) -> Replica:
+    for event in events:
+        replica.on(event)
+    return replica
+
+
+@pytest.mark.parametrize(
+    ("born", "epoch", "expected"),
+    [
+        (7, 7, Greeting.EXPECTED),
+        (7, 9, Greeting.RENEWED),
+        (7, 6, Greeting.REPEATED),
+        (8, 8, Greeting.FOREIGN),
+        (6, 9, Greeting.FOREIGN),
+    ],
+)
+def test_hello_of_a_process(born: int, epoch: int, expected: Greeting) -> None:
+    assert greeting(World().replica(), epoch, born) is expected
+
+
+def test_hello_before_its_node_and_of_nobody() -> None:
+    assert greeting(World(born=0).replica(), 7, 7) is Greeting.EARLY
+    assert greeting(None, 7, 7) is Greeting.FOREIGN
+
+
+def test_a_hello_may_not_reset_what_works_but_may_renew_what_was_lost() -> None:
+    working = advanced(World().replica(), ReplicaEvent.HELLO, ReplicaEvent.READY)
+    assert greeting(working, 7, 7) is Greeting.REPEATED
+    assert greeting(working, 8, 7) is Greeting.RENEWED
+    lost = advanced(World().replica(), ReplicaEvent.GIVEN_UP)
+    assert greeting(lost, 7, 7) is Greeting.REPEATED
+    assert greeting(lost, 8, 7) is Greeting.RENEWED
+
+
+def test_a_first_hello_starts_everything() -> None:
+    takeover = World(born=0).take_over()
+    assert takeover.start == (("prompt", 0), ("thinker", 0), ("talker", 0), ("code2wav", 0))
+    assert not any([takeover.adopt, takeover.ended, takeover.kill])
+
+
+def test_what_a_new_coordinator_takes_over() -> None:
+    takeover = World(born=0).take_over(prompt=5, thinker=5, talker=6)
+    assert [(item.stage, item.born) for item in takeover.adopt] == [("prompt", 5), ("thinker", 5), ("talker", 6)]
+    assert takeover.start == (("code2wav", 0),)
+
+
+def test_a_node_that_says_hello_again_changes_nothing() -> None:
+    takeover = World().take_over(prompt=7, thinker=7, talker=7, code2wav=7)
+    assert not any([takeover.adopt, takeover.start, takeover.ended, takeover.kill])
+
+
+def test_what_a_node_lost_on_the_way() -> None:
+    world = World()
+    takeover = world.take_over(prompt=7, thinker=7, talker=7)
+    assert takeover.ended == (world.replica("code2wav"),)
+    assert not takeover.start
+
+
+def test_what_had_left_with_its_node_is_taken_back_or_started() -> None:
+    world = World()
+    for stage in ("talker", "code2wav"):
+        advanced(world.replica(stage), ReplicaEvent.GIVEN_UP).left_with_node = True
+    takeover = world.take_over(prompt=7, thinker=7, talker=7)
+    assert [item.stage for item in takeover.adopt] == ["talker"]
+    assert takeover.start == (("code2wav", 0),)
+
+
+def test_what_was_given_up_for_dying_stays_dead() -> None:
+    world = World()
+    advanced(world.replica(), ReplicaEvent.GIVEN_UP)
+    takeover = world.take_over(prompt=7, thinker=7, code2wav=7)
+    assert not any([takeover.adopt, takeover.start, takeover.ended])
+
+
+def test_a_process_that_nobody_placed_there_is_killed() -> None:
+    takeover = World().take_over(prompt=7, thinker=7, talker=7, code2wav=7, other=7)
+    assert [item.stage for item in takeover.kill] == ["other"]
+
+
+def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
+    world = World()
+    world.node.present, world.node.heard = True, T
+    assert not world.nodes.silent(T + 3.9, 4)
+    assert world.nodes.silent(T + 4.1, 4) == [world.node]
+    world.replica().heard = T + 2
+    assert not world.nodes.silent(T + 4.1, 4)
+    world.replica().state = ReplicaState.DEAD
+    assert world.nodes.silent(T + 4.1, 4) == [world.node]
+    world.node.present = False
+    assert not world.nodes.silent(T + 9, 4)
