@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from omni_actors import checkpoints
+from omni_actors.checkpoints.__main__ import main
+from omni_actors.checkpoints.weights import scale_of
 
 LAYOUT = {
     "config.json",
@@ -152,10 +154,10 @@ def test_chat_template(tiny_checkpoint):
 def test_foreign_folder_is_refused(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("precious")
     for kind in ("tiny", "full"):
-        assert checkpoints.main([kind, str(tmp_path)]) == 2
+        assert main([kind, str(tmp_path)]) == 2
         assert "not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-    assert checkpoints.main(["full", str(tmp_path / "thesis.txt")]) == 2
+    assert main(["full", str(tmp_path / "thesis.txt")]) == 2
 
 
 def test_full_over_tiny_leaves_no_weights(tmp_path):
@@ -174,4 +176,4 @@ def test_a_missed_figure_is_named():
 
 def test_every_parameter_needs_a_rule():
     with pytest.raises(checkpoints.CheckpointError, match="no rule"):
-        checkpoints.scale_of("thinker.model.something_new")
+        scale_of("thinker.model.something_new")
