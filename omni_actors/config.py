@@ -55,6 +55,13 @@ class Modality(enum.StrEnum):
     AUDIO = "audio"
 
 
+class OtlpProtocol(enum.StrEnum):
+    """How spans travel to an OpenTelemetry collector, in OpenTelemetry's words."""
+
+    HTTP = "http/protobuf"
+    GRPC = "grpc"
+
+
 class LossPolicy(enum.StrEnum):
     """What becomes of the requests that a lost replica held."""
 
@@ -163,6 +170,8 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_timeout: Seconds = 86_400.0  # the latest deadline that a request may ask for
     tombstone_ttl: Seconds = 60.0
     record_dir: str | None = None  # every stage writes here what it takes and gives, for omni_actors.replay
+    otlp_endpoint: str | None = None  # OpenTelemetry collector that gets the spans of requests, as http://host:4318
+    otlp_protocol: OtlpProtocol = OtlpProtocol.HTTP
 
 
 class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):

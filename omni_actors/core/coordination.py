@@ -16,6 +16,7 @@ from omni_actors.codec import Frame
 from omni_actors.config import LossPolicy, PipelineConfig
 from omni_actors.core.admission import admit
 from omni_actors.core.delivery import Delivery, diverged
+from omni_actors.core.observer import Observer
 from omni_actors.core.replicas import Replica, ReplicaTable
 from omni_actors.core.states import (
     REQUEST_TRANSITIONS,
@@ -159,9 +160,13 @@ class Coordination:
 
     Args:
         new_seed: gives the seed of a request that brings none.
+        observer: is told what happens to requests.
     """
 
-    def __init__(self, pipeline: PipelineConfig, new_seed: Callable[[], int]) -> None:
+    def __init__(
+        self, pipeline: PipelineConfig, new_seed: Callable[[], int], observer: Observer | None = None
+    ) -> None:
+        self._observer = observer or Observer()
         self.pipeline = pipeline
         self.replicas = ReplicaTable()
         self.dropped: collections.Counter[str] = collections.Counter()
@@ -215,7 +220,9 @@ class Coordination:
         try:
             request = self._admit(client, header, submit, buffers, now)
         except OmniError as error:
+            self._observer.refused(error)
             return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
+        self._observer.admitted(request.request_id, submit)
         return self._open(request, now)
 
     def _admit(
@@ -287,6 +294,7 @@ class Coordination:
             replica.requests.add(request.request_id)
         request.route = tuple(replica.hop for replica in route)
         request.on(RequestEvent.OPENED)
+        self._observer.bound(request.request_id, request.attempt, request.route)
         instructions: list[Instruction] = []
         # Later stages first: their expectation should be there before the first output of the stage before them.
         for hop in reversed(request.route):
@@ -341,6 +349,7 @@ class Coordination:
         request = self._requests.get(header.request_id)
         if request is not None and request.client == client:
             return self._fail(request, error, now)
+        self._observer.refused(error)
         return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
 
     def client_slow(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
@@ -379,7 +388,9 @@ class Coordination:
         if isinstance(body, Failed):
             return self._stage_failed(request, body.to_error(), now)
         if isinstance(body, StageDone):
+            self._observer.stage_done(header, body)
             return self._stage_done(request, header.stage, body.usage, now)
+        self._observer.came(header, body)
         try:
             return self._forward(request, header.stage, body, buffers)
         except StageLost as error:
@@ -417,9 +428,15 @@ class Coordination:
             return []
         if isinstance(body, TextDelta):
             delta = request.delivery.text(body)
-            return [self._to_client(request, delta)] if delta is not None else []
+            if delta is None:
+                return []
+            self._observer.delivered(request.request_id, delta)
+            return [self._to_client(request, delta)]
         chunk = request.delivery.audio(body, buffers)
-        return [self._to_client(request, *chunk)] if chunk is not None else []
+        if chunk is None:
+            return []
+        self._observer.delivered(request.request_id, chunk[0])
+        return [self._to_client(request, *chunk)]
 
     def _stage_done(self, request: ActiveRequest, stage: str, usage: StageUsage, now: float) -> list[Instruction]:
         request.usage[stage] = usage
@@ -428,6 +445,7 @@ class Coordination:
         if not request.delivery.complete:
             return self._fail(request, diverged(), now)
         request.on(RequestEvent.COMPLETED)
+        self._observer.ended(request.request_id, None)
         done = self._to_client(request, Done(usage=request.usage))
         self._close(request, now)
         return [done]
@@ -481,6 +499,7 @@ class Coordination:
         instructions = self._aborts(request)
         self.replicas.release(request.request_id, request.route)
         request.on(RequestEvent.REPLAYED)
+        self._observer.replayed(request.request_id, error)
         request.route = ()
         request.attempt += 1
         request.next_seq, request.usage = {}, {}
@@ -519,6 +538,7 @@ class Coordination:
     def _fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
         """The one way in which a request ends badly: tell the client once, and every stage of the route."""
         request.on(RequestEvent.FAILED)
+        self._observer.ended(request.request_id, error)
         instructions: list[Instruction] = [self._to_client(request, Failed.from_error(error))]
         instructions += self._aborts(request)
         self._close(request, now)

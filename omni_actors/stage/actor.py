@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.codec import BufferList, Envelope, Frame
-from omni_actors.config import PipelineConfig, StageConfig
+from omni_actors.config import Modality, PipelineConfig, StageConfig
 from omni_actors.core.tombstones import Tombstones
 from omni_actors.errors import DeadlineExceeded, EngineError, InvalidPayload, OmniError, Overloaded, ProtocolError
 from omni_actors.logs import get_logger
@@ -49,6 +49,7 @@ from omni_actors.stage.interface import (
     StreamEvent,
     TextEvent,
 )
+from omni_actors.stage.meter import StageMeter, Track
 from omni_actors.stage.processors import Action, Extend, InputProcessor, Piece, Skip, Start
 
 logger = get_logger(__name__)
@@ -79,6 +80,7 @@ class Work:
     deadline: float
     opened: float
     processor: InputProcessor | None
+    track: Track
     started: bool = False  # the engine has it
     first_output: float = 0.0
     next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
@@ -93,6 +95,7 @@ class Stage:
         identity: stage, replica and epoch of this process.
         processor_class: makes the input processor of a request; `None` for the entry stage.
         clock: Unix time in seconds.
+        meter: counts and takes times; without one nothing is measured.
     """
 
     def __init__(
@@ -103,9 +106,12 @@ class Stage:
         engine: StageEngine,
         processor_class: type[InputProcessor] | None,
         clock: Callable[[], float],
+        meter: StageMeter | None = None,
     ) -> None:
+        self._meter = meter or StageMeter(identity.stage, identity.replica, identity.epoch)
         self._stage = stage
         self._downstream = pipeline.downstream(stage.name)
+        self._says_text = Modality.TEXT in stage.outputs
         self._identity = identity
         self._engine = engine
         self._processor_class = processor_class
@@ -152,7 +158,15 @@ class Stage:
         """One step of the engine, its events as messages."""
         if not self._engine.runnable():
             return []
-        return [message for event in self._engine.step() for message in self._on_event(event)]
+        began = self._meter.clock()
+        events = self._engine.step()
+        scheduled = self._engine.take_scheduled()
+        self._meter.stepped(began, took_all=scheduled is None)
+        for engine_id, moment in scheduled or ():
+            work = self._by_engine_id.get(engine_id)
+            if work is not None:
+                self._meter.scheduled(work.track, self._meter.clock.of(moment))
+        return [message for event in events for message in self._on_event(event)]
 
     def tick(self) -> list[Outgoing]:
         """Ends requests past their deadline and forgets what has been parked too long."""
@@ -231,6 +245,7 @@ class Stage:
             header.deadline or now + self._default_timeout,
             now,
             processor,
+            self._meter.expected(request_id, header.attempt, has_input=expect.prompt is not None),
         )
         self._by_engine_id[request.request_id] = work
         logger.debug("request expected", extra={"request_id": request_id})
@@ -261,6 +276,8 @@ class Stage:
         if header.stage in work.ended_sources:
             return self._fail(header.request_id, ProtocolError(f"Stage {header.stage!r} sent more after its end."))
         work.next_seq[header.stage] = expected + 1
+        size = len(chunk.token_ids) + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
+        self._meter.received(work.track, f"{header.stage}/{header.replica}", chunk.sent, size)
         if chunk.final:
             work.ended_sources.add(header.stage)
             if len(work.ended_sources) == len(self._stage.source_names):
@@ -276,6 +293,7 @@ class Stage:
                 if isinstance(action, Start):
                     self._engine.start(work.request, action.inputs)
                     work.started = True
+                    self._meter.started(work.track)
                 elif isinstance(action, Extend):
                     self._engine.extend(
                         work.request.request_id,
@@ -328,16 +346,21 @@ class Stage:
             return self._finish(work, event.reason, event.input_tokens, event.output_tokens)
         if not work.first_output:
             work.first_output = self._clock()
+        moment = self._meter.output(work.track)
         if isinstance(event, TextEvent):
-            body = TextDelta(text=event.text, token_ids=pack_token_ids(event.token_ids))
+            self._meter.output_tokens += len(event.token_ids)
+            body = TextDelta(text=event.text, token_ids=pack_token_ids(event.token_ids), sent=moment)
             return [self._message(work, None, body)]
         if isinstance(event, AudioEvent):
+            self._meter.audio_seconds += event.samples.shape[0] / event.sample_rate
             buffers = BufferList()
-            audio = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate)
+            audio = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate, sent=moment)
             return [self._message(work, None, audio, buffers.buffers)]
-        return self._stream(work, event)
+        if not self._says_text:  # else its tokens were counted with the text
+            self._meter.output_tokens += len(event.token_ids)
+        return self._stream(work, event, moment)
 
-    def _stream(self, work: Work, event: StreamEvent) -> list[Outgoing]:
+    def _stream(self, work: Work, event: StreamEvent, moment: float) -> list[Outgoing]:
         """The same chunk to every downstream stage of the route."""
         buffers = BufferList()
         tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
@@ -354,6 +377,7 @@ class Stage:
             information=information,
             start=event.start,
             final=event.final,
+            sent=moment,
         )
         return [self._message(work, hop, chunk, buffers.buffers) for hop in self._targets(work)]
 
@@ -363,7 +387,8 @@ class Stage:
     def _finish_empty(self, work: Work) -> list[Outgoing]:
         """Nothing to compute here: later stages get an empty, final chunk."""
         event = StreamEvent(work.request.request_id, final=True)
-        return [*self._stream(work, event), *self._finish(work, FinishReason.STOP, 0, 0)]
+        moment = self._meter.output(work.track)
+        return [*self._stream(work, event, moment), *self._finish(work, FinishReason.STOP, 0, 0)]
 
     def _finish(self, work: Work, reason: FinishReason, input_tokens: int, output_tokens: int) -> list[Outgoing]:
         now = self._clock()
@@ -374,7 +399,8 @@ class Stage:
             first_output=max(0.0, work.first_output - work.opened) if work.first_output else 0.0,
             finished=max(0.0, now - work.opened),
         )
-        message = self._message(work, None, StageDone(usage=usage))
+        timeline = self._meter.done(work.track, input_tokens, output_tokens)
+        message = self._message(work, None, StageDone(usage=usage, timeline=timeline))
         self._forget(work.request_id, work.attempt)
         return [message]
 
@@ -386,6 +412,7 @@ class Stage:
             return []
         logger.info("request failed: %s", error.code.value, extra={"request_id": request_id})
         message = self._message(work, None, Failed.from_error(error, self._stage.name))
+        self._meter.failed(work.track, error.code.value)
         self._drop(request_id)
         return [message]
 
@@ -438,6 +465,7 @@ class Stage:
     def _drop(self, request_id: str) -> None:
         """The request is over here, whatever state it is in."""
         work = self._work[request_id]
+        self._meter.failed(work.track, "dropped")
         self._engine.abort(work.request.request_id)
         self._forget(request_id, work.attempt)
 

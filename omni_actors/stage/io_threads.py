@@ -37,7 +37,7 @@ from omni_actors.messages import (
 )
 from omni_actors.stage.actor import Outgoing
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
-from omni_actors.transport.credit import Window, wire_size
+from omni_actors.transport.credit import EdgeFigures, Traffic, Window, wire_size
 from omni_actors.transport.link import Link
 from omni_actors.transport.monitor import Departures
 from omni_actors.transport.sockets import READABLE, WRITABLE, Poller, Socket, Sockets, arrivals, drain, try_send
@@ -50,6 +50,7 @@ MAXIMUM_POLL_MS = 100
 RELEASE_SECONDS = 0.1  # after which blocks are given back even if they are few
 EARLY_SECONDS = 5.0  # how long a message waits for the address of a replica that has just been started
 LAST_WORDS_SECONDS = 1.0
+COORDINATOR = "coordinator"  # its name among the receivers
 ORPHAN_SECONDS = 3.0  # how long the main thread may take to end once the launcher is gone
 
 
@@ -127,8 +128,10 @@ class Inbound(threading.Thread):
         on_orphaned: Callable[[], None],
         arenas: ArenaReader,
         on_credit: Callable[[Hop | None, Credit], None],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(name="inbound", daemon=True)
+        self._clock = clock
         self._arenas = arenas
         self._on_credit = on_credit
         self._sockets = sockets
@@ -155,6 +158,10 @@ class Inbound(threading.Thread):
     def finish(self) -> None:
         """Send what is queued, close the sockets and end the thread."""
         self._outbox.put(None)
+
+    def rejected_by_reason(self) -> dict[str, int]:
+        """Messages at the inbox that did not decode. From any thread."""
+        return dict(self._decoder.rejected)
 
     def rejected(self) -> dict[str, int]:
         return {f"rejected_{reason}": count for reason, count in self._decoder.rejected.items()} | {
@@ -221,7 +228,7 @@ class Inbound(threading.Thread):
             if self._welcomed and time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_interval
                 counts = {**self.pulse.counts, **self.rejected()}
-                self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts))
+                self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts, sent=self._clock()))
 
     def _send(self, control: Socket, body: Body) -> None:
         header = Header("", stage=self._identity.stage, replica=self._identity.replica, epoch=self._identity.epoch)
@@ -325,6 +332,8 @@ class Outbound(threading.Thread):
         self._poller.register(self._queue.fileno(), READABLE)
         self._refusing: list[Socket] = []  # those in the poller
         self._links: dict[Hop, Link] = {}
+        self._traffic: dict[str, Traffic] = {}  # by receiver, as "talker/0"; outlives its links,
+        self._edges: dict[str, Link] = {}  # which are these
         self._sources: dict[Hop, Link] = {}
         self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
         self._early: list[tuple[float, Outgoing]] = []
@@ -383,6 +392,11 @@ class Outbound(threading.Thread):
             own |= {"total_blocks": self._arena.publications, "dropped_arena_full": self._arena.fallbacks}
         return {"outbox": self.waiting, **own, **self._arenas.counts()}
 
+    def edges(self) -> dict[str, EdgeFigures]:
+        """What has left and what waits, by receiver, as "talker/0" or "coordinator"."""
+        closed = {target: traffic.figures() for target, traffic in list(self._traffic.items())}
+        return closed | {target: link.figures() for target, link in list(self._edges.items())}
+
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -393,7 +407,7 @@ class Outbound(threading.Thread):
             self._events.put(Stop(f"outbound thread: {type(error).__name__}: {error}", failed=True))
 
     def _run(self) -> None:
-        coordinator = self._coordinator = self._link(self._results_endpoint)
+        coordinator = self._coordinator = self._link(self._results_endpoint, COORDINATOR)
         try:
             while True:
                 self._wait(coordinator)
@@ -407,9 +421,11 @@ class Outbound(threading.Thread):
             for link in (coordinator, *self._links.values(), *self._sources.values()):
                 link.close()
 
-    def _link(self, endpoint: str) -> Link:
+    def _link(self, endpoint: str, target: str) -> Link:
         window = Window(self._flow.edge_messages, self._flow.edge_bytes)
-        return Link(self._sockets.push(endpoint), time.monotonic, window=window)
+        traffic = self._traffic.setdefault(target, Traffic())
+        link = self._edges[target] = Link(self._sockets.push(endpoint), time.monotonic, window=window, traffic=traffic)
+        return link
 
     def _on_item(self, item: Sequence[Outgoing] | NewPeers | Granted | Grant | Wake) -> None:
         if isinstance(item, NewPeers):
@@ -445,12 +461,13 @@ class Outbound(threading.Thread):
         wanted = {peer.hop: peer.inbox for peer in new.peers}
         for hop in [hop for hop in self._links if hop not in wanted]:
             self._links.pop(hop).close()
+            del self._edges[f"{hop.stage}/{hop.replica}"]
             self._readers.discard(hop)
             if self._arena is not None:
                 self._arena.forget(hop)
         for hop, inbox in wanted.items():
             if hop not in self._links:
-                self._links[hop] = self._link(inbox)
+                self._links[hop] = self._link(inbox, f"{hop.stage}/{hop.replica}")
                 self._newest[(hop.stage, hop.replica)] = hop.epoch
         early, self._early = self._early, []
         for since, message in early:
@@ -509,6 +526,7 @@ class Outbound(threading.Thread):
                     continue
                 placed[id(buffer)] = block
             blocks.append(Block(index, block.offset, block.length, block.ticket))
+            self._traffic[f"{target.stage}/{target.replica}"].shared_bytes += block.length
         return tuple(blocks)
 
     # -- credit -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import zmq
 
 from omni_actors.codec import Frame
-from omni_actors.transport.credit import Window, wire_size
+from omni_actors.transport.credit import EdgeFigures, Traffic, Window, wire_size
 from omni_actors.transport.sockets import Socket, try_send
 
 STALL_SECONDS = 5.0
@@ -36,6 +36,7 @@ class Link:
     Args:
         window: the edge's credit; without it nothing but the socket holds messages up.
         needs_credit: whether a peer that grants nothing for `stall_seconds` counts as broken, too.
+        traffic: counts what leaves.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Link:
         needs_credit: bool = False,
         outbox_messages: int = OUTBOX_MESSAGES,
         outbox_bytes: int = OUTBOX_BYTES,
+        traffic: Traffic | None = None,
     ) -> None:
+        self.traffic = traffic or Traffic()
         self.socket = socket
         self.window = window
         self._clock = clock
@@ -98,16 +101,16 @@ class Link:
 
         If credit had to wait for credit, two stages could wait for each other for ever.
         """
-        if self._urgent or not self._try(frames):
+        size = wire_size(frames)
+        if self._urgent or not self._try(frames, size):
             if not self.backlog:
                 self.moved = self._clock()
-            size = wire_size(frames)
             self._urgent.append(Waiting(request_id, frames, size))
             self.backlog_bytes += size
 
     def flush(self) -> None:
         """Send what the peer takes now."""
-        while self._urgent and self._try(self._urgent[0].frames):
+        while self._urgent and self._try(self._urgent[0].frames, self._urgent[0].size):
             self._sent(self._urgent.popleft())
         if self._urgent:
             return
@@ -150,6 +153,15 @@ class Link:
         self.backlog_bytes = 0
         return lost
 
+    def figures(self) -> EdgeFigures:
+        """For metrics. From any thread."""
+        left, out, size = 0, 0, 0
+        if self.window is not None:
+            left, out, size = self.window.messages_left, self.window.messages_out, self.window.bytes_out
+        return self.traffic.figures()._replace(
+            open=True, messages_out=out, bytes_out=size, credit=left, waiting=self.backlog
+        )
+
     def close(self) -> None:
         self.socket.close()
 
@@ -161,15 +173,18 @@ class Link:
         if self.window is not None and not self.window.admits(size):
             self.refused = False
             return False
-        if not self._try(frames):
+        if not self._try(frames, size):
             return False
         if self.window is not None:
             self.window.sent(size)
         return True
 
-    def _try(self, frames: Sequence[Frame]) -> bool:
+    def _try(self, frames: Sequence[Frame], size: int) -> bool:
         large = any(len(frame) >= ZERO_COPY_BYTES for frame in frames if isinstance(frame, bytes)) or any(
             memoryview(frame).nbytes >= ZERO_COPY_BYTES for frame in frames if not isinstance(frame, bytes)
         )
         self.refused = not try_send(self.socket, frames, copy=not large)
+        if not self.refused:
+            self.traffic.messages += 1
+            self.traffic.bytes += size
         return not self.refused

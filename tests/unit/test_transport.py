@@ -226,7 +226,7 @@ def test_link_that_moves_is_not_stalled(sockets: Sockets, short_path: Path, monk
     for _ in range(2):
         clock.now += link_module.STALL_SECONDS - 1
         answers = iter([True, False])
-        monkeypatch.setattr(link, "_try", lambda frames, answers=answers: next(answers))
+        monkeypatch.setattr(link, "_try", lambda frames, size, answers=answers: next(answers))
         link.flush()
         assert not link.stalled()
     clock.now += link_module.STALL_SECONDS + 1
