@@ -27,7 +27,7 @@ from omni_actors.observe.chart import chart
 from omni_actors.observe.table import TABLE, Metric
 from omni_actors.stage.echo import FAIL_TOKEN
 from omni_actors.top import Look
-from tests.process.launcher import EchoLauncher, until
+from tests.process.launcher import EchoLauncher, processes_of, until
 from tests.unit.builders import chain
 
 Launch = Callable[..., EchoLauncher]
@@ -138,6 +138,43 @@ def test_counters_do_not_fall_when_a_replica_is_killed(launch: Launch) -> None:
         assert not {name for name, value in earlier.items() if later.get(name, 0) < value}
     assert seen[-1]['omni_replica_restarts_total{replica="0",stage="talker"}'] == 1
     assert seen[-1]['omni_replica_restarts_total{replica="0",stage="thinker"}'] == 0
+
+
+def test_a_new_coordinator_counts_from_zero_and_nothing_twice(launch: Launch, short_path: Path) -> None:
+    """The stages' processes stay and register again; the address of the metrics stays, too."""
+    data = chain()
+    data["coordinator"] = {"heartbeat_interval": 0.1}
+    launcher = launch(data, "--metrics", "127.0.0.1:0").wait_ready()
+    url = re.search(r"metrics on (\S+)", launcher.output)[1]
+
+    def shown(name: str) -> float:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            found = re.search(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    ended = 'omni_stage_requests_total{outcome="done",replica="0",stage="talker"}'
+    with OmniClient(launcher.endpoint) as client:
+        client.generate("hello")
+        client.generate("hello")
+        until(lambda: shown(ended) == 2, 5, "two requests")
+        os.kill(coordinator(short_path), signal.SIGKILL)
+        until(lambda: "is started again" in launcher.output, 5, "the new coordinator")
+        until(lambda: all_ready(launcher), 10, "the stages again")
+        client.generate("hello")
+    until(lambda: shown(ended) == 1, 5, lambda: f"one request, not {shown(ended)}")
+    assert shown('omni_requests_total{code="ok",outcome="done"}') == 1
+    assert shown('omni_replica_restarts_total{replica="0",stage="talker"}') == 0
+
+
+def coordinator(folder: Path) -> int:
+    return next(pid for pid, title in processes_of(folder).items() if title == "omni:coordinator")
+
+
+def all_ready(launcher: EchoLauncher) -> bool:
+    try:
+        return launcher.describe().healthy
+    except OmniError:
+        return False
 
 
 # -- timelines --------------------------------------------------------------------------------------------------------

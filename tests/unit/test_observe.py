@@ -42,8 +42,11 @@ from omni_actors.observe.meters import Histogram, Meters
 from omni_actors.observe.requests import KEPT, SETTLE_SECONDS, Finished, RequestLog
 from omni_actors.observe.table import TABLE, Kind
 from omni_actors.observe.watch import Watch
+from omni_actors.stage.echo import EchoEngine
+from omni_actors.stage.figures import Baseline
+from omni_actors.stage.interface import EngineStatistics
 from omni_actors.transport.credit import EdgeFigures, Traffic
-from tests.unit.builders import submit
+from tests.unit.builders import pipeline, submit
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
@@ -222,6 +225,24 @@ def test_edges_that_are_gone_keep_their_counts_only() -> None:
         (table.EDGE_BYTES.name, ("a/0", "b/0")): 400,
         (table.EDGE_SHARED.name, ("a/0", "b/0")): 4000,
     }
+
+
+class CountingEngine(EchoEngine):
+    """An echo engine with a scheduler that has counted before."""
+
+    preemptions, running = 5, 1
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(self.running, 0, 0.5, self.preemptions, 10 * self.preemptions, self.preemptions)
+
+
+def test_a_session_tells_only_what_came_after_its_beginning() -> None:
+    engine = CountingEngine(pipeline().stage("talker"))
+    baseline = Baseline(engine)
+    engine.preemptions, engine.running = 7, 3
+    assert baseline.statistics() == EngineStatistics(3, 0, 0.5, 2, 20, 2)
+    assert 0 <= baseline.processor_time < 5
+    assert Baseline(EchoEngine(pipeline().stage("talker"))).statistics() is None
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------
