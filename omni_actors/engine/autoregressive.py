@@ -166,7 +166,7 @@ class AutoregressiveEngine(StageEngine):
             "running": running,
             "waiting": waiting,
             **self.core.scheduler.omni_counts(),
-            **self.core.worker.omni_counts(),
+            **self.core.worker_counts(),
         }
 
     def shutdown(self) -> None:

@@ -173,7 +173,7 @@ class DiffusionEngine(StageEngine):
             "running": running,
             "waiting": waiting,
             **self.core.scheduler.omni_counts(),
-            **self.core.worker.omni_counts(),
+            **self.core.worker_counts(),
         }
 
     def shutdown(self) -> None:
