@@ -116,6 +116,8 @@ class Outbound(threading.Thread):
         size = sum(_payload(message) for message in messages)
         most_messages, most_bytes = DIRECT_IDLE if idle else DIRECT_BUSY
         with self._lock:
+            if self._closed:  # the thread has failed or the session is over; whoever has to know has been told
+                return
             if self._left or len(messages) > most_messages or size > most_bytes:
                 self._waiting_here += len(messages)
                 self._bytes_here += size
@@ -135,7 +137,7 @@ class Outbound(threading.Thread):
         with self._lock:
             if self._left:
                 self._left.append(peers)
-            else:
+            elif not self._closed:
                 self._connect(peers)
         self._wakeup.set()
 

@@ -216,6 +216,23 @@ def test_oversize_is_refused_before_anything_is_sent(short_path: Path) -> None:
     harness.close()
 
 
+def test_after_its_end_nothing_is_sent_and_nothing_breaks(short_path: Path) -> None:
+    """A thread that has failed, or a session that is over, may still be spoken to."""
+    harness = Harness(short_path)
+    harness.bind(TALKER)
+    harness.peers(TALKER)
+    harness.outbound.finish()
+    harness.outbound.join(5)
+    harness.peers(TALKER, OTHER)
+    harness.outbound.send(chunk(TALKER))
+    harness.outbound.send([text(0)])
+    harness.outbound.grant(None, 1, 1)
+    harness.outbound.granted(TALKER, Credit(messages=1))
+    harness.outbound.wake()
+    assert harness.events.empty()
+    harness.close()
+
+
 def test_bytes_hold_up_too(short_path: Path) -> None:
     harness = Harness(short_path, FlowConfig(outbox_bytes=150_000))
     harness.peers(TALKER)
