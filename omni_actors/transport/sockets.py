@@ -2,7 +2,7 @@
 
 Facts behind the values: a PUSH without peers accepts messages unless IMMEDIATE is set; a closed socket holds its
 process for ever unless LINGER is; an oversize message takes the good ones behind it along, so MAXMSGSIZE is only the
-last wall behind the codec's own limits; sockets belong to the thread that made them.
+last wall behind the codec's own limits; sockets belong to one thread, or to those that hold one lock.
 """
 
 from __future__ import annotations
