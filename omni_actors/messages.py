@@ -44,7 +44,7 @@ _ITEMSIZE = {DType.BF16: 2, DType.F16: 2, DType.F32: 4, DType.I32: 4, DType.I64:
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     """Largest message that is sent or accepted, in bytes and counts."""
 
-    header_bytes: int = 1024
+    header_bytes: int = 2048
     body_bytes: int = 4 << 20
     buffers: int = 256
     buffer_bytes: int = 256 << 20
@@ -253,20 +253,37 @@ def unpack_token_ids(data: bytes) -> list[int]:
 # Header, shared by all channels
 
 
+class Hop(Struct, frozen=True, array_like=True):
+    """The replica of one stage that a request is bound to."""
+
+    stage: Annotated[str, Meta(min_length=1, max_length=64)]
+    replica: Annotated[int, Meta(ge=0, le=65535)]
+    epoch: Count
+
+
 MAX_BLOCKS = 16  # per message; further buffers travel as frames
+
+
+class Origin(Struct, frozen=True, array_like=True):
+    """Whose arena a forwarded block lies in, and the ticket that stands in it there."""
+
+    owner: Hop
+    ticket: Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class Block(Struct, frozen=True, array_like=True):
     """Says that buffer number `buffer` is no frame, but lies in the sender's arena (`transport/arena.py`).
 
     `ticket` numbers the sender's publications and is written in the block, too: one that was freed meanwhile is
-    noticed. The receiver gives the ticket back in a `Credit`.
+    noticed. The receiver gives the ticket back in a `Credit`. With `origin` the sender only passes on what it was sent
+    itself; the ticket is its own all the same, but another one stands in the block.
     """
 
     buffer: Annotated[int, Meta(ge=0, le=4096)]
     offset: Count
     length: Count
     ticket: Annotated[int, Meta(ge=1, le=2**53)]
+    origin: Origin | None = None
 
 
 class Header(Struct, frozen=True, array_like=True):
@@ -300,13 +317,20 @@ class Credit(Body, tag="credit", frozen=True):
     """Receiver -> sender of an edge: you may send this much more. Itself it costs no credit.
 
     The sender starts with the window of the configuration (`flow`). `released` are tickets of arena blocks that the
-    receiver needs no more; `mapped` says that it can read the sender's arena, so that blocks may be sent to it.
+    receiver needs no more; `mapped` says that it can read the sender's arena, so that blocks may be sent to it, and
+    `origins` whose else it reads, so that blocks there may be forwarded to it.
+
+    With `through`, from a stage further on to the owner of an arena: that replica, which has forwarded blocks, is gone.
+    `held` are the owner's own tickets that came through it and are still in use; those `released` are of them.
     """
 
     messages: Count = 0
     bytes: Count = 0
     released: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()
     mapped: bool = False
+    origins: Annotated[tuple[Hop, ...], Meta(max_length=1024)] = ()
+    through: Hop | None = None
+    held: Annotated[tuple[Count, ...], Meta(max_length=65536)] | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -507,14 +531,6 @@ CoordinatorToClient = TextDelta | AudioChunk | Done | Failed | Description | Rep
 # Data channel: into a stage's inbox
 
 
-class Hop(Struct, frozen=True, array_like=True):
-    """The replica of one stage that a request is bound to."""
-
-    stage: Annotated[str, Meta(min_length=1, max_length=64)]
-    replica: Annotated[int, Meta(ge=0, le=65535)]
-    epoch: Count
-
-
 class Expect(Body, tag="expect", frozen=True):
     """Coordinator -> every stage of the route: this request will come (to the entry stage: with its `prompt`)."""
 
@@ -638,10 +654,16 @@ class Peer(Struct, frozen=True, array_like=True):
 
 
 class Peers(Body, tag="peers", frozen=True):
-    """Coordinator -> stage: the replicas after it and before it (`sources`) that are up now; a missing one is gone."""
+    """Coordinator -> stage: the replicas after it and before it (`sources`) that are up now; a missing one is gone.
+
+    `origins` are those before the sources, `readers` those after the peers: a block may be forwarded from one of the
+    former, or to one of the latter.
+    """
 
     peers: tuple[Peer, ...]
     sources: tuple[Peer, ...] = ()
+    origins: tuple[Peer, ...] = ()
+    readers: tuple[Hop, ...] = ()
 
 
 class Heartbeat(Body, tag="heartbeat", frozen=True):

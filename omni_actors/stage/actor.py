@@ -128,6 +128,9 @@ class Stage:
     def receive(self, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         """A checked message from the coordinator or a source stage."""
         body = envelope.body
+        if isinstance(body, Expect | Abort) and envelope.header.stage:
+            self.dropped["not_the_coordinator"] += 1
+            return []
         if isinstance(body, Expect):
             return self._open(envelope.header, body, envelope)
         if isinstance(body, Abort):

@@ -47,6 +47,7 @@ class EchoOptions:
     step_seconds: float = 0.0  # time that each step takes
     start_seconds: float = 0.0  # time that loading takes
     row_width: int = 0
+    pass_rows: bool = False  # send on the row that came instead of making one
     samples_per_token: int = 480
     voices: tuple[str, ...] = ("Chelsie", "Ethan")
     fail_start: str = ""  # a text with which loading fails
@@ -57,6 +58,7 @@ class EchoOptions:
 class _Echo:
     request: StageRequest
     tokens: list[int]
+    row: HostTensor | None  # to be sent on
     sent: int = 0
 
 
@@ -103,7 +105,8 @@ class EchoEngine(StageEngine):
         _check_row(inputs.tensors.get("rows"), tokens[-1])
         if request.params.max_tokens is not None:
             tokens = tokens[: request.params.max_tokens]
-        self._active[request.request_id] = _Echo(request, tokens)
+        row = inputs.tensors.get("rows") if self._options.pass_rows else None
+        self._active[request.request_id] = _Echo(request, tokens, row)
 
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
@@ -146,6 +149,8 @@ class EchoEngine(StageEngine):
         if echo.request.streams:
             width = self._options.row_width
             row = {"rows": HostTensor(DType.BF16, (1, width), _row(token, width))} if width else {}
+            if echo.row is not None:
+                row = {"rows": echo.row}
             events.append(StreamEvent(request_id, [token], row, {}, echo.sent, final))
         echo.sent += 1
         if final:

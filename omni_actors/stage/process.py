@@ -19,8 +19,8 @@ from omni_actors import logs
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
 from omni_actors.errors import OmniError
 from omni_actors.messages import Fatal, Hop, Loading
+from omni_actors.stage.events import Stop
 from omni_actors.stage.interface import StageEngine
-from omni_actors.stage.io_threads import Stop
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
 from omni_actors.stage.session import Session
 from omni_actors.stage.turns import GiveWay, Sign

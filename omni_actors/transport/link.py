@@ -14,12 +14,11 @@ import zmq
 
 from omni_actors.codec import Frame
 from omni_actors.transport.credit import Window, wire_size
-from omni_actors.transport.sockets import Socket, try_send
+from omni_actors.transport.sockets import ZERO_COPY_BYTES, Socket, descriptor, try_send
 
 STALL_SECONDS = 5.0
 OUTBOX_BYTES = 256 << 20
 OUTBOX_MESSAGES = 10_000
-ZERO_COPY_BYTES = 64 << 10  # below this a copy is cheaper than tracking the buffer
 
 
 class Waiting(NamedTuple):
@@ -29,7 +28,7 @@ class Waiting(NamedTuple):
 
 
 class Link:
-    """Not thread-safe: it belongs to the thread that made the socket.
+    """Not thread-safe: it belongs to one thread, or to those that hold one lock.
 
     A ROUTER's peer has a link too, if every message begins with the peer's identity; its methods raise `PeerGone`.
 
@@ -98,16 +97,18 @@ class Link:
 
         If credit had to wait for credit, two stages could wait for each other for ever.
         """
-        if self._urgent or not self._try(frames):
+        size = wire_size(frames)
+        if self._urgent or not self._try(frames, size):
             if not self.backlog:
                 self.moved = self._clock()
-            size = wire_size(frames)
             self._urgent.append(Waiting(request_id, frames, size))
             self.backlog_bytes += size
+        elif self._outbox:  # the socket takes messages again, and to try it used up the sign of that
+            self.flush()
 
     def flush(self) -> None:
         """Send what the peer takes now."""
-        while self._urgent and self._try(self._urgent[0].frames):
+        while self._urgent and self._try(self._urgent[0].frames, self._urgent[0].size):
             self._sent(self._urgent.popleft())
         if self._urgent:
             return
@@ -130,7 +131,7 @@ class Link:
     @property
     def descriptor(self) -> int:
         """Readable when the socket's state has changed; then call `wake`."""
-        return int(self.socket.getsockopt(zmq.FD))
+        return descriptor(self.socket)
 
     def wake(self) -> None:
         """Take notice of what happened to the socket (which makes the descriptor quiet again), then `flush`."""
@@ -161,15 +162,13 @@ class Link:
         if self.window is not None and not self.window.admits(size):
             self.refused = False
             return False
-        if not self._try(frames):
+        if not self._try(frames, size):
             return False
         if self.window is not None:
             self.window.sent(size)
         return True
 
-    def _try(self, frames: Sequence[Frame]) -> bool:
-        large = any(len(frame) >= ZERO_COPY_BYTES for frame in frames if isinstance(frame, bytes)) or any(
-            memoryview(frame).nbytes >= ZERO_COPY_BYTES for frame in frames if not isinstance(frame, bytes)
-        )
+    def _try(self, frames: Sequence[Frame], size: int) -> bool:
+        large = size >= ZERO_COPY_BYTES and any(memoryview(frame).nbytes >= ZERO_COPY_BYTES for frame in frames)
         self.refused = not try_send(self.socket, frames, copy=not large)
         return not self.refused

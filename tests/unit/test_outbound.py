@@ -28,7 +28,8 @@ from omni_actors.messages import (
     TextDelta,
 )
 from omni_actors.stage.actor import Outgoing
-from omni_actors.stage.io_threads import Event, Outbound, Rejected
+from omni_actors.stage.events import Event, Rejected
+from omni_actors.stage.outbound import Outbound
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.sockets import Sockets, drain
 from tests.unit.test_transport import until
@@ -41,7 +42,7 @@ LARGE = bytes(range(256)) * 400
 class Harness:
     """An `Outbound` and the sockets of those that it sends to."""
 
-    def __init__(self, folder: Path, flow: FlowConfig | None = None) -> None:
+    def __init__(self, folder: Path, flow: FlowConfig | None = None, limits: Limits | None = None) -> None:
         self.folder = folder
         self.sockets = Sockets()
         self.results, results = self.sockets.pull(f"ipc://{folder}/results")
@@ -50,8 +51,8 @@ class Harness:
         self.reader = ArenaReader(lambda: None)
         self.reader.attach({ME: self.arena.address})
         self.outbound = Outbound(
-            Sockets(self.sockets.context), ME, results, Limits(), flow or FlowConfig(), self.events, self.arena,
-            ArenaReader(lambda: None),
+            Sockets(self.sockets.context), ME, results, limits or Limits(), flow or FlowConfig(), self.events.put,
+            self.arena, ArenaReader(lambda: None),
         )  # fmt: skip
         self.outbound.start()
         self.got: dict[Hop, list] = {}
@@ -156,6 +157,82 @@ def test_no_credit_no_message_and_the_stage_is_held_up(short_path: Path) -> None
     harness.close()
 
 
+def text(seq: int) -> Outgoing:
+    return Outgoing(None, Header("", "r", *msgspec.structs.astuple(ME), seq=seq), TextDelta(text="x"))
+
+
+def test_credit_does_not_queue_behind_what_waits_for_credit(short_path: Path) -> None:
+    harness = Harness(short_path, FlowConfig(edge_messages=1))
+    decoder: Decoder[FromStage] = Decoder(FromStage)
+    got: list[str] = []
+
+    def came(count: int) -> bool:
+        got.extend(decoder.decode(frames).header.kind for frames in drain(harness.results))
+        return len(got) >= count
+
+    harness.outbound.send([text(0)])
+    until(lambda: came(1))
+    harness.outbound.send([text(1), text(2)])
+    harness.outbound.grant(None, 3, 300)
+    until(lambda: came(2))
+    assert got == ["text", "credit"]
+    assert harness.outbound.waiting == 2
+    harness.close()
+
+
+@pytest.mark.parametrize("sizes", [(5, 5, 5), (300_000, 5, 5), (5, 300_000, 5), (300_000, 300_000, 5)])
+def test_what_goes_at_once_never_overtakes_what_is_left_to_the_thread(harness: Harness, sizes: tuple[int, ...]) -> None:
+    harness.bind(TALKER)
+    harness.peers(TALKER)
+    mapped(harness, TALKER)
+    for seq in range(60):
+        harness.outbound.send(chunk(TALKER, data=bytes(sizes[seq % 3]), seq=seq), idle=seq % 5 == 0)
+        if seq % 20 == 7:
+            harness.outbound.send([m for n in range(12) for m in chunk(TALKER, seq=n, request=f"batch {seq}")])
+    envelopes = harness.receive(TALKER, 60 + 3 * 12)
+    assert [e.header.seq for e in envelopes if e.header.request_id == "r"] == list(range(60))
+    for seq in (7, 27, 47):
+        assert [e.header.seq for e in envelopes if e.header.request_id == f"batch {seq}"] == list(range(12))
+    harness.got[TALKER].clear()
+
+
+def test_oversize_is_refused_before_anything_is_sent(short_path: Path) -> None:
+    """In a frame or in a block: the request ends with the limit in the text, and what follows is sent."""
+    harness = Harness(short_path, limits=Limits(buffer_bytes=50_000))
+    harness.bind(TALKER)
+    harness.peers(TALKER)
+    for reads_arena in (False, True):
+        if reads_arena:
+            mapped(harness, TALKER)
+        harness.outbound.send(chunk(TALKER, data=LARGE, request="large"))
+        rejected = harness.events.get(timeout=2)
+        assert isinstance(rejected, Rejected)
+        assert rejected.header.request_id == "large"
+        assert "the limit is 50000" in rejected.error.message
+        assert harness.outbound.counts()["arena_blocks"] == 0
+    harness.outbound.send(chunk(TALKER))
+    assert [envelope.header.request_id for envelope in harness.receive(TALKER, 1)] == ["r"]
+    harness.got.clear()
+    harness.close()
+
+
+def test_after_its_end_nothing_is_sent_and_nothing_breaks(short_path: Path) -> None:
+    """A thread that has failed, or a session that is over, may still be spoken to."""
+    harness = Harness(short_path)
+    harness.bind(TALKER)
+    harness.peers(TALKER)
+    harness.outbound.finish()
+    harness.outbound.join(5)
+    harness.peers(TALKER, OTHER)
+    harness.outbound.send(chunk(TALKER))
+    harness.outbound.send([text(0)])
+    harness.outbound.grant(None, 1, 1)
+    harness.outbound.granted(TALKER, Credit(messages=1))
+    harness.outbound.wake()
+    assert harness.events.empty()
+    harness.close()
+
+
 def test_bytes_hold_up_too(short_path: Path) -> None:
     harness = Harness(short_path, FlowConfig(outbox_bytes=150_000))
     harness.peers(TALKER)
@@ -241,7 +318,7 @@ def test_what_comes_before_the_address_of_a_new_life_waits_for_it(harness: Harne
 def test_what_waits_for_an_address_that_never_comes_is_rejected(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_actors.stage.io_threads.EARLY_SECONDS", 0.2)
+    monkeypatch.setattr("omni_actors.stage.outbound.EARLY_SECONDS", 0.2)
     harness.outbound.send(chunk(TALKER, seq=0))
     rejected = harness.events.get(timeout=2)
     assert isinstance(rejected, Rejected)

@@ -226,7 +226,7 @@ def test_link_that_moves_is_not_stalled(sockets: Sockets, short_path: Path, monk
     for _ in range(2):
         clock.now += link_module.STALL_SECONDS - 1
         answers = iter([True, False])
-        monkeypatch.setattr(link, "_try", lambda frames, answers=answers: next(answers))
+        monkeypatch.setattr(link, "_try", lambda frames, size, answers=answers: next(answers))
         link.flush()
         assert not link.stalled()
     clock.now += link_module.STALL_SECONDS + 1
@@ -303,4 +303,3 @@ def test_wakeable_queue_wakes_and_keeps_order() -> None:
     thread.join()
     assert got == list(range(1000))
     assert not poller.poll(0)
-    wake.close()
