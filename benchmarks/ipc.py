@@ -47,8 +47,8 @@ from omni_actors.messages import (
     Peers,
     PromptEmbedsPayload,
 )
-from omni_actors.stage.actor import Outgoing
 from omni_actors.stage.io_threads import Event, Inbound, Outbound, Received, sender_of
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.credit import Tally
 from omni_actors.transport.sockets import Sockets

@@ -35,7 +35,7 @@ from omni_actors.messages import (
     Renew,
     Welcome,
 )
-from omni_actors.stage.actor import Outgoing
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
 from omni_actors.transport.credit import Window, wire_size
 from omni_actors.transport.link import Link
@@ -76,6 +76,15 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class Undelivered:
+    """A later stage takes no messages; one or more of this request are lost."""
+
+    request_id: str
+    receiver: Hop
+    error: OmniError
+
+
+@dataclass(frozen=True, slots=True)
 class Control:
     body: CoordinatorToStage
 
@@ -95,7 +104,7 @@ class Lost:
     reason: str
 
 
-Event = Received | Rejected | Control | Stop | Lost
+Event = Received | Rejected | Undelivered | Control | Stop | Lost
 
 
 @dataclass
@@ -293,7 +302,9 @@ class Wake:
 
 
 class Outbound(threading.Thread):
-    """Sends `Outgoing` messages. One that cannot be sent comes back as `Rejected`: the actor ends its request.
+    """Sends `Outgoing` messages. One that may not be sent comes back as `Rejected`: the actor ends its request.
+
+    One that a later stage does not take comes back as `Undelivered`.
 
     Args:
         arena: this process's own, for large buffers; `None` sends all of them as frames.
@@ -475,9 +486,17 @@ class Outbound(threading.Thread):
             self._events.put(Rejected(message.header, error))
             return
         link = self._coordinator if target is None else self._links.get(target)
-        if link is None or not link.send(message.header.request_id, frames):
-            what = "has no link" if link is None else "has taken no messages for so long that its outbox is full"
-            self._events.put(Rejected(message.header, StageLost(f"The receiver {target or 'coordinator'} {what}.")))
+        if link is not None and link.send(message.header.request_id, frames):
+            return
+        what = "has no link" if link is None else "has taken no messages for so long that its outbox is full"
+        if target is None:
+            self._events.put(Rejected(message.header, StageLost(f"The coordinator {what}.")))
+        else:
+            self._lose(message.header.request_id, target, what)
+
+    def _lose(self, request_id: str, receiver: Hop, what: str) -> None:
+        error = StageLost(f"{receiver.stage}/{receiver.replica} {what}.")
+        self._events.put(Undelivered(request_id, receiver, error))
 
     def _is_coming(self, hop: Hop) -> bool:
         """Whether a replica is newer than all that we know: requests and addresses come over different sockets."""
@@ -488,8 +507,8 @@ class Outbound(threading.Thread):
         if expired:
             self._early = [(since, message) for since, message in self._early if since + EARLY_SECONDS >= now]
         for message in expired:
-            error = StageLost(f"The receiver {message.destination} was never announced.")
-            self._events.put(Rejected(message.header, error))
+            if message.destination is not None:
+                self._lose(message.header.request_id, message.destination, "was never announced")
 
     def _place(self, message: Outgoing, target: Hop | None, placed: dict[int, Block]) -> tuple[Block, ...]:
         """Put the message's large buffers into the arena; where there is no room they travel as frames."""
@@ -554,8 +573,7 @@ class Outbound(threading.Thread):
             link.flush()
             if link.stalled():
                 for request_id in link.give_up():
-                    error = StageLost(f"{hop.stage}/{hop.replica} takes no messages.")
-                    self._events.put(Rejected(Header("", request_id=request_id), error))
+                    self._lose(request_id, hop, "takes no messages")
         for link in self._sources.values():
             link.flush()
         coordinator.flush()
