@@ -48,11 +48,11 @@ from omni_actors.messages import (
     Peers,
     PromptEmbedsPayload,
 )
-from omni_actors.stage.actor import Outgoing
 from omni_actors.stage.events import Received, sender_of
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
 from omni_actors.stage.outbound import Outbound
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.credit import Tally
 from omni_actors.transport.sockets import Sockets

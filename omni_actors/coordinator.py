@@ -606,7 +606,8 @@ class Coordinator:
             link.flush()
             if link.stalled():
                 for request_id in link.give_up():
-                    self._reject_later(request_id, hop, _takes_no_messages(hop), self.state.attempt_of(request_id))
+                    attempt = self.state.attempt_of(request_id, hop.stage)
+                    self._reject_later(request_id, hop, _takes_no_messages(hop), attempt)
 
     def _counts(self) -> dict[str, int]:
         counts = {"replays": self.state.replays, "retained_bytes": self.state.retained_bytes}

@@ -262,6 +262,8 @@ class Hop(Struct, frozen=True, array_like=True):
 
 
 MAX_BLOCKS = 16  # per message; further buffers travel as frames
+MAX_ATTEMPT = 255
+Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
 
 
 class Origin(Struct, frozen=True, array_like=True):
@@ -289,9 +291,10 @@ class Block(Struct, frozen=True, array_like=True):
 class Header(Struct, frozen=True, array_like=True):
     """Who sends what about which request.
 
-    `stage`, `replica` and `epoch` name the sending process (empty for clients and the coordinator). `attempt` counts
-    replays of a request, `seq` the messages of one sender about one request, from 0. `deadline` is Unix time in
-    seconds, 0 for none. `blocks` are those of the `n_buffers` buffers that are no frames of this message.
+    `stage`, `replica` and `epoch` name the sending process (empty for clients and the coordinator). `attempt` is the
+    one that a stage works on: of a result its sender, of everything else the receiver. `seq` counts the messages of one
+    sender about one attempt of a request, from 0. `deadline` is Unix time in seconds, 0 for none. `blocks` are those of
+    the `n_buffers` buffers that are no frames of this message.
     """
 
     kind: Annotated[str, Meta(max_length=32)]
@@ -299,7 +302,7 @@ class Header(Struct, frozen=True, array_like=True):
     stage: Annotated[str, Meta(max_length=64)] = ""
     replica: Annotated[int, Meta(ge=0, le=65535)] = 0
     epoch: Count = 0
-    attempt: Annotated[int, Meta(ge=0, le=255)] = 0
+    attempt: Attempt = 0
     seq: Count = 0
     deadline: float = 0.0
     n_buffers: Annotated[int, Meta(ge=0, le=4096)] = 0
@@ -575,8 +578,28 @@ class Chunk(Body, tag="chunk", frozen=True):
         return (*rows, *self.tensors.values(), *more)
 
 
+class Resend(Body, tag="resend", frozen=True):
+    """Coordinator -> stage: `receiver` begins anew with `attempt`; give it all that was sent before, and go on with it.
+
+    The header's attempt is that of the stage which sends again. If it does not hold all of it any more it answers
+    `Failed` with `stage_lost`, and begins anew itself.
+    """
+
+    receiver: Hop
+    attempt: Attempt
+
+
+MAX_ENDED = 4096
+
+
+class Ended(Body, tag="ended", frozen=True):
+    """Coordinator -> stage: these requests are done; what was kept to be sent again may go."""
+
+    request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=MAX_ENDED)]
+
+
 # A failing stage tells its downstream neighbours nothing: the coordinator aborts them, so that there is one way to end.
-IntoStage = Expect | Chunk | Abort | Credit
+IntoStage = Expect | Chunk | Abort | Credit | Resend | Ended
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -589,7 +612,14 @@ class StageDone(Body, tag="stage_done", frozen=True):
     usage: StageUsage
 
 
-FromStage = TextDelta | AudioChunk | StageDone | Failed | Credit
+class Unreachable(Body, tag="unreachable", frozen=True):
+    """Stage -> coordinator: `receiver` takes no messages of its `attempt`; what is made for it is kept meanwhile."""
+
+    receiver: Hop
+    attempt: Attempt
+
+
+FromStage = TextDelta | AudioChunk | StageDone | Failed | Unreachable | Credit
 
 
 # ---------------------------------------------------------------------------------------------------------------------

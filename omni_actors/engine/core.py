@@ -85,8 +85,8 @@ class VllmCore:
             self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         except Exception as error:
             raise StartupError(
-                f"The engine core does not start: {type(error).__name__}: {error}",
-                hint="The chained exception names the cause.",
+                f"The engine core for {vllm_config.model_config.model} does not start: {type(error).__name__}: {error}",
+                hint="The chained exception names the cause; a checkpoint that is cut off is one of them.",
             ) from error
         _ALIVE.append(self)
         if not isinstance(self._core.scheduler, OmniSchedulerInterface):

@@ -32,6 +32,15 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class Undelivered:
+    """A later stage takes no messages; one or more of this request are lost."""
+
+    request_id: str
+    receiver: Hop
+    error: OmniError
+
+
+@dataclass(frozen=True, slots=True)
 class Control:
     body: CoordinatorToStage
 
@@ -51,7 +60,7 @@ class Lost:
     reason: str
 
 
-Event = Received | Rejected | Control | Stop | Lost
+Event = Received | Rejected | Undelivered | Control | Stop | Lost
 
 
 @dataclass

@@ -19,8 +19,8 @@ from omni_actors.config import FlowConfig
 from omni_actors.errors import OmniError, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.messages import MAX_BLOCKS, Block, Credit, Header, Hop, Limits, Peers
-from omni_actors.stage.actor import Outgoing
-from omni_actors.stage.events import Event, Rejected, Stop
+from omni_actors.stage.events import Event, Rejected, Stop, Undelivered
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader, Holder
 from omni_actors.transport.credit import Window
 from omni_actors.transport.link import Link
@@ -50,7 +50,9 @@ class Prepared(NamedTuple):
 
 
 class Outbound(threading.Thread):
-    """Sends `Outgoing` messages. One that cannot be sent comes back as `Rejected`: the actor ends its request.
+    """Sends `Outgoing` messages. One that may not be sent comes back as `Rejected`: the actor ends its request.
+
+    One that a later stage does not take comes back as `Undelivered`.
 
     Its methods may be called from any thread. Messages to one receiver keep the order in which they were given.
 
@@ -288,8 +290,7 @@ class Outbound(threading.Thread):
             link.flush()
             if link.stalled():
                 for request_id in link.give_up():
-                    error = StageLost(f"{hop.stage}/{hop.replica} takes no messages.")
-                    self._on_event(Rejected(Header("", request_id=request_id), error))
+                    self._lose(request_id, hop, "takes no messages")
         for link in (self._coordinator, *self._sources.values(), *self._to_origins.values()):
             link.flush()
         self._account()
@@ -431,11 +432,18 @@ class Outbound(threading.Thread):
         link = self._coordinator if target is None else self._links.get(target)
         if link is None or not link.send(header.request_id, prepared.frames):
             what = "has no link" if link is None else "has taken no messages for so long that its outbox is full"
-            self._on_event(Rejected(header, StageLost(f"The receiver {target or 'coordinator'} {what}.")))
+            if target is None:
+                self._on_event(Rejected(header, StageLost(f"The coordinator {what}.")))
+            else:
+                self._lose(header.request_id, target, what)
             return
         if self._arena is not None and target is not None:
             for block in prepared.blocks:
                 self._arena.share(block, target)
+
+    def _lose(self, request_id: str, receiver: Hop, what: str) -> None:
+        error = StageLost(f"{receiver.stage}/{receiver.replica} {what}.")
+        self._on_event(Undelivered(request_id, receiver, error))
 
     def _is_coming(self, hop: Hop) -> bool:
         """Whether a replica is newer than all that we know: requests and addresses come over different sockets."""
@@ -446,8 +454,8 @@ class Outbound(threading.Thread):
         if expired:
             self._early = [(since, message) for since, message in self._early if since + EARLY_SECONDS >= now]
         for message in expired:
-            error = StageLost(f"The receiver {message.destination} was never announced.")
-            self._on_event(Rejected(message.header, error))
+            if message.destination is not None:
+                self._lose(message.header.request_id, message.destination, "was never announced")
 
     def _tell(self, sender: Hop | None, messages: int, size: int, released: Sequence[int]) -> None:
         link = self._coordinator if sender is None else self._sources.get(sender)

@@ -6,6 +6,7 @@ again with the next epoch: sockets, credit windows and shared memory are new, so
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +26,13 @@ from omni_actors.messages import (
     Shutdown,
     Welcome,
 )
-from omni_actors.stage.actor import Outgoing, Stage
-from omni_actors.stage.events import Control, Event, Lost, Received, Rejected, Stop, sender_of
+from omni_actors.stage.actor import Stage
+from omni_actors.stage.events import Control, Event, Lost, Received, Rejected, Stop, Undelivered, sender_of
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
 from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.outbound import Outbound
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.processors import InputProcessor
 from omni_actors.stage.record import Recorder
 from omni_actors.stage.turns import POLL_SECONDS, GiveWay, Sign
@@ -232,6 +234,8 @@ class Session:
             if event.size:
                 self._grants_due |= self._tally.take(sender_of(event.header), event.size)
             self._emit(outbound, actor.reject(event.header, event.error))
+        elif isinstance(event, Undelivered):
+            self._emit(outbound, actor.undelivered(event.request_id, event.receiver, event.error))
         elif isinstance(event, Stop | Lost):
             self._end = event
         elif isinstance(event.body, Peers):
@@ -257,14 +261,16 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        if self._outbound is not None:
-            self._outbound.finish(last_words)
-            self._outbound.join(CLOSE_SECONDS)
-        if self._inbound.is_alive():
-            self._inbound.finish()
-            self._inbound.join(CLOSE_SECONDS)
-        self._sockets.context.destroy(linger=0)
-        if self._recorder is not None:
-            self._recorder.close()
-        if self._arena is not None:
-            self._arena.close()
+        # In the other order: a step that fails does not keep the next ones from being done.
+        with contextlib.ExitStack() as last_first:
+            if self._arena is not None:
+                last_first.callback(self._arena.close)
+            if self._recorder is not None:
+                last_first.callback(self._recorder.close)
+            last_first.callback(self._sockets.context.destroy, linger=0)
+            if self._inbound.is_alive():
+                last_first.callback(self._inbound.join, CLOSE_SECONDS)
+                last_first.callback(self._inbound.finish)
+            if self._outbound is not None:
+                last_first.callback(self._outbound.join, CLOSE_SECONDS)
+                last_first.callback(self._outbound.finish, last_words)

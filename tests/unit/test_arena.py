@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from omni_actors.codec import BadBody, BufferList, Decoder, encode
@@ -293,17 +295,28 @@ def test_nothing_is_left_after_kill_9(short_path: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     address = msgspec.json.decode(owner.stdout.readline(), type=ArenaAddress)
     reader = ArenaReader(lambda: None)
+    before = mapped_arenas()
     reader.attach({OWNER: address})
     assert reader.is_mapped(OWNER)
+    (memory,) = mapped_arenas() - before
     assert "/dev/shm" not in Path(f"/proc/{owner.pid}/maps").read_text()
-    shared = shared_memory()
     owner.send_signal(signal.SIGKILL)
     owner.wait()
+    assert memory in mapped_arenas()
     reader.attach({})
     gc.collect()
-    assert shared_memory() < shared - (48 << 20)
+    assert memory not in mapped_arenas()  # and with its last user an unnamed file is gone
 
 
-def shared_memory() -> int:
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:"))
-    return int(line.split()[1]) << 10
+def mapped_arenas() -> set[str]:
+    """Inodes of the arenas that any process has mapped or open."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):  # it has just ended
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if "memfd:omni-arena" in line:
+                    found.add(line.split()[4])
+            for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+                if "memfd:omni-arena" in os.readlink(entry):
+                    found.add(str(entry.stat().st_ino))
+    return found

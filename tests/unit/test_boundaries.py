@@ -8,7 +8,7 @@ import pytest
 from omni_actors.codec import Envelope
 from omni_actors.core.coordination import ToStage
 from omni_actors.errors import ErrorCode
-from omni_actors.messages import Abort, Expect, Header, StageParams, TextDelta
+from omni_actors.messages import Abort, Ended, Expect, Header, Resend, StageParams, TextDelta
 from tests.unit import test_actor, test_coordination
 from tests.unit.builders import header_from, submit
 from tests.unit.test_actor import ROUTE, StageUnderTest, failed
@@ -38,11 +38,19 @@ def test_a_client_reaches_only_its_own_requests() -> None:
 # -- coordinator -> stage ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Expect(route=ROUTE, params=StageParams(), seed=1), Abort()])
-def test_only_the_coordinator_opens_and_aborts(kind: Expect | Abort) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Expect(route=ROUTE, params=StageParams(), seed=1),
+        Abort(),
+        Resend(receiver=ROUTE[2], attempt=1),
+        Ended(request_ids=("r1",)),
+    ],
+)
+def test_only_the_coordinator_opens_and_ends(kind: Expect | Abort | Resend | Ended) -> None:
     """Whoever can reach a stage's inbox is a stage; none of them may end or begin what is not its own."""
     stage = StageUnderTest("thinker")
-    if isinstance(kind, Abort):
+    if not isinstance(kind, Expect):
         stage.expect()
     before = stage.actor.counts()
     header = msgspec.structs.replace(header_from(ROUTE[0], "r1"), kind="x", deadline=1010.0)
@@ -58,7 +66,7 @@ def test_an_abort_of_an_attempt_before_touches_nothing() -> None:
     stage.actor.receive(Envelope(Header("abort", "r1", attempt=1), Abort()))
     assert stage.actor.counts()["requests"] == 1
     stage.actor.receive(Envelope(Header("abort", "r1", attempt=2), Abort()))
-    assert stage.actor.counts() == test_actor.EMPTY
+    assert stage.held() == test_actor.EMPTY
 
 
 # -- stage -> stage ---------------------------------------------------------------------------------------------------
@@ -83,7 +91,7 @@ def test_a_chunk(change: dict, outcome: object) -> None:
     messages = stage.chunk(**{"request_id": "r1", "seq": 0, **change}, token_ids=bytes(4), final=True)
     if isinstance(outcome, ErrorCode):
         assert failed(messages).code is outcome
-        assert stage.actor.counts() == test_actor.EMPTY
+        assert stage.held() == test_actor.EMPTY
         return
     assert messages == []
     assert dict(stage.actor.dropped) == ({outcome: 1} if outcome not in ("parked", "taken") else {})
@@ -99,7 +107,7 @@ def test_a_chunk_of_a_request_that_has_ended_is_absorbed_by_its_tombstone() -> N
         assert stage.tokens("late") == []
         assert stage.abort() == []
     assert stage.actor.dropped == {"late": 2}
-    assert stage.actor.counts() == test_actor.EMPTY
+    assert stage.held() == test_actor.EMPTY
 
 
 # -- stage -> coordinator ---------------------------------------------------------------------------------------------

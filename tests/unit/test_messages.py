@@ -90,6 +90,9 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.KillReplica("talker", 1, 3), []),
     (m.ReplicaEnded("talker", 1, 3, "exit code 1", "last words"), []),
     (m.Launched(), []),
+    (m.Resend(receiver=HOP, attempt=2), []),
+    (m.Ended(request_ids=("r1", "r2")), []),
+    (m.Unreachable(receiver=HOP, attempt=1), []),
 ]  # fmt: skip
 HEADER = m.Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 

@@ -27,9 +27,9 @@ from omni_actors.messages import (
     Peers,
     TextDelta,
 )
-from omni_actors.stage.actor import Outgoing
-from omni_actors.stage.events import Event, Rejected
+from omni_actors.stage.events import Event, Rejected, Undelivered
 from omni_actors.stage.outbound import Outbound
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.sockets import Sockets, drain
 from tests.unit.test_transport import until
@@ -272,9 +272,9 @@ def test_restarted_peer_is_another_one(harness: Harness) -> None:
     assert [envelope.header.request_id for envelope in harness.receive(again, 1)] == ["new"]
     assert not harness.got[again][0].header.blocks, "the new life has not mapped anything yet"
     lost = harness.events.get(timeout=5)
-    assert isinstance(lost, Rejected)
+    assert isinstance(lost, Undelivered)
     assert isinstance(lost.error, StageLost)
-    assert lost.header.request_id == "old"
+    assert (lost.request_id, lost.receiver) == ("old", TALKER)
 
 
 def test_peer_that_never_comes_ends_its_requests(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,8 +282,8 @@ def test_peer_that_never_comes_ends_its_requests(harness: Harness, monkeypatch: 
     harness.peers(TALKER)
     harness.outbound.send(chunk(TALKER))
     lost = harness.events.get(timeout=5)
-    assert isinstance(lost, Rejected)
-    assert lost.header.request_id == "r"
+    assert isinstance(lost, Undelivered)
+    assert (lost.request_id, lost.receiver) == ("r", TALKER)
     until(lambda: harness.outbound.waiting == 0)
 
 
@@ -321,5 +321,5 @@ def test_what_waits_for_an_address_that_never_comes_is_rejected(
     monkeypatch.setattr("omni_actors.stage.outbound.EARLY_SECONDS", 0.2)
     harness.outbound.send(chunk(TALKER, seq=0))
     rejected = harness.events.get(timeout=2)
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, Undelivered)
     assert "never announced" in rejected.error.message
