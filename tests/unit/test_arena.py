@@ -292,10 +292,10 @@ def test_nothing_is_left_after_kill_9(short_path: Path) -> None:
         "import msgspec; arena = Arena(64 << 20); sys.stdout.buffer.write(msgspec.json.encode(arena.address) + b'\\n');"
         "sys.stdout.flush(); time.sleep(60)"
     )
+    before = mapped_arenas()
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     address = msgspec.json.decode(owner.stdout.readline(), type=ArenaAddress)
     reader = ArenaReader(lambda: None)
-    before = mapped_arenas()
     reader.attach({OWNER: address})
     assert reader.is_mapped(OWNER)
     (memory,) = mapped_arenas() - before
