@@ -1,6 +1,6 @@
 """The wire on one host: one command, one table.
 
-    python benchmarks/ipc.py [--sizes 64 7168 ...] [--messages 2000] [--skip-start]
+    python benchmarks/ipc.py [--sizes 64 7168 ...] [--messages 3000] [--rounds 3] [--only-arena] [--skip-start]
 
 A hop is everything between two stages: the sender's queue, `Outbound`, codec, socket or arena, `Inbound` with all
 checks, the receiver's queue, credit and the return of blocks. It is measured one way, from the call that sends to the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import mmap
 import multiprocessing
 import os
@@ -47,8 +48,11 @@ from omni_actors.messages import (
     Peers,
     PromptEmbedsPayload,
 )
-from omni_actors.stage.actor import Outgoing
-from omni_actors.stage.io_threads import Event, Inbound, Outbound, Received, sender_of
+from omni_actors.stage.events import Received, sender_of
+from omni_actors.stage.inbound import Inbound
+from omni_actors.stage.inbox import Inbox
+from omni_actors.stage.outbound import Outbound
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.credit import Tally
 from omni_actors.transport.sockets import Sockets
@@ -60,6 +64,7 @@ WARM_UP = 50
 SENDER, RECEIVER = Hop("thinker", 0, 1), Hop("talker", 0, 1)
 LARGE = 1 << 20
 LARGE_PAUSE = 0.005
+COLUMNS = ("zmq", "ring", "arena", "ipc", "tcp")
 
 
 class Plan(NamedTuple):
@@ -86,16 +91,16 @@ class End:
         self.sockets = Sockets()
         self._control, control = self.sockets.router(f"ipc://{folder}/control-{me.stage}")
         self._results, results = self.sockets.pull(f"ipc://{folder}/results-{me.stage}")
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.inbox = Inbox()
         self.arena = Arena(flow.arena_bytes) if flow.arena_bytes and me == SENDER else None
         self.arenas = ArenaReader(lambda: self.outbound.wake())
         inbox = f"ipc://{folder}/{me.stage}" if transport == "ipc" else "tcp://127.0.0.1:0"
         self.endpoint: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.inbound = Inbound(
-            Sockets(self.sockets.context), me, control, inbox, self._hello, self.events, Limits(), 1.0, os.getpid(),
+            Sockets(self.sockets.context), me, control, inbox, self._hello, self.inbox, Limits(), 1.0, os.getpid(),
             lambda: None, self.arenas, lambda receiver, credit: self.outbound.granted(receiver, credit),
         )  # fmt: skip
-        self.outbound = Outbound(self.sockets, me, results, Limits(), flow, self.events, self.arena, self.arenas)
+        self.outbound = Outbound(self.sockets, me, results, Limits(), flow, self.inbox.put, self.arena, self.arenas)
         self.inbound.start()
         self.outbound.start()
 
@@ -119,17 +124,24 @@ def receive_hop(pipe: Connection, came: Any, folder: str, flow: FlowConfig, tran
     inbox, address = pipe.recv()
     end.arenas.attach({SENDER: address})
     end.outbound.set_peers(Peers(peers=(), sources=(peer(SENDER, inbox, address),)))
-    latencies = []
+    latencies: list[float] = []
+    last = time.monotonic()
     while len(latencies) < total:
-        event = end.events.get(timeout=30)
-        if not isinstance(event, Received) or not isinstance(event.envelope.body, Chunk):
-            raise SystemExit(f"unexpected: {event}")
-        latencies.append((time.monotonic_ns() - event.envelope.body.start) / 1e9)
-        due = tally.take(sender_of(event.envelope.header), event.size)
-        del event
-        came.value = len(latencies)
-        for sender, messages, size in tally.collect(everything=False) if due else ():
-            end.outbound.grant(sender, messages, size)
+        events = end.inbox.take(1.0)
+        if events:
+            last = time.monotonic()
+        elif time.monotonic() > last + 30:
+            raise SystemExit("nothing came for 30 s")
+        while events:
+            event = events.pop(0)
+            if not isinstance(event, Received) or not isinstance(event.envelope.body, Chunk):
+                raise SystemExit(f"unexpected: {event}")
+            latencies.append((time.monotonic_ns() - event.envelope.body.start) / 1e9)
+            due = tally.take(sender_of(event.envelope.header), event.size)
+            del event
+            came.value = len(latencies)
+            for sender, messages, size in tally.collect(everything=False) if due else ():
+                end.outbound.grant(sender, messages, size)
     pipe.send(latencies)
     pipe.recv()
     end.close()
@@ -139,8 +151,8 @@ def peer(hop: Hop, inbox: str, address: ArenaAddress | None = None) -> Peer:
     return Peer(hop.stage, hop.replica, hop.epoch, inbox, address)
 
 
-def measure_hop(steps: Plan, transport: str, arena: bool) -> list[float]:
-    """Latencies in seconds of hops with `size` bytes of rows."""
+def measure_hop(steps: Plan, transport: str, arena: bool, calls: list[float] | None = None) -> list[float]:
+    """Latencies in seconds of hops with `size` bytes of rows; into `calls`, how long each call held up its thread."""
     size = steps.size
     flow = FlowConfig(arena_bytes=max(64 << 20, 3 * size) if arena else 0, edge_bytes=1 << 30, outbox_bytes=1 << 30)
     with tempfile.TemporaryDirectory(prefix="ipc-") as folder:
@@ -148,7 +160,10 @@ def measure_hop(steps: Plan, transport: str, arena: bool) -> list[float]:
         pipe, came, process = start(receive_hop, folder, flow, transport, steps.total)
         end.outbound.set_peers(Peers(peers=(peer(RECEIVER, pipe.recv()),)))
         pipe.send((end.endpoint.get(), end.arena.address if end.arena is not None else None))
-        while arena and RECEIVER not in end.outbound._readers:
+        deadline = time.monotonic() + 30
+        while arena and RECEIVER not in end.outbound._mapped:
+            if time.monotonic() > deadline:
+                raise SystemExit("the receiver did not say within 30 s that it reads the arena")
             time.sleep(0.01)
         rows = HostTensor(DType.BF16, (1, size // 2), memoryview(os.urandom(size)))
 
@@ -159,7 +174,10 @@ def measure_hop(steps: Plan, transport: str, arena: bool) -> list[float]:
                 header = Header("", f"stream-{stream % STREAMS}", SENDER.stage, SENDER.replica, SENDER.epoch, 0, stream)
                 body = Chunk(rows=PromptEmbedsPayload(buffers.add(rows)), start=time.monotonic_ns())
                 batch.append(Outgoing(RECEIVER, header, body, buffers.buffers))
-            end.outbound.send(batch)
+            began = time.perf_counter()
+            end.outbound.send(batch, idle=True)  # as a stage whose engine waits for input
+            if calls is not None:
+                calls.append(time.perf_counter() - began)
 
         latencies = drive(steps, send, pipe, came)
         if end.arena is not None and end.arena.fallbacks:
@@ -240,6 +258,8 @@ def drive(steps: Plan, send: Callable[[int], None], pipe: Connection, came: Any)
             time.sleep(0.0001)
         if not steps.paced:
             time.sleep(LARGE_PAUSE)
+    if not pipe.poll(60):
+        raise SystemExit("the receiver did not get everything within 60 s")
     latencies: list[float] = pipe.recv()
     return latencies[WARM_UP:]
 
@@ -302,22 +322,27 @@ def name_of(size: int) -> str:
 def main(options: argparse.Namespace) -> None:
     print(f"omni_actors {__version__}, Python {platform.python_version()}, pyzmq {zmq.__version__}, "
           f"libzmq {zmq.zmq_version()}, {os.cpu_count()} cores, {options.messages} messages")  # fmt: skip
-    print("\nmicroseconds, median / 99 %; ratio of medians\n")
-    print("| payload | bare zmq | bare ring | hop, ipc | hop, ipc without arena | hop, tcp | hop : zmq | hop : ring |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("\nmicroseconds, median / 99 %; ratio of medians; call: what sending takes of the engine's thread, median\n")
+    print("| payload | bare zmq | bare ring | hop, ipc | ipc, no arena | hop, tcp | hop : zmq | hop : ring | call |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    calls: list[float] = []
     for size in options.sizes:
-        steps = plan(size, options.messages)
-        columns = {
-            "zmq": microseconds(measure_bare(steps, ring=False)),
-            "ring": microseconds(measure_bare(steps, ring=True)),
-            "arena": microseconds(measure_hop(steps, "ipc", arena=True)),
-            "ipc": microseconds(measure_hop(steps, "ipc", arena=False)),
-            "tcp": microseconds(measure_hop(steps, "tcp", arena=False)),
-        }
-        cells = [f"{middle:.0f} / {late:.0f}" for middle, late in columns.values()]
+        steps = plan(size, options.messages // options.rounds)
+        pooled: dict[str, list[float]] = collections.defaultdict(list)
+        calls.clear()
+        for _ in range(options.rounds):  # in turn: the load of a shared machine comes and goes
+            pooled["zmq"] += measure_bare(steps, ring=False)
+            pooled["ring"] += measure_bare(steps, ring=True)
+            pooled["arena"] += measure_hop(steps, "ipc", True, calls)
+            if not options.only_arena:
+                pooled["ipc"] += measure_hop(steps, "ipc", arena=False)
+                pooled["tcp"] += measure_hop(steps, "tcp", arena=False)
+        columns = {name: microseconds(latencies) for name, latencies in pooled.items()}
+        cells = [f"{columns[name][0]:.0f} / {columns[name][1]:.0f}" if name in columns else "" for name in COLUMNS]
         hop = columns["arena"][0]
         ratios = [f"{hop / columns[name][0]:.2f}" for name in ("zmq", "ring")]
-        print(f"| {name_of(size)} | {' | '.join(cells + ratios)} |", flush=True)
+        call = f"{microseconds(calls)[0]:.0f}"
+        print(f"| {name_of(size)} | {' | '.join([*cells, *ratios, call])} |", flush=True)
     middle, late = microseconds(measure_hop(plan(7 << 10, options.messages, burst=STREAMS), "ipc", arena=True))
     print(f"\n{STREAMS} messages of 7 KiB in one step: {middle:.0f} / {late:.0f} us each")
     print(f"encode + validate + decode of a 7 KiB row message: {1e6 * codec_seconds():.1f} us")
@@ -329,5 +354,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--messages", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only-arena", action="store_true", help="leave out the hops without arena and by tcp")
     parser.add_argument("--skip-start", action="store_true")
     main(parser.parse_args())

@@ -109,7 +109,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `budget_bytes` bounds the embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
     A lost replica is started again at most `restarts` times within `coordinator.restart_window`: at once, then after
     `restart_backoff`, doubled each time. One that holds requests while its engine loop does not turn for
-    `stall_timeout` is killed and counts as lost.
+    `stall_timeout` is killed and counts as lost. `retain_bytes` bounds what each replica keeps of what it sent to the
+    stages after it, so that they can begin anew without it; a request over it begins further up.
     `decode` is for diffusion stages only. `environment` holds variables that the stage's process sets before it touches
     a device, for instance `CUDA_MPS_CLIENT_PRIORITY`. While requests of a stage in `gives_way_to` wait for their first
     output, this stage leaves it the device that they share (see stage/turns.py).
@@ -128,8 +129,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     restart_backoff: Seconds = 0.5
-    stall_timeout: Seconds = 5.0
+    stall_timeout: Seconds = 4.25  # with heartbeat_interval: what is stuck is known within five seconds
     on_replica_loss: LossPolicy = LossPolicy.REPLAY
+    retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     decode: DecodeConfig | None = None
     environment: dict[VariableName, str] = {}
     gives_way_to: list[StageName] = []
@@ -159,7 +161,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     startup_timeout: Seconds = 600.0
     shutdown_timeout: Seconds = 8.0
     drain_timeout: Annotated[float, Meta(ge=0, le=1e7)] = 2.0  # how long a stop waits for requests in flight
-    heartbeat_interval: Seconds = 1.0
+    heartbeat_interval: Seconds = 0.5
     heartbeat_timeout: Seconds = 4.0  # a ready replica that is silent for so long is killed; before its links stall
     restart_window: Seconds = 600.0
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
@@ -226,6 +228,15 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def downstream(self, name: str) -> tuple[str, ...]:
         """The stages that take input from `name`."""
         return tuple(stage.name for stage in self.stages if name in stage.source_names)
+
+    def beyond(self, name: str) -> tuple[str, ...]:
+        """The stages that take input from one that takes input, directly or not, from `name`."""
+        found: set[str] = set()
+        ahead = set(self.downstream(name))
+        while ahead:
+            ahead = {after for stage in ahead for after in self.downstream(stage)} - found
+            found |= ahead
+        return tuple(stage.name for stage in self.stages if stage.name in found)
 
     def route(self, modalities: Iterable[str]) -> tuple[str, ...]:
         """The stages needed to answer in `modalities`, in order of the graph, entry first."""

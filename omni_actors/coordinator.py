@@ -512,11 +512,17 @@ class Coordinator:
 
     def _announce_peers(self) -> None:
         """Every stage learns the addresses of the stages after and before it."""
+        pipeline, find = self.pipeline, self.state.replicas.peers
         for replica in self.state.replicas:
             if replica.alive and replica.state is not ReplicaState.STARTING:
-                downstream = self.state.replicas.peers(self.pipeline.downstream(replica.stage))
-                sources = self.state.replicas.peers(self.pipeline.stage(replica.stage).source_names)
-                self._tell(replica, Peers(peers=downstream, sources=sources))
+                before = tuple(stage.name for stage in pipeline.stages if replica.stage in pipeline.beyond(stage.name))
+                peers = Peers(
+                    peers=find(pipeline.downstream(replica.stage)),
+                    sources=find(pipeline.stage(replica.stage).source_names),
+                    origins=find(before),
+                    readers=tuple(peer.hop for peer in find(pipeline.beyond(replica.stage))),
+                )
+                self._tell(replica, peers)
 
     # -- outbound -----------------------------------------------------------------------------------------------------
 
@@ -667,7 +673,8 @@ class Coordinator:
             link.flush()
             if link.stalled():
                 for request_id in link.give_up():
-                    self._reject_later(request_id, hop, _takes_no_messages(hop), self.state.attempt_of(request_id))
+                    attempt = self.state.attempt_of(request_id, hop.stage)
+                    self._reject_later(request_id, hop, _takes_no_messages(hop), attempt)
 
     def _counts(self) -> dict[str, int]:
         counts = {"replays": self.state.replays, "retained_bytes": self.state.retained_bytes}

@@ -44,7 +44,7 @@ _ITEMSIZE = {DType.BF16: 2, DType.F16: 2, DType.F32: 4, DType.I32: 4, DType.I64:
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     """Largest message that is sent or accepted, in bytes and counts."""
 
-    header_bytes: int = 1024
+    header_bytes: int = 2048
     body_bytes: int = 4 << 20
     buffers: int = 256
     buffer_bytes: int = 256 << 20
@@ -256,28 +256,48 @@ def unpack_token_ids(data: bytes) -> list[int]:
 # Header, shared by all channels
 
 
+class Hop(Struct, frozen=True, array_like=True):
+    """The replica of one stage that a request is bound to."""
+
+    stage: Annotated[str, Meta(min_length=1, max_length=64)]
+    replica: Annotated[int, Meta(ge=0, le=65535)]
+    epoch: Count
+
+
 MAX_BLOCKS = 16  # per message; further buffers travel as frames
+MAX_ATTEMPT = 255
+Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
+
+
+class Origin(Struct, frozen=True, array_like=True):
+    """Whose arena a forwarded block lies in, and the ticket that stands in it there."""
+
+    owner: Hop
+    ticket: Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class Block(Struct, frozen=True, array_like=True):
     """Says that buffer number `buffer` is no frame, but lies in the sender's arena (`transport/arena.py`).
 
     `ticket` numbers the sender's publications and is written in the block, too: one that was freed meanwhile is
-    noticed. The receiver gives the ticket back in a `Credit`.
+    noticed. The receiver gives the ticket back in a `Credit`. With `origin` the sender only passes on what it was sent
+    itself; the ticket is its own all the same, but another one stands in the block.
     """
 
     buffer: Annotated[int, Meta(ge=0, le=4096)]
     offset: Count
     length: Count
     ticket: Annotated[int, Meta(ge=1, le=2**53)]
+    origin: Origin | None = None
 
 
 class Header(Struct, frozen=True, array_like=True):
     """Who sends what about which request.
 
-    `stage`, `replica` and `epoch` name the sending process (empty for clients and the coordinator). `attempt` counts
-    replays of a request, `seq` the messages of one sender about one request, from 0. `deadline` is Unix time in
-    seconds, 0 for none. `blocks` are those of the `n_buffers` buffers that are no frames of this message.
+    `stage`, `replica` and `epoch` name the sending process (empty for clients and the coordinator). `attempt` is the
+    one that a stage works on: of a result its sender, of everything else the receiver. `seq` counts the messages of one
+    sender about one attempt of a request, from 0. `deadline` is Unix time in seconds, 0 for none. `blocks` are those of
+    the `n_buffers` buffers that are no frames of this message.
     """
 
     kind: Annotated[str, Meta(max_length=32)]
@@ -285,7 +305,7 @@ class Header(Struct, frozen=True, array_like=True):
     stage: Annotated[str, Meta(max_length=64)] = ""
     replica: Annotated[int, Meta(ge=0, le=65535)] = 0
     epoch: Count = 0
-    attempt: Annotated[int, Meta(ge=0, le=255)] = 0
+    attempt: Attempt = 0
     seq: Count = 0
     deadline: float = 0.0
     n_buffers: Annotated[int, Meta(ge=0, le=4096)] = 0
@@ -303,13 +323,20 @@ class Credit(Body, tag="credit", frozen=True):
     """Receiver -> sender of an edge: you may send this much more. Itself it costs no credit.
 
     The sender starts with the window of the configuration (`flow`). `released` are tickets of arena blocks that the
-    receiver needs no more; `mapped` says that it can read the sender's arena, so that blocks may be sent to it.
+    receiver needs no more; `mapped` says that it can read the sender's arena, so that blocks may be sent to it, and
+    `origins` whose else it reads, so that blocks there may be forwarded to it.
+
+    With `through`, from a stage further on to the owner of an arena: that replica, which has forwarded blocks, is gone.
+    `held` are the owner's own tickets that came through it and are still in use; those `released` are of them.
     """
 
     messages: Count = 0
     bytes: Count = 0
     released: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()
     mapped: bool = False
+    origins: Annotated[tuple[Hop, ...], Meta(max_length=1024)] = ()
+    through: Hop | None = None
+    held: Annotated[tuple[Count, ...], Meta(max_length=65536)] | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -592,14 +619,6 @@ CoordinatorToClient = TextDelta | AudioChunk | Done | Failed | Description | Rep
 # Data channel: into a stage's inbox
 
 
-class Hop(Struct, frozen=True, array_like=True):
-    """The replica of one stage that a request is bound to."""
-
-    stage: Annotated[str, Meta(min_length=1, max_length=64)]
-    replica: Annotated[int, Meta(ge=0, le=65535)]
-    epoch: Count
-
-
 class Expect(Body, tag="expect", frozen=True):
     """Coordinator -> every stage of the route: this request will come (to the entry stage: with its `prompt`)."""
 
@@ -645,8 +664,28 @@ class Chunk(Body, tag="chunk", frozen=True):
         return (*rows, *self.tensors.values(), *more)
 
 
+class Resend(Body, tag="resend", frozen=True):
+    """Coordinator -> stage: `receiver` begins anew with `attempt`; give it all that was sent before, and go on with it.
+
+    The header's attempt is that of the stage which sends again. If it does not hold all of it any more it answers
+    `Failed` with `stage_lost`, and begins anew itself.
+    """
+
+    receiver: Hop
+    attempt: Attempt
+
+
+MAX_ENDED = 4096
+
+
+class Ended(Body, tag="ended", frozen=True):
+    """Coordinator -> stage: these requests are done; what was kept to be sent again may go."""
+
+    request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=MAX_ENDED)]
+
+
 # A failing stage tells its downstream neighbours nothing: the coordinator aborts them, so that there is one way to end.
-IntoStage = Expect | Chunk | Abort | Credit
+IntoStage = Expect | Chunk | Abort | Credit | Resend | Ended
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -660,7 +699,14 @@ class StageDone(Body, tag="stage_done", frozen=True):
     timeline: StageTimeline | None = None
 
 
-FromStage = TextDelta | AudioChunk | StageDone | Failed | Credit
+class Unreachable(Body, tag="unreachable", frozen=True):
+    """Stage -> coordinator: `receiver` takes no messages of its `attempt`; what is made for it is kept meanwhile."""
+
+    receiver: Hop
+    attempt: Attempt
+
+
+FromStage = TextDelta | AudioChunk | StageDone | Failed | Unreachable | Credit
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -725,10 +771,16 @@ class Peer(Struct, frozen=True, array_like=True):
 
 
 class Peers(Body, tag="peers", frozen=True):
-    """Coordinator -> stage: the replicas after it and before it (`sources`) that are up now; a missing one is gone."""
+    """Coordinator -> stage: the replicas after it and before it (`sources`) that are up now; a missing one is gone.
+
+    `origins` are those before the sources, `readers` those after the peers: a block may be forwarded from one of the
+    former, or to one of the latter.
+    """
 
     peers: tuple[Peer, ...]
     sources: tuple[Peer, ...] = ()
+    origins: tuple[Peer, ...] = ()
+    readers: tuple[Hop, ...] = ()
 
 
 class Heartbeat(Body, tag="heartbeat", frozen=True):

@@ -29,11 +29,13 @@ from omni_actors.messages import (
     FromStage,
     Header,
     IntoStage,
+    Resend,
     StageDone,
     StageUsage,
     TextDelta,
 )
-from omni_actors.stage.actor import Outgoing, Stage
+from omni_actors.stage.actor import Stage
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.process import build_engine, processor_class
 from omni_actors.stage.record import INBOUND, Origin, read
 
@@ -122,6 +124,8 @@ def replay(path: Path, pipeline: PipelineConfig | None = None) -> Comparison:
             sent = outbound.decode(entry.frames)
             _add(then, sent.header, entry.direction, sent.body, sent.buffers)
     ended = {request for (request, receiver), output in then.items() if not receiver and output.end is not None}
+    # What one stage got a second time, because it began anew, is no output of its own.
+    ended -= {item.header.request_id for item in taken if isinstance(item.body, Resend)}
     # An abort that came after the end must not come before it now: steps need no time here.
     taken = [item for item in taken if not (isinstance(item.body, Abort) and item.header.request_id in ended)]
     now = _run(origin, pipeline, taken)

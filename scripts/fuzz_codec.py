@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of the codec with atheris: only its two errors may come out, and what passes must pass again.
 
-    pip install atheris
+    pip install -e .[fuzz]
     python scripts/fuzz_codec.py -runs=2000000 [-max_len=4096] [corpus folder]
 
 The input is one channel byte and frames, each with a length of two bytes before it. Golden messages are the seeds.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from omni_actors.config import PARAMS_BY_KIND, PipelineConfig, suggest
-from omni_actors.errors import InvalidRequest, UnknownModality, UnknownVoice
+from omni_actors.codec import Frame
+from omni_actors.config import PARAMS_BY_KIND, CoordinatorConfig, PipelineConfig, suggest
+from omni_actors.errors import DeadlineExceeded, InvalidRequest, UnknownModality, UnknownVoice
 from omni_actors.messages import StageParams, Submit
 
 
@@ -36,6 +38,30 @@ def admit(pipeline: PipelineConfig, submit: Submit, voices: tuple[str, ...]) -> 
     return AdmittedRequest(stages, _stage_params(pipeline, submit.params), frozenset(submit.modalities))
 
 
+def deadline_of(coordinator: CoordinatorConfig, given: float, now: float) -> float:
+    """When a request has to be done, in Unix time; `given` is 0 if it does not say.
+
+    Raises:
+        InvalidRequest: that is no time, or too far away.
+        DeadlineExceeded: it has passed.
+    """
+    if not math.isfinite(given):
+        raise InvalidRequest(f"The deadline {given} is no point in time.")
+    latest = coordinator.max_timeout
+    if given > now + latest:
+        raise InvalidRequest(f"The deadline is {given - now:.0f} s away; at most {latest:g} s are allowed.")
+    deadline = given or now + min(coordinator.default_timeout, latest)
+    if deadline <= now:
+        raise DeadlineExceeded("The deadline had passed before the request arrived.")
+    return deadline
+
+
+def size_of(submit: Submit, buffers: Sequence[Frame]) -> int:
+    """Bytes of a request's prompt and media, roughly."""
+    texts = sum(len(part.text or "") for message in submit.prompt.messages for part in message.content)
+    return texts + len(submit.prompt.token_ids) + sum(memoryview(buffer).nbytes for buffer in buffers)
+
+
 def _stage_params(pipeline: PipelineConfig, given: Mapping[str, StageParams]) -> dict[str, StageParams]:
     names = [stage.name for stage in pipeline.stages]
     for name in given:
@@ -43,15 +69,15 @@ def _stage_params(pipeline: PipelineConfig, given: Mapping[str, StageParams]) ->
             raise InvalidRequest(f"Parameters for the unknown stage {name!r}.{suggest(name, names)}")
     merged = {}
     for stage in pipeline.stages:
-        own = given.get(stage.name, StageParams())
-        for parameter in own.given():
+        own = given.get(stage.name)
+        for parameter in own.given() if own is not None else ():
             allowed = PARAMS_BY_KIND[stage.kind]
             if parameter not in allowed:
                 raise InvalidRequest(
                     f"{parameter} does not apply to stage {stage.name!r} of kind {stage.kind}."
                     f"{suggest(parameter, allowed)}"
                 )
-        merged[stage.name] = own.merged_over(stage.sampling)
+        merged[stage.name] = own.merged_over(stage.sampling) if own is not None else stage.sampling
         _check_lengths(stage.name, merged[stage.name])
     return merged
 

@@ -1,30 +1,27 @@
 """The coordinator's decisions: events in, instructions out. No socket, no clock, no event loop.
 
 A request lives in `_requests` from its admission to its one terminal message (`Done` or `Failed`); after that a
-tombstone absorbs what still arrives about it. When a replica of its route is lost it runs again from its start, with
-the next attempt number and the same seed; what the client has already is left out (`core/delivery.py`).
+tombstone absorbs what still arrives about it. When a replica of its route is lost, its stage and those after it begin
+anew, with the next attempt number and the same seed; the stages before send them again what they had sent
+(`core/replay.py`). What the client has already is left out (`core/delivery.py`).
 """
 
 from __future__ import annotations
 
 import collections
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
 from omni_actors.codec import Frame
 from omni_actors.config import LossPolicy, PipelineConfig
-from omni_actors.core.admission import admit
-from omni_actors.core.delivery import Delivery, diverged
+from omni_actors.core.admission import admit, deadline_of, size_of
+from omni_actors.core.delivery import diverged
+from omni_actors.core.instructions import Instruction, ToClient, ToStage
 from omni_actors.core.observer import Observer
+from omni_actors.core.replay import StageGraph
 from omni_actors.core.replicas import Replica, ReplicaTable
-from omni_actors.core.states import (
-    REQUEST_TRANSITIONS,
-    ReplicaEvent,
-    RequestEvent,
-    RequestState,
-    advance,
-)
+from omni_actors.core.requests import ActiveRequest, RequestBook, Retained
+from omni_actors.core.states import ReplicaEvent, RequestEvent, RequestState
+from omni_actors.core.suspicion import Trials, accuse, acquit, poison
 from omni_actors.core.tombstones import Tombstones
 from omni_actors.errors import (
     Aborted,
@@ -32,127 +29,35 @@ from omni_actors.errors import (
     InvalidRequest,
     OmniError,
     Overloaded,
-    Poison,
     ProtocolError,
     StageLost,
     StageUnavailable,
 )
 from omni_actors.messages import (
+    MAX_ATTEMPT,
+    MAX_ENDED,
     Abort,
     AudioChunk,
     Body,
     Done,
+    Ended,
     Expect,
     Failed,
     Header,
     Hop,
     RequestStatus,
+    Resend,
     StageDone,
-    StageParams,
     StageUsage,
     Submit,
     TextDelta,
+    Unreachable,
 )
 
+__all__ = ["Coordination", "Instruction", "ToClient", "ToStage"]
+
 RETRY_AFTER_SECONDS = 1.0
-POISON_LOSSES = 2  # replicas of one stage that died while they computed a request: it is no accident any more
 LISTED_REQUESTS = 1000
-
-
-@dataclass(frozen=True)
-class ToClient:
-    """Send `body` to a client."""
-
-    client: bytes
-    request_id: str
-    seq: int
-    body: Body
-    buffers: Sequence[Frame] = ()
-
-
-@dataclass(frozen=True)
-class ToStage:
-    """Send `body` to the inbox of a replica."""
-
-    hop: Hop
-    request_id: str
-    attempt: int
-    deadline: float
-    body: Body
-    buffers: Sequence[Frame] = ()
-
-
-Instruction = ToClient | ToStage
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A replica that died while it held a request. `computing`: its stage had not finished the request."""
-
-    stage: str
-    replica: str
-    why: str
-    computing: bool
-
-    def __str__(self) -> str:
-        return f"{self.replica}: {self.why}"
-
-
-@dataclass(frozen=True)
-class Retained:
-    """What it takes to run a request again."""
-
-    submit: Submit
-    buffers: Sequence[Frame]
-    params: dict[str, StageParams]
-    seed: int
-    size: int  # bytes that count for the budget
-
-
-@dataclass
-class ActiveRequest:
-    """A request between admission and its terminal message."""
-
-    request_id: str
-    client: bytes
-    stages: tuple[str, ...]
-    modalities: frozenset[str]
-    deadline: float
-    retained: Retained | None = None
-    state: RequestState = RequestState.WAITING
-    route: tuple[Hop, ...] = ()  # empty while it waits
-    attempt: int = 0
-    client_seq: int = 0
-    next_seq: dict[str, int] = field(default_factory=dict)
-    usage: dict[str, StageUsage] = field(default_factory=dict)
-    delivery: Delivery = field(default_factory=Delivery)
-    losses: list[Loss] = field(default_factory=list)
-    quarantined: bool = False  # one of several suspects: they run one at a time, to see which one it is
-
-    def losses_of(self, stage: str | None) -> int:
-        """How many replicas of a stage died while they computed this request."""
-        return sum(loss.stage == stage and loss.computing for loss in self.losses)
-
-    def hop(self, stage: str) -> Hop | None:
-        return next((hop for hop in self.route if hop.stage == stage), None)
-
-    def on(self, event: RequestEvent) -> None:
-        """Enter the state that follows."""
-        self.state = advance(REQUEST_TRANSITIONS, self.state, event)
-
-    def history(self) -> str:
-        return "; ".join(str(loss) for loss in self.losses)
-
-    def status(self, now: float) -> RequestStatus:
-        return RequestStatus(
-            self.request_id,
-            self.state,
-            self.attempt,
-            tuple(f"{hop.stage}/{hop.replica}" for hop in self.route),
-            tuple(self.usage),
-            self.deadline - now,
-            tuple(str(loss) for loss in self.losses),
-        )
 
 
 class Coordination:
@@ -171,7 +76,13 @@ class Coordination:
         self.replicas = ReplicaTable()
         self.dropped: collections.Counter[str] = collections.Counter()
         self._new_seed = new_seed
-        self._requests: dict[str, ActiveRequest] = {}
+        self._requests = RequestBook()
+        self._graph = StageGraph(pipeline)
+        self._entry = pipeline.entry.name
+        self._outputs = {stage.name: frozenset(stage.outputs) for stage in pipeline.stages}
+        self._policies = {stage.name: stage.on_replica_loss for stage in pipeline.stages}
+        self._trials = Trials(self.replicas)
+        self._ended: dict[Hop, list[str]] = {}  # what stages may forget; they are told on the next tick
         self._retained_bytes = 0
         self.replays = 0
         self._closing = False
@@ -183,20 +94,20 @@ class Coordination:
 
     def clients(self) -> set[bytes]:
         """Those with requests in flight."""
-        return {request.client for request in self._requests.values()}
+        return self._requests.clients()
 
     def requests_of(self, client: bytes) -> tuple[str, ...]:
         """The ids of a client's requests in flight."""
-        return tuple(request.request_id for request in self._requests.values() if request.client == client)
+        return self._requests.ids_of(client)
 
-    def attempt_of(self, request_id: str) -> int:
-        """The attempt that runs; 0 for unknown requests."""
+    def attempt_of(self, request_id: str, stage: str) -> int:
+        """The attempt that a stage works on; 0 for unknown requests."""
         request = self._requests.get(request_id)
-        return request.attempt if request is not None else 0
+        return request.attempts.get(stage, 0) if request is not None else 0
 
     def requests(self, now: float) -> tuple[RequestStatus, ...]:
         """The oldest requests in flight."""
-        return tuple(request.status(now) for request in list(self._requests.values())[:LISTED_REQUESTS])
+        return tuple(request.status(now) for request in self._requests.oldest(LISTED_REQUESTS))
 
     @property
     def retained_bytes(self) -> int:
@@ -205,11 +116,11 @@ class Coordination:
     @property
     def voices(self) -> tuple[str, ...]:
         """All voices that the loaded stages know."""
-        return tuple(dict.fromkeys(voice for replica in self.replicas for voice in replica.voices))
+        return self.replicas.voices
 
     @property
     def sample_rate(self) -> int:
-        return max((replica.sample_rate for replica in self.replicas), default=0)
+        return self.replicas.sample_rate
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
@@ -240,31 +151,32 @@ class Coordination:
             raise Overloaded(
                 f"{self.in_flight} requests are in flight, the limit is {limit}.", retry_after=RETRY_AFTER_SECONDS
             )
-        if not math.isfinite(header.deadline):
-            raise InvalidRequest(f"The deadline {header.deadline} is no point in time.")
-        latest = self.pipeline.coordinator.max_timeout
-        if header.deadline > now + latest:
-            away = f"{header.deadline - now:.0f} s"
-            raise InvalidRequest(f"The deadline is {away} away; at most {latest:g} s are allowed.")
-        deadline = header.deadline or now + min(self.pipeline.coordinator.default_timeout, latest)
-        if deadline <= now:
-            raise DeadlineExceeded("The deadline had passed before the request arrived.")
+        deadline = deadline_of(self.pipeline.coordinator, header.deadline, now)
         admitted = admit(self.pipeline, submit, self.voices)
-        size = _size(submit, buffers)
+        size = size_of(submit, buffers)
         for stage in admitted.stages:
             self._check_stage(stage, size)
-        request = ActiveRequest(request_id, client, admitted.stages, admitted.modalities, deadline)
-        seed = submit.seed if submit.seed is not None else self._new_seed()
-        request.retained = Retained(submit, buffers, admitted.params, seed, size)
+        request = ActiveRequest(
+            request_id,
+            client,
+            admitted.stages,
+            admitted.modalities,
+            deadline,
+            params=admitted.params,
+            seed=submit.seed if submit.seed is not None else self._new_seed(),
+            voice=submit.voice,
+            priority=submit.priority,
+            retained=Retained(submit.prompt, buffers, size),
+        )
         self._retained_bytes += size
-        self._requests[request_id] = request
+        self._requests.add(request)
         return request
 
     def _check_stage(self, stage: str, size: int) -> None:
         """Refuse what a stage cannot take, now or in a while."""
         replica = self.replicas.choose(stage)
         if replica is None:
-            waits = self.pipeline.stage(stage).on_replica_loss is LossPolicy.REPLAY and self.replicas.may_come(stage)
+            waits = self._policies[stage] is LossPolicy.REPLAY and self.replicas.may_come(stage)
             if not waits or not self._may_retain(size):
                 raise StageUnavailable(f"No replica of stage {stage!r} is ready.", stage=stage)
         elif replica.congested:
@@ -276,51 +188,60 @@ class Coordination:
         return self._retained_bytes + size <= self.pipeline.coordinator.retain_bytes
 
     def _open(self, request: ActiveRequest, now: float) -> list[Instruction]:
-        """Bind a waiting request to replicas and announce it to them, or let it wait for those that are coming."""
-        if request.quarantined and self._quarantine_is_taken():
-            return []
+        """Bind the stages that have no replica and announce the request to them, or let it wait for what is coming."""
+        missing = [stage for stage in request.stages if stage not in request.bound]
         retained = request.retained
-        route = []
-        for stage in request.stages:
-            replica = self.replicas.choose(stage)
-            if replica is None or retained is None:
-                if retained is not None and self.replicas.may_come(stage):
+        if self._entry in missing and retained is None:
+            return self._fail(request, StageLost("What it takes to run the request again was not kept."), now)
+        chosen = []
+        # The stage that suspects it last: no replica is emptied for a request that has to wait for another one.
+        for stage in sorted(missing, key=lambda stage: stage == request.suspected_by):
+            on_trial = request.suspected_by == stage
+            replica = self._trials.replica_for(request, stage) if on_trial else self.replicas.choose(stage)
+            if replica is None:
+                if self.replicas.may_come(stage):
                     return []
                 return self._fail(request, self._unavailable(request, stage), now)
-            route.append(replica)
-        if retained is None:
-            return []
-        for replica in route:
-            replica.requests.add(request.request_id)
-        request.route = tuple(replica.hop for replica in route)
-        request.on(RequestEvent.OPENED)
-        self._observer.bound(request.request_id, request.attempt, request.route)
+            chosen.append(replica)
+        for replica in chosen:
+            replica.hold(request.request_id)
+            request.bound[replica.stage] = replica.hop
+            request.attempts[replica.stage] = request.attempt
+        self._requests.on(request, RequestEvent.OPENED)
+        self._observer.bound(request.request_id, request.attempt, request.route, missing)
         instructions: list[Instruction] = []
         # Later stages first: their expectation should be there before the first output of the stage before them.
-        for hop in reversed(request.route):
-            is_entry = hop.stage == self.pipeline.entry.name
+        route = request.route
+        for stage in reversed(missing):
+            prompt = retained.prompt if retained is not None and stage == self._entry else None
             body = Expect(
-                route=request.route,
-                params=retained.params[hop.stage],
-                seed=retained.seed,
-                voice=retained.submit.voice,
-                priority=retained.submit.priority,
-                prompt=retained.submit.prompt if is_entry else None,
+                route=route,
+                params=request.params[stage],
+                seed=request.seed,
+                voice=request.voice,
+                priority=request.priority,
+                prompt=prompt,
             )
-            instructions.append(self._to_stage(request, hop, body, retained.buffers if is_entry else ()))
+            buffers = retained.buffers if retained is not None and prompt is not None else ()
+            instructions.append(self._to_stage(request, stage, body, buffers))
+        instructions += self._resends(request, missing)
         if not self._wants_retention(request):
             self._let_go(request)
         return instructions
 
-    def _quarantine_is_taken(self) -> bool:
-        return any(
-            request.quarantined and request.state is RequestState.RUNNING for request in self._requests.values()
-        )
+    def _resends(self, request: ActiveRequest, opened: Sequence[str]) -> list[Instruction]:
+        """Ask the stages that went on to give those that begin anew their input again."""
+        return [
+            self._to_stage(request, source, Resend(receiver=request.bound[stage], attempt=request.attempts[stage]))
+            for stage in opened
+            for source in self._graph.feeders(stage, opened)
+        ]
 
     def _wants_retention(self, request: ActiveRequest) -> bool:
         """Whether a running request could run again, and there is room to keep what that takes."""
-        policies = {self.pipeline.stage(stage).on_replica_loss for stage in request.stages}
-        return LossPolicy.REPLAY in policies and self._may_retain(0)
+        if request.retained is None or not self._may_retain(0):
+            return False
+        return any(self._policies[stage] is LossPolicy.REPLAY for stage in request.stages)
 
     def _let_go(self, request: ActiveRequest) -> None:
         if request.retained is not None:
@@ -333,8 +254,8 @@ class Coordination:
 
     def reopen(self, now: float) -> list[Instruction]:
         """Run the requests that wait, the oldest first. Call it when a replica became ready."""
-        waiting = [request for request in self._requests.values() if request.state is RequestState.WAITING]
-        return [instruction for request in waiting for instruction in self._open(request, now)]
+        self._trials.ended = False
+        return [instruction for request in self._requests.waiting() for instruction in self._open(request, now)]
 
     def abort(self, client: bytes, request_id: str, now: float) -> list[Instruction]:
         """A client ends its own request. Idempotent; requests of others are not touched."""
@@ -354,16 +275,14 @@ class Coordination:
 
     def client_slow(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
         """Too much waits for a client that does not read: its requests end, and it is told when it reads again."""
-        slow = [request for request in self._requests.values() if request.client == client]
-        return [instruction for request in slow for instruction in self._fail(request, error, now)]
+        return [instruction for request in self._requests.of(client) for instruction in self._fail(request, error, now)]
 
     def client_gone(self, client: bytes, now: float) -> list[Instruction]:
         """A client cannot be reached any more: its requests end."""
-        gone = [request for request in self._requests.values() if request.client == client]
         error = Aborted("The client is gone.")
         return [
             instruction
-            for request in gone
+            for request in self._requests.of(client)
             for instruction in self._fail(request, error, now)
             if isinstance(instruction, ToStage)
         ]
@@ -371,7 +290,11 @@ class Coordination:
     # -- stages -------------------------------------------------------------------------------------------------------
 
     def from_stage(
-        self, header: Header, body: TextDelta | AudioChunk | StageDone | Failed, buffers: Sequence[Frame], now: float
+        self,
+        header: Header,
+        body: TextDelta | AudioChunk | StageDone | Failed | Unreachable,
+        buffers: Sequence[Frame],
+        now: float,
     ) -> list[Instruction]:
         """A result of a stage: forward it, note it, or drop it if it is late or foreign."""
         request = self._expected_sender(header)
@@ -386,10 +309,12 @@ class Coordination:
             return self._fail(request, error, now)
         request.next_seq[header.stage] = expected + 1
         if isinstance(body, Failed):
-            return self._stage_failed(request, body.to_error(), now)
+            return self._stage_failed(request, header.stage, body.to_error(), now)
         if isinstance(body, StageDone):
             self._observer.stage_done(header, body)
             return self._stage_done(request, header.stage, body.usage, now)
+        if isinstance(body, Unreachable):
+            return self._unreachable(request, body, now)
         self._observer.came(header, body)
         try:
             return self._forward(request, header.stage, body, buffers)
@@ -399,23 +324,33 @@ class Coordination:
     def reject_from_stage(self, header: Header, error: OmniError, now: float) -> list[Instruction]:
         """A stage's message did not decode: its request ends."""
         request = self._expected_sender(header)
-        return self._stage_failed(request, error, now) if request is not None else []
+        return self._stage_failed(request, header.stage, error, now) if request is not None else []
 
-    def _stage_failed(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
-        """A stage cannot go on with a request; that it cannot reach another one is no fault of the request's."""
-        if isinstance(error, StageLost):
-            return self._replay_or_fail(request, error, now)
-        return self._fail(request, error, now)
+    def _stage_failed(self, request: ActiveRequest, stage: str, error: OmniError, now: float) -> list[Instruction]:
+        """A stage cannot go on with a request; that something was lost is no fault of the request's."""
+        if not isinstance(error, StageLost):
+            return self._fail(request, error, now)
+        # A stage that went on when one after it began anew, and cannot give it its input again, belongs to that loss.
+        follows = request.attempts[stage] < request.attempt
+        return self._replay_or_fail(request, stage, error, now, counts=not follows)
+
+    def _unreachable(self, request: ActiveRequest, body: Unreachable, now: float) -> list[Instruction]:
+        """A stage cannot reach the one after it, and keeps what it makes for its next life."""
+        stage = body.receiver.stage
+        if request.bound.get(stage) != body.receiver or request.attempts[stage] != body.attempt:
+            return []  # that is known, and made up for
+        error = StageLost(f"{stage}/{body.receiver.replica} takes no messages.", stage=stage)
+        return self._replay_or_fail(request, stage, error, now)
 
     def _expected_sender(self, header: Header) -> ActiveRequest | None:
         request = self._requests.get(header.request_id)
         if request is None:
             self.dropped["late" if header.request_id in self._tombstones else "unknown_request"] += 1
             return None
-        if request.hop(header.stage) != Hop(header.stage, header.replica, header.epoch):
+        if request.bound.get(header.stage) != Hop(header.stage, header.replica, header.epoch):
             self.dropped["foreign_epoch"] += 1
             return None
-        if header.attempt != request.attempt:
+        if header.attempt != request.attempts[header.stage]:
             self.dropped["foreign_attempt"] += 1
             return None
         return request
@@ -424,7 +359,7 @@ class Coordination:
         self, request: ActiveRequest, stage: str, body: TextDelta | AudioChunk, buffers: Sequence[Frame]
     ) -> list[Instruction]:
         modality = "text" if isinstance(body, TextDelta) else "audio"
-        if modality not in request.modalities or modality not in self.pipeline.stage(stage).outputs:
+        if modality not in request.modalities or modality not in self._outputs[stage]:
             return []
         if isinstance(body, TextDelta):
             delta = request.delivery.text(body)
@@ -440,13 +375,21 @@ class Coordination:
 
     def _stage_done(self, request: ActiveRequest, stage: str, usage: StageUsage, now: float) -> list[Instruction]:
         request.usage[stage] = usage
-        if len(request.usage) < len(request.route):
+        replica = self.replicas.at(request.bound[stage])
+        if replica is not None:
+            replica.finished(request.request_id)
+        if request.suspected_by == stage:
+            self._trials.end(request)
+        if len(request.usage) < len(request.stages):
             return []
         if not request.delivery.complete:
             return self._fail(request, diverged(), now)
-        request.on(RequestEvent.COMPLETED)
+        self._requests.on(request, RequestEvent.COMPLETED)
         self._observer.ended(request.request_id, None)
         done = self._to_client(request, Done(usage=request.usage))
+        for stage, hop in request.bound.items():
+            if self._graph.feeds(stage, request.stages):
+                self._ended.setdefault(hop, []).append(request.request_id)
         self._close(request, now)
         return [done]
 
@@ -457,23 +400,19 @@ class Coordination:
         replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
         error = StageLost(f"{replica.name} (epoch {replica.epoch}) died: {why}.", stage=replica.stage)
         held = [self._requests[request_id] for request_id in sorted(replica.requests) if request_id in self._requests]
-        replica.requests.clear()
+        replica.let_go_of_all()
+        self._ended.pop(replica.hop, None)
         held = [request for request in held if not self._is_through_with(request, replica.stage)]
-        suspects = []
-        if not (replica.restart_wanted or replica.blameless):
-            for request in held:
-                computing = replica.stage not in request.usage
-                request.losses.append(Loss(replica.stage, f"{replica.name} (epoch {replica.epoch})", why, computing))
-            suspects = [request for request in held if request.losses_of(replica.stage) >= POISON_LOSSES]
-        on_trial = [request for request in suspects if request.quarantined]
-        guilty = on_trial or (suspects if len(suspects) == 1 else [])
+        blameless = replica.restart_wanted or replica.blameless
+        guilty = None if blameless else accuse(held, replica, why)
         instructions: list[Instruction] = []
+        if guilty is not None:
+            instructions += self._fail(guilty, poison(guilty, replica.stage), now)
+            for innocent in acquit(guilty, self._requests):
+                self._trials.end(innocent)
         for request in held:
-            if request in guilty:
-                instructions += self._fail(request, _poison(request, replica.stage), now)
-            else:
-                request.quarantined |= request in suspects
-                instructions += self._replay_or_fail(request, error, now)
+            if request is not guilty:
+                instructions += self._replay_or_fail(request, replica.stage, error, now)
         return instructions + self.reopen(now)
 
     def _is_through_with(self, request: ActiveRequest, stage: str) -> bool:
@@ -481,43 +420,70 @@ class Coordination:
 
         That it is done is not enough: its last chunks may have died with it on their way.
         """
-        needed = {stage, *self.pipeline.downstream(stage)} & set(request.stages)
+        needed = {stage, *self._graph.downstream[stage]} & set(request.stages)
         return needed <= set(request.usage)
 
-    def _replay_or_fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
-        """The request's attempt is lost with `error.stage`."""
+    def _holds(self, request: ActiveRequest, stage: str) -> bool:
+        """Whether the replica that has worked on a request lives."""
+        hop = request.bound.get(stage)
+        replica = self.replicas.at(hop) if hop is not None else None
+        return replica is not None and replica.alive
+
+    def _replay_or_fail(
+        self, request: ActiveRequest, lost: str, error: OmniError, now: float, counts: bool = True
+    ) -> list[Instruction]:
+        """The work of the stage `lost` on a request is gone: it begins anew, with those that depend on it.
+
+        `counts` says whether this is one of the losses that `max_attempts` bounds.
+        """
+        again = self._graph.again(request.stages, [lost], lambda stage: self._holds(request, stage))
         may_replay = (
-            request.retained is not None
-            and request.attempt + 1 < self.pipeline.coordinator.max_attempts
-            and self._policy(error.stage) is LossPolicy.REPLAY
-            and all(self.replicas.may_come(stage) for stage in request.stages)
+            (self._entry not in again or request.retained is not None)
+            and request.losses_made_up + counts < self.pipeline.coordinator.max_attempts
+            and request.attempt < MAX_ATTEMPT
+            and self._policies[lost] is LossPolicy.REPLAY
+            and all(self.replicas.may_come(stage) for stage in again)
         )
         if not may_replay:
-            if request.losses_of(error.stage) >= POISON_LOSSES:
-                error = _poison(request, error.stage)
             return self._fail(request, error, now)
-        instructions = self._aborts(request)
-        self.replicas.release(request.request_id, request.route)
-        request.on(RequestEvent.REPLAYED)
-        self._observer.replayed(request.request_id, error)
-        request.route = ()
-        request.attempt += 1
-        request.next_seq, request.usage = {}, {}
-        request.delivery.replay()
-        self.replays += 1
+        bound = [stage for stage in request.bound if stage in again]
+        instructions = self._aborts(request, bound)
+        self._unbind(request, bound)
+        for stage in bound:
+            request.next_seq.pop(stage, None)
+            request.usage.pop(stage, None)
+        request.delivery.replay({modality for stage in again for modality in self._outputs[stage]})
+        request.losses_made_up += counts
+        self.replays += counts
+        self._observer.replayed(request.request_id, error, counts)
+        if request.state is RequestState.RUNNING:  # else nobody has seen the number yet
+            self._requests.on(request, RequestEvent.REPLAYED)
+            request.attempt += 1
         return instructions + self._open(request, now)
-
-    def _policy(self, stage: str | None) -> LossPolicy:
-        known = {config.name: config.on_replica_loss for config in self.pipeline.stages}
-        return known.get(stage or "", LossPolicy.REPLAY)
 
     def tick(self, now: float) -> list[Instruction]:
         """Ends requests whose deadline has passed. Call it a few times a second."""
         self._tombstones.expire(now)
-        late = [request for request in self._requests.values() if request.deadline <= now]
-        instructions = [instruction for request in late for instruction in self._fail(request, _too_late(request), now)]
-        if any(request.quarantined for request in self._requests.values()):
-            instructions += self.reopen(now)  # the one before may have ended
+        instructions = [
+            instruction
+            for request in self._requests.late(now)
+            for instruction in self._fail(request, _too_late(request), now)
+        ]
+        if self._trials.ended or self._trials.running:  # a replica is empty now, or free again
+            instructions += self.reopen(now)
+        return instructions + self._tell_ended()
+
+    def _tell_ended(self) -> list[Instruction]:
+        """Stages forget what they kept of requests that are done."""
+        instructions: list[Instruction] = []
+        for hop, request_ids in self._ended.items():
+            replica = self.replicas.at(hop)
+            if replica is None or not replica.alive:
+                continue
+            for begin in range(0, len(request_ids), MAX_ENDED):
+                body = Ended(request_ids=tuple(request_ids[begin : begin + MAX_ENDED]))
+                instructions.append(ToStage(hop, "", 0, 0.0, body))
+        self._ended.clear()
         return instructions
 
     def refuse_new(self) -> None:
@@ -529,7 +495,7 @@ class Coordination:
         self._closing = True
         return [
             instruction
-            for request in list(self._requests.values())
+            for request in list(self._requests)
             for instruction in self._fail(request, _shutting_down(), now)
         ]
 
@@ -537,26 +503,30 @@ class Coordination:
 
     def _fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
         """The one way in which a request ends badly: tell the client once, and every stage of the route."""
-        request.on(RequestEvent.FAILED)
+        self._requests.on(request, RequestEvent.FAILED)
         self._observer.ended(request.request_id, error)
         instructions: list[Instruction] = [self._to_client(request, Failed.from_error(error))]
-        instructions += self._aborts(request)
+        instructions += self._aborts(request, request.bound)
         self._close(request, now)
         return instructions
 
-    def _aborts(self, request: ActiveRequest) -> list[Instruction]:
-        """To every replica of the route that lives."""
-        instructions: list[Instruction] = []
-        for hop in request.route:
-            replica = self.replicas.find(hop.stage, hop.replica, hop.epoch)
-            if replica is not None and replica.alive:
-                instructions.append(self._to_stage(request, hop, Abort()))
-        return instructions
+    def _aborts(self, request: ActiveRequest, stages: Iterable[str]) -> list[Instruction]:
+        """To the replicas that live."""
+        return [self._to_stage(request, stage, Abort()) for stage in stages if self._holds(request, stage)]
+
+    def _unbind(self, request: ActiveRequest, stages: Iterable[str]) -> None:
+        for stage in list(stages):
+            hop = request.bound.pop(stage)
+            del request.attempts[stage]
+            replica = self.replicas.at(hop)
+            if replica is not None:
+                replica.let_go(request.request_id)
+        self._trials.end(request)
 
     def _close(self, request: ActiveRequest, now: float) -> None:
-        del self._requests[request.request_id]
+        self._requests.remove(request)
         self._let_go(request)
-        self.replicas.release(request.request_id, request.route)
+        self._unbind(request, request.bound)
         self._tombstones.add(request.request_id, now)
 
     def _to_client(self, request: ActiveRequest, body: Body, buffers: Sequence[Frame] = ()) -> ToClient:
@@ -565,19 +535,9 @@ class Coordination:
         return ToClient(request.client, request.request_id, seq, body, buffers)
 
     @staticmethod
-    def _to_stage(request: ActiveRequest, hop: Hop, body: Body, buffers: Sequence[Frame] = ()) -> ToStage:
-        return ToStage(hop, request.request_id, request.attempt, request.deadline, body, buffers)
-
-
-def _poison(request: ActiveRequest, stage: str | None) -> Poison:
-    text = f"{request.losses_of(stage)} replicas died while they computed this request: {request.history()}."
-    return Poison(text, stage=stage)
-
-
-def _size(submit: Submit, buffers: Sequence[Frame]) -> int:
-    """Bytes of a request's prompt and media, roughly."""
-    texts = sum(len(part.text or "") for message in submit.prompt.messages for part in message.content)
-    return texts + len(submit.prompt.token_ids) + sum(memoryview(buffer).nbytes for buffer in buffers)
+    def _to_stage(request: ActiveRequest, stage: str, body: Body, buffers: Sequence[Frame] = ()) -> ToStage:
+        hop, attempt = request.bound[stage], request.attempts[stage]
+        return ToStage(hop, request.request_id, attempt, request.deadline, body, buffers)
 
 
 def _too_late(request: ActiveRequest) -> DeadlineExceeded:

@@ -1,13 +1,13 @@
 """What a client already has of an answer, so that a replay gives it only the rest.
 
-A replay computes the answer again from its start, with the same seed. Tokens, characters and samples are counted, not
-messages: another attempt may cut them differently.
+A stage that begins anew computes its part of the answer again from the start, with the same seed. Tokens, characters
+and samples are counted, not messages: another attempt may cut them differently.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from omni_actors.codec import Frame
 from omni_actors.errors import StageLost
@@ -30,10 +30,13 @@ class Delivery:
         self._skip_samples = 0
         self._again = 0  # checksum of those that came again
 
-    def replay(self) -> None:
-        """All that was delivered will come again."""
-        self._skip_tokens, self._skip_characters, self._skip_samples = self.tokens, self.characters, self.samples
-        self._again = 0
+    def replay(self, modalities: Collection[str]) -> None:
+        """All that was delivered in these modalities will come again."""
+        if "text" in modalities:
+            self._skip_tokens, self._skip_characters = self.tokens, self.characters
+            self._again = 0
+        if "audio" in modalities:
+            self._skip_samples = self.samples
 
     @property
     def complete(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from omni_actors.errors import OmniError
 from omni_actors.messages import AudioChunk, Header, Hop, StageDone, Submit, TextDelta
 
@@ -14,20 +16,23 @@ class Observer:
 
     def admitted(self, request_id: str, submit: Submit) -> None: ...
 
-    def bound(self, request_id: str, attempt: int, route: tuple[Hop, ...]) -> None:
-        """An attempt is announced to these replicas."""
+    def bound(self, request_id: str, attempt: int, route: tuple[Hop, ...], begun: Sequence[str]) -> None:
+        """An attempt is announced to the replicas of the stages `begun`; the others of the route go on as they were."""
 
-    def replayed(self, request_id: str, error: OmniError) -> None:
-        """The attempt is lost; the next one follows as soon as it can be bound."""
+    def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
+        """The work of a stage is lost; it begins anew, with those that depend on it, as soon as they can be bound.
+
+        `counts` is false for what follows from a loss that was told before.
+        """
 
     def came(self, header: Header, body: TextDelta | AudioChunk) -> None:
-        """Text or audio of the running attempt came from a stage."""
+        """Text or audio came from a stage, of the attempt that it works on."""
 
     def delivered(self, request_id: str, body: TextDelta | AudioChunk) -> None:
         """What of it is new was sent to the client."""
 
     def stage_done(self, header: Header, body: StageDone) -> None:
-        """A stage has finished its part of the running attempt."""
+        """A stage has finished the attempt that it works on."""
 
     def ended(self, request_id: str, error: OmniError | None) -> None:
         """The one end of an admitted request; `None`: it is done."""

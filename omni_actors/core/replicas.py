@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from omni_actors.core.states import REPLICA_TRANSITIONS, ReplicaEvent, ReplicaState, advance
 from omni_actors.messages import ArenaAddress, Hop, Peer, StageStatus
+
+STALE_ENTRIES = 64  # that a stage's heap may hold beside twice its replicas
+
+# A change of these is reported to the table: the choice of a replica, or what clients are told, depends on them.
+_FACTS = frozenset({"voices", "sample_rate"})
+_REPORTED = _FACTS | {"state", "congested", "reserved_for", "requests"}
 
 
 @dataclass
@@ -32,8 +39,10 @@ class Replica:
     max_input_tokens: int = 0
     progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
-    requests: set[str] = field(default_factory=set)
+    requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `let_go`
+    computing: set[str] = field(default_factory=set)  # those of them that this stage has not finished
     congested: bool = False  # it has granted no credit for more input
+    reserved_for: str = ""  # the only request that it takes
     # Times of the supervision's clock: the process was started, was last heard of, its engine loop last turned.
     spawned: float = 0.0
     heard: float = 0.0
@@ -44,6 +53,18 @@ class Replica:
     stopping: bool = False  # it was told to end
     blameless: bool = False  # it was lost with its node or its link: no request did that
     left_with_node: bool = False  # it is dead because its node is away
+    on_change: Callable[[Replica, bool], None] | None = field(default=None, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        changes = name in _REPORTED and self.__dict__.get(name) != value
+        object.__setattr__(self, name, value)
+        if changes:
+            self._changed(name in _FACTS)
+
+    def _changed(self, facts: bool = False) -> None:
+        report = self.__dict__.get("on_change")
+        if report is not None:
+            report(self, facts)
 
     @property
     def hop(self) -> Hop:
@@ -58,9 +79,41 @@ class Replica:
         """Whether its process is there, as far as anybody knows."""
         return self.state not in (ReplicaState.WAITING, ReplicaState.DEAD)
 
+    @property
+    def ready(self) -> bool:
+        return self.state is ReplicaState.READY
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state is ReplicaState.READY and not self.reserved_for
+
+    @property
+    def preference(self) -> tuple[bool, int, int]:
+        """The smallest is chosen: those that take input first, then the fewest requests."""
+        return (self.congested, len(self.requests), self.index)
+
     def on(self, event: ReplicaEvent) -> None:
         """Enter the state that follows."""
         self.state = advance(REPLICA_TRANSITIONS, self.state, event)
+
+    def hold(self, request_id: str) -> None:
+        self.requests.add(request_id)
+        self.computing.add(request_id)
+        self._changed()
+
+    def finished(self, request_id: str) -> None:
+        """This stage has computed a request, which may still need it."""
+        self.computing.discard(request_id)
+
+    def let_go(self, request_id: str) -> None:
+        self.requests.discard(request_id)
+        self.computing.discard(request_id)
+        self._changed()
+
+    def let_go_of_all(self) -> None:
+        self.requests.clear()
+        self.computing.clear()
+        self._changed()
 
     def status(self) -> StageStatus:
         return StageStatus(
@@ -69,57 +122,104 @@ class Replica:
 
 
 class ReplicaTable:
-    """All replicas of a pipeline, by stage and index."""
+    """All replicas of a pipeline, by stage and index.
+
+    The least loaded one of a stage comes from a heap. Every change of a replica puts a new entry on it, and entries
+    that are not true any more are passed over, so that a choice among a thousand costs no search.
+    """
 
     def __init__(self) -> None:
         self._replicas: dict[tuple[str, int], Replica] = {}
+        self._by_stage: dict[str, dict[int, Replica]] = {}
+        self._heaps: dict[str, list[tuple[tuple[bool, int, int], int]]] = {}  # (preference, epoch)
+        self._voices: tuple[str, ...] | None = None
+        self._sample_rate = 0
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
 
     def add(self, stage: str, index: int, epoch: int, born: int | None = None) -> Replica:
         """Register a new life of a replica, in place of the one before. `born`: `epoch` unless given."""
-        born = epoch if born is None else born
-        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, born)
+        before = self._replicas.get((stage, index))
+        if before is not None:
+            before.on_change = None
+        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, epoch if born is None else born)
+        self._by_stage.setdefault(stage, {})[index] = replica
+        self._heaps.setdefault(stage, [])
+        replica.on_change = self._note
+        self._note(replica, facts=True)
         return replica
+
+    def _note(self, replica: Replica, facts: bool) -> None:
+        if facts:
+            self._voices = None
+        if not replica.takes_requests:
+            return
+        heap = self._heaps[replica.stage]
+        heapq.heappush(heap, (replica.preference, replica.epoch))
+        others = self._by_stage[replica.stage]
+        if len(heap) > 2 * len(others) + STALE_ENTRIES:
+            heap[:] = [(other.preference, other.epoch) for other in others.values() if other.takes_requests]
+            heapq.heapify(heap)
 
     def current(self, stage: str, index: int) -> Replica | None:
         """The replica in whatever epoch it is."""
         return self._replicas.get((stage, index))
+
+    def is_current(self, replica: Replica) -> bool:
+        return self._replicas.get((replica.stage, replica.index)) is replica
 
     def find(self, stage: str, index: int, epoch: int) -> Replica | None:
         """The replica in exactly this epoch; `None` for unknown ones and for former lives."""
         replica = self._replicas.get((stage, index))
         return replica if replica is not None and replica.epoch == epoch else None
 
+    def at(self, hop: Hop) -> Replica | None:
+        """As `find`."""
+        return self.find(hop.stage, hop.replica, hop.epoch)
+
     def choose(self, stage: str) -> Replica | None:
         """The ready replica of a stage with the fewest requests, those that take input first; `None`: none is ready."""
-        ready = [replica for replica in self if replica.stage == stage and replica.state is ReplicaState.READY]
-        return min(ready, key=lambda replica: (replica.congested, len(replica.requests), replica.index), default=None)
+        heap, replicas = self._heaps.get(stage, []), self._by_stage.get(stage, {})
+        while heap:
+            preference, epoch = heap[0]
+            replica = replicas[preference[2]]
+            if replica.takes_requests and (replica.preference, replica.epoch) == (preference, epoch):
+                return replica
+            heapq.heappop(heap)
+        return None
 
     def may_come(self, stage: str) -> bool:
         """Whether some replica of a stage is ready or will be: all others are gone for good, or take nothing new."""
         return any(
-            replica.stage == stage
-            and (replica.state not in (ReplicaState.DEAD, ReplicaState.DRAINING) or replica.restart_wanted)
-            for replica in self
+            replica.state not in (ReplicaState.DEAD, ReplicaState.DRAINING) or replica.restart_wanted
+            for replica in self._by_stage.get(stage, {}).values()
         )
 
-    def release(self, request_id: str, route: tuple[Hop, ...]) -> None:
-        """The replicas of a route no longer hold this request."""
-        for hop in route:
-            replica = self.find(hop.stage, hop.replica, hop.epoch)
-            if replica is not None:
-                replica.requests.discard(request_id)
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """All voices that the loaded stages know."""
+        return self._facts()[0]
+
+    @property
+    def sample_rate(self) -> int:
+        return self._facts()[1]
+
+    def _facts(self) -> tuple[tuple[str, ...], int]:
+        if self._voices is None:
+            self._voices = tuple(dict.fromkeys(voice for replica in self for voice in replica.voices))
+            self._sample_rate = max((replica.sample_rate for replica in self), default=0)
+        return self._voices, self._sample_rate
 
     def missing(self) -> list[Replica]:
         """Replicas that are not ready, in order of the pipeline."""
-        return [replica for replica in self if replica.state is not ReplicaState.READY]
+        return [replica for replica in self if not replica.ready]
 
     def unavailable_stages(self) -> list[str]:
         """Stages without any ready replica."""
-        stages = dict.fromkeys(replica.stage for replica in self)
-        return [stage for stage in stages if self.choose(stage) is None]
+        return [
+            stage for stage, replicas in self._by_stage.items() if not any(item.ready for item in replicas.values())
+        ]
 
     def peers(self, stages: tuple[str, ...]) -> tuple[Peer, ...]:
         """Addresses of all live replicas of these stages that have said hello."""

@@ -9,10 +9,9 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models.registry import ModelRegistry
 
-from omni_actors.engine.executor import EXECUTOR_PATH
-from omni_actors.engine.models import ModelSpec, StageKind, checkpoint_architecture, find_model_spec
+from omni_actors.engine.executor import executor_backend
+from omni_actors.engine.models import ModelSpec, StageKind, checkpoint_architecture, find_model_spec, register_models
 from omni_actors.engine.platform import Platform, prepare
 from omni_actors.errors import ConfigError
 
@@ -104,9 +103,7 @@ class OmniEngineArgs:
         """
         platform = prepare()
         spec = self.model_spec()
-        for architecture, model_class in spec.vllm_models.items():
-            if architecture not in ModelRegistry.models:
-                ModelRegistry.register_model(architecture, model_class)
+        register_models(spec)
         for name, value in spec.required.items():
             if self.engine.get(name, value) != value:
                 raise ConfigError(f"engine.{name} must be {value!r} for the {self.model_config.model_stage}.")
@@ -114,7 +111,7 @@ class OmniEngineArgs:
         arguments |= {
             "model": self.model_config.model,
             "hf_overrides": spec.hf_overrides,
-            "distributed_executor_backend": EXECUTOR_PATH,
+            "distributed_executor_backend": executor_backend(self._tensor_parallel_size()),
             "additional_config": {
                 "omni": {**dataclasses.asdict(self.model_config), "kind": self.kind, "runner": spec.runner}
             },
@@ -133,6 +130,17 @@ class OmniEngineArgs:
             # Only now is it known which way vLLM decided; a plain scheduler would waste every other step.
             config.scheduler_config.scheduler_cls = self._scheduler(asynchronous=True)
         return config
+
+    def _tensor_parallel_size(self) -> int:
+        """Raises `ConfigError` for ways to spread a stage over GPUs that it does not know."""
+        size = self.engine.get("tensor_parallel_size", 1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"engine.tensor_parallel_size must be a whole number from 1 on; got {size!r}.")
+        if size > 1 and self.kind != "autoregressive":
+            raise ConfigError(f"A stage of kind {self.kind!r} runs on one GPU.", hint="Give it replicas instead.")
+        if self.engine.get("pipeline_parallel_size", 1) != 1:
+            raise ConfigError("engine.pipeline_parallel_size must be 1.", hint="The stages are the pipeline.")
+        return size
 
     def _classes(self, platform: Platform) -> dict[str, str]:
         if self.kind == "prompt":  # only reads the configuration, runs no core

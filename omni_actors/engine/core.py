@@ -88,8 +88,8 @@ class VllmCore:
             self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
         except Exception as error:
             raise StartupError(
-                f"The engine core does not start: {type(error).__name__}: {error}",
-                hint="The chained exception names the cause.",
+                f"The engine core for {vllm_config.model_config.model} does not start: {type(error).__name__}: {error}",
+                hint="The chained exception names the cause; a checkpoint that is cut off is one of them.",
             ) from error
         _ALIVE.append(self)
         if not isinstance(self._core.scheduler, OmniSchedulerInterface):
@@ -101,8 +101,12 @@ class VllmCore:
 
     @property
     def worker(self) -> Any:
-        """The worker in this process (the executor is the uniprocess one)."""
+        """The worker, where it is in this process, as it always is but under tensor parallelism."""
         return self._core.model_executor.driver_worker.worker
+
+    def worker_counts(self) -> dict[str, int]:
+        """What the first worker's runner holds for requests; all hold the same."""
+        return self._core.model_executor.collective_rpc("omni_counts")[0]
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queue a request whose id is not in use."""
@@ -134,8 +138,8 @@ class VllmCore:
             self._core.post_step(executed)
         except Exception as error:
             logger.exception("A step failed.")
-            if _device_is_lost(error):
-                raise EngineLost(f"The device failed: {error}") from error
+            if _device_is_lost(error) or getattr(self._core.model_executor, "is_failed", False):
+                raise EngineLost(f"The device or one of its workers failed: {error}") from error
             raise StepFailed(self._contain(), error) from error
         if not outputs:
             return []
@@ -161,7 +165,7 @@ class VllmCore:
         ended = scheduler.finish_requests(touched, RequestStatus.FINISHED_ERROR)
         if self._core.batch_queue is not None:
             self._core.batch_queue.clear()
-        self.worker.omni_reset()
+        self._core.model_executor.collective_rpc("omni_reset")
         gone = [request.request_id for request in ended]
         self._statistics.forget(gone)
         return gone

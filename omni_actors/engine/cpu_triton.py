@@ -27,6 +27,8 @@ def enable_interpreter() -> bool:
         return False
     # Before Triton is imported: its own library functions decide then whether they are interpreted.
     os.environ["TRITON_INTERPRET"] = "1"
+    # Inductor would ask this "backend" for a compiler, also for the few functions that vLLM compiles in eager mode.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     from triton.backends import backends
 
     backends["cpu"] = types.SimpleNamespace(driver=_InterpreterDriver, compiler=None)  # type: ignore[assignment]

@@ -176,7 +176,7 @@ class DiffusionEngine(StageEngine):
             "running": running,
             "waiting": waiting,
             **self.core.scheduler.omni_counts(),
-            **self.core.worker.omni_counts(),
+            **self.core.worker_counts(),
         }
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:

@@ -1,10 +1,22 @@
-"""Runs the worker inside the stage process."""
+"""Where a stage's workers run: inside the stage process, or, under tensor parallelism, in one process for each GPU."""
 
 from __future__ import annotations
 
+import os
+
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-EXECUTOR_PATH = "omni_actors.engine.executor.OmniUniProcExecutor"
+IN_PROCESS = "omni_actors.engine.executor.OmniUniProcExecutor"
+PROCESSES = "mp"
+
+
+def executor_backend(tensor_parallel_size: int) -> str:
+    """vLLM's `distributed_executor_backend` for so many GPUs."""
+    if tensor_parallel_size == 1:
+        return IN_PROCESS
+    # A stage process has threads and sockets, which a fork would carry along half alive.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    return PROCESSES
 
 
 class OmniUniProcExecutor(UniProcExecutor):

@@ -12,9 +12,23 @@ import threading
 
 from omni_actors.engine.platform import preload_modules
 from omni_actors.errors import StartupError
+from omni_actors.logs import get_logger
+from omni_actors.stage import preloaded
 
-for _name in preload_modules():
-    importlib.import_module(_name)
+logger = get_logger(__name__)
+
+
+def import_all() -> None:
+    """Import what stages need. What fails is noted for the stages, which end with it; the server itself goes on."""
+    name = "omni_actors.engine.platform"
+    try:
+        for name in preload_modules():
+            importlib.import_module(name)
+        name = "the fork server"
+        check_forkable()
+    except Exception as error:
+        logger.exception("stages cannot be prepared")
+        preloaded.FAILURES.append(f"{name}: {type(error).__name__}: {error}")
 
 
 def check_forkable() -> None:
@@ -29,6 +43,6 @@ def check_forkable() -> None:
         )
 
 
-check_forkable()
+import_all()
 # Children neither scan nor copy what is loaded now: vLLM collects garbage eight times while it starts, 0.3 s each.
 gc.freeze()

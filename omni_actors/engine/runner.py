@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -125,11 +126,14 @@ class OmniRunnerMixin(OmniRunnerBase):
     # -- rows out
 
     @torch.inference_mode()
-    def _emit(self, output: Any, batch: InputBatch, hidden_states: torch.Tensor) -> EmittedRows:
+    def _emit(self, output: Any, batch: InputBatch, hidden_states: torch.Tensor) -> Any:
         n_tokens = batch.num_tokens  # without the padding of CUDA graphs
         starts = batch.num_computed_tokens_np[: batch.num_reqs].tolist()
         offsets = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
+        # Under tensor parallelism this is one lookup of all ranks together, of which only the first one's is used.
         embeddings = self.model.embed_input_ids(batch.input_ids[:n_tokens])
+        if get_tp_group().rank_in_group:
+            return output
         media = self._media_positions(batch, starts, offsets)
         if media is not None:
             embeddings = embeddings.masked_fill(media.unsqueeze(-1), 0)

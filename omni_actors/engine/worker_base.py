@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from omni_actors.engine.models import checkpoint_architecture, find_model_spec, register_models
+
+PR_SET_PDEATHSIG = 1
 
 
 def omni_options(vllm_config: Any) -> Mapping[str, Any]:
@@ -32,11 +38,24 @@ class OmniWorkerBase:
 
     model_runner: OmniRunnerBase
 
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, in a process that knows our models: under tensor parallelism each worker has one of its own."""
+        if self.vllm_config.parallel_config.world_size > 1:
+            _die_with_the_stage()
+        options = omni_options(self.vllm_config)
+        register_models(find_model_spec(checkpoint_architecture(options["model"]), options["model_stage"]))
+        return super().load_model(*args, **kwargs)
+
     def omni_counts(self) -> dict[str, int]:
         return self.model_runner.omni_counts()
 
     def omni_reset(self) -> None:
         self.model_runner.omni_reset()
+
+
+def _die_with_the_stage() -> None:
+    """vLLM's workers notice that their parent is gone, but then take ten seconds to leave the GPU."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class HostCopy:

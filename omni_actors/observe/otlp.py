@@ -8,6 +8,7 @@ request's, each hop's a child of the stage's that sent.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -92,7 +93,7 @@ class SpanExport:
             stages[(f"{stage.stage}/{stage.replica}", stage.attempt)] = span
             spans.append((span, stage.at + stage.seconds))
         for hop in drawn.hops:
-            spans.append((self._hop(drawn, hop, stages.get((hop.source, hop.attempt), root)), hop.at + hop.seconds))
+            spans.append((self._hop(drawn, hop, _sender(stages, hop) or root), hop.at + hop.seconds))
         for span, end in spans:
             span.end(_nanoseconds(drawn, end))
         root.end(_nanoseconds(drawn, drawn.seconds))
@@ -160,6 +161,12 @@ class SpanExport:
         closing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
+
+
+def _sender(stages: Mapping[tuple[str, int], Span], hop: HopBar) -> Span | None:
+    """The span of the attempt that sent: the newest one up to the receiver's. A sender that went on is at an older."""
+    attempts = [attempt for source, attempt in stages if source == hop.source and attempt <= hop.attempt]
+    return stages[(hop.source, max(attempts))] if attempts else None
 
 
 def _nanoseconds(drawn: Chart, at: float) -> int:

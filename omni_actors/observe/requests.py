@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -52,7 +52,7 @@ class _Live:
     arrived: float
     events: list[TimelineEvent]
     attempt: int = 0
-    bound: float = 0.0
+    bound: dict[str, float] = field(default_factory=dict)  # by stage: when what it works on was announced to it
     stages: list[StageTimeline] = field(default_factory=list)
     deliveries: dict[str, HopTrack] = field(default_factory=dict)
     first_text: float = 0.0
@@ -130,15 +130,17 @@ class RequestLog(Observer):
             events.insert(0, TimelineEvent("submitted", min(submit.sent, now)))
         self._live[request_id] = _Live(trace_id, parent_id, bool(int(flags, 16) & 1), now, events)
 
-    def bound(self, request_id: str, attempt: int, route: tuple[Hop, ...]) -> None:
+    def bound(self, request_id: str, attempt: int, route: tuple[Hop, ...], begun: Sequence[str]) -> None:
         live = self._live.get(request_id)
         if live is not None:
-            live.attempt, live.bound = attempt, self._clock()
+            now = self._clock()
+            live.attempt = attempt
+            live.bound.update(dict.fromkeys(begun, now))
             names = " ".join(f"{hop.stage}/{hop.replica}" for hop in route)
-            live.events.append(TimelineEvent("bound", live.bound, names[:1024]))
+            live.events.append(TimelineEvent("bound", now, names[:1024]))
 
-    def replayed(self, request_id: str, error: OmniError) -> None:
-        self._meters.count(table.REPLAYS)
+    def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
+        self._meters.count(table.REPLAYS, by=int(counts))
         live = self._live.get(request_id)
         if live is not None:
             live.events.append(TimelineEvent("replayed", self._clock(), error.code.value))
@@ -177,7 +179,7 @@ class RequestLog(Observer):
         live = self._live.get(header.request_id)
         if live is None or body.timeline is None:
             return
-        self._offset(f"{header.stage}/{header.replica}").told(live.bound, body.timeline.expected)
+        self._offset(f"{header.stage}/{header.replica}").told(live.bound.get(header.stage, 0.0), body.timeline.expected)
         self._add_stage(live, header.stage, header.replica, body.timeline)
 
     def ended(self, request_id: str, error: OmniError | None) -> None:

@@ -93,7 +93,7 @@ EDGE_WAITING = Metric(
 )
 EDGE_LATENCY = Metric(
     "omni_edge_latency_seconds", Kind.HISTOGRAM, _EDGE,
-    "Time from handing a chunk, text or audio to the sender's socket thread until its receiver takes it, waiting for "
+    "Time from when a chunk, text or audio is made, or sent again, until its receiver takes it, waiting for "
     "credit included. Between stages of two hosts the difference of their clocks is in it.", _HOPS,
 )  # fmt: skip
 

@@ -3,6 +3,8 @@
 Every method that takes an event returns the messages to send. A request is here from its `Expect` (chunks that come
 earlier are parked) until the engine finished it, it failed, or it was aborted; a tombstone absorbs later messages.
 A request may come again with the next attempt number; to the engine that is another request, with an id of its own.
+What was sent to later stages is kept until the coordinator says that the request has ended, in case that one of them
+has to begin anew (`retention.py`).
 """
 
 from __future__ import annotations
@@ -11,35 +13,38 @@ import collections
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from omni_actors.codec import BufferList, Envelope, Frame
+import msgspec
+
+from omni_actors.codec import Envelope, Frame
 from omni_actors.config import Modality, PipelineConfig, StageConfig
 from omni_actors.core.tombstones import Tombstones
-from omni_actors.errors import DeadlineExceeded, EngineError, InvalidPayload, OmniError, Overloaded, ProtocolError
+from omni_actors.errors import (
+    DeadlineExceeded,
+    EngineError,
+    OmniError,
+    Overloaded,
+    ProtocolError,
+    StageLost,
+)
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
-    ROWS,
     Abort,
-    AdditionalInformationEntry,
-    AdditionalInformationPayload,
-    AudioChunk,
     Body,
     Chunk,
     Credit,
+    Ended,
     Expect,
     Failed,
     FinishReason,
     Header,
     Hop,
     IntoStage,
-    PromptEmbedsPayload,
+    Resend,
     StageDone,
     StageUsage,
-    TextDelta,
-    pack_token_ids,
-    unpack_token_ids,
+    Unreachable,
 )
 from omni_actors.stage.interface import (
-    AudioEvent,
     EngineEvent,
     ErrorEvent,
     FinishedEvent,
@@ -50,23 +55,16 @@ from omni_actors.stage.interface import (
     TextEvent,
 )
 from omni_actors.stage.meter import StageMeter, Track
+from omni_actors.stage.outgoing import Outgoing, chunk_of, result_of
+from omni_actors.stage.parking import Parking
 from omni_actors.stage.processors import Action, Extend, InputProcessor, Piece, Skip, Start
+from omni_actors.stage.retention import Budget, Edge, Output
 
 logger = get_logger(__name__)
 
-PARKED_BYTES = 64 << 20
 CLOCK_SECONDS = 5.0  # by which the clocks of two hosts may differ
-PARKED_OVERHEAD = 1 << 10  # what a parked message counts beside its buffers
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A message to send: to a downstream replica, or to the coordinator when `destination` is `None`."""
-
-    destination: Hop | None
-    header: Header
-    body: Body
-    buffers: Sequence[Frame] = ()
+RESENT_MESSAGES = 64  # per step
+FORGET_SECONDS = 10.0  # after its deadline a request is over, whoever fails to say so
 
 
 @dataclass
@@ -81,11 +79,12 @@ class Work:
     opened: float
     processor: InputProcessor | None
     track: Track
+    output: Output | None  # what later stages got; `None` if the route has none
     started: bool = False  # the engine has it
     first_output: float = 0.0
     next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
     ended_sources: set[str] = field(default_factory=set)  # those whose final chunk has come
-    sent: dict[str, int] = field(default_factory=dict)  # by destination stage, "" for the coordinator
+    results: int = 0  # sent to the coordinator
 
 
 class Stage:
@@ -117,15 +116,17 @@ class Stage:
         self._processor_class = processor_class
         self._clock = clock
         self._work: dict[str, Work] = {}
+        self._finished: dict[str, Work] = {}  # here, but not yet everywhere: their output is kept
+        self._budget = Budget(stage.retain_bytes)
+        self._resending: collections.deque[tuple[Work, Edge]] = collections.deque()
+        self._runs = 0
         self._by_engine_id: dict[str, Work] = {}
         self._whole: set[str] = set()  # requests whose input is all here
-        self._parked_seconds = pipeline.flow.parked_seconds
         self._backlog_requests = pipeline.flow.backlog_requests
         self._most_requests = 2 * pipeline.coordinator.max_in_flight  # what has just ended may overlap with what begins
         self._max_timeout = pipeline.coordinator.max_timeout
         self._default_timeout = pipeline.coordinator.default_timeout
-        self._parked: dict[str, list[tuple[float, Envelope[IntoStage]]]] = {}
-        self._parked_bytes = 0
+        self._parking = Parking(pipeline.flow.parked_seconds)
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
         self.dropped: collections.Counter[str] = collections.Counter()
 
@@ -134,10 +135,19 @@ class Stage:
     def receive(self, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         """A checked message from the coordinator or a source stage."""
         body = envelope.body
+        if isinstance(body, Expect | Abort | Resend | Ended) and envelope.header.stage:
+            self.dropped["not_the_coordinator"] += 1
+            return []
         if isinstance(body, Expect):
             return self._open(envelope.header, body, envelope)
         if isinstance(body, Abort):
             self._abort(envelope.header)
+            return []
+        if isinstance(body, Resend):
+            return self._resend(envelope.header, body)
+        if isinstance(body, Ended):
+            for request_id in body.request_ids:
+                self._let_go(request_id)
             return []
         if isinstance(body, Credit):  # belongs to the sockets' threads
             self.dropped["credit"] += 1
@@ -154,10 +164,28 @@ class Stage:
             return self._fail(header.request_id, error)
         return self._refuse(header, error)  # unannounced: somebody still has to hear of it
 
-    def step(self) -> list[Outgoing]:
-        """One step of the engine, its events as messages."""
-        if not self._engine.runnable():
+    def undelivered(self, request_id: str, receiver: Hop, error: OmniError) -> list[Outgoing]:
+        """A later stage takes no messages: what is made for it is kept until its next life asks for it."""
+        work = self._sender(request_id)
+        edge = work.output.edges.get(receiver.stage) if work is not None and work.output is not None else None
+        if work is None or work.output is None or edge is None or edge.hop != receiver or edge.lost:
+            self.dropped["undelivered_of_ended_request"] += 1
             return []
+        if not work.output.whole:
+            return self._fail(request_id, error)
+        edge.lost, edge.again = True, None
+        return [self._result(work, Unreachable(receiver=receiver, attempt=edge.attempt))]
+
+    def step(self) -> list[Outgoing]:
+        """Some of what is to be sent again, then one step of the engine, its events as messages."""
+        messages = self._send_again()
+        if self._engine.runnable():
+            for event in self._step_engine():
+                messages += self._on_event(event)
+        return messages
+
+    def _step_engine(self) -> Sequence[EngineEvent]:
+        """One step, and what it says of when requests began."""
         began = self._meter.clock()
         events = self._engine.step()
         scheduled = self._engine.take_scheduled()
@@ -166,7 +194,7 @@ class Stage:
             work = self._by_engine_id.get(engine_id)
             if work is not None:
                 self._meter.scheduled(work.track, self._meter.clock.of(moment))
-        return [message for event in events for message in self._on_event(event)]
+        return events
 
     def tick(self) -> list[Outgoing]:
         """Ends requests past their deadline and forgets what has been parked too long."""
@@ -175,14 +203,16 @@ class Stage:
         messages = []
         for request_id in [key for key, work in self._work.items() if work.deadline <= now]:
             messages += self._fail(request_id, DeadlineExceeded("The request's deadline has passed."))
-        for request_id in [key for key, parked in self._parked.items() if parked[0][0] + self._parked_seconds <= now]:
-            error = ProtocolError("Input came, but its announcement did not.")
-            messages += self._refuse(self._parked[request_id][0][1].header, error)
+        for header in self._parking.overdue(now):
+            messages += self._refuse(header, ProtocolError("Input came, but its announcement did not."))
             self.dropped["parked_too_long"] += 1
+        over = [key for key, work in self._finished.items() if work.deadline + FORGET_SECONDS <= now]
+        for request_id in over:
+            self._let_go(request_id)
         return messages
 
     def runnable(self) -> bool:
-        return self._engine.runnable()
+        return bool(self._resending) or self._engine.runnable()
 
     @property
     def saturated(self) -> bool:
@@ -197,12 +227,21 @@ class Stage:
         """Whether requests that the engine has wait for their first output."""
         return any(work.started and not work.first_output for work in self._work.values())
 
-    def counts(self) -> dict[str, int]:
-        """What this stage holds now; all zero when it is idle."""
+    def held(self) -> dict[str, int]:
+        """What this stage holds now beside its engine; all zero when it is idle."""
         return {
             "requests": len(self._work),
-            "parked": len(self._parked),
-            "parked_bytes": self._parked_bytes,
+            **self._parking.counts(),
+            "retained": len(self._finished),
+            "retained_bytes": self._budget.used,
+        }
+
+    def counts(self) -> dict[str, int]:
+        """What this stage and its engine hold now; all zero when it is idle."""
+        return {
+            **self.held(),
+            "total_runs": self._runs,
+            "dropped_retained": self._budget.overflows,
             **{f"engine_{name}": value for name, value in self._engine.counts().items()},
         }
 
@@ -221,6 +260,7 @@ class Stage:
             return []
         if running is not None:  # the abort of the attempt before comes later, or not at all
             self._drop(request_id)
+        self._let_go(request_id)
         now = self._clock()
         if not header.deadline <= now + self._max_timeout + CLOCK_SECONDS:  # not a number, too
             return self._refuse(header, ProtocolError(f"The deadline {header.deadline} is no point in time."))
@@ -234,6 +274,7 @@ class Stage:
             priority=expect.priority,
             streams=any(hop.stage in self._downstream for hop in expect.route),
         )
+        receivers = [hop for hop in expect.route if hop.stage in self._downstream]
         processor = None
         if self._processor_class is not None and self._stage.inputs is not None:
             processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
@@ -246,6 +287,7 @@ class Stage:
             now,
             processor,
             self._meter.expected(request_id, header.attempt, has_input=expect.prompt is not None),
+            Output(self._budget, receivers, header.attempt) if receivers else None,
         )
         self._by_engine_id[request.request_id] = work
         logger.debug("request expected", extra={"request_id": request_id})
@@ -255,7 +297,7 @@ class Stage:
             start = Start(StageInputs(prompt=expect.prompt, media=media))
             return self._guarded(work, lambda: [start])
         messages = []
-        for parked in self._unpark(request_id):  # what belongs to an attempt before is dropped there
+        for parked in self._parking.take(request_id):  # what belongs to an attempt before is dropped there
             messages += self.receive(parked)
         return messages
 
@@ -283,7 +325,7 @@ class Stage:
             if len(work.ended_sources) == len(self._stage.source_names):
                 self._whole.add(header.request_id)
         processor = work.processor
-        return self._guarded(work, lambda: processor.feed(header.stage, _piece(chunk, envelope)))
+        return self._guarded(work, lambda: processor.feed(header.stage, Piece.of(chunk, envelope)))
 
     def _guarded(self, work: Work, decide: Callable[[], Iterable[Action]]) -> list[Outgoing]:
         """Apply actions; an error of the processor's or the engine's is the request's."""
@@ -291,6 +333,7 @@ class Stage:
         try:
             for action in decide():
                 if isinstance(action, Start):
+                    self._runs += 1
                     self._engine.start(work.request, action.inputs)
                     work.started = True
                     self._meter.started(work.track)
@@ -314,24 +357,10 @@ class Stage:
         if self._tombstones.covers(header.request_id, header.attempt):
             self.dropped["late"] += 1
             return []
-        size = _parked_size(envelope)
-        if self._parked_bytes + size > PARKED_BYTES:
-            self.dropped["parked_overflow"] += 1
-            return self._refuse(header, ProtocolError("Too much input came before its announcement."))
-        self._keep_parked(self._clock(), envelope)
-        return []
-
-    def _keep_parked(self, moment: float, envelope: Envelope[IntoStage]) -> None:
-        self._parked.setdefault(envelope.header.request_id, []).append((moment, envelope))
-        self._parked_bytes += _parked_size(envelope)
-
-    def _unpark(self, request_id: str) -> list[Envelope[IntoStage]]:
-        return [envelope for _, envelope in self._unpark_timed(request_id)]
-
-    def _unpark_timed(self, request_id: str) -> list[tuple[float, Envelope[IntoStage]]]:
-        parked = self._parked.pop(request_id, [])
-        self._parked_bytes -= sum(_parked_size(envelope) for _, envelope in parked)
-        return parked
+        if self._parking.put(envelope, self._clock()):
+            return []
+        self.dropped["parked_overflow"] += 1
+        return self._refuse(header, ProtocolError("Too much input came before its announcement."))
 
     # -- outbound -----------------------------------------------------------------------------------------------------
 
@@ -347,48 +376,33 @@ class Stage:
         if not work.first_output:
             work.first_output = self._clock()
         moment = self._meter.output(work.track)
+        if isinstance(event, StreamEvent):
+            if not self._says_text:  # else its tokens were counted with the text
+                self._meter.output_tokens += len(event.token_ids)
+            return self._give(work, *chunk_of(event, moment))
         if isinstance(event, TextEvent):
             self._meter.output_tokens += len(event.token_ids)
-            body = TextDelta(text=event.text, token_ids=pack_token_ids(event.token_ids), sent=moment)
-            return [self._message(work, None, body)]
-        if isinstance(event, AudioEvent):
+        else:
             self._meter.audio_seconds += event.samples.shape[0] / event.sample_rate
-            buffers = BufferList()
-            audio = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate, sent=moment)
-            return [self._message(work, None, audio, buffers.buffers)]
-        if not self._says_text:  # else its tokens were counted with the text
-            self._meter.output_tokens += len(event.token_ids)
-        return self._stream(work, event, moment)
+        return [self._result(work, *result_of(event, moment))]
 
-    def _stream(self, work: Work, event: StreamEvent, moment: float) -> list[Outgoing]:
-        """The same chunk to every downstream stage of the route."""
-        buffers = BufferList()
-        tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
-        rows = tensors.pop(ROWS, None)
-        information = None
-        if event.scalars:
-            information = AdditionalInformationPayload(
-                {name: AdditionalInformationEntry(scalar=value) for name, value in event.scalars.items()}
-            )
-        chunk = Chunk(
-            token_ids=pack_token_ids(event.token_ids),
-            rows=PromptEmbedsPayload(rows) if rows is not None else None,
-            tensors=tensors,
-            information=information,
-            start=event.start,
-            final=event.final,
-            sent=moment,
-        )
-        return [self._message(work, hop, chunk, buffers.buffers) for hop in self._targets(work)]
-
-    def _targets(self, work: Work) -> list[Hop]:
-        return [hop for hop in work.route if hop.stage in self._downstream]
+    def _give(self, work: Work, chunk: Chunk, buffers: Sequence[Frame]) -> list[Outgoing]:
+        """Keep a chunk, and send it to those stages that have all before it."""
+        output = work.output
+        if output is None:
+            return []
+        output.keep(chunk, buffers)
+        behind = [edge for edge in output.edges.values() if edge.lost or edge.again is not None]
+        if behind and not output.whole:
+            text = f"{behind[0].hop.stage} is not there, and more cannot be kept for it."
+            return self._fail(work.request_id, StageLost(text, stage=self._stage.name))
+        return [self._to_next(work, edge, chunk, buffers) for edge in output.edges.values() if edge not in behind]
 
     def _finish_empty(self, work: Work) -> list[Outgoing]:
         """Nothing to compute here: later stages get an empty, final chunk."""
         event = StreamEvent(work.request.request_id, final=True)
         moment = self._meter.output(work.track)
-        return [*self._stream(work, event, moment), *self._finish(work, FinishReason.STOP, 0, 0)]
+        return [*self._give(work, *chunk_of(event, moment)), *self._finish(work, FinishReason.STOP, 0, 0)]
 
     def _finish(self, work: Work, reason: FinishReason, input_tokens: int, output_tokens: int) -> list[Outgoing]:
         now = self._clock()
@@ -400,26 +414,32 @@ class Stage:
             finished=max(0.0, now - work.opened),
         )
         timeline = self._meter.done(work.track, input_tokens, output_tokens)
-        message = self._message(work, None, StageDone(usage=usage, timeline=timeline))
+        message = self._result(work, StageDone(usage=usage, timeline=timeline))
         self._forget(work.request_id, work.attempt)
+        if work.output is not None:
+            work.processor = None
+            self._finished[work.request_id] = work
         return [message]
 
     def _fail(self, request_id: str, error: OmniError) -> list[Outgoing]:
         """Ends a request here and tells the coordinator, which ends it everywhere else."""
-        work = self._work.get(request_id)
+        work = self._sender(request_id)
         if work is None:
             self.dropped["error_of_unknown_request"] += 1
             return []
         logger.info("request failed: %s", error.code.value, extra={"request_id": request_id})
-        message = self._message(work, None, Failed.from_error(error, self._stage.name))
+        message = self._result(work, Failed.from_error(error, self._stage.name))
         self._meter.failed(work.track, error.code.value)
-        self._drop(request_id)
+        if request_id in self._work:
+            self._drop(request_id)
+        self._let_go(request_id)
         return [message]
 
     def _refuse(self, header: Header, error: OmniError) -> list[Outgoing]:
         """Fail a request that has not been announced here; should the announcement still come, it is ignored."""
         if header.request_id in self._work:  # an attempt before
             self._drop(header.request_id)
+        self._let_go(header.request_id)
         self._forget(header.request_id, header.attempt)
         own = Header(
             kind="",
@@ -431,21 +451,63 @@ class Stage:
         )
         return [Outgoing(None, own, Failed.from_error(error, self._stage.name))]
 
-    def _message(self, work: Work, target: Hop | None, body: Body, buffers: Sequence[Frame] = ()) -> Outgoing:
-        key = target.stage if target is not None else ""
-        seq = work.sent.get(key, 0)
-        work.sent[key] = seq + 1
-        header = Header(
+    def _result(self, work: Work, body: Body, buffers: Sequence[Frame] = ()) -> Outgoing:
+        """A message to the coordinator."""
+        seq = work.results
+        work.results += 1
+        return Outgoing(None, self._header(work, work.attempt, seq), body, buffers)
+
+    def _to_next(self, work: Work, edge: Edge, chunk: Chunk, buffers: Sequence[Frame]) -> Outgoing:
+        seq = edge.sent
+        edge.sent += 1
+        return Outgoing(edge.hop, self._header(work, edge.attempt, seq), chunk, buffers)
+
+    def _header(self, work: Work, attempt: int, seq: int) -> Header:
+        return Header(
             kind="",
             request_id=work.request_id,
             stage=self._identity.stage,
             replica=self._identity.replica,
             epoch=self._identity.epoch,
-            attempt=work.attempt,
+            attempt=attempt,
             seq=seq,
             deadline=work.deadline,
         )
-        return Outgoing(target, header, body, buffers)
+
+    # -- again --------------------------------------------------------------------------------------------------------
+
+    def _sender(self, request_id: str) -> Work | None:
+        """The work on a request, also when it is finished here."""
+        return self._work.get(request_id) or self._finished.get(request_id)
+
+    def _resend(self, header: Header, body: Resend) -> list[Outgoing]:
+        """A later stage begins anew: it gets all that was sent before, a few messages a step, and then what is made."""
+        work = self._sender(header.request_id)
+        stage = body.receiver.stage
+        if work is not None and work.attempt > header.attempt:
+            self.dropped["late"] += 1
+            return []
+        if work is None or work.attempt != header.attempt:
+            return self._refuse(header, StageLost(f"Nothing is known of the request that {stage} needs again."))
+        output = work.output
+        if output is None or stage not in output.edges or not output.whole:
+            return self._fail(header.request_id, StageLost(f"What {stage} needs again is not kept."))
+        output.begin_again(body.receiver, body.attempt)
+        self._resending.append((work, output.edges[stage]))
+        return []
+
+    def _send_again(self) -> list[Outgoing]:
+        messages: list[Outgoing] = []
+        while self._resending and len(messages) < RESENT_MESSAGES:
+            work, edge = self._resending[0]
+            entry = work.output.next_again(edge) if work.output is not None else None
+            if entry is not None:
+                kept, buffers = entry
+                chunk = msgspec.structs.replace(kept, sent=self._meter.clock())  # no output of now, but sent now
+                messages.append(self._to_next(work, edge, chunk, buffers))
+            if edge.again is None:
+                self._resending.popleft()
+        return messages
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -453,6 +515,8 @@ class Stage:
         """The coordinator is lost, and with it every request: end them in the engine and tell nobody."""
         for request_id in list(self._work):
             self._drop(request_id)
+        for request_id in list(self._finished):
+            self._let_go(request_id)
 
     def _abort(self, header: Header) -> None:
         """The attempt is over here, and so are those before; a later one goes on. Idempotent."""
@@ -460,6 +524,9 @@ class Stage:
         if work is not None and work.attempt <= header.attempt:
             self._drop(header.request_id)
         elif work is None:
+            finished = self._finished.get(header.request_id)
+            if finished is not None and finished.attempt <= header.attempt:
+                self._let_go(header.request_id)
             self._forget(header.request_id, header.attempt)
 
     def _drop(self, request_id: str) -> None:
@@ -467,7 +534,15 @@ class Stage:
         work = self._work[request_id]
         self._meter.failed(work.track, "dropped")
         self._engine.abort(work.request.request_id)
+        if work.output is not None:
+            work.output.let_go()
         self._forget(request_id, work.attempt)
+
+    def _let_go(self, request_id: str) -> None:
+        """What was kept of a request that is finished here is not needed any more. Idempotent."""
+        work = self._finished.pop(request_id, None)
+        if work is not None and work.output is not None:
+            work.output.let_go()
 
     def _forget(self, request_id: str, attempt: int) -> None:
         """Attempts up to this one are over; what has come for a later one stays parked."""
@@ -476,29 +551,4 @@ class Stage:
             self._by_engine_id.pop(work.request.request_id, None)
         self._whole.discard(request_id)
         self._tombstones.add(request_id, self._clock(), attempt)
-        for moment, envelope in self._unpark_timed(request_id):
-            if envelope.header.attempt > attempt:
-                self._keep_parked(moment, envelope)
-
-
-def _parked_size(envelope: Envelope[IntoStage]) -> int:
-    return PARKED_OVERHEAD + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
-
-
-def _piece(chunk: Chunk, envelope: Envelope[IntoStage]) -> Piece:
-    scalars = {}
-    if chunk.information is not None:
-        for name, entry in chunk.information.entries.items():
-            if entry.scalar is None:
-                raise InvalidPayload(f"The additional information {name!r} must be a scalar here.")
-            scalars[name] = entry.scalar
-    tensors = {name: envelope.tensor(ref) for name, ref in chunk.tensors.items()}
-    if chunk.rows is not None:
-        tensors[ROWS] = envelope.tensor(chunk.rows.tensor)
-    return Piece(
-        token_ids=unpack_token_ids(chunk.token_ids),
-        tensors=tensors,
-        scalars=scalars,
-        start=chunk.start,
-        final=chunk.final,
-    )
+        self._parking.drop(request_id, attempt)

@@ -11,9 +11,12 @@ from __future__ import annotations
 import array
 import ctypes
 import os
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import psutil
 
 from omni_actors.config import StageConfig, suggest
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
@@ -36,6 +39,8 @@ CRASH_TOKEN = 0x7FFF0001  # a prompt with this token ends the process: tests of 
 FAIL_TOKEN = 0x7FFF0002  # a prompt with this token fails alone
 HANG_TOKEN = 0x7FFF0003  # the engine's step never returns
 GRAB_TOKEN = 0x7FFF0004  # neither does it, and it holds the interpreter's lock, so that no thread runs
+HOG_TOKEN = 0x7FFF0005  # takes memory until there is none, in a stage with `memory_bytes`
+HOG_BYTES = 64 << 20  # at a time
 HANG_SECONDS = 3600
 
 
@@ -47,16 +52,20 @@ class EchoOptions:
     step_seconds: float = 0.0  # time that each step takes
     start_seconds: float = 0.0  # time that loading takes
     row_width: int = 0
+    pass_rows: bool = False  # send on the row that came instead of making one
     samples_per_token: int = 480
     voices: tuple[str, ...] = ("Chelsie", "Ethan")
     fail_start: str = ""  # a text with which loading fails
     fail_start_if: str = ""  # a file: while it exists loading fails
+    fail_shutdown: str = ""  # a text with which the end of the engine fails
+    memory_bytes: int = 0  # of address space that the process may take beyond what it has; 0: no limit of its own
 
 
 @dataclass
 class _Echo:
     request: StageRequest
     tokens: list[int]
+    row: HostTensor | None  # to be sent on
     sent: int = 0
 
 
@@ -72,6 +81,9 @@ class EchoEngine(StageEngine):
         self._options = EchoOptions(**stage.engine)
         self._outputs = frozenset(stage.outputs)
         self._active: dict[str, _Echo] = {}
+        if self._options.memory_bytes:
+            limit = psutil.Process().memory_info().vms + self._options.memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         time.sleep(self._options.start_seconds)
         if self._options.fail_start:
             raise EngineError(self._options.fail_start)
@@ -103,7 +115,8 @@ class EchoEngine(StageEngine):
         _check_row(inputs.tensors.get("rows"), tokens[-1])
         if request.params.max_tokens is not None:
             tokens = tokens[: request.params.max_tokens]
-        self._active[request.request_id] = _Echo(request, tokens)
+        row = inputs.tensors.get("rows") if self._options.pass_rows else None
+        self._active[request.request_id] = _Echo(request, tokens, row)
 
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
@@ -132,6 +145,10 @@ class EchoEngine(StageEngine):
             time.sleep(HANG_SECONDS)
         if token == GRAB_TOKEN:
             ctypes.PyDLL(None).sleep(HANG_SECONDS)
+        if token == HOG_TOKEN and self._options.memory_bytes:  # only where a limit protects everybody else
+            hoard = []
+            while True:
+                hoard.append(bytearray(HOG_BYTES))
         if token == FAIL_TOKEN:
             del self._active[request_id]
             return [ErrorEvent(request_id, EngineError("A test asked this request to fail."))]
@@ -146,6 +163,8 @@ class EchoEngine(StageEngine):
         if echo.request.streams:
             width = self._options.row_width
             row = {"rows": HostTensor(DType.BF16, (1, width), _row(token, width))} if width else {}
+            if echo.row is not None:
+                row = {"rows": echo.row}
             events.append(StreamEvent(request_id, [token], row, {}, echo.sent, final))
         echo.sent += 1
         if final:
@@ -158,6 +177,8 @@ class EchoEngine(StageEngine):
 
     def shutdown(self) -> None:
         self._active.clear()
+        if self._options.fail_shutdown:
+            raise EngineError(self._options.fail_shutdown)
 
 
 def _row(token: int, width: int) -> bytes:

@@ -1,4 +1,7 @@
-"""A stage's snapshot: what its parts count, under the names of the table. Made on the main thread once a second."""
+"""A stage's snapshot: what its parts count, under the names of the table.
+
+Made on the main thread once per heartbeat interval.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def snapshot(
         held: counts of the sockets' threads: `arena_bytes`, `dropped_arena_full`.
     """
     meters, labels = meter.meters, meter.labels
-    counts = actor.counts()
+    counts = actor.held()  # does not ask the engine, whose workers may be gone when the last snapshot is made
     meters.set(table.STAGE_HELD, *labels, to=counts["requests"])
     meters.set(table.PARKED, *labels, to=counts["parked_bytes"])
     meters.set(table.INPUT_TOKENS, *labels, to=meter.input_tokens)

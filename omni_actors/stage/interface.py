@@ -171,7 +171,7 @@ class StageEngine(ABC):
         return None
 
     def statistics(self) -> EngineStatistics | None:
-        """For metrics, about once a second; `None` for an engine without a scheduler."""
+        """For metrics, once per heartbeat interval; `None` for an engine without a scheduler."""
         return None
 
     def device_bytes(self) -> int:

@@ -17,10 +17,11 @@ import setproctitle
 
 from omni_actors import logs
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
-from omni_actors.errors import OmniError
+from omni_actors.errors import OmniError, StartupError
 from omni_actors.messages import Fatal, Hop, Loading
+from omni_actors.stage import preloaded
+from omni_actors.stage.events import Stop
 from omni_actors.stage.interface import StageEngine
-from omni_actors.stage.io_threads import Stop
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
 from omni_actors.stage.session import Session
 from omni_actors.stage.turns import GiveWay, Sign
@@ -222,6 +223,8 @@ def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[
 
         return EchoEngine(stage)
     report("importing vLLM")
+    if preloaded.FAILURES:
+        raise StartupError(f"The fork server could not prepare for stages: {'; '.join(preloaded.FAILURES)}.")
     from omni_actors.engine.factory import build_stage_engine
 
     engine: StageEngine = build_stage_engine(pipeline, stage, report)

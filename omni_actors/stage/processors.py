@@ -9,9 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from omni_actors.codec import Envelope
 from omni_actors.errors import InvalidPayload
-from omni_actors.messages import HostTensor, Scalar
+from omni_actors.messages import ROWS, Chunk, HostTensor, Scalar, unpack_token_ids
 from omni_actors.stage.interface import StageInputs
 
 
@@ -24,6 +26,26 @@ class Piece:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     start: int = 0
     final: bool = False
+
+    @classmethod
+    def of(cls, chunk: Chunk, envelope: Envelope[Any]) -> Piece:
+        """What `envelope`, whose body is `chunk`, holds. Raises `InvalidPayload` for information that is no scalar."""
+        scalars = {}
+        if chunk.information is not None:
+            for name, entry in chunk.information.entries.items():
+                if entry.scalar is None:
+                    raise InvalidPayload(f"The additional information {name!r} must be a scalar here.")
+                scalars[name] = entry.scalar
+        tensors = {name: envelope.tensor(ref) for name, ref in chunk.tensors.items()}
+        if chunk.rows is not None:
+            tensors[ROWS] = envelope.tensor(chunk.rows.tensor)
+        return cls(
+            token_ids=unpack_token_ids(chunk.token_ids),
+            tensors=tensors,
+            scalars=scalars,
+            start=chunk.start,
+            final=chunk.final,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,11 @@ from msgspec import Meta, Struct
 from omni_actors.codec import Envelope, encode
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import InvalidRequest, OmniError
+from omni_actors.logs import get_logger
 from omni_actors.messages import Body, Header, Hop
-from omni_actors.stage.actor import Outgoing
+from omni_actors.stage.outgoing import Outgoing
+
+logger = get_logger(__name__)
 
 FORMAT = 1
 LENGTH = struct.Struct("<I")
@@ -42,13 +45,17 @@ class Entry(Struct, frozen=True, array_like=True):
 
 
 class Recorder:
-    """Writes one stage's messages. Everything is on disk after `close`, most of it earlier."""
+    """Writes one stage's messages. Everything is on disk after `close`, most of it earlier.
+
+    When the disk is full the recording ends, and the stage goes on.
+    """
 
     def __init__(self, folder: str, pipeline: PipelineConfig, identity: Hop) -> None:
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         path = Path(folder) / f"{identity.stage}-{identity.replica}-{identity.epoch}.omnirec"
         self._file = open(path, "wb", opener=_private)  # noqa: SIM115 - until close
         self._limits = pipeline.limits
+        self._broken = False
         # Without the folder: a replay records nothing.
         coordinator = msgspec.structs.replace(pipeline.coordinator, record_dir=None)
         own = msgspec.structs.replace(pipeline, coordinator=coordinator)
@@ -63,7 +70,10 @@ class Recorder:
             self._message(stage, message.header, message.body, message.buffers)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # what was written last did not fit
+            self._end(error)
 
     def _message(self, direction: str, header: Header, body: Body, buffers: Any) -> None:
         try:
@@ -73,8 +83,17 @@ class Recorder:
         self._write(Entry(direction, [bytes(frame) for frame in frames]))
 
     def _write(self, record: Struct) -> None:
+        if self._broken:
+            return
         data = msgspec.msgpack.encode(record)
-        self._file.write(LENGTH.pack(len(data)) + data)
+        try:
+            self._file.write(LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        self._broken = True
+        logger.warning("the recording ends here: %s: %s", self._file.name, error)
 
 
 def _private(path: str, flags: int) -> int:

@@ -6,8 +6,8 @@ again with the next epoch: sockets, credit windows and shared memory are new, so
 
 from __future__ import annotations
 
+import contextlib
 import os
-import queue
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,11 +27,15 @@ from omni_actors.messages import (
     Welcome,
 )
 from omni_actors.observe.clocks import AnchoredClock
-from omni_actors.stage.actor import Outgoing, Stage
+from omni_actors.stage.actor import Stage
+from omni_actors.stage.events import Control, Event, Lost, Received, Rejected, Stop, Undelivered, sender_of
 from omni_actors.stage.figures import Baseline, snapshot
+from omni_actors.stage.inbound import Inbound
+from omni_actors.stage.inbox import Inbox
 from omni_actors.stage.interface import StageEngine
-from omni_actors.stage.io_threads import Control, Event, Inbound, Lost, Outbound, Received, Rejected, Stop, sender_of
 from omni_actors.stage.meter import StageMeter
+from omni_actors.stage.outbound import Outbound
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.processors import InputProcessor
 from omni_actors.stage.record import Recorder
 from omni_actors.stage.turns import POLL_SECONDS, GiveWay, Sign
@@ -47,7 +51,7 @@ CLOSE_SECONDS = 4.0
 
 
 class Session:
-    """Belongs to the main thread, except the sockets (`io_threads`).
+    """Belongs to the main thread, except the sockets' threads (`inbound`, `outbound`).
 
     Args:
         identity: stage, replica and the epoch of this session.
@@ -70,7 +74,7 @@ class Session:
         self._stage = pipeline.stage(identity.stage)
         self._identity = identity
         self._born = born
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events = Inbox()
         self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes)
         flow = pipeline.flow
         sends = bool(pipeline.downstream(identity.stage)) and flow.arena_bytes > 0
@@ -121,10 +125,7 @@ class Session:
         self._inbound.start()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            try:
-                event = self._events.get(timeout=TICK_SECONDS)
-            except queue.Empty:
-                continue
+            event = next(iter(self._events.take(TICK_SECONDS, maximum=1)), None)
             if isinstance(event, Stop | Lost):
                 self._end = event
                 return event
@@ -137,9 +138,10 @@ class Session:
                     event.body.results,
                     self._pipeline.limits,
                     self._pipeline.flow,
-                    self._events,
+                    self._events.put,
                     self._arena,
                     self._arenas,
+                    self._pipeline.downstream,
                 )
                 outbound.start()
                 self._outbound = outbound
@@ -200,7 +202,8 @@ class Session:
             self._take_events(actor, outbound, waits)
             sign.show(actor.urgent())
             if not (waits or outbound.congested):  # when congested, the stages after this one set the pace
-                self._emit(outbound, actor.step())
+                output = actor.step()
+                self._emit(outbound, output, idle=not actor.runnable())
                 sign.show(actor.urgent())  # before the next wait for events, which may be long
             self._inbound.pulse.progress += 1
             tick = time.monotonic() >= next_tick
@@ -234,32 +237,34 @@ class Session:
             timeout = TICK_SECONDS
         elif gives_way:
             timeout = POLL_SECONDS
-        while self._end is None:
-            try:
-                event = self._events.get(timeout=timeout) if timeout else self._events.get_nowait()
-            except queue.Empty:
-                return
+        while self._end is None and (events := self._events.take(timeout)):
             timeout = 0.0
-            if isinstance(event, Received):
-                self._grants_due |= self._tally.take(sender_of(event.envelope.header), event.size)
-                if self._recorder is not None:
-                    self._recorder.received(event.envelope)
-                self._emit(outbound, actor.receive(event.envelope))
-            elif isinstance(event, Rejected):
-                if event.size:
-                    self._grants_due |= self._tally.take(sender_of(event.header), event.size)
-                self._emit(outbound, actor.reject(event.header, event.error))
-            elif isinstance(event, Stop | Lost):
-                self._end = event
-            elif isinstance(event.body, Peers):
-                outbound.set_peers(event.body)
-            elif isinstance(event.body, Shutdown):
-                self._end = Stop(event.body.reason)
+            for event in events:
+                self._on_event(actor, outbound, event)
 
-    def _emit(self, outbound: Outbound, messages: Sequence[Outgoing]) -> None:
+    def _on_event(self, actor: Stage, outbound: Outbound, event: Event) -> None:
+        if isinstance(event, Received):
+            self._grants_due |= self._tally.take(sender_of(event.envelope.header), event.size)
+            if self._recorder is not None:
+                self._recorder.received(event.envelope)
+            self._emit(outbound, actor.receive(event.envelope))
+        elif isinstance(event, Rejected):
+            if event.size:
+                self._grants_due |= self._tally.take(sender_of(event.header), event.size)
+            self._emit(outbound, actor.reject(event.header, event.error))
+        elif isinstance(event, Undelivered):
+            self._emit(outbound, actor.undelivered(event.request_id, event.receiver, event.error))
+        elif isinstance(event, Stop | Lost):
+            self._end = event
+        elif isinstance(event.body, Peers):
+            outbound.set_peers(event.body)
+        elif isinstance(event.body, Shutdown):
+            self._end = Stop(event.body.reason)
+
+    def _emit(self, outbound: Outbound, messages: Sequence[Outgoing], idle: bool = False) -> None:
         if self._recorder is not None:
             self._recorder.sent(messages)
-        outbound.send(messages)
+        outbound.send(messages, idle)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
@@ -274,14 +279,16 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        if self._outbound is not None:
-            self._outbound.finish(last_words)
-            self._outbound.join(CLOSE_SECONDS)
-        if self._inbound.is_alive():
-            self._inbound.finish()
-            self._inbound.join(CLOSE_SECONDS)
-        self._sockets.context.destroy(linger=0)
-        if self._recorder is not None:
-            self._recorder.close()
-        if self._arena is not None:
-            self._arena.close()
+        # In the other order: a step that fails does not keep the next ones from being done.
+        with contextlib.ExitStack() as last_first:
+            if self._arena is not None:
+                last_first.callback(self._arena.close)
+            if self._recorder is not None:
+                last_first.callback(self._recorder.close)
+            last_first.callback(self._sockets.context.destroy, linger=0)
+            if self._inbound.is_alive():
+                last_first.callback(self._inbound.join, CLOSE_SECONDS)
+                last_first.callback(self._inbound.finish)
+            if self._outbound is not None:
+                last_first.callback(self._outbound.join, CLOSE_SECONDS)
+                last_first.callback(self._outbound.finish, last_words)

@@ -7,6 +7,9 @@ the kernel takes the memory back when the last process that maps it is gone, `ki
 A block lives from `publish` until every consumer has given its ticket back, has died, or the request's deadline has
 passed by `GRACE_SECONDS`. On the consumer's side a block is held exactly as long as anything refers to its memory: a
 `memoryview` of it, or a tensor over that. Nobody has to remember to free it, whichever way a request ends.
+
+A consumer that sends on what it was sent forwards the block instead of copying it (ADR 0012). It holds it until
+those after it have given it back; when it dies before, they answer for themselves to the owner.
 """
 
 from __future__ import annotations
@@ -18,21 +21,23 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy
 import psutil
 
 from omni_actors.codec import Frame
-from omni_actors.errors import InvalidPayload, StartupError
-from omni_actors.messages import ArenaAddress, Block, Header, Hop
+from omni_actors.errors import InvalidPayload, StageLost, StartupError
+from omni_actors.messages import ArenaAddress, Block, Header, Hop, Origin
 
 ALIGNMENT = 64
 PREFIX = 64  # bytes before each block's data: its ticket; at the start of the arena: the token
 GRACE_SECONDS = 10.0
 RELEASE_BYTES = 1 << 20  # a block of this size is given back at once, smaller ones in batches
 RELEASE_BLOCKS = 64
+Memory = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 2, 4
 
 
@@ -47,16 +52,24 @@ def check_budget(size: int, what: str) -> None:
         )
 
 
+class Holder(NamedTuple):
+    """Who needs a block: a process, and for one that got it `through` another, which is gone since, that one too."""
+
+    hop: Hop
+    through: Hop | None = None
+
+
 @dataclass
 class _Published:
     offset: int
-    length: int  # with prefix and padding
+    length: int  # with prefix and padding; 0 if the memory is another's
     expires: float
-    consumers: set[Hop] = field(default_factory=set)
+    holders: set[Holder]
+    view: Frame | None = None  # of a block of another arena, which is held by it
 
 
 class Arena:
-    """The owner's side. Belongs to one thread.
+    """The owner's side. Not thread-safe; what belongs to several threads is used under their lock.
 
     Raises:
         StartupError: the memory is not there.
@@ -82,41 +95,81 @@ class Arena:
         self._published: dict[int, _Published] = {}
         self._next_ticket = 1
         self._used = 0
+        # What readers said of a consumer's death of which we have not heard yet.
+        self._said: dict[Hop, dict[Hop, frozenset[int]]] = {}
         self.fallbacks = 0  # buffers that did not fit
+        self.forwarded = 0
 
     def publish(self, data: Frame, consumer: Hop, expires: float) -> Block | None:
         """Copy `data` into a block for `consumer`; `None` if there is no room now. The block's `buffer` is 0."""
-        source = numpy.frombuffer(data, numpy.uint8)
-        length = -(-(PREFIX + source.nbytes) // ALIGNMENT) * ALIGNMENT
+        block = self.reserve(memoryview(data).nbytes, consumer, expires)
+        if block is not None:
+            self.write(block, data)
+        return block
+
+    def reserve(self, size: int, holder: Hop, expires: float) -> Block | None:
+        """A block of `size` bytes that has no data yet and belongs to `holder`; `None` if there is no room now."""
+        length = -(-(PREFIX + size) // ALIGNMENT) * ALIGNMENT
         offset = self._allocate(length)
         if offset is None:
             self.fallbacks += 1
             return None
         ticket = self._next_ticket
         self._next_ticket += 1
-        begin = offset + PREFIX
-        numpy.copyto(self._memory[begin : begin + source.nbytes], source)
-        self._map[offset : offset + 8] = ticket.to_bytes(8, "little")
-        self._published[ticket] = _Published(offset, length, expires, {consumer})
+        self._published[ticket] = _Published(offset, length, expires, {Holder(holder)})
         self._used += length
-        return Block(0, begin, source.nbytes, ticket)
+        return Block(0, offset + PREFIX, size, ticket)
+
+    def write(self, block: Block, data: Frame) -> None:
+        """Fill a reserved block. May run while another thread uses the arena, as long as none calls `expire`."""
+        numpy.copyto(self._memory[block.offset : block.offset + block.length], numpy.frombuffer(data, numpy.uint8))
+        self._map[block.offset - PREFIX : block.offset - PREFIX + 8] = block.ticket.to_bytes(8, "little")
+
+    def forward(self, found: Found, view: Frame, holder: Hop, expires: float) -> Block:
+        """Pass on a block of another arena, `view` and `found` as its reader knows it. It is held there until here
+        everybody has released it."""
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        self.forwarded += 1
+        self._published[ticket] = _Published(0, 0, expires, {Holder(holder)}, view)
+        return Block(0, found.offset, found.length, ticket, found.origin)
 
     def share(self, block: Block, consumer: Hop) -> None:
-        """One more consumer for a block that has just been published."""
-        self._published[block.ticket].consumers.add(consumer)
+        """One more consumer for a block that somebody still holds."""
+        self._published[block.ticket].holders.add(Holder(consumer))
 
-    def release(self, consumer: Hop, ticket: int) -> None:
+    def release(self, consumer: Hop, ticket: int, through: Hop | None = None) -> None:
         """A consumer needs a block no more. Idempotent; tickets of others are ignored."""
         published = self._published.get(ticket)
-        if published is not None and consumer in published.consumers:
-            published.consumers.discard(consumer)
-            if not published.consumers:
+        holder = Holder(consumer, through)
+        if published is not None and holder in published.holders:
+            published.holders.discard(holder)
+            if not published.holders:
                 self._reclaim(ticket)
 
-    def forget(self, consumer: Hop) -> None:
-        """A consumer is dead."""
-        for ticket in list(self._published):
-            self.release(consumer, ticket)
+    def forget(self, consumer: Hop, readers: Collection[Hop] = ()) -> None:
+        """A consumer is dead.
+
+        It may have forwarded blocks to `readers`, and may have died before anybody could know. So each of them is taken
+        to hold what the dead one held, until it says what it does hold (`hold_only`).
+        """
+        said = self._said.pop(consumer, {})
+        for ticket, published in list(self._published.items()):
+            ended = {holder for holder in published.holders if holder.hop == consumer}
+            if ended:
+                heirs = {reader for reader in readers if ticket in said.get(reader, (ticket,))}
+                published.holders -= ended
+                published.holders |= {Holder(reader, consumer) for reader in heirs}
+                if not published.holders:
+                    self._reclaim(ticket)
+
+    def hold_only(self, reader: Hop, through: Hop, tickets: Collection[int], known: bool) -> None:
+        """Of all blocks that came through a dead consumer a reader needs these. `known`: `forget` was told of that."""
+        if not known:
+            self._said.setdefault(through, {})[reader] = frozenset(tickets)
+            return
+        for ticket in self._published.keys() - set(tickets):
+            self.release(reader, ticket, through)
 
     def expire(self, now: float) -> None:
         """Take back what nobody gave back: its request has been over for long."""
@@ -149,6 +202,8 @@ class Arena:
 
     def _reclaim(self, ticket: int) -> None:
         published = self._published.pop(ticket)
+        if published.view is not None:  # with it ends what is held of the other arena
+            return
         offset, length = published.offset, published.length
         self._used -= length
         self._map[offset : offset + 8] = bytes(8)  # who comes too late sees it
@@ -162,8 +217,27 @@ class Arena:
             self._free.insert(index, (offset, length))
 
 
+class Found(NamedTuple):
+    """A block of another arena that was opened here. `offset` and `length` in bytes."""
+
+    origin: Origin
+    offset: int
+    length: int
+
+
+class _Lease(weakref.ref[Memory]):
+    """Notices the end of the last view of a block's memory. `key` is the sender and its ticket."""
+
+    __slots__ = ("found", "identity", "key", "through")
+
+    key: tuple[Hop, int]
+    found: Found
+    identity: int  # of the memory
+    through: Hop | None  # the sender, once it is gone: the ticket goes back to the owner instead
+
+
 class ArenaReader:
-    """The consumer's side: maps the arenas of the stages before. `attach` and `open` belong to one thread.
+    """The consumer's side: maps the arenas of the stages before. `attach` and `open` belong to one thread at a time.
 
     Args:
         on_due: called, from any thread, when released blocks should be given back soon.
@@ -172,70 +246,121 @@ class ArenaReader:
     def __init__(self, on_due: Callable[[], None]) -> None:
         self._on_due = on_due
         self._maps: dict[Hop, mmap.mmap] = {}
-        self._released: collections.deque[tuple[Hop, int]] = collections.deque()  # its methods are atomic
-        self._leases: set[tuple[Hop, int]] = set()
+        self._sources: frozenset[Hop] = frozenset()
+        self._released: collections.deque[tuple[Holder, int]] = collections.deque()  # its methods are atomic
+        self._leases: dict[tuple[Hop, int], _Lease] = {}
+        self._by_memory: dict[int, _Lease] = {}
 
-    def attach(self, sources: dict[Hop, ArenaAddress | None]) -> None:
-        """Map the arenas of exactly these processes. One on another host cannot be mapped; it will send frames."""
-        for gone in self._maps.keys() - sources.keys():
+    def attach(
+        self, sources: Mapping[Hop, ArenaAddress | None], origins: Mapping[Hop, ArenaAddress | None] | None = None
+    ) -> None:
+        """Map the arenas of exactly these processes. One on another host cannot be mapped; it will send frames.
+
+        `sources` send their own blocks and may forward those of `origins`.
+        """
+        wanted = {**(origins or {}), **sources}
+        self._sources = frozenset(sources)
+        for gone in self._maps.keys() - wanted.keys():
             del self._maps[gone]  # the memory stays while something in it is in use
-        for owner, address in sources.items():
+        for owner, address in wanted.items():
             if address is not None and owner not in self._maps:
                 with contextlib.suppress(OSError, ValueError):
-                    self._maps[owner] = _map(address)
+                    self._maps[owner] = _map(address, populate=owner in sources)
 
     def is_mapped(self, owner: Hop) -> bool:
         return owner in self._maps
+
+    @property
+    def mapped(self) -> tuple[Hop, ...]:
+        return tuple(self._maps)
 
     def open(self, header: Header, block: Block) -> memoryview:
         """The bytes of a block, in place.
 
         Raises:
             InvalidPayload: the sender's arena is not mapped, or the block is not (or no longer) what was published.
+            StageLost: the sender has forwarded the block, and it or the owner is gone.
         """
-        owner = Hop(header.stage, header.replica, header.epoch) if header.stage else None
-        mapped = self._maps.get(owner) if owner is not None else None
-        if owner is None or mapped is None:
+        if not header.stage:
+            raise InvalidPayload(f"Buffer {block.buffer} lies in an arena that is not mapped here: nobody's.")
+        sender = Hop(header.stage, header.replica, header.epoch)
+        origin = block.origin or Origin(sender, block.ticket)
+        owner = origin.owner
+        mapped = self._maps.get(owner)
+        if block.origin is not None and (mapped is None or sender not in self._sources):
+            raise StageLost(f"A block of {owner.stage}/{owner.replica} came when that or its sender was gone.")
+        if mapped is None:
             raise InvalidPayload(f"Buffer {block.buffer} lies in an arena that is not mapped here.")
         begin, end = block.offset, block.offset + block.length
         if begin < 2 * PREFIX or begin % ALIGNMENT or end > len(mapped):
             raise InvalidPayload(f"Block {begin}..{end} is outside of the arena's {len(mapped)} bytes.")
-        if int.from_bytes(mapped[begin - PREFIX : begin - PREFIX + 8], "little") != block.ticket:
-            raise InvalidPayload(f"Block {block.ticket} of {owner.stage}/{owner.replica} has been freed.")
-        key = (owner, block.ticket)
+        if int.from_bytes(mapped[begin - PREFIX : begin - PREFIX + 8], "little") != origin.ticket:
+            raise InvalidPayload(f"Block {origin.ticket} of {owner.stage}/{owner.replica} has been freed.")
+        key = (sender, block.ticket)
         if key in self._leases:
-            raise InvalidPayload(f"Block {block.ticket} of {owner.stage}/{owner.replica} came twice.")
-        lease = numpy.frombuffer(mapped, numpy.uint8, block.length, begin)
-        self._leases.add(key)
-        weakref.finalize(lease, self._release, key, block.length).atexit = False
-        return lease.data
+            raise InvalidPayload(f"Block {block.ticket} of {sender.stage}/{sender.replica} came twice.")
+        memory = numpy.frombuffer(mapped, numpy.uint8, block.length, begin)
+        lease = _Lease(memory, self._release)
+        lease.key, lease.identity, lease.through = key, id(memory), None
+        lease.found = Found(origin, block.offset, block.length)
+        self._leases[key] = self._by_memory[lease.identity] = lease
+        return memory.data
 
-    def _release(self, key: tuple[Hop, int], length: int) -> None:
+    def find(self, buffer: Frame) -> Found | None:
+        """The block that a buffer is, all of it and unchanged, if the owner still lives. From any thread."""
+        view = memoryview(buffer)
+        memory: object = view.obj
+        lease = self._by_memory.get(id(memory))
+        if lease is None or lease() is not memory or view.nbytes != lease.found.length or not view.c_contiguous:
+            return None
+        return lease.found if lease.found.origin.owner in self._maps else None
+
+    def lost(self, sender: Hop) -> dict[Hop, list[int]]:
+        """A source is gone: what it had forwarded and is still in use, by owner. From now on it goes back to those."""
+        held: dict[Hop, list[int]] = {}
+        for lease in list(self._leases.values()):
+            owner, ticket = lease.found.origin.owner, lease.found.origin.ticket
+            if lease.key[0] == sender != owner:
+                lease.through = sender
+                if lease.key in self._leases:  # else it ended just now, and nobody may have heard of `through`
+                    held.setdefault(owner, []).append(ticket)
+        return held
+
+    def _release(self, lease: weakref.ref[Memory]) -> None:
         """Nothing refers to a block any more. Runs in whichever thread dropped it last."""
-        self._leases.discard(key)
-        self._released.append(key)
-        if length >= RELEASE_BYTES or len(self._released) >= RELEASE_BLOCKS:
+        if not isinstance(lease, _Lease):
+            return
+        del self._leases[lease.key]
+        if self._by_memory.get(lease.identity) is lease:
+            del self._by_memory[lease.identity]
+        sender, ticket = lease.key
+        if lease.through is None:
+            self._released.append((Holder(sender), ticket))
+        else:
+            self._released.append((Holder(lease.found.origin.owner, sender), lease.found.origin.ticket))
+        if lease.found.length >= RELEASE_BYTES or len(self._released) >= RELEASE_BLOCKS:
             self._on_due()
 
-    def take_released(self) -> dict[Hop, list[int]]:
-        """Tickets to give back, by owner. From any one thread."""
-        released: dict[Hop, list[int]] = {}
+    def take_released(self) -> dict[Holder, list[int]]:
+        """Tickets to give back, by who gets them and whom they came through. From any one thread."""
+        released: dict[Holder, list[int]] = {}
         while self._released:
-            owner, ticket = self._released.popleft()
-            released.setdefault(owner, []).append(ticket)
+            receiver, ticket = self._released.popleft()
+            released.setdefault(receiver, []).append(ticket)
         return released
 
     def counts(self) -> dict[str, int]:
         return {"leases": len(self._leases)}
 
 
-def _map(address: ArenaAddress) -> mmap.mmap:
+def _map(address: ArenaAddress, populate: bool) -> mmap.mmap:
     """Raises `OSError` or `ValueError` if the process is not of this host, or is another one."""
     descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if os.fstat(descriptor).st_size != address.size:
             raise ValueError("another file")
-        mapped = mmap.mmap(descriptor, address.size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        mapped = mmap.mmap(descriptor, address.size, flags, mmap.PROT_READ)
     finally:
         os.close(descriptor)
     if mapped[:16] != address.token:

@@ -14,12 +14,11 @@ import zmq
 
 from omni_actors.codec import Frame
 from omni_actors.transport.credit import EdgeFigures, Traffic, Window, wire_size
-from omni_actors.transport.sockets import Socket, try_send
+from omni_actors.transport.sockets import ZERO_COPY_BYTES, Socket, descriptor, try_send
 
 STALL_SECONDS = 5.0
 OUTBOX_BYTES = 256 << 20
 OUTBOX_MESSAGES = 10_000
-ZERO_COPY_BYTES = 64 << 10  # below this a copy is cheaper than tracking the buffer
 
 
 class Waiting(NamedTuple):
@@ -29,7 +28,7 @@ class Waiting(NamedTuple):
 
 
 class Link:
-    """Not thread-safe: it belongs to the thread that made the socket.
+    """Not thread-safe: it belongs to one thread, or to those that hold one lock.
 
     A ROUTER's peer has a link too, if every message begins with the peer's identity; its methods raise `PeerGone`.
 
@@ -107,6 +106,8 @@ class Link:
                 self.moved = self._clock()
             self._urgent.append(Waiting(request_id, frames, size))
             self.backlog_bytes += size
+        elif self._outbox:  # the socket takes messages again, and to try it used up the sign of that
+            self.flush()
 
     def flush(self) -> None:
         """Send what the peer takes now."""
@@ -133,7 +134,7 @@ class Link:
     @property
     def descriptor(self) -> int:
         """Readable when the socket's state has changed; then call `wake`."""
-        return int(self.socket.getsockopt(zmq.FD))
+        return descriptor(self.socket)
 
     def wake(self) -> None:
         """Take notice of what happened to the socket (which makes the descriptor quiet again), then `flush`."""
@@ -180,9 +181,7 @@ class Link:
         return True
 
     def _try(self, frames: Sequence[Frame], size: int) -> bool:
-        large = any(len(frame) >= ZERO_COPY_BYTES for frame in frames if isinstance(frame, bytes)) or any(
-            memoryview(frame).nbytes >= ZERO_COPY_BYTES for frame in frames if not isinstance(frame, bytes)
-        )
+        large = size >= ZERO_COPY_BYTES and any(memoryview(frame).nbytes >= ZERO_COPY_BYTES for frame in frames)
         self.refused = not try_send(self.socket, frames, copy=not large)
         if not self.refused:
             self.traffic.messages += 1

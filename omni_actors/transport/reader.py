@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from omni_actors.transport.sockets import Socket
+from omni_actors.transport.sockets import Socket, receive
 
 BATCH = 256  # messages before other tasks get a turn
 
@@ -53,7 +53,7 @@ class SocketReader:
             if self._closed:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = receive(self._socket)
             except zmq.Again:
                 self._on_quiet()
                 return

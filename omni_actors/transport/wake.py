@@ -1,4 +1,4 @@
-"""Wakes a thread that waits in a zmq poll, from any other thread, through a file descriptor."""
+"""Wakes a thread that waits in a poll, from any other thread, through a file descriptor."""
 
 from __future__ import annotations
 
@@ -9,25 +9,50 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class WakeableQueue(Generic[T]):
-    """A queue whose arrival of items can be polled as a readable file descriptor."""
+class Wakeup:
+    """A flag that can be polled: its file descriptor is readable from `set` to the next `clear`. From any thread.
+
+    `set` takes no lock, so that also a finalizer may call it, wherever the interpreter runs it.
+    """
 
     def __init__(self) -> None:
-        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         return self._event
 
-    def put(self, item: T) -> None:
-        self._items.put(item)
+    def set(self) -> None:
         os.eventfd_write(self._event, 1)
 
-    def drain(self) -> list[T]:
-        """All items that are there now."""
+    def clear(self) -> bool:
+        """Whether it was set."""
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
+            return False
+        return True
+
+    def __del__(self) -> None:  # not before the last one who could call `set` is gone
+        os.close(self._event)
+
+
+class WakeableQueue(Generic[T]):
+    """A queue whose arrival of items can be polled as a readable file descriptor."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._wakeup = Wakeup()
+
+    def fileno(self) -> int:
+        return self._wakeup.fileno()
+
+    def put(self, item: T) -> None:
+        self._items.put(item)
+        self._wakeup.set()
+
+    def drain(self) -> list[T]:
+        """All items that are there now."""
+        if not self._wakeup.clear():
             return []
         items = []
         while True:
@@ -35,6 +60,3 @@ class WakeableQueue(Generic[T]):
                 items.append(self._items.get_nowait())
             except queue.Empty:
                 return items
-
-    def close(self) -> None:
-        os.close(self._event)

@@ -15,9 +15,10 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ErrorCode, OmniError, Poison, StageLost, StageUnavailable
-from omni_actors.stage.echo import CRASH_TOKEN, GRAB_TOKEN, HANG_TOKEN
-from tests.chaos.load import Load, Watch, ask_and_check, connected, disturbed_chain, replicas
+from omni_actors.stage.echo import CRASH_TOKEN, GRAB_TOKEN, HANG_TOKEN, HOG_TOKEN
+from tests.chaos.load import STAGES, Load, Watch, ask_and_check, connected, disturbed_chain, replicas
 from tests.process.launcher import EchoLauncher, processes_of, until
+from tests.unit.builders import chain
 
 Launch = Callable[..., EchoLauncher]
 
@@ -43,10 +44,22 @@ async def test_sigkill_at_20_50_80_percent(launch: Launch, stage: str, capsys: p
         print(f"\nSIGKILL of {stage} three times: {description.counts['replays']} replays, {figures}")
     assert len(watch.recovered) == 3
     assert description.counts["replays"] > 0
+    for before in STAGES[: STAGES.index(stage)]:
+        await_runs(launcher, before, load.total)
     assert description.healthy
     assert launcher.output.count(f"{name} died (killed by signal 9)") == 3
     assert max(watch.noticed) < 1.0
     launcher.wait_idle()
+
+
+def await_runs(launcher: EchoLauncher, stage: str, runs: int) -> None:
+    """Stages before the lost one computed every request once."""
+
+    def counted() -> int:
+        return next(item for item in launcher.describe().stages if item.stage == stage).counts["total_runs"]
+
+    until(lambda: counted() >= runs, 5, lambda: f"{stage} ran {counted()} requests")
+    assert counted() == runs
 
 
 async def kill_current(watch: Watch, name: str) -> None:
@@ -134,6 +147,24 @@ async def test_a_loop_that_hangs_is_killed_and_its_request_is_poison(
     launcher.wait_idle()
 
 
+async def test_a_loop_that_hangs_is_known_within_five_seconds(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the defaults of the configuration."""
+    launcher = launch(chain()).wait_ready()
+    async with connected(launcher.endpoint) as (client, watch):
+        pid = await pid_of(client, "prompt/0")
+        stream = await client.submit({"prompt_token_ids": [HANG_TOKEN]}, modalities=["text"])
+        watch.follow(pid, "prompt/0")
+        while not watch.noticed:  # noqa: ASYNC110 - the state is another process's
+            await asyncio.sleep(0.02)
+        await stream.abort()
+        figures = await watch.finish()
+    with capsys.disabled():
+        print(f"\nengine loop hangs, defaults: {figures}")
+    assert watch.noticed[0] <= 5.0
+
+
 async def until_healthy(client: AsyncOmniClient) -> None:
     while not (await client.describe()).healthy:  # noqa: ASYNC110 - the state is another process's
         await asyncio.sleep(0.02)
@@ -191,6 +222,26 @@ async def test_one_poisonous_request_among_many_fails_alone(launch: Launch) -> N
             await client.generate({"prompt_token_ids": [65] * 10 + [CRASH_TOKEN]}, modalities=["text"], timeout=30)
         await running
     assert 2 <= str(caught.value).count("prompt/0 (epoch") <= 3
+
+
+async def test_a_request_that_takes_all_memory_fails_alone(launch: Launch) -> None:
+    """A limit of the system's own on the address space of one stage; the allocation that fails is a real one."""
+    data = disturbed_chain(0.005)
+    data["stages"][1]["engine"]["memory_bytes"] = 256 << 20
+    launcher = launch(data).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        load = Load(client, total=60, width=12)
+        running = asyncio.create_task(load.run())
+        await asyncio.sleep(0.1)
+        tokens = [65] * 10 + [HOG_TOKEN]
+        with pytest.raises(Poison) as caught:
+            await client.generate({"prompt_token_ids": tokens}, modalities=["text"], timeout=30)
+        await running
+        await asyncio.wait_for(until_healthy(client), 5)
+        await ask_and_check(client, "alive")
+    assert caught.value.stage == "thinker"
+    assert "MemoryError" in launcher.output
+    assert "prompt/0 died" not in launcher.output, "it goes on"
 
 
 async def test_policy_fail(launch: Launch) -> None:
@@ -267,7 +318,7 @@ def small_disk(short_path: Path) -> Iterator[Path]:
     """A folder on a disk of its own with little room."""
     folder = short_path / "run"
     folder.mkdir(mode=0o700)
-    options = "size=512k,mode=0700"
+    options = "size=1m,mode=0700"
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     mounted = subprocess.run(command, check=False, capture_output=True)
     if mounted.returncode:
@@ -276,8 +327,10 @@ def small_disk(short_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-async def test_a_full_disk_stops_no_request_and_no_restart(launch: Launch, small_disk: Path) -> None:
-    launcher = launch(disturbed_chain(), "--run-dir", str(small_disk)).wait_ready()
+@pytest.mark.parametrize("recording", [False, True])
+async def test_a_full_disk_stops_no_request_and_no_restart(launch: Launch, small_disk: Path, recording: bool) -> None:
+    arguments = ["--record", str(small_disk / "record")] if recording else []
+    launcher = launch(disturbed_chain(), "--run-dir", str(small_disk), *arguments).wait_ready()
     with (small_disk / "filler").open("wb", buffering=0) as filler:
         with contextlib.suppress(OSError):
             while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
-from omni_actors.errors import StageLost
+from omni_actors.errors import StageLost, StageUnavailable
 from tests.pipelines import RunningPipeline
 
 pytestmark = pytest.mark.e2e
@@ -23,42 +24,60 @@ PARAMS = {
     "thinker": {"max_tokens": 24, "temperature": 0.8, "ignore_eos": True},
     "talker": {"max_tokens": 60, "min_tokens": 50, "temperature": 0.9, "top_k": 40},
 }
+STAGES = ("prompt", "thinker", "talker", "code2wav")
 PROMPT = "Tell me, in a few words, why the sea is salt and the rivers are not."
 
 
 @pytest.fixture(scope="module")
-def pipeline(tiny_checkpoint: Path) -> Iterator[RunningPipeline]:
-    with RunningPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": tiny_checkpoint}) as running:
+def checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy that may be broken."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("model") / "checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def pipeline(checkpoint: Path) -> Iterator[RunningPipeline]:
+    with RunningPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": checkpoint}) as running:
         yield running
 
 
 async def answer(client: AsyncOmniClient, kill: str = "") -> tuple[str, list[int], numpy.ndarray]:
-    """One seeded answer; the stage called `kill` dies after the fifth piece of text."""
+    """One seeded answer; the stage called `kill` dies after the fifth piece of text, code2wav after its first sound."""
     stream = await client.submit(PROMPT, seed=11, voice="Ethan", params=PARAMS, timeout=120)
     texts, tokens, audio = [], [], []
     async for item in stream:
         if isinstance(item, Text):
             texts.append(item.text)
             tokens += item.token_ids
-            if kill and len(texts) == 5:
-                stages = (await client.describe()).stages
-                os.kill(next(status.pid for status in stages if status.stage == kill), signal.SIGKILL)
         elif isinstance(item, Audio):
             audio.append(item.samples)
+        if kill and (audio if kill == "code2wav" else len(texts) == 5):
+            stages = (await client.describe()).stages
+            os.kill(next(status.pid for status in stages if status.stage == kill), signal.SIGKILL)
+            kill = ""
     return "".join(texts), tokens, numpy.concatenate(audio)
 
 
-@pytest.mark.parametrize("stage", ["talker", "thinker"])
+async def runs(client: AsyncOmniClient) -> dict[str, int]:
+    """How often each stage began to compute a request, in its present life; known with the next heartbeat."""
+    await asyncio.sleep(1.0)
+    return {status.stage: status.counts["total_runs"] for status in (await client.describe()).stages}
+
+
+@pytest.mark.parametrize("stage", ["code2wav", "talker", "thinker"])
 async def test_sigkill_mid_answer(pipeline: RunningPipeline, stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     async with AsyncOmniClient(pipeline.endpoint) as client:
         undisturbed = await answer(client)
-        replays = (await client.describe()).counts["replays"]
+        replays, before = (await client.describe()).counts["replays"], await runs(client)
         began = time.monotonic()
         disturbed = await answer(client, stage)
         seconds = time.monotonic() - began
         assert (await client.describe()).counts["replays"] == replays + 1
         while not (await client.describe()).healthy:  # noqa: ASYNC110 - the state is another process's
             await asyncio.sleep(0.1)
+        after = await runs(client)
+    upstream = STAGES[: STAGES.index(stage)]
+    assert {name: after[name] - before[name] for name in upstream} == dict.fromkeys(upstream, 1)
+    assert after[stage] == 1, "in its new life"
     with capsys.disabled():
         print(f"\nSIGKILL of {stage} mid-answer: the whole answer after {seconds:.1f} s")
     assert len(undisturbed[1]) == 24
@@ -93,3 +112,24 @@ async def test_sigkill_of_the_coordinator_mid_answer(
     assert again[:2] == undisturbed[:2]
     assert float(numpy.abs(again[2] - undisturbed[2]).max()) <= 1e-5
     pipeline.assert_idle()
+
+
+async def test_a_checkpoint_that_breaks_while_it_is_served(pipeline: RunningPipeline, checkpoint: Path) -> None:
+    """A stage that cannot load it any more is given up, with the reason; those that have it go on. The last test."""
+    text_only = {"modalities": ["text"], "params": {"thinker": PARAMS["thinker"]}, "seed": 5}
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        before = await client.generate(PROMPT, **text_only)
+        weights = checkpoint / "model.safetensors"
+        os.truncate(weights, weights.stat().st_size // 2)
+        speaking = asyncio.create_task(client.generate(PROMPT, params=PARAMS, timeout=120))
+        stages = {status.stage: status for status in (await client.describe()).stages}
+        os.kill(stages["code2wav"].pid, signal.SIGKILL)
+        with pytest.raises(StageUnavailable, match="code2wav"):
+            await speaking
+        stages = {status.stage: status.state for status in (await client.describe()).stages}
+        assert stages == {"prompt": "ready", "thinker": "ready", "talker": "ready", "code2wav": "dead"}
+        assert (await client.generate(PROMPT, **text_only)).text == before.text
+        with pytest.raises(StageUnavailable, match="code2wav"):
+            await client.generate(PROMPT)
+    log = (pipeline.run_dir / "logs" / "code2wav-0.log").read_text()
+    assert f"The engine core for {checkpoint} does not start: SafetensorError" in log

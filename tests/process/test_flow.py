@@ -155,6 +155,27 @@ async def test_large_rows_go_by_the_arena_and_all_of_it_is_freed(launch: Launch)
     assert not shared_memory_of(processes_of(echo.folder)), "nothing has a name in /dev/shm"
 
 
+@pytest.mark.parametrize("kill", [False, True], ids=["", "killed"])
+async def test_a_stage_that_passes_rows_on_copies_nothing(launch: Launch, kill: bool) -> None:
+    """The talker forwards the thinker's block to code2wav; its death leaves no wrong row and no block behind."""
+    echo = launch(data({}, thinker={**WIDE, "step_seconds": 0.002}, talker={"pass_rows": True})).wait_ready()
+    async with AsyncOmniClient(echo.endpoint) as client:
+        await client.generate("all say that they read the arenas")
+        await asyncio.sleep(0.3)
+        tasks = [asyncio.create_task(client.generate(f"{i} hello" * 9, timeout=60)) for i in range(16)]
+        if kill:
+            await asyncio.sleep(0.15)
+            os.kill(echo.pid_of("talker"), signal.SIGKILL)
+        for number, task in enumerate(tasks):
+            assert_echo(await task, f"{number} hello" * 9)
+        assert_echo(await client.generate("the end"), "the end")
+    echo.wait_idle()
+    counts = {stage.stage: stage.counts for stage in echo.describe().stages}
+    assert counts["talker"]["total_forwarded"] > 0
+    assert counts["talker"]["total_forwarded"] == counts["talker"]["total_blocks"] or kill
+    assert (counts["thinker"]["arena_blocks"], counts["talker"]["arena_blocks"]) == (0, 0)
+
+
 async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
     echo = launch(data({"arena_bytes": 1 << 20}, prompt=WIDE, thinker=WIDE, talker=WIDE)).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:

@@ -27,6 +27,7 @@ from omni_actors.errors import (
 )
 from omni_actors.llm import OmniLLM
 from omni_actors.stage.echo import CRASH_TOKEN, FAIL_TOKEN
+from omni_actors.stage.process import EXIT_GRACE_SECONDS
 from tests.process.launcher import EchoLauncher, assert_nothing_left, processes_of, until
 from tests.unit.builders import chain, write
 
@@ -192,13 +193,17 @@ def test_signal_ends_everything_and_answers_everybody(launch: Launch, short_path
     assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
 
 
-@pytest.mark.parametrize("moment", ["importing", "loading"])
+@pytest.mark.parametrize("moment", ["importing", "loading", "loading, and Ctrl-C reaches everybody"])
 def test_signal_while_starting(launch: Launch, short_path: Path, moment: str) -> None:
     launcher = launch(slow(1, start_seconds=60.0))
     until(lambda: "starting prompt/0" in launcher.output, 10, "start")
-    if moment == "loading":
+    if moment != "importing":
         until(lambda: "prompt/0 ready" in launcher.output, 10, "first stage ready")
-    assert launcher.end(signal.SIGTERM, 10) == 0
+    if "Ctrl-C" in moment:
+        os.killpg(launcher.process.pid, signal.SIGINT)
+        assert launcher.wait_end(10) == 0
+    else:
+        assert launcher.end(signal.SIGTERM, 10) == 0
     assert_nothing_left(short_path, 1.0)
     assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
 
@@ -219,6 +224,41 @@ def test_signal_while_the_fork_server_imports(launch: Launch, short_path: Path) 
     assert launcher.end(signal.SIGTERM, 6) == 0
     assert_nothing_left(short_path, 1.0)
     assert not [entry for entry in short_path.iterdir() if entry.is_dir() and entry.name.startswith("omni-")]
+
+
+def test_an_import_that_fails_in_the_fork_server_is_named(
+    launch: Launch, short_path: Path, tiny_checkpoint: Path
+) -> None:
+    (short_path / "broken_preload.py").write_text(
+        "from omni_actors.engine import platform\n"
+        "platform.preload_modules = lambda: ['json', 'a_module_that_is_missing']\n"
+        "import omni_actors.engine.preload\n"
+    )
+    script = short_path / "broken.py"
+    script.write_text(
+        f"import os, sys; os.environ['PYTHONPATH'] += {':' + str(short_path)!r}\n"
+        "from omni_actors import launch, node\n"
+        "node.MODEL_PRELOAD = 'broken_preload'\n"
+        "if __name__ == '__main__': sys.exit(launch.main())\n"
+    )
+    data = {"name": "p", "model": str(tiny_checkpoint), "stages": [{"name": "prompt", "kind": "prompt"}]}
+    data["stages"][0]["outputs"] = ["text"]
+    launcher = launch(data, program=[str(script)])
+    assert launcher.wait_end(30) == 1
+    assert "prompt/0 died (exit code 1)" in launcher.output
+    assert "a_module_that_is_missing: ModuleNotFoundError" in launcher.output
+
+
+def test_an_engine_that_fails_to_end_keeps_nothing_from_being_closed(launch: Launch, short_path: Path) -> None:
+    launcher = launch(slow(2, fail_shutdown="the engine does not want to end"), "--run-dir", str(short_path / "run"))
+    launcher.wait_ready()
+    began = time.monotonic()
+    assert launcher.end() == 0
+    assert time.monotonic() - began < EXIT_GRACE_SECONDS - 1.0, "nobody had to be ended"
+    log = (short_path / "run" / "logs" / "talker-0.log").read_text()
+    assert "the engine does not want to end" in log
+    assert "the engine failed in its shutdown" in log
+    assert_nothing_left(short_path, 1.0)
 
 
 def test_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:

@@ -27,6 +27,7 @@ from omni_actors.observe.chart import chart
 from omni_actors.observe.table import TABLE, Metric
 from omni_actors.stage.echo import FAIL_TOKEN
 from omni_actors.top import Look
+from tests.chaos.load import disturbed_chain
 from tests.process.launcher import EchoLauncher, processes_of, until
 from tests.unit.builders import chain
 
@@ -227,6 +228,42 @@ async def test_a_failed_request_tells_where_it_failed(client: AsyncOmniClient) -
     assert {stage.stage: stage.outcome for stage in timeline.stages} == {
         "prompt": "engine_error", "thinker": "dropped", "talker": "dropped", "code2wav": "dropped"
     }  # fmt: skip
+
+
+def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_both_lives(launch: Launch) -> None:
+    """The vocoder dies in the middle: the stages before it go on, and the talker sends again what it had sent."""
+    text = "abcdefghijklmnopqrstuvwxyz0123456789"
+    launcher = launch(disturbed_chain(step_seconds=0.03)).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        stream = client.submit(text)
+        until(lambda: "first_audio" in names(client.timeline(stream.request_id)), 10, "the first audio")
+        os.kill(launcher.pid_of("code2wav"), signal.SIGKILL)
+        assert stream.result().text == text
+        timeline = client.timeline(stream.request_id)
+        made = 'omni_stage_output_tokens_total{replica="0",stage="%s"}'
+        ended = 'omni_stage_requests_total{outcome="done",replica="0",stage="%s"}'
+        until(lambda: counters(launcher.endpoint).get(ended % "code2wav") == 1, 5, "the last snapshots")
+        seen = counters(launcher.endpoint)
+    assert (timeline.outcome, timeline.attempt, seen["omni_replays_total"]) == ("done", 1, 1)
+    lived = [(stage.stage, stage.attempt, stage.outcome) for stage in timeline.stages if stage.stage != "code2wav"]
+    assert sorted(lived) == sorted((stage, 0, "done") for stage in STAGES[:3])
+    (vocoder,) = [stage for stage in timeline.stages if stage.stage == "code2wav"]
+    assert (vocoder.attempt, vocoder.outcome, vocoder.hops[0].messages) == (1, "done", len(text))
+    assert names(timeline).count("bound") == 2
+    bound = [event.time for event in timeline.events if event.name == "bound"]
+    assert bound[0] <= min(stage.expected for stage in timeline.stages) < bound[1] <= vocoder.expected
+    assert bound[1] <= vocoder.hops[0].first_sent <= vocoder.hops[0].first_received, "when it was sent again"
+    talker = next(stage for stage in timeline.stages if stage.stage == "talker")
+    assert talker.first_output < bound[1]
+    assert [bar.stage for bar in chart(timeline).stages] == list(STAGES)
+    for stage in STAGES[:3]:
+        assert (seen[made % stage], seen[ended % stage]) == (len(text), 1), stage
+    edge = 'omni_edge_messages_total{source="talker/0",target="code2wav/0"}'
+    assert len(text) < seen[edge] <= 2 * len(text), "the edge has carried some of it twice"
+
+
+def names(timeline: RequestTimeline) -> list[str]:
+    return [event.name for event in timeline.events]
 
 
 async def test_unknown_requests_have_no_timeline(client: AsyncOmniClient) -> None:

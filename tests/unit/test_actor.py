@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from omni_actors.codec import BufferList, Envelope
-from omni_actors.config import FlowConfig, PipelineConfig
+from omni_actors.config import FlowConfig, PipelineConfig, StageConfig
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, PromptTooLong
 from omni_actors.messages import (
     Abort,
@@ -19,6 +19,7 @@ from omni_actors.messages import (
     Chunk,
     Credit,
     DType,
+    Ended,
     Expect,
     Failed,
     FinishReason,
@@ -34,7 +35,8 @@ from omni_actors.messages import (
     pack_token_ids,
 )
 from omni_actors.stage import actor as actor_module
-from omni_actors.stage.actor import Outgoing, Stage
+from omni_actors.stage import parking
+from omni_actors.stage.actor import Stage
 from omni_actors.stage.echo import FAIL_TOKEN, EchoEngine
 from omni_actors.stage.interface import (
     AudioEvent,
@@ -48,12 +50,14 @@ from omni_actors.stage.interface import (
     StreamEvent,
     TextEvent,
 )
+from omni_actors.stage.meter import StageMeter
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.processors import PROCESSORS, Thinker2Talker
 from tests.unit.builders import pipeline
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
 ROUTE = tuple(Hop(stage, 0, 5) for stage in STAGES)
-EMPTY = {"requests": 0, "parked": 0, "parked_bytes": 0, "engine_requests": 0}
+EMPTY = {"requests": 0, "parked": 0, "parked_bytes": 0, "retained": 0, "retained_bytes": 0, "engine_requests": 0}
 
 
 class Clock:
@@ -117,6 +121,8 @@ class StageUnderTest:
         engine: StageEngine | None = None,
         processor: str = "passthrough",
         flow: FlowConfig | None = None,
+        stage: StageConfig | None = None,
+        meter: StageMeter | None = None,
         **coordinator: object,
     ) -> None:
         config: PipelineConfig = msgspec.structs.replace(pipeline(**coordinator), flow=flow or FlowConfig())
@@ -124,10 +130,9 @@ class StageUnderTest:
         self.engine = engine or RecordingEngine()
         self.clock = Clock()
         self.identity = Hop(name, 0, 5)
-        stage = config.stage(name)
-        self.actor = Stage(
-            config, stage, self.identity, self.engine, PROCESSORS[processor] if stage.inputs else None, self.clock
-        )
+        stage = stage or config.stage(name)
+        of_input = PROCESSORS[processor] if stage.inputs else None
+        self.actor = Stage(config, stage, self.identity, self.engine, of_input, self.clock, meter)
 
     def expect(self, request_id: str = "r1", prompt: str = "", route: tuple[Hop, ...] = ROUTE, deadline: float = 0.0,
                **fields: object) -> list[Outgoing]:  # fmt: skip
@@ -152,6 +157,14 @@ class StageUnderTest:
 
     def abort(self, request_id: str = "r1") -> list[Outgoing]:
         return self.actor.receive(Envelope(Header("abort", request_id), Abort()))
+
+    def ended(self, *request_ids: str) -> None:
+        """The coordinator says that these are over everywhere."""
+        assert self.actor.receive(Envelope(Header("ended"), Ended(request_ids=request_ids or ("r1",)))) == []
+
+    def held(self) -> dict[str, int]:
+        counts = self.actor.counts()
+        return {name: count for name, count in counts.items() if not name.startswith(("total_", "dropped_"))}
 
     def do(self, *events: EngineEvent) -> list[Outgoing]:
         self.engine.events += events
@@ -188,11 +201,11 @@ def test_chunks_before_the_announcement_are_parked_in_order() -> None:
     stage = StageUnderTest("thinker")
     stage.tokens("ab", 0, final=False)
     stage.tokens("cd", 1, start=2)
-    counts = stage.actor.counts()
+    counts = stage.held()
     assert (counts["parked"], counts["parked_bytes"] > 0, stage.engine.calls) == (1, True, [])
     assert stage.expect() == []
     assert [list(inputs.token_ids) for inputs in stage.engine.started()] == [list(b"abcd")]
-    assert stage.actor.counts() == {**EMPTY, "requests": 1, "engine_requests": 1}
+    assert stage.held() == {**EMPTY, "requests": 1, "engine_requests": 1}
 
 
 def test_parked_too_long_is_answered_and_remembered() -> None:
@@ -201,13 +214,13 @@ def test_parked_too_long_is_answered_and_remembered() -> None:
     stage.clock.now += 10.0
     message = failed(stage.actor.tick())
     assert message.code is ErrorCode.PROTOCOL_ERROR
-    assert stage.actor.counts() == EMPTY
+    assert stage.held() == EMPTY
     assert stage.expect() == [], "too late"
     assert stage.engine.calls == []
 
 
 def test_parked_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_module, "PARKED_BYTES", 4000)
+    monkeypatch.setattr(parking, "PARKED_BYTES", 4000)
     stage = StageUnderTest("thinker")
     stage.tokens("a", 0, "small", final=False)
     rows = HostTensor(DType.F32, (750, 1), bytes(3000))
@@ -215,7 +228,7 @@ def test_parked_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (message.code, stage.actor.dropped["parked_overflow"]) == (ErrorCode.PROTOCOL_ERROR, 1)
     for i in range(10):
         stage.tokens("a", 0, f"r{i}", final=False)
-    assert stage.actor.counts()["parked_bytes"] <= 4000
+    assert stage.held()["parked_bytes"] <= 4000
     assert stage.expect("small") == []
 
 
@@ -224,7 +237,7 @@ def test_chunks_out_of_order_fail_the_request() -> None:
     stage.expect()
     stage.tokens("a", 0, final=False)
     assert failed(stage.tokens("b", 2, start=1)).code is ErrorCode.PROTOCOL_ERROR
-    assert stage.actor.counts() == EMPTY
+    assert stage.held() == EMPTY
 
 
 def test_chunk_after_the_end_fails_the_request_instead_of_starting_it_twice() -> None:
@@ -233,7 +246,7 @@ def test_chunk_after_the_end_fails_the_request_instead_of_starting_it_twice() ->
     stage.tokens("ab", 0)
     assert failed(stage.tokens("cd", 1, start=2)).code is ErrorCode.PROTOCOL_ERROR
     assert len(stage.engine.started()) == 1
-    assert stage.actor.counts() == EMPTY
+    assert stage.held() == EMPTY
 
 
 @pytest.mark.parametrize(
@@ -255,11 +268,11 @@ def test_foreign_chunks_are_dropped(source: Hop, attempt: int, reason: str) -> N
 def test_announcement_for_another_process_or_twice() -> None:
     stage = StageUnderTest("thinker")
     stage.expect(route=(Hop("thinker", 0, 4),))
-    assert (stage.actor.dropped, stage.actor.counts()) == ({"foreign_epoch": 1}, EMPTY)
+    assert (stage.actor.dropped, stage.held()) == ({"foreign_epoch": 1}, EMPTY)
     stage.expect()
     stage.expect()
     assert stage.actor.dropped["expected_twice"] == 1
-    assert stage.actor.counts()["requests"] == 1
+    assert stage.held()["requests"] == 1
 
 
 def test_messages_are_numbered_by_receiver() -> None:
@@ -279,7 +292,7 @@ def test_messages_are_numbered_by_receiver() -> None:
     assert {message.header.deadline for message in sent} == {2000.0}
     assert {Hop(m.header.stage, m.header.replica, m.header.epoch) for m in sent} == {stage.identity}
     assert [type(body) for body in bodies(sent)] == [TextDelta, Chunk, TextDelta, Chunk, StageDone]
-    assert stage.actor.counts()["requests"] == 0
+    assert stage.held()["requests"] == 0
 
 
 def test_usage_has_times_since_the_announcement() -> None:
@@ -328,7 +341,7 @@ def test_a_refused_start_fails_this_request_alone(error: Exception, code: ErrorC
     message = failed(stage.tokens("a", request_id="bad"))
     assert (message.code, message.stage) == (code, "thinker")
     assert str(error).split()[0] in message.message
-    assert stage.actor.counts() == {**EMPTY, "requests": 1, "engine_requests": 1}
+    assert stage.held() == {**EMPTY, "requests": 1, "engine_requests": 1}
     assert ("abort", "bad") in stage.engine.calls, "whatever the engine took of it is given back"
 
 
@@ -341,7 +354,7 @@ def test_a_processor_that_breaks_harms_its_request_only(monkeypatch: pytest.Monk
     monkeypatch.setattr(Thinker2Talker, "feed", broken)
     stage.expect()
     assert failed(stage.chunk(final=True)).code is ErrorCode.ENGINE_ERROR
-    assert stage.actor.counts() == EMPTY
+    assert stage.held() == EMPTY
 
 
 def test_payload_that_the_processor_refuses() -> None:
@@ -386,7 +399,9 @@ def test_nothing_to_compute_ends_the_stage_and_tells_the_next() -> None:
     assert bodies(sent)[0] == Chunk(final=True)
     assert isinstance(sent[1].body, StageDone)
     assert (sent[0].destination, sent[1].destination) == (ROUTE[3], None)
-    assert stage.actor.counts() == EMPTY
+    assert stage.held()["retained"] == 1
+    stage.ended()
+    assert stage.held() == EMPTY
 
 
 def test_engine_error_is_contained_and_the_rest_ignored() -> None:
@@ -397,7 +412,7 @@ def test_engine_error_is_contained_and_the_rest_ignored() -> None:
     sent = stage.do(ErrorEvent("a", EngineError("boom")), TextEvent("a", "x", [1]), TextEvent("b", "y", [2]))
     assert [type(body) for body in bodies(sent)] == [Failed, TextDelta]
     assert stage.actor.dropped == {"event_of_ended_request": 1}
-    assert stage.actor.counts()["requests"] == 1
+    assert stage.held()["requests"] == 1
 
 
 def test_abort_is_idempotent_and_frees_everything() -> None:
@@ -406,15 +421,15 @@ def test_abort_is_idempotent_and_frees_everything() -> None:
     stage.tokens("ab")
     for _ in range(2):
         assert stage.abort() == []
-    assert stage.actor.counts() == EMPTY
+    assert stage.held() == EMPTY
     assert stage.engine.calls.count(("abort", "r1")) == 1
     stage.tokens("late", 1)
     assert stage.actor.dropped["late"] == 1
     stage.tokens("early", request_id="r2")
     stage.abort("r2")
-    assert stage.actor.counts() == EMPTY, "an abort takes parked chunks along"
+    assert stage.held() == EMPTY, "an abort takes parked chunks along"
     stage.expect("r2")
-    assert stage.actor.counts() == EMPTY, "an abort that overtook the announcement counts"
+    assert stage.held() == EMPTY, "an abort that overtook the announcement counts"
 
 
 def test_deadline_ends_the_request() -> None:
@@ -424,7 +439,7 @@ def test_deadline_ends_the_request() -> None:
     assert stage.actor.tick() == []
     stage.clock.now = 1010.0
     assert failed(stage.actor.tick()).code is ErrorCode.DEADLINE_EXCEEDED
-    assert stage.actor.counts()["requests"] == 1
+    assert stage.held()["requests"] == 1
 
 
 def test_undecodable_messages_fail_their_request_known_or_not() -> None:
@@ -437,7 +452,7 @@ def test_undecodable_messages_fail_their_request_known_or_not() -> None:
     assert message.code is ErrorCode.INVALID_PAYLOAD
     assert stage.actor.reject(Header("expect", "r2"), InvalidPayload("again")) == []
     assert stage.actor.reject(Header("expect"), InvalidPayload("no request at all")) == []
-    assert stage.actor.counts() == EMPTY
+    assert stage.held() == EMPTY
 
 
 # -- with the echo engine ---------------------------------------------------------------------------------------------
@@ -456,7 +471,8 @@ def test_echo_engine_interleaves_requests_and_ends_empty() -> None:
             if isinstance(message.body, TextDelta):
                 got[message.header.request_id] += message.body.text
     assert got == texts
-    assert stage.actor.counts() == EMPTY
+    stage.ended(*texts)
+    assert stage.held() == EMPTY
     assert stage.actor.step() == []
 
 
@@ -472,7 +488,8 @@ def test_echo_engine_fails_one_request_and_goes_on() -> None:
         sent += stage.actor.step()
     ends = {m.header.request_id: type(m.body) for m in sent if isinstance(m.body, Failed | StageDone)}
     assert ends == {"bad": Failed, "good": StageDone}
-    assert stage.actor.counts() == EMPTY
+    stage.ended("good")
+    assert stage.held() == EMPTY
 
 
 # -- attempts ---------------------------------------------------------------------------------------------------------
@@ -508,7 +525,8 @@ def test_a_new_attempt_is_another_request_to_the_engine() -> None:
     assert (message.header.request_id, message.header.attempt, message.header.seq) == ("r1", 1, 0)
     stage.engine.held.clear()
     stage.do(FinishedEvent("r1~1", FinishReason.STOP, 1, 1))
-    assert stage.actor.counts() == EMPTY
+    stage.ended()
+    assert stage.held() == EMPTY
     assert stage.actor._by_engine_id == {}
 
 
@@ -520,7 +538,7 @@ def test_chunks_of_the_next_attempt_may_come_first(aborted: bool) -> None:
     tokens_of_attempt(stage, 1, "new")
     if aborted:
         abort_attempt(stage, 0)
-        assert stage.actor.counts()["parked"] == 1
+        assert stage.held()["parked"] == 1
     expect_attempt(stage, 1)
     assert [bytes(inputs.token_ids) for inputs in stage.engine.started()] == [b"old", b"new"]
     assert ("abort", "r1") in stage.engine.calls
@@ -546,9 +564,9 @@ def test_an_abort_before_its_announcement_is_remembered() -> None:
     stage = StageUnderTest("thinker")
     abort_attempt(stage, 0)
     expect_attempt(stage, 0)
-    assert stage.actor.counts() == EMPTY
+    assert stage.held() == EMPTY
     expect_attempt(stage, 1)
-    assert stage.actor.counts()["requests"] == 1
+    assert stage.held()["requests"] == 1
 
 
 def test_parked_too_long_for_the_next_attempt_leaves_nothing_of_the_one_before() -> None:
@@ -556,10 +574,10 @@ def test_parked_too_long_for_the_next_attempt_leaves_nothing_of_the_one_before()
     expect_attempt(stage, 0)
     tokens_of_attempt(stage, 0)
     tokens_of_attempt(stage, 1)
-    stage.clock.now += stage.actor._parked_seconds
+    stage.clock.now += FlowConfig().parked_seconds
     message = failed(stage.actor.tick())
     assert message.code is ErrorCode.PROTOCOL_ERROR
-    assert stage.actor.counts() == EMPTY
+    assert stage.held() == EMPTY
 
 
 @pytest.mark.parametrize("deadline", [float("nan"), float("inf"), 1000.0 + 100.0 + actor_module.CLOCK_SECONDS + 1])
@@ -567,7 +585,7 @@ def test_deadline_that_is_too_far_away_is_refused(deadline: float) -> None:
     """A request that nobody ends would be held for ever."""
     stage = StageUnderTest("talker", max_timeout=100.0)
     assert failed(stage.expect(deadline=deadline)).code is ErrorCode.PROTOCOL_ERROR
-    assert stage.actor.counts() == EMPTY
+    assert stage.held() == EMPTY
     assert stage.expect("r2", deadline=1100.0) == []
 
 

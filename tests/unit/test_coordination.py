@@ -24,11 +24,14 @@ from omni_actors.messages import (
     Failed,
     Header,
     Hop,
+    Resend,
     StageParams,
     TensorRef,
     TextDelta,
+    Unreachable,
     pack_token_ids,
 )
+from tests.unit.books import CheckedCoordination
 from tests.unit.builders import done, header_from, pipeline, submit
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
@@ -38,7 +41,7 @@ CHUNK = AudioChunk(samples=TensorRef(DType.F32, (1,), 0), sample_rate=24_000)
 
 
 def ready(replicas: int = 1, **coordinator: object) -> Coordination:
-    state = Coordination(pipeline(**coordinator), new_seed=lambda: 77)
+    state = CheckedCoordination(pipeline(**coordinator), new_seed=lambda: 77)
     for stage in STAGES:
         for index in range(replicas):
             replica = state.replicas.add(stage, index, 1)
@@ -393,18 +396,162 @@ def again(state: Coordination, stage: str, body: object, seq: int, epoch: int = 
 def test_lost_replica_is_replayed_when_it_is_back_with_the_same_seed() -> None:
     state = ready()
     first = ask(state, voice="Ethan")
-    lost = lose(state, "talker")
-    assert sorted(aborts(lost)) == ["code2wav", "prompt", "thinker"], "the dead one hears nothing"
+    lost = lose(state, "prompt")
+    assert sorted(aborts(lost)) == ["code2wav", "talker", "thinker"], "the dead one hears nothing"
     assert {item.attempt for item in lost} == {0}
     assert not [item for item in lost if isinstance(item, ToClient)]
     assert not any(replica.requests for replica in state.replicas)
     assert state.reopen(NOW) == []
-    opened = bring_back(state, "talker")
-    assert [item.hop for item in opened] == [hop("code2wav"), hop("talker", 0, 2), hop("thinker"), hop("prompt")]
+    opened = bring_back(state, "prompt")
+    assert [item.hop for item in opened] == [hop("code2wav"), hop("talker"), hop("thinker"), hop("prompt", 0, 2)]
     assert {item.attempt for item in opened} == {1}
     assert {item.body.seed for item in (*first, *opened)} == {77}
     assert [list(item.buffers) for item in opened] == [[], [], [], [b"media"]]
     assert state.replays == 1
+
+
+def resends(instructions: list[Instruction]) -> list[tuple[str, str, int]]:
+    """Who is asked to give whom its input again, and for which attempt."""
+    asked = [item for item in instructions if isinstance(item.body, Resend)]
+    return [(item.hop.stage, item.body.receiver.stage, item.body.attempt) for item in asked]
+
+
+def expects(instructions: list[Instruction]) -> list[tuple[str, int]]:
+    return [(item.hop.stage, item.attempt) for item in instructions if isinstance(item.body, Expect)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "again", "source"),
+    [
+        ("code2wav", ["code2wav"], "talker"),
+        ("talker", ["code2wav", "talker"], "thinker"),
+        ("thinker", ["code2wav", "talker", "thinker"], "prompt"),
+    ],
+)
+def test_stages_before_the_lost_one_go_on_and_give_it_its_input_again(stage, again, source) -> None:
+    state = ready()
+    ask(state, voice="Ethan")
+    say(state, "thinker", letter(0), 0)
+    lost = lose(state, stage)
+    assert sorted(aborts(lost)) == sorted(set(again) - {stage})
+    if stage != "thinker":
+        (told,) = say(state, "thinker", letter(1), 1)
+        assert told.body == letter(1), "its text is not held up"
+    opened = bring_back(state, stage)
+    assert expects(opened) == [(name, 1) for name in again]
+    assert resends(opened) == [(source, stage, 1)]
+    (asked,) = [item for item in opened if isinstance(item.body, Resend)]
+    assert (asked.attempt, asked.body.receiver) == (0, hop(stage, 0, 2))
+    route = {item.body.route for item in opened if isinstance(item.body, Expect)}
+    assert route == {tuple(hop(name, 0, 2 if name == stage else 1) for name in STAGES)}
+    assert {item.body.voice for item in opened if isinstance(item.body, Expect)} == {"Ethan"}
+
+
+def test_losses_one_after_the_other_have_attempts_of_their_own() -> None:
+    state = ready()
+    ask(state)
+    lose(state, "code2wav")
+    bring_back(state, "code2wav")
+    lose(state, "talker")
+    opened = bring_back(state, "talker")
+    assert (expects(opened), resends(opened)) == ([("code2wav", 2), ("talker", 2)], [("thinker", "talker", 2)])
+    assert [(item.hop.stage, item.attempt) for item in opened if isinstance(item.body, Resend)] == [("thinker", 0)]
+    state.replicas.current("code2wav", 0).restart_wanted = True  # nobody is accused of this one
+    lose(state, "code2wav")
+    opened = bring_back(state, "code2wav")
+    assert (expects(opened), resends(opened)) == ([("code2wav", 3)], [("talker", "code2wav", 3)])
+    assert [item.attempt for item in opened if isinstance(item.body, Resend)] == [2]
+
+
+def test_a_stage_whose_source_is_gone_as_well_begins_further_up() -> None:
+    state = ready()
+    ask(state)
+    lose(state, "code2wav")
+    lose(state, "talker")
+    assert bring_back(state, "code2wav") == []
+    opened = bring_back(state, "talker")
+    assert (expects(opened), resends(opened)) == ([("code2wav", 1), ("talker", 1)], [("thinker", "talker", 1)])
+
+    state = ready()
+    ask(state)
+    for stage in ("prompt", "thinker", "talker"):
+        say(state, stage, done())
+    assert lose(state, "thinker") == [], "code2wav has all that it needs"
+    opened = bring_back(state, "thinker")
+    lose(state, "talker")
+    opened = bring_back(state, "talker")
+    assert expects(opened) == [("code2wav", 1), ("talker", 1), ("thinker", 1)]
+    assert resends(opened) == [("prompt", "thinker", 1)]
+
+
+def test_a_stage_that_does_not_hold_its_output_any_more_begins_anew() -> None:
+    state = ready(max_attempts=2)
+    ask(state)
+    lose(state, "code2wav")
+    bring_back(state, "code2wav")
+    refusal = Failed.from_error(StageLost("not kept"), "talker")
+    opened = say(state, "talker", refusal)
+    assert (expects(opened), resends(opened)) == ([("code2wav", 2), ("talker", 2)], [("thinker", "talker", 2)])
+    opened = say(state, "thinker", Failed.from_error(StageLost("not kept"), "thinker"))
+    assert resends(opened) == [("prompt", "thinker", 3)]
+    opened = say(state, "prompt", Failed.from_error(StageLost("not kept"), "prompt"))
+    assert expects(opened) == [(stage, 4) for stage in reversed(STAGES)]
+    assert (state.replays, state._requests["r1"].losses_made_up) == (1, 1), "it was one loss"
+    assert failure(lose(state, "talker")).code is ErrorCode.STAGE_LOST, "and there may be one only"
+
+
+def test_an_observer_is_told_of_what_begins_anew_and_of_nothing_else() -> None:
+    """The thinker's `StageDone`, of its first attempt, counts after the vocoder's loss as before."""
+    state = ready()
+    ask(state, voice="Ethan")
+    seen = state.onlooker
+    say(state, "prompt", done())
+    lose(state, "code2wav")
+    assert seen.losses == [("r1", True)]
+    say(state, "thinker", letter(0), 0)
+    say(state, "thinker", done(), 1)
+    bring_back(state, "code2wav")
+    assert seen.attempts["r1"] == {"prompt": 0, "thinker": 0, "talker": 0, "code2wav": 1}
+    say(state, "talker", done())
+    again(state, "code2wav", CHUNK, 0, epoch=2, buffers=(bytes(4),))
+    again(state, "code2wav", done(), 1, epoch=2)
+    assert seen.done["r1"] == seen.done["r1"] | {"thinker": 0, "code2wav": 1}
+    assert seen.ends == {"done": 1}
+
+
+def test_an_unreachable_stage_begins_anew_unless_that_is_under_way() -> None:
+    state = ready(replicas=2)
+    ask(state)
+    body = Unreachable(receiver=hop("code2wav"), attempt=0)
+    opened = say(state, "talker", body)
+    assert (expects(opened), resends(opened)) == ([("code2wav", 1)], [("talker", "code2wav", 1)])
+    assert say(state, "talker", body, 1) == []
+    assert say(state, "talker", Unreachable(receiver=hop("code2wav"), attempt=1), 2) != []
+    assert state._requests["r1"].losses == [], "nobody is accused"
+
+
+def test_without_its_prompt_a_request_survives_all_but_the_first_stage() -> None:
+    state = ready(retain_bytes=0)
+    ask(state)
+    assert state.retained_bytes == 0
+    lose(state, "thinker")
+    assert resends(bring_back(state, "thinker")) == [("prompt", "thinker", 1)]
+    assert failure(lose(state, "prompt")).code is ErrorCode.STAGE_LOST
+
+
+def test_stages_hear_what_they_may_forget() -> None:
+    state = ready()
+    ask(state)
+    ask(state, "text", ALICE, "text")
+    ask(state, "aborted")
+    for stage in STAGES:
+        say(state, stage, done())
+    for stage in STAGES[:2]:
+        say(state, stage, done(), 0, "text")
+    state.abort(ALICE, "aborted", NOW)
+    told = {item.hop.stage: item.body.request_ids for item in state.tick(NOW)}
+    assert told == {"prompt": ("r1", "text"), "thinker": ("r1",), "talker": ("r1",)}
+    assert state.tick(NOW) == []
 
 
 def test_the_client_gets_only_what_it_has_not() -> None:
@@ -416,6 +563,7 @@ def test_the_client_gets_only_what_it_has_not() -> None:
     say(state, "code2wav", chunk, 0, buffers=buffers)
     lose(state, "thinker")
     bring_back(state, "thinker")
+    assert say(state, "prompt", done()) == [], "it went on"
     assert say(state, "talker", done()) == [], "the former attempt"
     assert state.dropped == {"foreign_attempt": 1}
     assert again(state, "thinker", TextDelta(text="ab", token_ids=pack_token_ids([0, 1])), 0, 2) == []
@@ -429,7 +577,7 @@ def test_the_client_gets_only_what_it_has_not() -> None:
     (audio,) = again(state, "code2wav", chunk, 1, buffers=buffers)
     assert audio.body.samples == TensorRef(DType.F32, (3,), 0)
     assert array.array("f", bytes(audio.buffers[0])).tolist() == [5.0, 6.0, 7.0]
-    for stage, seq, epoch in (("prompt", 0, 1), ("thinker", 3, 2), ("talker", 0, 1)):
+    for stage, seq, epoch in (("thinker", 3, 2), ("talker", 0, 1)):
         assert again(state, stage, done(), seq, epoch) == []
     (end,) = again(state, "code2wav", done(), 2)
     assert isinstance(end.body, Done)
@@ -447,7 +595,7 @@ def test_a_replay_that_says_something_else_or_less_fails() -> None:
         if wrong is not None:
             body = failure(again(state, "thinker", wrong, 0, 2))
         else:
-            again(state, "prompt", done(), 0)
+            say(state, "prompt", done())
             body = failure(again(state, "thinker", done(), 0, 2))
         assert (body.code, "did not repeat" in body.message) == (ErrorCode.STAGE_LOST, True)
 
@@ -462,6 +610,18 @@ def test_poison_after_two_replicas_of_a_stage() -> None:
     assert "talker/0 (epoch 1): first; talker/0 (epoch 2): second" in body.message
 
 
+def finish(state: Coordination, request_id: str) -> None:
+    request = state._requests[request_id]
+    for stage in STAGES:
+        header = header_from(request.hop(stage), request_id, request.next_seq.get(stage, 0), request.attempts[stage])
+        if stage not in request.usage:
+            state.from_stage(header, done(), (), NOW)
+
+
+def opened(instructions: list[Instruction]) -> set[str]:
+    return {item.request_id for item in instructions if isinstance(item.body, Expect)}
+
+
 def test_of_several_suspects_only_the_guilty_one_fails() -> None:
     state = ready(max_in_flight=9)
     for name in ("a", "guilty", "z"):
@@ -470,16 +630,81 @@ def test_of_several_suspects_only_the_guilty_one_fails() -> None:
     bring_back(state, "talker")
     ask(state, "new")
     assert not [item for item in lose(state, "talker") if isinstance(item, ToClient)], "it may be any of the three"
-    assert {item.request_id for item in bring_back(state, "talker")} == {"a", "new"}, "suspects run one at a time"
+    assert opened(bring_back(state, "talker")) == {"new"}, "whoever is not suspected goes first"
+    assert ask(state, "later") == [], "the talker is emptied for a suspect"
     assert state.tick(NOW) == []
-    for stage in STAGES:
-        request = state._requests["a"]
-        state.from_stage(header_from(request.hop(stage), "a", 0, request.attempt), done(), (), NOW)
-    assert {item.request_id for item in state.tick(NOW)} == {"guilty"}
+    finish(state, "new")
+    assert opened(state.tick(NOW)) == {"a"}, "alone"
+    assert ask(state, "much later") == []
+    finish(state, "a")
+    assert opened(state.tick(NOW)) == {"later", "much later"}, "between two trials those that waited get in"
+    finish(state, "later")
+    assert opened(state.tick(NOW)) == set(), "not empty yet"
+    finish(state, "much later")
+    assert opened(state.tick(NOW)) == {"guilty"}
     body = failure(lose(state, "talker"))
-    assert body.code is ErrorCode.POISON
-    assert set(state.requests_of(ALICE)) == {"new", "z"}
-    assert {item.request_id for item in bring_back(state, "talker")} == {"z"}, "the new one was there twice, too"
+    assert (body.code, "3 replicas died" in body.message) == (ErrorCode.POISON, True)
+    assert set(state.requests_of(ALICE)) == {"z"}
+    assert opened(bring_back(state, "talker")) == {"z"}
+    assert state._requests["z"].suspected_by is None, "it was there each time that the guilty one was"
+    assert "r" in opened(ask(state, "r"))
+
+
+def test_nobody_is_condemned_who_was_not_alone() -> None:
+    """Another poisonous request comes each time: the one that was there at every loss has done nothing."""
+    state = ready(max_in_flight=9, max_attempts=9)
+    ask(state, "innocent")
+    ask(state, "first")
+    lose(state, "talker")
+    state.abort(ALICE, "first", NOW)
+    bring_back(state, "talker")
+    ask(state, "second")
+    lost = lose(state, "talker")
+    assert not [item for item in lost if isinstance(item, ToClient)]
+    assert opened(bring_back(state, "talker")) == {"second"}
+    state.abort(ALICE, "second", NOW)
+    assert opened(state.tick(NOW)) == {"innocent"}
+    assert ask(state, "third") == [], "it has to wait"
+    finish(state, "innocent")
+    assert "innocent" not in state.requests_of(ALICE)
+
+
+def test_a_trial_needs_one_of_the_replicas_only() -> None:
+    state = ready(replicas=2, max_in_flight=9)
+    for name in ("a", "b", "c"):
+        ask(state, name)  # a and c on talker/0, b on talker/1
+    lose(state, "talker")  # they run on talker/1 from now on
+    second = state.replicas.current("talker", 1)
+    assert second.requests == {"a", "b", "c"}
+    state.replica_lost(second, NOW, "again", restart=True)
+    assert opened(bring_back(state, "talker", 0)) == {"b"}
+    assert state.replicas.current("talker", 0).reserved_for == "a"
+    assert opened(bring_back(state, "talker", 1)) == set(), "one trial at a time"
+    assert "new" in opened(ask(state, "new"))
+    assert state.replicas.current("talker", 1).requests == {"new"}
+    finish(state, "b")
+    assert opened(state.tick(NOW)) == {"a"}
+    state.abort(ALICE, "a", NOW)
+    assert opened(state.tick(NOW)) == {"c"}
+    finish(state, "c")
+    state.tick(NOW)
+    assert not [replica for replica in state.replicas if replica.reserved_for]
+
+
+def test_a_trial_ends_with_the_replica_it_was_to_have() -> None:
+    state = ready(replicas=2, max_in_flight=9)
+    ask(state, "a")
+    ask(state, "x")
+    ask(state, "b")
+    lose(state, "talker")
+    state.replica_lost(state.replicas.current("talker", 1), NOW, "again", restart=True)
+    bring_back(state, "talker", 0)
+    assert state.replicas.current("talker", 0).reserved_for == "a"
+    lose(state, "talker")  # x was there alone, for the second time
+    assert opened(bring_back(state, "talker", 1)) != set()
+    state.client_gone(ALICE, NOW)
+    state.tick(NOW)
+    assert not [replica for replica in state.replicas if replica.reserved_for]
 
 
 def test_losses_of_several_stages_are_no_poison_but_bounded() -> None:
@@ -510,8 +735,8 @@ def test_a_stage_that_cannot_reach_another_one_tries_again() -> None:
     lost = Failed.from_error(StageLost("talker/0 takes no messages."), "thinker")
     instructions = say(state, "thinker", lost)
     assert not [item for item in instructions if isinstance(item, ToClient)]
-    opened = [item for item in instructions if isinstance(item.body, Expect)]
-    assert {item.attempt for item in opened} == {1}
+    assert expects(instructions) == [("code2wav", 1), ("talker", 1), ("thinker", 1)]
+    assert resends(instructions) == [("prompt", "thinker", 1)]
     assert state._requests["r1"].losses == [], "nobody is accused"
 
 
@@ -520,7 +745,7 @@ def test_over_the_budget_nothing_is_kept() -> None:
     ask(state, "kept")
     ask(state, "let go")
     assert state.retained_bytes == 17
-    assert failure(lose(state, "talker")).code is ErrorCode.STAGE_LOST
+    assert failure(lose(state, "prompt")).code is ErrorCode.STAGE_LOST
     assert state.requests_of(ALICE) == ("kept",)
 
 
@@ -565,7 +790,7 @@ def test_draining_replica_takes_nothing_new_and_is_waited_for_when_it_will_be_ba
     assert talker.requests == {"held"}
     lose(state, "talker")
     assert state._requests["held"].losses == [], "a restart that was asked for is nobody's fault"
-    assert len(bring_back(state, "talker")) == 8
+    assert len(expects(bring_back(state, "talker"))) == 2 + 4
 
 
 # -- any interleaving -------------------------------------------------------------------------------------------------
@@ -588,6 +813,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.client_seq: collections.Counter[str] = collections.Counter()
         self.texts: collections.Counter[str] = collections.Counter()
         self.silenced: set[str] = set()  # their client is gone
+        self.running: dict[tuple[str, Hop], int] = {}  # what each replica works on, as it was told: the attempt
 
     def take(self, instructions: list[Instruction]) -> None:
         for item in instructions:
@@ -595,7 +821,7 @@ class AnyOrder(RuleBasedStateMachine):
                 replica = self.state.replicas.find(*(item.hop.stage, item.hop.replica, item.hop.epoch))
                 assert replica is not None
                 assert replica.alive
-                assert item.attempt < MAX_ATTEMPTS
+                self.told(item)
                 continue
             assert item.client == self.admitted[item.request_id]
             assert item.request_id not in self.silenced
@@ -607,6 +833,16 @@ class AnyOrder(RuleBasedStateMachine):
                 self.texts[item.request_id] += 1
             if isinstance(item.body, Done | Failed):
                 self.terminals[item.request_id] += 1
+
+    def told(self, item: ToStage) -> None:
+        """What a replica makes of it."""
+        key = (item.request_id, item.hop)
+        if isinstance(item.body, Expect):
+            assert item.attempt > self.running.get(key, -1), "an attempt is opened once"
+            self.running[key] = item.attempt
+        elif isinstance(item.body, Resend):
+            assert self.running[key] == item.attempt, "only who works on it can send it again"
+            assert self.running[(item.request_id, item.body.receiver)] == item.body.attempt
 
     def pick(self, number: int) -> str:
         return f"r{max(0, self.serial - number)}"
@@ -628,7 +864,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(
         number=request_numbers,
         stage=st.sampled_from(STAGES),
-        kind=st.sampled_from(["out", "out", "done", "done", "fail", "lost"]),
+        kind=st.sampled_from(["out", "out", "done", "done", "fail", "lost", "unreachable"]),
         skip=st.sampled_from([0, 0, 0, 0, 1]),
         stale=st.sampled_from(["", "", "", "epoch", "attempt"]),
     )
@@ -636,7 +872,7 @@ class AnyOrder(RuleBasedStateMachine):
         request_id = self.pick(number)
         request = self.state._requests.get(request_id)
         bound = (request.hop(stage) if request is not None else None) or hop(stage, 0, 99)
-        attempt = request.attempt if request is not None else 0
+        attempt = request.attempts.get(stage, 0) if request is not None else 0
         key = (request_id, attempt, stage)
         output = CHUNK if stage == "code2wav" else letter(self.seqs[key])
         body = {
@@ -644,6 +880,10 @@ class AnyOrder(RuleBasedStateMachine):
             "done": done(),
             "fail": Failed.from_error(EngineError("x")),
             "lost": Failed.from_error(StageLost("x", stage=stage)),
+            "unreachable": Unreachable(
+                receiver=(request.hop("talker") if request is not None else None) or hop("talker", 0, 99),
+                attempt=request.attempts.get("talker", 0) if request is not None else 0,
+            ),
         }[kind]
         sender = Hop(bound.stage, bound.replica, bound.epoch + 1) if stale == "epoch" else bound
         wrong = header_from(sender, request_id, self.seqs[key] + skip, attempt + (stale == "attempt"))
@@ -675,7 +915,16 @@ class AnyOrder(RuleBasedStateMachine):
         replica = self.state.replicas.current(stage, index)
         if replica is not None and replica.alive:
             replica.restart_wanted = restart and wanted
-            self.take(self.state.replica_lost(replica, self.now, "test", restart))
+            computing = {name for name in replica.computing if not self.through_with(name, stage)}
+            instructions = self.state.replica_lost(replica, self.now, "test", restart)
+            for item in instructions:
+                if isinstance(item.body, Failed) and item.body.code is ErrorCode.POISON:
+                    assert computing == {item.request_id}, "condemned, but it was not alone"
+                    assert not wanted or not restart
+            self.take(instructions)
+
+    def through_with(self, request_id: str, stage: str) -> bool:
+        return self.state._is_through_with(self.state._requests[request_id], stage)
 
     @rule(stage=st.sampled_from(STAGES), index=st.integers(0, 1))
     def replica_drains(self, stage: str, index: int) -> None:
@@ -708,27 +957,14 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(active) == self.state.in_flight <= 5
         ended = {request_id for request_id, count in self.terminals.items() if count}
         assert active == set(self.admitted) - ended - self.silenced
-        held = set().union(*(replica.requests for replica in self.state.replicas))
-        assert held <= active
-        for replica in self.state.replicas:
-            assert replica.alive or not replica.requests, "a dead replica owns nothing"
-        for request in self.state._requests.values():
-            assert request.attempt < MAX_ATTEMPTS
-            assert (request.state == "running") == bool(request.route)
-            for bound in request.route:
-                replica = self.state.replicas.find(bound.stage, bound.replica, bound.epoch)
-                if replica is None or not replica.alive:
-                    assert self.state._is_through_with(request, bound.stage)
-        assert self.state.retained_bytes == sum(
-            request.retained.size for request in self.state._requests.values() if request.retained is not None
-        )
 
     def teardown(self) -> None:
         self.take(self.state.tick(self.now + 10_000))
         assert self.state.in_flight == 0
         for request_id in set(self.admitted) - self.silenced:
             assert self.terminals[request_id] == 1
-        assert not any(replica.requests for replica in self.state.replicas)
+        assert not any(replica.requests or replica.reserved_for for replica in self.state.replicas)
+        assert len(self.state._requests._deadlines) == 0
 
 
 TestAnyOrder = AnyOrder.TestCase

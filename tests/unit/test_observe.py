@@ -10,9 +10,10 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from omni_actors.errors import EngineError, InvalidPayload, Overloaded
+from omni_actors.errors import EngineError, InvalidPayload, Overloaded, StageLost
 from omni_actors.messages import (
     AudioChunk,
     DType,
@@ -22,6 +23,7 @@ from omni_actors.messages import (
     HistogramSample,
     Hop,
     HopTimeline,
+    RequestTimeline,
     Sample,
     Snapshot,
     StageDone,
@@ -29,6 +31,7 @@ from omni_actors.messages import (
     StageUsage,
     TensorRef,
     TextDelta,
+    TimelineEvent,
     pack_token_ids,
 )
 from omni_actors.observe import table
@@ -39,6 +42,7 @@ from omni_actors.observe.exposition import render
 from omni_actors.observe.figures import edge_figures
 from omni_actors.observe.merge import StageMeters
 from omni_actors.observe.meters import Histogram, Meters
+from omni_actors.observe.otlp import SpanExport
 from omni_actors.observe.requests import KEPT, SETTLE_SECONDS, Finished, RequestLog
 from omni_actors.observe.table import TABLE, Kind
 from omni_actors.observe.watch import Watch
@@ -309,7 +313,7 @@ class Observed:
 
     def begin(self, request_id: str = "r", **fields: object) -> None:
         self.log.admitted(request_id, submit(sent=self.clock.now - 0.25, **fields))
-        self.log.bound(request_id, 0, (Hop("thinker", 0, 1), Hop("talker", 1, 1)))
+        self.log.bound(request_id, 0, (Hop("thinker", 0, 1), Hop("talker", 1, 1)), ("thinker", "talker"))
 
     def text(self, seconds: float, request_id: str = "r", tokens: int = 2) -> None:
         self.clock.now += seconds
@@ -394,15 +398,42 @@ def test_a_failed_request_waits_for_what_its_stages_say() -> None:
 def test_a_replayed_request_shows_both_attempts() -> None:
     seen = Observed()
     seen.begin()
-    seen.log.replayed("r", EngineError("lost"))
+    seen.log.replayed("r", EngineError("lost"), counts=True)
     seen.log.stage_ended("thinker", 0, EndedWork("r", StageTimeline("thinker", outcome="dropped", expected=1000.0)))
-    seen.log.bound("r", 1, (Hop("thinker", 0, 2),))
+    seen.log.bound("r", 1, (Hop("thinker", 0, 2),), ("thinker",))
     seen.stage(StageTimeline("thinker", 0, 2, attempt=1, expected=1000.0, ended=1001.0))
     seen.log.ended("r", None)
     assert seen.value(table.REPLAYS) == 1
     timeline = seen.log.timeline("r")
     assert [(stage.attempt, stage.outcome) for stage in timeline.stages] == [(0, "dropped"), (1, "done")]
     assert [event.name for event in timeline.events][-4:] == ["bound", "replayed", "bound", "ended"]
+
+
+def test_a_stage_that_goes_on_keeps_its_part_and_its_clock() -> None:
+    """Only the talker begins anew: what the thinker says later is of its first attempt, bound long before."""
+    seen = Observed()
+    for name in ("thinker/0", "talker/1"):
+        seen.log.heard(name, seen.clock.now)
+    seen.begin()
+    seen.clock.now += 10.0
+    seen.log.replayed("r", StageLost("talker/1 died"), counts=True)
+    seen.log.replayed("r", StageLost("and what it needs was not kept"), counts=False)
+    seen.log.bound("r", 1, (Hop("thinker", 0, 1), Hop("talker", 0, 1)), ("talker",))
+    seen.stage(StageTimeline("thinker", 0, 1, attempt=0, expected=1000.0, ended=1012.0))
+    seen.stage(StageTimeline("talker", 0, 1, attempt=1, expected=1010.0, ended=1013.0))
+    seen.clock.now += 3.0
+    seen.log.ended("r", None)
+    assert seen.value(table.REPLAYS) == 1, "the second one follows from the first"
+    timeline = seen.log.timeline("r")
+    assert [(stage.stage, stage.attempt, stage.expected, stage.ended) for stage in timeline.stages] == [
+        ("thinker", 0, 1000.0, 1012.0),
+        ("talker", 1, 1010.0, 1013.0),
+    ]
+    assert [event.detail for event in timeline.events if event.name == "bound"] == [
+        "thinker/0 talker/1",
+        "thinker/0 talker/0",
+    ]
+    assert [bar.stage for bar in chart(timeline).stages] == ["thinker", "talker"]
 
 
 def test_moments_of_another_clock_are_brought_to_ours() -> None:
@@ -492,6 +523,33 @@ def test_pictures_are_well_formed_whatever_the_id(request_id: str) -> None:
         assert 0 <= float(box.get("x")) <= width
         assert float(box.get("x")) + float(box.get("width")) <= width + 1
     ElementTree.fromstring(page(picture).partition("\n")[2].replace('<meta charset="utf-8">', "").encode())
+
+
+def test_a_hop_belongs_to_the_attempt_that_sent() -> None:
+    """The thinker went on when the talker began anew, twice."""
+    hops = (HopTimeline("thinker/0", 1, 4, 1000.1, 1000.2, 1000.1, 1000.2),)
+    parts = [StageTimeline("thinker", 0, expected=1000.0, first_input=1000.0, last_output=1001.0, ended=1001.0)]
+    for attempt, outcome in enumerate(("dropped", "dropped", "done")):
+        parts.append(
+            StageTimeline(
+                "talker", 0, attempt + 1, attempt, outcome, expected=1000.0 + attempt, ended=1000.5 + attempt, hops=hops
+            )
+        )
+    sent = tuple(HopTimeline(name, 1, 4, 1002.1, 1002.2, 1002.1, 1002.2) for name in ("thinker/0", "talker/0"))
+    timeline = RequestTimeline("r", "a" * 32, "done", 2, (TimelineEvent("bound", 1000.0, "thinker/0 talker/0"),),
+                               tuple(parts), sent)  # fmt: skip
+    exporter = InMemorySpanExporter()
+    export = SpanExport("test", exporter)
+    export.export(Finished(timeline, "", True))
+    export.close()
+    spans = exporter.get_finished_spans()
+    names = {span.context.span_id: (span.name, span.attributes.get("omni.attempt")) for span in spans}
+    parents = [(span.name, names[span.parent.span_id]) for span in spans if " to " in span.name]
+    assert sorted(parents) == [
+        ("talker/0 to coordinator", ("talker", 2)),
+        ("thinker/0 to coordinator", ("thinker", 0)),
+        *[("thinker/0 to talker/0", ("thinker", 0))] * 3,
+    ]
 
 
 def test_an_empty_timeline_can_be_drawn() -> None:

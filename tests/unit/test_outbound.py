@@ -27,8 +27,9 @@ from omni_actors.messages import (
     Peers,
     TextDelta,
 )
-from omni_actors.stage.actor import Outgoing
-from omni_actors.stage.io_threads import Event, Outbound, Rejected
+from omni_actors.stage.events import Event, Rejected, Undelivered
+from omni_actors.stage.outbound import Outbound
+from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.sockets import Sockets, drain
 from tests.unit.test_transport import until
@@ -41,7 +42,7 @@ LARGE = bytes(range(256)) * 400
 class Harness:
     """An `Outbound` and the sockets of those that it sends to."""
 
-    def __init__(self, folder: Path, flow: FlowConfig | None = None) -> None:
+    def __init__(self, folder: Path, flow: FlowConfig | None = None, limits: Limits | None = None) -> None:
         self.folder = folder
         self.sockets = Sockets()
         self.results, results = self.sockets.pull(f"ipc://{folder}/results")
@@ -50,8 +51,8 @@ class Harness:
         self.reader = ArenaReader(lambda: None)
         self.reader.attach({ME: self.arena.address})
         self.outbound = Outbound(
-            Sockets(self.sockets.context), ME, results, Limits(), flow or FlowConfig(), self.events, self.arena,
-            ArenaReader(lambda: None),
+            Sockets(self.sockets.context), ME, results, limits or Limits(), flow or FlowConfig(), self.events.put,
+            self.arena, ArenaReader(lambda: None),
         )  # fmt: skip
         self.outbound.start()
         self.got: dict[Hop, list] = {}
@@ -164,6 +165,82 @@ def test_no_credit_no_message_and_the_stage_is_held_up(short_path: Path) -> None
     harness.close()
 
 
+def text(seq: int) -> Outgoing:
+    return Outgoing(None, Header("", "r", *msgspec.structs.astuple(ME), seq=seq), TextDelta(text="x"))
+
+
+def test_credit_does_not_queue_behind_what_waits_for_credit(short_path: Path) -> None:
+    harness = Harness(short_path, FlowConfig(edge_messages=1))
+    decoder: Decoder[FromStage] = Decoder(FromStage)
+    got: list[str] = []
+
+    def came(count: int) -> bool:
+        got.extend(decoder.decode(frames).header.kind for frames in drain(harness.results))
+        return len(got) >= count
+
+    harness.outbound.send([text(0)])
+    until(lambda: came(1))
+    harness.outbound.send([text(1), text(2)])
+    harness.outbound.grant(None, 3, 300)
+    until(lambda: came(2))
+    assert got == ["text", "credit"]
+    assert harness.outbound.waiting == 2
+    harness.close()
+
+
+@pytest.mark.parametrize("sizes", [(5, 5, 5), (300_000, 5, 5), (5, 300_000, 5), (300_000, 300_000, 5)])
+def test_what_goes_at_once_never_overtakes_what_is_left_to_the_thread(harness: Harness, sizes: tuple[int, ...]) -> None:
+    harness.bind(TALKER)
+    harness.peers(TALKER)
+    mapped(harness, TALKER)
+    for seq in range(60):
+        harness.outbound.send(chunk(TALKER, data=bytes(sizes[seq % 3]), seq=seq), idle=seq % 5 == 0)
+        if seq % 20 == 7:
+            harness.outbound.send([m for n in range(12) for m in chunk(TALKER, seq=n, request=f"batch {seq}")])
+    envelopes = harness.receive(TALKER, 60 + 3 * 12)
+    assert [e.header.seq for e in envelopes if e.header.request_id == "r"] == list(range(60))
+    for seq in (7, 27, 47):
+        assert [e.header.seq for e in envelopes if e.header.request_id == f"batch {seq}"] == list(range(12))
+    harness.got[TALKER].clear()
+
+
+def test_oversize_is_refused_before_anything_is_sent(short_path: Path) -> None:
+    """In a frame or in a block: the request ends with the limit in the text, and what follows is sent."""
+    harness = Harness(short_path, limits=Limits(buffer_bytes=50_000))
+    harness.bind(TALKER)
+    harness.peers(TALKER)
+    for reads_arena in (False, True):
+        if reads_arena:
+            mapped(harness, TALKER)
+        harness.outbound.send(chunk(TALKER, data=LARGE, request="large"))
+        rejected = harness.events.get(timeout=2)
+        assert isinstance(rejected, Rejected)
+        assert rejected.header.request_id == "large"
+        assert "the limit is 50000" in rejected.error.message
+        assert harness.outbound.counts()["arena_blocks"] == 0
+    harness.outbound.send(chunk(TALKER))
+    assert [envelope.header.request_id for envelope in harness.receive(TALKER, 1)] == ["r"]
+    harness.got.clear()
+    harness.close()
+
+
+def test_after_its_end_nothing_is_sent_and_nothing_breaks(short_path: Path) -> None:
+    """A thread that has failed, or a session that is over, may still be spoken to."""
+    harness = Harness(short_path)
+    harness.bind(TALKER)
+    harness.peers(TALKER)
+    harness.outbound.finish()
+    harness.outbound.join(5)
+    harness.peers(TALKER, OTHER)
+    harness.outbound.send(chunk(TALKER))
+    harness.outbound.send([text(0)])
+    harness.outbound.grant(None, 1, 1)
+    harness.outbound.granted(TALKER, Credit(messages=1))
+    harness.outbound.wake()
+    assert harness.events.empty()
+    harness.close()
+
+
 def test_bytes_hold_up_too(short_path: Path) -> None:
     harness = Harness(short_path, FlowConfig(outbox_bytes=150_000))
     harness.peers(TALKER)
@@ -203,9 +280,9 @@ def test_restarted_peer_is_another_one(harness: Harness) -> None:
     assert [envelope.header.request_id for envelope in harness.receive(again, 1)] == ["new"]
     assert not harness.got[again][0].header.blocks, "the new life has not mapped anything yet"
     lost = harness.events.get(timeout=5)
-    assert isinstance(lost, Rejected)
+    assert isinstance(lost, Undelivered)
     assert isinstance(lost.error, StageLost)
-    assert lost.header.request_id == "old"
+    assert (lost.request_id, lost.receiver) == ("old", TALKER)
     until(lambda: harness.outbound.edges()["talker/0"].messages == 2)  # to both lives
     assert harness.outbound.edges()["talker/0"].shared_bytes == len(LARGE)
     harness.peers()
@@ -218,8 +295,8 @@ def test_peer_that_never_comes_ends_its_requests(harness: Harness, monkeypatch: 
     harness.peers(TALKER)
     harness.outbound.send(chunk(TALKER))
     lost = harness.events.get(timeout=5)
-    assert isinstance(lost, Rejected)
-    assert lost.header.request_id == "r"
+    assert isinstance(lost, Undelivered)
+    assert (lost.request_id, lost.receiver) == ("r", TALKER)
     until(lambda: harness.outbound.waiting == 0)
 
 
@@ -254,8 +331,8 @@ def test_what_comes_before_the_address_of_a_new_life_waits_for_it(harness: Harne
 def test_what_waits_for_an_address_that_never_comes_is_rejected(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_actors.stage.io_threads.EARLY_SECONDS", 0.2)
+    monkeypatch.setattr("omni_actors.stage.outbound.EARLY_SECONDS", 0.2)
     harness.outbound.send(chunk(TALKER, seq=0))
     rejected = harness.events.get(timeout=2)
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, Undelivered)
     assert "never announced" in rejected.error.message

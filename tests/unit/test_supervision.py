@@ -18,6 +18,7 @@ from omni_actors.core.states import (
 )
 from omni_actors.core.supervision import Supervision
 from omni_actors.errors import ConfigError, ProtocolError
+from omni_actors.supervisor import LOOK_SECONDS
 from scripts.state_diagrams import TARGET, document
 from tests.unit.builders import chain, load, pipeline
 
@@ -60,7 +61,7 @@ def test_silence_is_noticed() -> None:
 
 
 def test_a_loop_that_does_not_turn_is_noticed_only_with_work() -> None:
-    for requests, expected in (({"r"}, 5.1), (set(), None)):
+    for requests, expected in (({"r"}, 4.3), (set(), None)):
         world = World()
         replica = world.ready()
         replica.requests = requests
@@ -72,6 +73,26 @@ def test_a_loop_that_does_not_turn_is_noticed_only_with_work() -> None:
                 found.setdefault(round(now - T, 1), why)
         assert min(found, default=None) == (pytest.approx(expected) if expected else None)
         assert all("no progress" in why and "1 requests" in why for why in found.values())
+
+
+def test_with_defaults_whoever_is_stuck_is_known_within_five_seconds() -> None:
+    """A loop that hangs right after a heartbeat, so that the next one still shows that it had turned."""
+    config = pipeline()
+    beats = config.coordinator.heartbeat_interval
+    world = World()
+    replica = world.ready()
+    replica.requests = {"r"}
+    found, next_beat, progress = 0.0, T + beats, 1
+    for hundredth in range(1000):
+        now = T + hundredth / 100
+        if now >= next_beat:
+            world.supervision.beat(replica, progress, now)
+            next_beat += beats
+        if world.supervision.stuck(now):
+            found = now - T
+            break
+    assert 4.0 < found <= 5.0 - LOOK_SECONDS
+    assert config.coordinator.heartbeat_timeout <= 5.0 - LOOK_SECONDS
 
 
 def test_progress_keeps_a_replica_alive() -> None:
@@ -166,6 +187,6 @@ def test_every_state_is_reached_and_named_in_the_document() -> None:
 
 
 def test_a_timeout_below_the_interval_is_refused(tmp_path: Path) -> None:
-    data = {**chain(), "coordinator": {"heartbeat_timeout": 1.0, "heartbeat_interval": 1.0}}
+    data = {**chain(), "coordinator": {"heartbeat_timeout": 0.9}}
     with pytest.raises(ConfigError, match="heartbeat_timeout"):
         load(tmp_path, data)

@@ -303,4 +303,3 @@ def test_wakeable_queue_wakes_and_keeps_order() -> None:
     thread.join()
     assert got == list(range(1000))
     assert not poller.poll(0)
-    wake.close()

@@ -72,6 +72,15 @@ def find_model_spec(architecture: str, model_stage: str) -> ModelSpec:
     return spec
 
 
+def register_models(spec: ModelSpec) -> None:
+    """Make the classes of a model known to vLLM in this process. Idempotent."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture, model_class in spec.vllm_models.items():
+        if architecture not in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, model_class)
+
+
 def checkpoint_architecture(model: str) -> str:
     """The architecture that a checkpoint's config.json names. Raises `ConfigError` if it cannot be read."""
     from transformers import PretrainedConfig

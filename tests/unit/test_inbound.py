@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from omni_actors.messages import (
     Welcome,
     pack_token_ids,
 )
-from omni_actors.stage.io_threads import Control, Event, Inbound, Lost, Received, Rejected, Stop
+from omni_actors.stage.events import Control, Event, Lost, Received, Rejected, Stop
+from omni_actors.stage.inbound import Inbound
+from omni_actors.stage.inbox import Inbox
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.sockets import Sockets, drain, try_send
 from tests.unit.test_transport import until
@@ -46,13 +48,14 @@ class Harness:
     def __init__(self, folder: Path, launcher_pid: int, inbox: str = "inbox") -> None:
         self.sockets = Sockets()
         self.control, endpoint = self.sockets.router(f"ipc://{folder}/control")
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.inbox = Inbox()
         self.orphaned = False
         self.credit: list = []
         self.inbound = Inbound(
             Sockets(), IDENTITY, endpoint, f"ipc://{folder}/{inbox}", lambda inbox: Hello(1, "p", "c", 1, inbox),
-            self.events, Limits(), 0.05, launcher_pid, on_orphaned=lambda: setattr(self, "orphaned", True),
+            self.inbox, Limits(), 0.05, launcher_pid, on_orphaned=lambda: setattr(self, "orphaned", True),
             arenas=ArenaReader(lambda: None), on_credit=lambda receiver, credit: self.credit.append((receiver, credit)),
+            clock=lambda: 1234.5,
         )  # fmt: skip
         self.inbound.start()
 
@@ -63,6 +66,14 @@ class Harness:
 
     def tell(self, body: CoordinatorToStage) -> None:
         until(lambda: try_send(self.control, [NAME, *encode(Header(""), body)]))
+
+    def next(self, seconds: float = 5.0) -> Event | None:
+        """The next event; `None` if none comes in time."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            for event in self.inbox.take(left, maximum=1):
+                return event
+        return None
 
     def close(self) -> None:
         self.inbound.finish()
@@ -79,7 +90,7 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     heard: list = [decoder.decode(frames)]
     assert not harness.control.poll(200), "it beats before it is welcomed"
     harness.tell(Welcome(results="ipc:///results"))
-    assert harness.events.get(timeout=2) == Control(Welcome(results="ipc:///results"))
+    assert harness.next(2) == Control(Welcome(results="ipc:///results"))
 
     def beats() -> bool:
         for _, *frames in drain(harness.control):
@@ -89,14 +100,16 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     until(beats)
     assert heard[0].body == Hello(1, "p", "c", 1, f"ipc://{short_path}/inbox")
     assert all(Hop(e.header.stage, e.header.replica, e.header.epoch) == IDENTITY for e in heard)
+    assert {envelope.body.sent for envelope in heard[1:]} == {1234.5}
     push = harness.sockets.push(f"ipc://{short_path}/inbox")
     good = encode(Header("", "r1"), Chunk(token_ids=pack_token_ids([1])))
     for frames in ([b"nonsense"], [*good[:2], b"\xc1"], good):
         until(lambda frames=frames: try_send(push, frames))
-    rejected, received = harness.events.get(timeout=5), harness.events.get(timeout=5)
+    rejected, received = harness.next(), harness.next()
     assert isinstance(rejected, Rejected)
     assert isinstance(received, Received)
     assert harness.inbound.rejected() == {"rejected_frame_count": 1, "rejected_invalid_payload": 1, "total_received": 3}
+    assert harness.inbound.rejected_by_reason() == {"frame_count": 1, "invalid_payload": 1}
     harness.close()
 
 
@@ -104,18 +117,17 @@ def test_a_coordinator_that_dies_or_forgets_ends_the_session(short_path: Path, l
     harness = Harness(short_path, launcher.pid)
     harness.await_hello()
     harness.tell(Renew())
-    assert harness.events.get(timeout=2) == Lost("the coordinator does not know this replica")
+    assert harness.next(2) == Lost("the coordinator does not know this replica")
     harness.control.close()
-    assert harness.events.get(timeout=2) == Lost("the coordinator is not connected any more")
+    assert harness.next(2) == Lost("the coordinator is not connected any more")
     harness.close()
 
 
 def test_death_of_the_launcher_stops_the_stage(short_path: Path, launcher: subprocess.Popen) -> None:
     harness = Harness(short_path, launcher.pid)
-    with pytest.raises(queue.Empty):
-        harness.events.get(timeout=0.2)
+    assert harness.next(0.2) is None
     launcher.kill()
-    assert harness.events.get(timeout=2) == Stop("the launcher is gone")
+    assert harness.next(2) == Stop("the launcher is gone")
     harness.close()
 
 
@@ -123,7 +135,7 @@ def test_launcher_that_is_dead_already(short_path: Path, launcher: subprocess.Po
     launcher.kill()
     launcher.wait()
     harness = Harness(short_path, launcher.pid)
-    stop = harness.events.get(timeout=2)
+    stop = harness.next(2)
     assert isinstance(stop, Stop)
     assert stop.failed
     harness.close()
@@ -131,7 +143,7 @@ def test_launcher_that_is_dead_already(short_path: Path, launcher: subprocess.Po
 
 def test_a_thread_that_fails_says_so(short_path: Path, launcher: subprocess.Popen) -> None:
     harness = Harness(short_path, launcher.pid, inbox="missing/inbox")
-    stop = harness.events.get(timeout=2)
+    stop = harness.next(2)
     assert isinstance(stop, Stop)
     assert stop.failed
     assert "Cannot bind" in stop.reason

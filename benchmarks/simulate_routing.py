@@ -1,0 +1,216 @@
+"""The coordinator's decisions alone, at a size that no test machine has: `python benchmarks/simulate_routing.py`.
+
+Fills `core/coordination.py` with requests (no sockets, no stages: this script answers for them), then lets requests end
+and new ones come, and takes the CPU time of each kind of event and the memory of a request. Every tenth of the size is
+measured too: what grows with the number of requests or replicas shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_actors.config import PipelineConfig
+from omni_actors.core.coordination import Coordination, ToClient
+from omni_actors.core.states import ReplicaState
+from omni_actors.core.supervision import Supervision
+from omni_actors.messages import (
+    AudioChunk,
+    Done,
+    DType,
+    Expect,
+    FinishReason,
+    Header,
+    Prompt,
+    StageDone,
+    StageUsage,
+    Submit,
+    TensorRef,
+    TextDelta,
+    pack_token_ids,
+)
+
+STAGES = ("prompt", "thinker", "talker", "code2wav")
+CLIENTS = 1000
+DELTAS = 20
+CHUNKS = 5
+BATCH = 500  # requests that end and are replaced between two ticks
+NOW = 1_000_000.0
+DONE = StageDone(usage=StageUsage(FinishReason.STOP))
+SOUND = AudioChunk(samples=TensorRef(DType.F32, (4800,), 0), sample_rate=24_000)
+SAMPLES = bytes(4 * 4800)
+
+
+def pipeline(requests: int) -> PipelineConfig:
+    stages: list[dict[str, Any]] = [{"name": name, "kind": "echo"} for name in STAGES]
+    for before, stage in itertools.pairwise(stages):
+        stage["inputs"] = {"from": before["name"]}
+    stages[1]["outputs"], stages[3]["outputs"] = ["text"], ["audio"]
+    coordinator = {"max_in_flight": requests + 1, "retain_bytes": 1 << 40}
+    return msgspec.convert({"name": "s", "model": "s", "stages": stages, "coordinator": coordinator}, PipelineConfig)
+
+
+class Simulation:
+    """A coordination with all replicas ready, and the CPU seconds and number of each kind of event."""
+
+    def __init__(self, replicas: int, requests: int, keeps_routes: bool) -> None:
+        self.keeps_routes = keeps_routes
+        self.state = Coordination(pipeline(requests), new_seed=lambda: 1)
+        for stage in STAGES:
+            for index in range(replicas // len(STAGES)):
+                replica = self.state.replicas.add(stage, index, 1)
+                replica.state = ReplicaState.READY
+                if stage == "code2wav":
+                    replica.voices, replica.sample_rate = ("Chelsie", "Ethan"), 24_000
+        self.routes: dict[str, dict[str, Header]] = {}
+        self.seconds: dict[str, float] = {}
+        self.events: dict[str, int] = {}
+        self._numbers = itertools.count()
+
+    def timed(self, kind: str, work: Callable[[], list[Any]], events: int = 1) -> list[Any]:
+        began = time.process_time()
+        made = work()
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + time.process_time() - began
+        self.events[kind] = self.events.get(kind, 0) + events
+        return made
+
+    def admit(self, count: int) -> None:
+        def submit() -> list[Any]:
+            return [
+                self.state.submit(client, header, body, [], NOW)
+                for client, header, body in zip(clients, headers, bodies, strict=True)
+            ]
+
+        numbers = [next(self._numbers) for _ in range(count)]
+        clients = [b"client%d" % (number % CLIENTS) for number in numbers]
+        headers = [Header("", f"request-{number:012d}", deadline=NOW + 600 + number % 97) for number in numbers]
+        bodies = [Submit(prompt=Prompt(token_ids=pack_token_ids(range(64))), voice="Ethan") for _ in numbers]
+        for made in self.timed("admission and binding", submit, count):
+            if [type(item.body) for item in made] != [Expect] * len(STAGES):
+                raise SystemExit(f"a request was not admitted: {made}")
+            if not self.keeps_routes:
+                continue
+            self.routes[made[0].request_id] = {
+                item.hop.stage: Header("", item.request_id, item.hop.stage, item.hop.replica, item.hop.epoch)
+                for item in made
+            }
+
+    def results(self, kind: str, stage: str, body: Any, requests: list[str], first: int, count: int = 1) -> list[Any]:
+        buffers = (SAMPLES,) if body is SOUND else ()
+        headers = [
+            msgspec.structs.replace(self.routes[request_id][stage], seq=first + index)
+            for request_id in requests
+            for index in range(count)
+        ]
+        return self.timed(
+            kind, lambda: [self.state.from_stage(header, body, buffers, NOW) for header in headers], len(headers)
+        )
+
+    def finish(self, requests: list[str]) -> None:
+        """Text, sound and the end of these requests."""
+        delta = TextDelta(text="word ", token_ids=pack_token_ids([7]))
+        for made in self.results("text delta", "thinker", delta, requests, 0, DELTAS):
+            if not isinstance(made[0], ToClient):
+                raise SystemExit("a delta was not forwarded")
+        self.results("audio chunk", "code2wav", SOUND, requests, 0, CHUNKS)
+        firsts = {"thinker": DELTAS, "code2wav": CHUNKS}
+        for stage in STAGES:
+            ends = self.results("end of a stage", stage, DONE, requests, firsts.get(stage, 0))
+        if not all(isinstance(made[0].body, Done) for made in ends):
+            raise SystemExit("a request did not end")
+        for request_id in requests:
+            del self.routes[request_id]
+
+    def ticks(self, kind: str, count: int) -> None:
+        self.timed(kind, lambda: [self.state.tick(NOW + 0.1 * index) for index in range(count)], count)
+
+    def looks(self, count: int) -> None:
+        """What the supervisor does twenty times a second."""
+        supervision = Supervision(self.state.pipeline, self.state.replicas)
+        for replica in self.state.replicas:
+            supervision.spawned(replica, NOW)
+
+        def look() -> list[Any]:
+            found: list[Any] = []
+            for index in range(count):
+                now = NOW + 0.05 * index
+                found += [*supervision.stuck(now), *supervision.drained(now), *supervision.due(now)]
+            return found
+
+        if self.timed("look of the supervision", look, count):
+            raise SystemExit("a replica was accused of something")
+
+    def lose_one(self) -> int:
+        replica = self.state.replicas.current("code2wav", 0)
+        if replica is None:
+            raise SystemExit("there is no code2wav/0")
+        held = len(replica.requests)
+        self.timed("loss of a replica", lambda: self.state.replica_lost(replica, NOW, "simulated", restart=True))
+        return held
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def batches(items: list[str], size: int) -> Iterator[list[str]]:
+    for begin in range(0, len(items), size):
+        yield items[begin : begin + size]
+
+
+def measure(replicas: int, requests: int, turnover: int) -> dict[str, Any]:
+    simulation = Simulation(replicas, requests, keeps_routes=False)
+    gc.collect()
+    before = resident()
+    for _ in range(0, requests, BATCH):
+        simulation.admit(BATCH)
+    gc.collect()
+    memory = (resident() - before) / requests
+    simulation = Simulation(replicas, requests, keeps_routes=True)
+    simulation.admit(requests)
+    gc.collect()
+    gc.freeze()  # as a coordinator that runs for long: what is old is not looked at again and again
+    simulation.seconds.clear()
+    simulation.events.clear()
+    for batch in batches(list(simulation.routes)[:turnover], BATCH):
+        simulation.finish(batch)
+        simulation.admit(len(batch))
+        simulation.ticks(f"tick in which {BATCH} requests ended", 1)
+    simulation.ticks("idle tick", 20)
+    simulation.looks(20)
+    held = simulation.lose_one()
+    figures = {kind: 1e6 * simulation.seconds[kind] / simulation.events[kind] for kind in simulation.seconds}
+    whole = figures["admission and binding"] + DELTAS * figures["text delta"] + CHUNKS * figures["audio chunk"]
+    figures[f"whole request ({DELTAS} deltas, {CHUNKS} chunks)"] = whole + len(STAGES) * figures["end of a stage"]
+    return {
+        "replicas": replicas,
+        "in flight": requests,
+        "bytes per request": round(memory),
+        "held by the lost replica": held,
+        "microseconds": {kind: round(value, 2) for kind, value in figures.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=1000, help="of all stages together")
+    parser.add_argument("--requests", type=int, default=100_000, help="in flight")
+    parser.add_argument("--turnover", type=int, default=5000, help="requests that end and are replaced")
+    arguments = parser.parse_args()
+    for divisor in (10, 1):
+        replicas, requests = arguments.replicas // divisor, arguments.requests // divisor
+        print(json.dumps(measure(replicas, requests, min(arguments.turnover, requests)), indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What the threads around a stage's sockets tell its main thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omni_actors.codec import Envelope
+from omni_actors.errors import OmniError
+from omni_actors.messages import CoordinatorToStage, Header, Hop, IntoStage
+
+
+def sender_of(header: Header) -> Hop | None:
+    """The replica that sent a message; `None` for the coordinator."""
+    return Hop(header.stage, header.replica, header.epoch) if header.stage else None
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A checked message; `size` counts for the credit of its edge."""
+
+    envelope: Envelope[IntoStage]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A message about a request that did not decode (`size` as above), or could not be sent (`size` 0)."""
+
+    header: Header
+    error: OmniError
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """A later stage takes no messages; one or more of this request are lost."""
+
+    request_id: str
+    receiver: Hop
+    error: OmniError
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    body: CoordinatorToStage
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process: signal, launcher gone, or the thread itself failed (`failed`)."""
+
+    reason: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The coordinator is gone, or does not know this replica any more: what is in flight is void; register again."""
+
+    reason: str
+
+
+Event = Received | Rejected | Undelivered | Control | Stop | Lost
+
+
+@dataclass
+class Pulse:
+    """What the engine loop tells the heartbeat: written by one thread, read by another, one assignment each."""
+
+    progress: int = 0
+    counts: dict[str, int] = field(default_factory=dict)

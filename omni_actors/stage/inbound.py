@@ -1,0 +1,203 @@
+"""The thread that speaks with the coordinator: control connection, heartbeat, and a look at whether launcher and
+coordinator live.
+
+It also reads the stage's inbox while the main thread computes (`inbox.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
+from omni_actors.logs import get_logger
+from omni_actors.messages import (
+    Body,
+    CoordinatorToStage,
+    Credit,
+    Header,
+    Heartbeat,
+    Hello,
+    Hop,
+    IntoStage,
+    Limits,
+    Peers,
+    Renew,
+    Welcome,
+)
+from omni_actors.stage.events import Control, Event, Lost, Pulse, Received, Rejected, Stop, sender_of
+from omni_actors.stage.inbox import Inbox
+from omni_actors.transport.arena import ArenaReader
+from omni_actors.transport.credit import wire_size
+from omni_actors.transport.monitor import Departures
+from omni_actors.transport.sockets import Socket, Sockets, descriptor, drain, try_send
+from omni_actors.transport.wake import WakeableQueue
+
+logger = get_logger(__name__)
+
+MAXIMUM_POLL_SECONDS = 0.1
+ORPHAN_SECONDS = 3.0  # how long the main thread may take to end once the launcher is gone
+
+
+class Inbound(threading.Thread):
+    """Feeds `inbox`. `hello` makes the first message once its socket is bound.
+
+    Credit goes to `on_credit` at once, not through the inbox: the main thread may be in a long step.
+    `on_orphaned` is called before this thread ends a process whose launcher is gone and whose main thread hangs.
+    `clock` tells the coordinator the time here, with every heartbeat.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        identity: Hop,
+        control_endpoint: str,
+        inbox_endpoint: str,
+        hello: Callable[[str], Hello],
+        inbox: Inbox,
+        limits: Limits,
+        heartbeat_interval: float,
+        launcher_pid: int,
+        on_orphaned: Callable[[], None],
+        arenas: ArenaReader,
+        on_credit: Callable[[Hop | None, Credit], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(name="inbound", daemon=True)
+        self._clock = clock
+        self._arenas = arenas
+        self._on_credit = on_credit
+        self._sockets = sockets
+        self._identity = identity
+        self._control_endpoint = control_endpoint
+        self._inbox_endpoint = inbox_endpoint
+        self._hello = hello
+        self._inbox = inbox
+        self._limits = limits
+        self._heartbeat_interval = heartbeat_interval
+        self._launcher_pid = launcher_pid
+        self._on_orphaned = on_orphaned
+        self._outbox: WakeableQueue[Body | None] = WakeableQueue()
+        self._decoder: Decoder[IntoStage] = Decoder(IntoStage, limits, arenas.open)
+        self._control_decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, limits)
+        self._received = 0  # messages at the inbox, of any kind
+        self._welcomed = False
+        self.pulse = Pulse()
+
+    def tell(self, body: Body) -> None:
+        """Send `body` to the coordinator on the control connection; from any thread."""
+        self._outbox.put(body)
+
+    def finish(self) -> None:
+        """Send what is queued, close the sockets and end the thread."""
+        self._outbox.put(None)
+
+    def rejected_by_reason(self) -> dict[str, int]:
+        """Messages at the inbox that did not decode. From any thread."""
+        return dict(self._decoder.rejected)
+
+    def rejected(self) -> dict[str, int]:
+        return {f"rejected_{reason}": count for reason, count in self.rejected_by_reason().items()} | {
+            "total_received": self._received
+        }
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            # Nobody would hear of a silent end of this thread: the main thread ends the process.
+            logger.exception("the inbound thread failed")
+            self._inbox.put(Stop(f"inbound thread: {type(error).__name__}: {error}", failed=True))
+
+    def _run(self) -> None:
+        name = f"{self._identity.stage}/{self._identity.replica}/{self._identity.epoch}"
+        control = self._sockets.dealer(self._control_endpoint, name.encode())
+        departures = Departures(control)
+        launcher = -1
+        try:
+            launcher = os.pidfd_open(self._launcher_pid)
+            socket, endpoint = self._sockets.pull(self._inbox_endpoint)
+            self._inbox.open(socket, self._decode)
+            self._send(control, self._hello(endpoint))
+            self._loop(control, departures, launcher)
+        finally:
+            if launcher >= 0:
+                os.close(launcher)
+            self._inbox.close()
+            departures.close()
+            control.close()
+
+    def _loop(self, control: Socket, departures: Departures, launcher: int) -> None:
+        epoll = self._inbox.epoll
+        others = {launcher, self._outbox.fileno(), descriptor(control), descriptor(departures.socket)}
+        for watched in others:
+            epoll.register(watched, select.EPOLLIN)
+        next_beat = 0.0
+        orphaned_at: float | None = None
+        while True:
+            ready = {number for number, _ in epoll.poll(MAXIMUM_POLL_SECONDS)}
+            if ready - others:  # first: the engine may be waiting for it
+                self._inbox.read()
+            if launcher in ready:
+                self._inbox.put(Stop("the launcher is gone"))
+                epoll.unregister(launcher)
+                orphaned_at = time.monotonic()
+            if orphaned_at is not None and time.monotonic() > orphaned_at + ORPHAN_SECONDS:
+                self._on_orphaned()
+                os._exit(1)  # the main thread loads or hangs; an orphan may not keep its GPU memory
+            for body in self._outbox.drain():
+                if body is None:
+                    return
+                self._send(control, body)
+            if self._welcomed and time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + self._heartbeat_interval
+                counts = {**self.pulse.counts, **self.rejected()}
+                self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts, sent=self._clock()))
+            self._receive_control(control)  # always: what is sent above may use up the descriptor's signal
+            if departures.seen():  # after the last words of the control connection
+                self._inbox.put(Lost("the coordinator is not connected any more"))
+
+    def _send(self, control: Socket, body: Body) -> None:
+        header = Header("", stage=self._identity.stage, replica=self._identity.replica, epoch=self._identity.epoch)
+        if not try_send(control, encode(header, body, limits=self._limits)):
+            logger.warning("the coordinator takes no control messages; dropped a %s", type(body).__name__)
+
+    def _receive_control(self, control: Socket) -> None:
+        for frames in drain(control):
+            try:
+                body = self._control_decoder.decode(frames).body
+            except (BadHeader, BadBody) as error:
+                logger.error("dropped a control message: %s", error)
+                continue
+            if isinstance(body, Renew):
+                self._inbox.put(Lost("the coordinator does not know this replica"))
+                continue
+            if isinstance(body, Welcome):
+                self._welcomed = True
+            if isinstance(body, Peers):
+                with self._inbox.paused():  # what is decoded meanwhile would find half of it
+                    self._arenas.attach(
+                        {peer.hop: peer.arena for peer in body.sources},
+                        {peer.hop: peer.arena for peer in body.origins},
+                    )
+            self._inbox.put(Control(body))
+
+    def _decode(self, frames: Sequence[Frame]) -> Event | None:
+        """What the main thread has to know of a message; credit goes its own way. On either thread."""
+        self._received += 1
+        try:
+            envelope = self._decoder.decode(frames)
+        except BadHeader as error:
+            count = self._decoder.rejected[error.reason]
+            if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: a flood must not fill the disk
+                logger.warning("dropped a message with a bad header: %s (%d so far)", error.reason, count)
+            return None
+        except BadBody as error:
+            return Rejected(error.header, error.error, wire_size(frames))
+        if isinstance(envelope.body, Credit):
+            self._on_credit(sender_of(envelope.header), envelope.body)
+            return None
+        return Received(envelope, wire_size(frames))

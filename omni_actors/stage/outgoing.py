@@ -1,0 +1,63 @@
+"""What a stage sends: an engine's events as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omni_actors.codec import BufferList, Frame
+from omni_actors.messages import (
+    ROWS,
+    AdditionalInformationEntry,
+    AdditionalInformationPayload,
+    AudioChunk,
+    Body,
+    Chunk,
+    Header,
+    Hop,
+    PromptEmbedsPayload,
+    TextDelta,
+    pack_token_ids,
+)
+from omni_actors.stage.interface import AudioEvent, StreamEvent, TextEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to send: to a downstream replica, or to the coordinator when `destination` is `None`."""
+
+    destination: Hop | None
+    header: Header
+    body: Body
+    buffers: Sequence[Frame] = ()
+
+
+def result_of(event: TextEvent | AudioEvent, sent: float) -> tuple[Body, Sequence[Frame]]:
+    """A message to the coordinator that leaves at the moment `sent`, with its buffers."""
+    if isinstance(event, TextEvent):
+        return TextDelta(text=event.text, token_ids=pack_token_ids(event.token_ids), sent=sent), ()
+    buffers = BufferList()
+    chunk = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate, sent=sent)
+    return chunk, buffers.buffers
+
+
+def chunk_of(event: StreamEvent, sent: float) -> tuple[Chunk, Sequence[Frame]]:
+    """A message to the stages after this one that leaves at the moment `sent`, with its buffers."""
+    buffers = BufferList()
+    tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
+    rows = tensors.pop(ROWS, None)
+    information = None
+    if event.scalars:
+        information = AdditionalInformationPayload(
+            {name: AdditionalInformationEntry(scalar=value) for name, value in event.scalars.items()}
+        )
+    chunk = Chunk(
+        token_ids=pack_token_ids(event.token_ids),
+        rows=PromptEmbedsPayload(rows) if rows is not None else None,
+        tensors=tensors,
+        information=information,
+        start=event.start,
+        final=event.final,
+        sent=sent,
+    )
+    return chunk, buffers.buffers

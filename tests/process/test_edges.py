@@ -1,0 +1,124 @@
+"""Edges between real processes: a peer that comes back as another one, and messages that may not wait for credit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from omni_actors.client import AsyncOmniClient
+from omni_actors.codec import encode
+from omni_actors.errors import Aborted
+from omni_actors.messages import Body, Chunk, Credit, Header, Hop, Operation, StageStatus, pack_token_ids
+from omni_actors.transport.sockets import Sockets, try_send
+from tests.process.launcher import EchoLauncher, until
+from tests.process.test_flow import data
+from tests.process.test_requests import assert_echo
+
+Launch = Callable[..., EchoLauncher]
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    made = Sockets()
+    yield made
+    made.context.destroy(linger=0)
+
+
+def status(echo: EchoLauncher, stage: str) -> StageStatus:
+    return next(status for status in echo.describe().stages if status.stage == stage)
+
+
+def inject(sockets: Sockets, echo: EchoLauncher, stage: str, header: Header, body: Body) -> None:
+    """Send a message to a stage's inbox as if another process had."""
+    (inbox,) = (path for path in echo.folder.rglob(f"{stage}-0-{status(echo, stage).epoch}"))
+    socket = sockets.push(f"ipc://{inbox}")
+    until(lambda: try_send(socket, encode(header, body)), 5, "sending")
+
+
+async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
+    """Late messages of the former life are counted and dropped, the new one works, no credit is lost or gained."""
+    small = {"edge_messages": 64}
+    step = {"step_seconds": 0.003}
+    echo = launch(data(small, thinker=step, talker=step)).wait_ready()
+    before = status(echo, "talker")
+    old = Hop("talker", 0, before.epoch)
+    async with AsyncOmniClient(echo.endpoint) as client:
+        tasks = [asyncio.create_task(client.generate(f"{n}" * 60, timeout=60)) for n in range(8)]
+        await asyncio.sleep(0.2)
+        last = status(echo, "code2wav").pid
+        os.kill(last, signal.SIGSTOP)  # what the talker sends lies in its inbox now
+        try:
+            await asyncio.sleep(0.3)
+            os.kill(before.pid, signal.SIGKILL)
+            await asyncio.to_thread(until, lambda: status(echo, "talker").epoch > old.epoch, 3, "the restart")
+        finally:
+            os.kill(last, signal.SIGCONT)
+        for number, task in enumerate(tasks):
+            assert_echo(await task, f"{number}" * 60)
+        dropped = status(echo, "code2wav").counts
+        assert dropped.get("dropped_late", 0) + dropped.get("dropped_foreign_epoch", 0) > 0, dropped
+
+        # One by one, about a request that runs: neither its input nor anybody's account may change.
+        running = asyncio.create_task(client.generate("z" * 200, request_id="mine", timeout=60))
+        await asyncio.sleep(0.1)
+        ghost = Header("", "mine", *msgspec.structs.astuple(old))
+        foreign = dropped.get("dropped_foreign_epoch", 0)
+        inject(sockets, echo, "code2wav", ghost, Chunk(token_ids=pack_token_ids([1, 2])))
+        unknown = status(echo, "thinker").counts.get("dropped_credit_of_unknown_peer", 0)
+        inject(sockets, echo, "thinker", ghost, Credit(messages=10**6, bytes=10**9, released=(1, 2, 3)))
+
+        def counted() -> bool:
+            now = status(echo, "code2wav").counts.get("dropped_foreign_epoch", 0)
+            return now == foreign + 1 and (
+                status(echo, "thinker").counts.get("dropped_credit_of_unknown_peer", 0) == unknown + 1
+            )
+
+        await asyncio.to_thread(until, counted, 5, lambda: f"{status(echo, 'code2wav')} {status(echo, 'thinker')}")
+        assert_echo(await running, "z" * 200)
+        # 200 chunks have gone over an edge of 64 messages: the new life grants, and the account is even again.
+        for _ in range(100):
+            edges = (await client.operate(Operation.STATUS)).edges
+            if not any(edge.messages_out or edge.bytes_out or edge.waiting for edge in edges):
+                break
+            await asyncio.sleep(0.05)
+        else:
+            raise AssertionError(f"credit is missing: {edges}")
+    echo.wait_idle()
+
+
+async def test_abort_does_not_queue_behind_what_waits_for_credit(launch: Launch) -> None:
+    """Two requests saturate the prompt stage, which then grants nothing, so that a third one's prompt has to wait."""
+    flow: dict[str, Any] = {"edge_bytes": 4096, "backlog_requests": 1}
+    echo = launch(data(flow, prompt={"step_seconds": 0.05})).wait_ready()
+    async with AsyncOmniClient(echo.endpoint) as client:
+        first, second = [await client.submit("x" * 350, modalities=["text"]) for _ in range(2)]
+        await asyncio.sleep(0.3)
+        third = await client.submit("y" * 3800, modalities=["text"], timeout=60)
+
+        async def until_waiting(count: int) -> None:
+            for _ in range(100):
+                edges = (await client.operate(Operation.STATUS)).edges
+                waiting = {edge.stage: edge.waiting for edge in edges}
+                if waiting["prompt"] == count:
+                    return
+                await asyncio.sleep(0.02)
+            raise AssertionError(waiting)
+
+        await until_waiting(1)
+        assert status(echo, "prompt").counts["engine_requests"] == 2
+        async with asyncio.timeout(4):  # alone they take 17 s
+            for stream in (first, second):
+                await stream.abort()
+                with pytest.raises(Aborted):
+                    await stream.result()
+            await until_waiting(0)
+        await third.abort()
+        with pytest.raises(Aborted):
+            await third.result()
+    echo.wait_idle()

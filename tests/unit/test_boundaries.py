@@ -1,0 +1,140 @@
+"""The four boundaries of the protocol: what each does with a message about another request, life, attempt or order."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from omni_actors.codec import Envelope
+from omni_actors.core.coordination import ToStage
+from omni_actors.errors import ErrorCode
+from omni_actors.messages import Abort, Ended, Expect, Header, Resend, StageParams, TextDelta
+from tests.unit import test_actor, test_coordination
+from tests.unit.builders import header_from, submit
+from tests.unit.test_actor import ROUTE, StageUnderTest, failed
+from tests.unit.test_coordination import ALICE, BOB, NOW, aborts, ask, failure, hop, ready
+
+# -- client -> coordinator --------------------------------------------------------------------------------------------
+
+
+def test_what_a_client_claims_to_be_changes_nothing() -> None:
+    """Stage, epoch, attempt and seq are the coordinator's to give."""
+    plain, lying = ready(), ready()
+    header = Header("", "r1", "thinker", 3, 9, attempt=7, seq=5)
+    expected = plain.submit(ALICE, Header("", "r1"), submit(), [], NOW)
+    assert lying.submit(ALICE, header, submit(), [], NOW) == expected
+    assert {item.attempt for item in expected if isinstance(item, ToStage)} == {0}
+
+
+def test_a_client_reaches_only_its_own_requests() -> None:
+    state = ready()
+    ask(state)
+    assert state.abort(BOB, "r1", NOW) == []
+    assert state.abort(ALICE, "r2", NOW) == []
+    assert state.dropped == {"abort_of_unknown_request": 2}
+    assert len(aborts(state.abort(ALICE, "r1", NOW))) == 4
+
+
+# -- coordinator -> stage ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Expect(route=ROUTE, params=StageParams(), seed=1),
+        Abort(),
+        Resend(receiver=ROUTE[2], attempt=1),
+        Ended(request_ids=("r1",)),
+    ],
+)
+def test_only_the_coordinator_opens_and_ends(kind: Expect | Abort | Resend | Ended) -> None:
+    """Whoever can reach a stage's inbox is a stage; none of them may end or begin what is not its own."""
+    stage = StageUnderTest("thinker")
+    if not isinstance(kind, Expect):
+        stage.expect()
+    before = stage.actor.counts()
+    header = msgspec.structs.replace(header_from(ROUTE[0], "r1"), kind="x", deadline=1010.0)
+    assert stage.actor.receive(Envelope(header, kind)) == []
+    assert stage.actor.counts() == before
+    assert stage.actor.dropped == {"not_the_coordinator": 1}
+
+
+def test_an_abort_of_an_attempt_before_touches_nothing() -> None:
+    stage = StageUnderTest("thinker")
+    body = Expect(route=ROUTE, params=StageParams(), seed=1)
+    stage.actor.receive(Envelope(Header("expect", "r1", attempt=2), body))
+    stage.actor.receive(Envelope(Header("abort", "r1", attempt=1), Abort()))
+    assert stage.actor.counts()["requests"] == 1
+    stage.actor.receive(Envelope(Header("abort", "r1", attempt=2), Abort()))
+    assert stage.held() == test_actor.EMPTY
+
+
+# -- stage -> stage ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        ({"request_id": "r9"}, "parked"),
+        ({"source": msgspec.structs.replace(ROUTE[0], epoch=4)}, "foreign_epoch"),
+        ({"source": msgspec.structs.replace(ROUTE[0], epoch=6)}, "foreign_epoch"),
+        ({"source": msgspec.structs.replace(ROUTE[0], replica=1)}, "foreign_epoch"),
+        ({"source": ROUTE[3]}, "unexpected_source"),
+        ({"attempt": 1}, "parked"),
+        ({"seq": 1}, ErrorCode.PROTOCOL_ERROR),
+        ({}, "taken"),
+    ],
+)
+def test_a_chunk(change: dict, outcome: object) -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect()
+    messages = stage.chunk(**{"request_id": "r1", "seq": 0, **change}, token_ids=bytes(4), final=True)
+    if isinstance(outcome, ErrorCode):
+        assert failed(messages).code is outcome
+        assert stage.held() == test_actor.EMPTY
+        return
+    assert messages == []
+    assert dict(stage.actor.dropped) == ({outcome: 1} if outcome not in ("parked", "taken") else {})
+    assert (stage.actor.counts()["parked"] == 1) is (outcome == "parked")
+    assert (len(stage.engine.started()) == 1) is (outcome == "taken")
+
+
+def test_a_chunk_of_a_request_that_has_ended_is_absorbed_by_its_tombstone() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect()
+    stage.abort()
+    for _ in range(2):
+        assert stage.tokens("late") == []
+        assert stage.abort() == []
+    assert stage.actor.dropped == {"late": 2}
+    assert stage.held() == test_actor.EMPTY
+
+
+# -- stage -> coordinator ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "outcome"),
+    [
+        (header_from(hop("thinker"), "r9"), "unknown_request"),
+        (header_from(hop("thinker", epoch=2), "r1"), "foreign_epoch"),
+        (header_from(hop("thinker", epoch=0), "r1"), "foreign_epoch"),
+        (header_from(hop("thinker", 1), "r1"), "foreign_epoch"),
+        (header_from(hop("thinker"), "r1", attempt=1), "foreign_attempt"),
+        (header_from(hop("thinker"), "r1", seq=1), ErrorCode.PROTOCOL_ERROR),
+        (header_from(hop("thinker"), "r1"), None),
+    ],
+)
+def test_a_result(header: Header, outcome: object) -> None:
+    state = ready()
+    ask(state)
+    instructions = state.from_stage(header, TextDelta(text="a"), (), NOW)
+    if isinstance(outcome, ErrorCode):
+        assert failure(instructions).code is outcome
+        assert sorted(aborts(instructions)) == sorted(test_coordination.STAGES)
+    elif outcome is None:
+        assert len(instructions) == 1
+    else:
+        assert instructions == []
+        assert state.dropped == {outcome: 1}
+        assert state.in_flight == 1
