@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.codec import BufferList, Envelope, Frame
-from omni_actors.config import PipelineConfig, StageConfig
+from omni_actors.config import Modality, PipelineConfig, StageConfig
 from omni_actors.core.tombstones import Tombstones
 from omni_actors.errors import DeadlineExceeded, EngineError, InvalidPayload, OmniError, Overloaded, ProtocolError
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
     ROWS,
+    SAMPLE_RATE,
+    SAMPLES,
     Abort,
     AdditionalInformationEntry,
     AdditionalInformationPayload,
@@ -81,6 +83,8 @@ class Work:
     processor: InputProcessor | None
     started: bool = False  # the engine has it
     first_output: float = 0.0
+    samples: int = 0  # sound that went to later stages
+    output_ended: bool = False  # later stages have had their final chunk
     next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
     ended_sources: set[str] = field(default_factory=set)  # those whose final chunk has come
     sent: dict[str, int] = field(default_factory=dict)  # by destination stage, "" for the coordinator
@@ -331,6 +335,8 @@ class Stage:
         if isinstance(event, TextEvent):
             body = TextDelta(text=event.text, token_ids=pack_token_ids(event.token_ids))
             return [self._message(work, None, body)]
+        if isinstance(event, AudioEvent) and Modality.AUDIO not in self._stage.outputs:
+            return self._stream_audio(work, event)
         if isinstance(event, AudioEvent):
             buffers = BufferList()
             audio = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate)
@@ -339,6 +345,7 @@ class Stage:
 
     def _stream(self, work: Work, event: StreamEvent) -> list[Outgoing]:
         """The same chunk to every downstream stage of the route."""
+        work.output_ended = work.output_ended or event.final
         buffers = BufferList()
         tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
         rows = tensors.pop(ROWS, None)
@@ -357,15 +364,25 @@ class Stage:
         )
         return [self._message(work, hop, chunk, buffers.buffers) for hop in self._targets(work)]
 
+    def _stream_audio(self, work: Work, event: AudioEvent) -> list[Outgoing]:
+        """Sound that is not for the client is input of the stages after this one."""
+        start = work.samples
+        work.samples += event.samples.shape[0]
+        tensors, scalars = {SAMPLES: event.samples}, {SAMPLE_RATE: event.sample_rate}
+        return self._stream(work, StreamEvent(event.request_id, (), tensors, scalars, start))
+
     def _targets(self, work: Work) -> list[Hop]:
         return [hop for hop in work.route if hop.stage in self._downstream]
 
     def _finish_empty(self, work: Work) -> list[Outgoing]:
-        """Nothing to compute here: later stages get an empty, final chunk."""
-        event = StreamEvent(work.request.request_id, final=True)
-        return [*self._stream(work, event), *self._finish(work, FinishReason.STOP, 0, 0)]
+        """Nothing to compute here."""
+        return self._finish(work, FinishReason.STOP, 0, 0)
 
     def _finish(self, work: Work, reason: FinishReason, input_tokens: int, output_tokens: int) -> list[Outgoing]:
+        """The engine is done. Later stages hear of it even if the engine itself gave them no end."""
+        last: list[Outgoing] = []
+        if not work.output_ended:
+            last = self._stream(work, StreamEvent(work.request.request_id, start=work.samples, final=True))
         now = self._clock()
         usage = StageUsage(
             finish_reason=reason,
@@ -376,7 +393,7 @@ class Stage:
         )
         message = self._message(work, None, StageDone(usage=usage))
         self._forget(work.request_id, work.attempt)
-        return [message]
+        return [*last, message]
 
     def _fail(self, request_id: str, error: OmniError) -> list[Outgoing]:
         """Ends a request here and tells the coordinator, which ends it everywhere else."""
