@@ -113,6 +113,7 @@ class StageProcess:
         self._stopping = ""  # why, once a signal has come
         self._session = self._new_session(spec.epoch)
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by the fork server until here
 
     def run(self) -> int:
         """Start, serve until told to stop, shut down; the exit code."""
