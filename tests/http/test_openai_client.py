@@ -256,6 +256,7 @@ def test_models_and_voices(echo: HttpPipeline) -> None:
     client = echo.openai()
     assert [model.id for model in client.models.list()] == ["echo"]
     assert client.models.retrieve("echo").id == "echo"
+    assert client.models.retrieve("echo").root == "echo", "what vLLM's tools ask for"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4o")
     assert httpx.get(f"{echo.url}/v1/audio/voices").json() == {"voices": ["Chelsie", "Ethan"]}
