@@ -235,6 +235,45 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
     inline_bytes: Annotated[int, Meta(ge=1)] = 32 << 10
 
 
+class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP server: limits, TLS, foreign pages. Each key is also a flag: `body_bytes` is `--http-body-bytes`.
+
+    Args:
+        body_bytes: largest request body.
+        bodies_bytes: all bodies that are being handled at a time.
+        media_parts: media of one request.
+        media_bytes: largest medium.
+        audio_seconds: longest sound.
+        image_pixels: largest picture, width times height.
+        video_seconds: longest video.
+        files_bytes: uploaded files, all together.
+        file_seconds: life of an uploaded file.
+        request_timeout: seconds until an answer must be complete, for requests that bring no `timeout`.
+        read_timeout: seconds for a request's body to arrive.
+        write_timeout: seconds that a client may leave a piece of its answer unread.
+        cors_origins: origins (`https://example.com`, or `*`) whose web pages may use the server from a browser; by
+            default none.
+        certificate: PEM file with the certificate and those up to its root; makes the server speak https.
+        key: PEM file with the certificate's private key, without a password.
+    """
+
+    body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 34)] = 64 << 20
+    bodies_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 40)] = 512 << 20
+    media_parts: Annotated[int, Meta(ge=0, le=256)] = 16
+    media_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 34)] = 32 << 20
+    audio_seconds: Seconds = 300.0
+    image_pixels: Annotated[int, Meta(ge=1, le=1 << 40)] = 4096 * 4096
+    video_seconds: Seconds = 60.0
+    files_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 << 20
+    file_seconds: Seconds = 3600.0
+    request_timeout: Seconds = 600.0
+    read_timeout: Seconds = 60.0
+    write_timeout: Seconds = 60.0
+    cors_origins: Annotated[list[Annotated[str, Meta(pattern=r"^(\*|https?://[^/?#\s]+)$")]], Meta(max_length=64)] = []
+    certificate: str | None = None
+    key: str | None = None
+
+
 class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """A whole pipeline: one checkpoint, a directed acyclic graph of stages.
 
@@ -245,6 +284,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         coordinator: the process that owns requests.
         limits: largest messages.
         flow: how much may wait where.
+        http: the HTTP server.
         plugins: modules with models of one's own, from allowed prefixes; see docs/extending.md.
     """
 
@@ -254,6 +294,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     coordinator: CoordinatorConfig = CoordinatorConfig()
     limits: Limits = Limits()
     flow: FlowConfig = FlowConfig()
+    http: HttpConfig = HttpConfig()
     plugins: Annotated[list[str], Meta(max_length=64)] = []
 
     def stage(self, name: str) -> StageConfig:

@@ -83,7 +83,7 @@ def test_every_route_and_flag_of_the_server_is_described() -> None:
     from omni_actors.server.settings import ServerSettings
 
     text = (DOCS / "http.md").read_text()
-    for route in create_routes(ServerSettings("ipc:///tmp/nobody")).openapi()["paths"]:
+    for route in create_routes(ServerSettings(endpoint="ipc:///tmp/nobody")).openapi()["paths"]:
         name = re.sub(r"\{(\w+)\}", lambda found: {"file_id": "ID"}.get(found[1], found[1].upper()), route)
         assert name in text, name
     help_text = server._parser().format_help()

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "node": BASE | {"logs", "messages", "config", "stage", "transport"},
     "ctl": BASE | {"messages", "client"},
     "llm": BASE | {"messages", "client", "outputs", "transport"},
-    "server": BASE | {"logs", "messages", "client"},
+    "server": BASE | {"logs", "messages", "config", "client"},
     "launch": BASE | {"logs", "config", "client", "agent", "keeper", "node", "server", "transport"},
     "replay": BASE | {"logs", "messages", "config", "codec", "stage"},
     "engine": BASE | {"logs", "messages", "config", "codec", "stage", "outputs"},
