@@ -206,6 +206,13 @@ class Coordination:
     def sample_rate(self) -> int:
         return max((replica.sample_rate for replica in self.replicas), default=0)
 
+    @property
+    def max_input_tokens(self) -> int:
+        """The longest prompt that every replica of the entry stage takes; 0 while none has said."""
+        entry = self.pipeline.entry.name
+        limits = [replica.max_input_tokens for replica in self.replicas if replica.stage == entry]
+        return min((limit for limit in limits if limit), default=0)
+
     # -- clients ------------------------------------------------------------------------------------------------------
 
     def submit(
@@ -242,7 +249,8 @@ class Coordination:
         deadline = header.deadline or now + min(self.pipeline.coordinator.default_timeout, latest)
         if deadline <= now:
             raise DeadlineExceeded("The deadline had passed before the request arrived.")
-        admitted = admit(self.pipeline, submit, self.voices)
+        longest = self.max_input_tokens if submit.prompt.token_ids else 0
+        admitted = admit(self.pipeline, submit, self.voices, longest)
         size = _size(submit, buffers)
         for stage in admitted.stages:
             self._check_stage(stage, size)
