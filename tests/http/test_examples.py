@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,14 @@ def test_batch_starts_a_pipeline_of_its_own(tmp_path: Path) -> None:
     run(tmp_path, sys.executable, EXAMPLES / "batch.py", REPOSITORY / "stage_configs" / "echo.yaml", "prompts.jsonl",
         "answers.jsonl")  # fmt: skip
     assert json.loads((tmp_path / "answers.jsonl").read_text()) == {"id": "a", "text": "sea"}
+
+
+def test_the_documentation_of_the_client(echo: HttpPipeline, tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
+    assert "ipc:///tmp/omni-x/client" in block
+    text = run(tmp_path, sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", echo.endpoint))
+    assert text.split("?")[0] == "Why is the sea salt"
+    assert text.endswith(f"{len('Why is the sea salt?')}\n"), "tokens of the usage"
 
 
 def test_curl(echo: HttpPipeline, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from omni_actors.config import HttpConfig
 from omni_actors.errors import ErrorCode
 from scripts import docs_hooks, reference_docs
 from tests.pipelines import REPOSITORY
@@ -87,8 +88,10 @@ def test_every_route_and_flag_of_the_server_is_described() -> None:
         name = re.sub(r"\{(\w+)\}", lambda found: {"file_id": "ID"}.get(found[1], found[1].upper()), route)
         assert name in text, name
     help_text = server._parser().format_help()
+    keys = HttpConfig.__struct_fields__  # configuration.md has each
     flags = set(re.findall(r"--[a-z][a-z-]+", help_text)) - {"--help", "--endpoint"}
-    assert len(flags) >= 4
+    flags -= {f"--http-{key.replace('_', '-')}" for key in keys if key not in ("certificate", "key")}
+    assert len(flags) >= 7
     assert not [flag for flag in flags if f"`{flag}" not in text]
 
 
