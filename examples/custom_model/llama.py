@@ -51,6 +51,9 @@ class LlamaAdapter(AutoregressiveAdapter):
         super().__init__(*args, **kwargs)
         self._tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
 
+    def warm_up_inputs(self, length: int) -> StageInputs:
+        return StageInputs(token_ids=[0] * length)
+
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         token_ids = list(inputs.token_ids)
         if not token_ids:
