@@ -11,7 +11,7 @@ ARROW = re.compile(r"^ *(\S+) --> (\S+?)(?:: (\S+))?$", re.M)
 
 
 def on_config(config: Any) -> Any:
-    """`adr/` in the navigation stands for the pages of that folder."""
+    """`adr/` in the navigation stands for the pages of that folder; an entry without a page is left out."""
     docs = Path(config["docs_dir"])
     config["nav"] = [_expand(entry, docs) for entry in config["nav"]]
     return config

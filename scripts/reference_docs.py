@@ -82,7 +82,9 @@ def kind(annotation: Any) -> str:
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (list, tuple):
-        return f"list of {kind(arguments[0])}"
+        inner, comma, limits = kind(arguments[0]).partition(",")
+        plural = {"section": "sections", "text": "texts", "whole number": "whole numbers"}.get(inner, inner)
+        return f"list of {plural}{comma}{limits}"
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
