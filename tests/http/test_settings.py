@@ -14,6 +14,7 @@ import httpx
 import msgspec
 import pytest
 import trustme
+from cryptography.hazmat.primitives import serialization
 
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ConfigError
@@ -117,6 +118,12 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
         blob.write_to_path(folder / "chain.pem", append=True)
     certificate.private_key_pem.write_to_path(folder / "key.pem")
     authority.issue_cert("localhost").private_key_pem.write_to_path(folder / "other.pem")
+    key = serialization.load_pem_private_key(certificate.private_key_pem.bytes(), None)
+    (folder / "locked.pem").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
+        )
+    )
     return folder
 
 
@@ -160,6 +167,7 @@ def test_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
         ("chain.pem", "other.pem", "cannot be used"),
         ("nothing.pem", "key.pem", "No such file"),
         ("key.pem", "key.pem", "cannot be used"),
+        ("chain.pem", "locked.pem", "the key has a password"),
     ],
 )
 def test_certificates_that_cannot_be_used(pem: Path, certificate: str | None, key: str | None, word: str) -> None:
