@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing.util
 import os
 import signal
@@ -21,6 +22,7 @@ from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import ConfigError, OmniError, StartupError
 from omni_actors.keeper import Keeper
 from omni_actors.node import LocalNode
+from omni_actors.server import settings as server_settings
 from omni_actors.server.process import HttpProcess
 from omni_actors.transport.run_directory import RunDirectory
 
@@ -68,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
                       help="name of the model for HTTP clients (default: the pipeline's)")  # fmt: skip
     http.add_argument("--media-host", action="append", default=[], metavar="HOST",
                       help="host from which media may be fetched over https; .example.com: also below it")  # fmt: skip
+    server_settings.add_flags(http)
     request = parser.add_argument_group("one request")
     request.add_argument("--prompt", help="answer this and exit")
     request.add_argument("--audio", action="append", default=[], metavar="FILE", help="audio to go with the prompt")
@@ -87,6 +90,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
         if not separator:
             raise ConfigError(f"--set {item!r} is not of the form KEY=VALUE.")
         overrides[key] = value
+    overrides |= {f"http.{name}": json.dumps(value) for name, value in server_settings.given_flags(options).items()}
     for key, value in (
         ("model", options.model),
         ("coordinator.run_dir", options.run_dir),
@@ -199,7 +203,8 @@ class Launcher:
         arguments = [f"--served-name={name}" for name in options.served_name]
         arguments += [f"--media-host={host}" for host in options.media_host]
         self._http = HttpProcess(
-            options.http, options.http_insecure, self.endpoint, arguments, self._run_directory.log_file("http")
+            options.http, options.http_insecure, self.endpoint, arguments, self._run_directory.log_file("http"),
+            self._pipeline.http,
         )
         await self._http.start()
         _say(f"HTTP on {self._http.url}")

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -66,7 +67,17 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, metr
         fetcher: gets media by URL; one after `settings` when `None`.
         metrics: gives the body and the content type of /metrics; 404 where it is `None`.
     """
-    return Gate(create_routes(settings, fetcher=fetcher, metrics=metrics), settings)
+    app: ASGIApp = Gate(create_routes(settings, fetcher=fetcher, metrics=metrics), settings)
+    if settings.cors_origins:
+        # Outside of the gate: a browser asks beforehand, without the key, and has to be able to read refusals.
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "traceparent"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
 
 
 def create_routes(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.codec import Envelope, Frame
-from omni_actors.config import PipelineConfig, StageConfig
+from omni_actors.config import Modality, PipelineConfig, StageConfig
 from omni_actors.core.tombstones import Tombstones
 from omni_actors.errors import (
     DeadlineExceeded,
@@ -26,6 +26,8 @@ from omni_actors.errors import (
 )
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
+    SAMPLE_RATE,
+    SAMPLES,
     Abort,
     Body,
     Chunk,
@@ -43,6 +45,7 @@ from omni_actors.messages import (
     Unreachable,
 )
 from omni_actors.stage.interface import (
+    AudioEvent,
     EngineEvent,
     ErrorEvent,
     FinishedEvent,
@@ -77,6 +80,8 @@ class Work:
     output: Output | None  # what later stages got; `None` if the route has none
     started: bool = False  # the engine has it
     first_output: float = 0.0
+    samples: int = 0  # sound that went to later stages
+    output_ended: bool = False  # later stages have had their final chunk
     next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
     ended_sources: set[str] = field(default_factory=set)  # those whose final chunk has come
     results: int = 0  # sent to the coordinator
@@ -344,9 +349,23 @@ class Stage:
             return self._finish(work, event.reason, event.input_tokens, event.output_tokens)
         if not work.first_output:
             work.first_output = self._clock()
+        if isinstance(event, AudioEvent) and Modality.AUDIO not in self._stage.outputs:
+            event = self._as_stream(work, event)
         if isinstance(event, StreamEvent):
-            return self._give(work, *chunk_of(event))
+            return self._stream(work, event)
         return [self._result(work, *result_of(event))]
+
+    def _as_stream(self, work: Work, event: AudioEvent) -> StreamEvent:
+        """Sound that is not for the client is input of the stages after this one."""
+        start = work.samples
+        work.samples += event.samples.shape[0]
+        tensors, scalars = {SAMPLES: event.samples}, {SAMPLE_RATE: event.sample_rate}
+        return StreamEvent(event.request_id, (), tensors, scalars, start)
+
+    def _stream(self, work: Work, event: StreamEvent) -> list[Outgoing]:
+        """The same chunk to every later stage of the route."""
+        work.output_ended = work.output_ended or event.final
+        return self._give(work, *chunk_of(event))
 
     def _give(self, work: Work, chunk: Chunk, buffers: Sequence[Frame]) -> list[Outgoing]:
         """Keep a chunk, and send it to those stages that have all before it."""
@@ -361,11 +380,16 @@ class Stage:
         return [self._to_next(work, edge, chunk, buffers) for edge in output.edges.values() if edge not in behind]
 
     def _finish_empty(self, work: Work) -> list[Outgoing]:
-        """Nothing to compute here: later stages get an empty, final chunk."""
-        event = StreamEvent(work.request.request_id, final=True)
-        return [*self._give(work, *chunk_of(event)), *self._finish(work, FinishReason.STOP, 0, 0)]
+        """Nothing to compute here."""
+        return self._finish(work, FinishReason.STOP, 0, 0)
 
     def _finish(self, work: Work, reason: FinishReason, input_tokens: int, output_tokens: int) -> list[Outgoing]:
+        """The engine is done. Later stages hear of it even if the engine itself gave them no end."""
+        last: list[Outgoing] = []
+        if not work.output_ended:
+            last = self._stream(work, StreamEvent(work.request.request_id, start=work.samples, final=True))
+            if work.request_id not in self._work:  # it could not be kept for a stage that is not there
+                return last
         now = self._clock()
         usage = StageUsage(
             finish_reason=reason,
@@ -379,7 +403,7 @@ class Stage:
         if work.output is not None:
             work.processor = None
             self._finished[work.request_id] = work
-        return [message]
+        return [*last, message]
 
     def _fail(self, request_id: str, error: OmniError) -> list[Outgoing]:
         """Ends a request here and tells the coordinator, which ends it everywhere else."""

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import setproctitle
@@ -114,6 +114,7 @@ class StageProcess:
         self._stopping = ""  # why, once a signal has come
         self._session = self._new_session(spec.epoch)
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by the fork server until here
 
     def run(self) -> int:
         """Start, serve until told to stop, shut down; the exit code."""
@@ -217,11 +218,21 @@ def processor_class(stage: StageConfig) -> type[InputProcessor] | None:
 
 
 def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
-    """The engine of a stage. Only the model kinds import torch and vLLM."""
+    """The engine of a stage. Only the model kinds import torch and vLLM.
+
+    Raises:
+        ConfigError: `engine_class` is no importable `StageEngine`, or the engine's options are wrong.
+        StartupError: the model does not load.
+    """
     if stage.kind is StageKind.ECHO:
         from omni_actors.stage.echo import EchoEngine
 
         return EchoEngine(stage)
+    if stage.kind is StageKind.CUSTOM:
+        report(f"importing {stage.engine_class}")
+        where = f"stages.{stage.name}.engine_class"
+        engine_class = resolve_class(stage.engine_class or "", {}, StageEngine, where)
+        return cast(StageEngine, engine_class(pipeline, stage))
     report("importing vLLM")
     if preloaded.FAILURES:
         raise StartupError(f"The fork server could not prepare for stages: {'; '.join(preloaded.FAILURES)}.")
