@@ -1,7 +1,7 @@
 """The pipeline's YAML: strict, checked before anything starts, every value with its source.
 
-Precedence: command line > environment > YAML > default. A key that is not known is an error that names the nearest
-valid one; so is a stage graph with a cycle, a missing stage or a device that this host does not have.
+Precedence: command line > environment > SLURM > YAML > default. A key that is not known is an error that names the
+nearest valid one; so is a stage graph with a cycle, a missing stage or a device that this host does not have.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from omni_actors import envs
+from omni_actors import envs, slurm
 from omni_actors.errors import ConfigError
 from omni_actors.messages import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, Limits, StageParams
 
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 VariableName = Annotated[str, Meta(pattern="^[A-Z][A-Z0-9_]{0,63}$")]
+Rank = Annotated[int, Meta(ge=0, le=1023)]
 StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
@@ -98,7 +99,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """One stage.
 
     `model_stage` says which part of the checkpoint it runs (default: the stage's name), `engine` holds vLLM's engine
-    arguments by name, `devices` GPU numbers of this host, `sampling` the defaults of the stage's parameters.
+    arguments by name, `devices` GPU numbers of its host, `sampling` the defaults of the stage's parameters. `node` is
+    the rank of the node that runs it; of a list, the replicas take one after the other.
     `budget_bytes` bounds the embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
     A lost replica is started again at most `restarts` times within `coordinator.restart_window`: at once, then after
     `restart_backoff`, doubled each time. One that holds requests while its engine loop does not turn for
@@ -116,6 +118,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
     sampling: StageParams = StageParams()
     replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
+    node: Rank | Annotated[list[Rank], Meta(min_length=1)] = 0
     devices: list[Annotated[int, Meta(ge=0, le=1023)]] | None = None
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
@@ -130,6 +133,14 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def source_names(self) -> tuple[str, ...]:
         return self.inputs.source_names if self.inputs is not None else ()
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return (self.node,) if isinstance(self.node, int) else tuple(self.node)
+
+    def node_of(self, index: int) -> int:
+        """The rank of the node on which a replica runs."""
+        return self.nodes[index % len(self.nodes)]
 
     @property
     def part(self) -> str:
@@ -165,6 +176,20 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     record_dir: str | None = None  # every stage writes here what it takes and gives, for omni_actors.replay
 
 
+class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The hosts that a pipeline is spread over; each runs the same command with its own `node_rank`.
+
+    Node 0 runs the coordinator, which the others reach at `master_addr:master_port`. They are reached at `node_addr`:
+    by default the address from which this host reaches the master.
+    """
+
+    nnodes: Annotated[int, Meta(ge=1, le=1024)] = 1
+    node_rank: Rank = 0
+    master_addr: Annotated[str, Meta(min_length=1, max_length=253)] = "127.0.0.1"
+    master_port: Annotated[int, Meta(ge=1, le=65535)] = 29600
+    node_addr: Annotated[str, Meta(min_length=1, max_length=253)] | None = None
+
+
 class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How much may wait where. An edge is sender -> receiver; its window is what may be sent without new credit.
 
@@ -197,6 +222,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     coordinator: CoordinatorConfig = CoordinatorConfig()
     limits: Limits = Limits()
     flow: FlowConfig = FlowConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     def stage(self, name: str) -> StageConfig:
         for stage in self.stages:
@@ -236,9 +262,10 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(stage.name for stage in self.stages if stage.name in needed)
 
     def digest(self) -> str:
-        """Hash of everything that both ends of a connection must agree on: not of the folders of one host."""
-        own = msgspec.structs.replace(self.coordinator, run_dir=None, record_dir=None)
-        shared = msgspec.structs.replace(self, coordinator=own)
+        """Hash of everything that both ends of a connection must agree on: not of what is one host's own."""
+        coordinator = msgspec.structs.replace(self.coordinator, run_dir=None, record_dir=None, listen="ipc")
+        cluster = msgspec.structs.replace(self.cluster, node_rank=0, node_addr=None, master_addr="-")
+        shared = msgspec.structs.replace(self, coordinator=coordinator, cluster=cluster)
         return hashlib.sha256(msgspec.json.encode(shared, order="deterministic")).hexdigest()[:16]
 
 
@@ -269,6 +296,8 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
     data = _read_yaml(path)
     sources = {key: f"yaml {path.name}" for key in flatten(data)}
     from_env = envs.config_overrides()
+    for key, (value, variable) in slurm.config_overrides(known={*from_env, *(overrides or {})}).items():
+        _set_value(data, key, value, sources, f"SLURM {variable}")
     for key, (value, variable) in from_env.items():
         _set_value(data, key, value, sources, f"env {variable}")
     for key, value in (overrides or {}).items():
@@ -462,7 +491,13 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
                 raise ConfigError(f"{where}.inputs.from names a stage twice: {list(stage.source_names)}.")
         if not stage.outputs and not pipeline.downstream(stage.name):
             raise ConfigError(f"{where}: its output goes nowhere; give it outputs, or make it the input of a stage.")
-        _check_devices(stage, where, devices)
+        _check_nodes(stage, where, pipeline.cluster)
+        if pipeline.cluster.node_rank in stage.nodes:  # of the others only they themselves know
+            _check_devices(stage, where, devices)
+    if pipeline.cluster.node_rank >= pipeline.cluster.nnodes:
+        raise ConfigError(
+            f"cluster.node_rank: there is no node {pipeline.cluster.node_rank}; {_known_nodes(pipeline.cluster)}."
+        )
     _check_memory_shares(pipeline, devices)
     coordinator = pipeline.coordinator
     if coordinator.heartbeat_timeout < 2 * coordinator.heartbeat_interval:
@@ -502,23 +537,48 @@ def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
             raise ConfigError(f"{where}.devices: there is no device {device}; this host has {have}.")
 
 
+def _check_nodes(stage: StageConfig, where: str, cluster: ClusterConfig) -> None:
+    for rank in stage.nodes:
+        if rank >= cluster.nnodes:
+            raise ConfigError(
+                f"{where}.node: there is no node {rank}; {_known_nodes(cluster)}.",
+                hint="Set cluster.nnodes, or --nnodes.",
+            )
+    if len(set(stage.nodes)) != len(stage.nodes):
+        raise ConfigError(f"{where}.node names a node twice: {list(stage.nodes)}.")
+    if len(stage.nodes) > stage.replicas:
+        raise ConfigError(
+            f"{where}.node names {len(stage.nodes)} nodes, but there are {stage.replicas} replicas.",
+            hint=f"Set {where}.replicas.",
+        )
+
+
+def _known_nodes(cluster: ClusterConfig) -> str:
+    return f"cluster.nnodes is {cluster.nnodes}, so there are nodes 0 to {cluster.nnodes - 1}"
+
+
 def _check_memory_shares(pipeline: PipelineConfig, devices: int) -> None:
     """The shares of one GPU must fit; explicit `kv_cache_memory_bytes` are not counted, vLLM checks those itself."""
-    for device, shares in memory_plan(pipeline, devices).items():
+    for (rank, device), shares in memory_plan(pipeline, devices).items():
         total = sum(share for _, share in shares)
         if total > 1.0:
             listed = ", ".join(f"{name} {share:g}" for name, share in shares)
             raise ConfigError(
-                f"GPU {device} is promised {total:.2f} of its memory: {listed}.",
+                f"{_device_name(pipeline, rank, device)} is promised {total:.2f} of its memory: {listed}.",
                 hint="Lower engine.gpu_memory_utilization of these stages, or move one to another device.",
             )
 
 
-def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[int, list[tuple[str, float]]]:
-    """GPU -> (stage, share of its memory) for the stages that vLLM sizes by `gpu_memory_utilization`."""
-    plan: dict[int, list[tuple[str, float]]] = {}
-    if not devices:
-        return plan
+def _device_name(pipeline: PipelineConfig, rank: int, device: int) -> str:
+    return f"GPU {device} of node {rank}" if pipeline.cluster.nnodes > 1 else f"GPU {device}"
+
+
+def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int], list[tuple[str, float]]]:
+    """(node, GPU) -> (stage, share of its memory) for the stages that vLLM sizes by `gpu_memory_utilization`.
+
+    `devices` is the number of this host's GPUs; another node is taken to have GPUs if this one has, or if it is named.
+    """
+    plan: dict[tuple[int, int], list[tuple[str, float]]] = {}
     for stage in pipeline.stages:
         if stage.kind is not StageKind.AUTOREGRESSIVE or "kv_cache_memory_bytes" in stage.engine:
             continue
@@ -526,8 +586,10 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[int, list[tuple[
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             where = f"stages.{stage.name}.engine.gpu_memory_utilization"
             raise ConfigError(f"{where} must be a number above 0 and up to 1, got {share!r}.")
-        for device in stage_devices(stage, devices):
-            plan.setdefault(device, []).append((stage.name, share * stage.replicas))
+        for rank in stage.nodes:
+            here = sum(stage.node_of(index) == rank for index in range(stage.replicas))
+            for device in stage_devices(stage, devices):
+                plan.setdefault((rank, device), []).append((stage.name, share * here))
     return plan
 
 
@@ -621,11 +683,18 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
     lines.append("placement")
     for stage in pipeline.stages:
         where = ", ".join(f"GPU {device}" for device in stage_devices(stage, devices)) or "CPU"
+        if pipeline.cluster.nnodes > 1:
+            where += f" of node {', '.join(str(rank) for rank in stage.nodes)}"
         lines.append(f"  {stage.name}: {stage.replicas} x {stage.kind} on {where}, takes input from "
                      f"{', '.join(stage.source_names) or 'the client'}")  # fmt: skip
-    for device, shares in memory_plan(pipeline, devices).items():
+    cluster = pipeline.cluster
+    if cluster.nnodes > 1:
+        master = f"tcp://{cluster.master_addr}:{cluster.master_port}"
+        lines.append(f"node {cluster.node_rank} of {cluster.nnodes}; the coordinator listens for nodes at {master}")
+    for (rank, device), shares in memory_plan(pipeline, devices).items():
         total = sum(share for _, share in shares)
-        lines.append(f"memory of GPU {device}: " + " + ".join(f"{n} {s:g}" for n, s in shares) + f" = {total:.2f}")
+        name = _device_name(pipeline, rank, device)
+        lines.append(f"memory of {name}: " + " + ".join(f"{n} {s:g}" for n, s in shares) + f" = {total:.2f}")
     return "\n".join(lines)
 
 

@@ -30,6 +30,7 @@ class Keeper:
 
     Args:
         control: where the coordinator listens for stages and nodes.
+        results: where it takes the stages' answers.
         on_end: called with "" once it has ended in order, else with why it is not started again.
         on_restart: called with a sentence when it has died and is started again.
     """
@@ -39,6 +40,7 @@ class Keeper:
         pipeline: PipelineConfig,
         run_directory: RunDirectory,
         control: str,
+        results: str,
         on_end: Callable[[str], None],
         on_restart: Callable[[str], None],
     ) -> None:
@@ -48,7 +50,7 @@ class Keeper:
             pipeline=pipeline,
             client=run_directory.endpoint("client") if listen == "ipc" else listen,
             control=control,
-            results=run_directory.endpoint("results"),
+            results=results,
             launcher_pid=os.getpid(),
             run_dir=str(run_directory.path),
             run_dir_is_temporary=run_directory.temporary,
@@ -64,10 +66,6 @@ class Keeper:
     @property
     def client_endpoint(self) -> str:
         return self._spec.client
-
-    @property
-    def control_endpoint(self) -> str:
-        return self._spec.control
 
     async def start(self) -> None:
         """Start the coordinator; returns once it listens.

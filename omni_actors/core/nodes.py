@@ -61,7 +61,6 @@ class NodeTable:
     """All nodes of a pipeline."""
 
     def __init__(self, pipeline: PipelineConfig, replicas: ReplicaTable, now: float) -> None:
-        self._pipeline = pipeline
         self._replicas = replicas
         self._nodes = {rank: Node(rank, heard=now) for rank in placement.ranks(pipeline)}
 
@@ -70,7 +69,7 @@ class NodeTable:
 
     def of(self, replica: Replica) -> Node:
         """The node on which a replica runs."""
-        return self._nodes[placement.node_of(self._pipeline.stage(replica.stage), replica.index)]
+        return self._nodes[replica.node]
 
     def present(self) -> list[Node]:
         return [node for node in self._nodes.values() if node.present]

@@ -21,6 +21,7 @@ class Replica:
     index: int
     epoch: int
     born: int = 0
+    node: int = 0  # rank of the one that runs it
     state: ReplicaState = ReplicaState.STARTING
     inbox: str = ""
     arena: ArenaAddress | None = None
@@ -77,10 +78,10 @@ class ReplicaTable:
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
 
-    def add(self, stage: str, index: int, epoch: int, born: int | None = None) -> Replica:
+    def add(self, stage: str, index: int, epoch: int, born: int | None = None, node: int = 0) -> Replica:
         """Register a new life of a replica, in place of the one before. `born`: `epoch` unless given."""
         born = epoch if born is None else born
-        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, born)
+        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, born, node)
         return replica
 
     def current(self, stage: str, index: int) -> Replica | None:
@@ -121,10 +122,22 @@ class ReplicaTable:
         stages = dict.fromkeys(replica.stage for replica in self)
         return [stage for stage in stages if self.choose(stage) is None]
 
-    def peers(self, stages: tuple[str, ...]) -> tuple[Peer, ...]:
-        """Addresses of all live replicas of these stages that have said hello."""
+    def peers(self, stages: tuple[str, ...], node: int = 0, only_there: bool = False) -> tuple[Peer, ...]:
+        """Addresses of all live replicas of these stages that have said hello, for a reader on `node`.
+
+        Memory is shared on one host only. `only_there`: leave out those on other nodes.
+        """
         return tuple(
-            Peer(replica.stage, replica.index, replica.epoch, replica.inbox, replica.arena)
+            Peer(
+                replica.stage,
+                replica.index,
+                replica.epoch,
+                replica.inbox,
+                replica.arena if replica.node == node else None,
+            )
             for replica in self
-            if replica.stage in stages and replica.inbox and replica.alive
+            if replica.stage in stages
+            and replica.inbox
+            and replica.alive
+            and (replica.node == node or not only_there)
         )
