@@ -12,9 +12,10 @@ from collections.abc import Callable
 import msgspec
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator_process import EXIT_OK, Answer, CoordinatorSpec, Listening
+from omni_actors.coordinator_process import EXIT_OK, Answer, CoordinatorSpec, Ended, Listening
 from omni_actors.errors import OmniError, StartupError
 from omni_actors.logs import get_logger
+from omni_actors.messages import Failed
 from omni_actors.node import describe_exit
 from omni_actors.transport.run_directory import RunDirectory
 
@@ -31,7 +32,7 @@ class Keeper:
     Args:
         control: where the coordinator listens for stages and nodes.
         results: where it takes the stages' answers.
-        on_end: called with "" once it has ended in order, else with why it is not started again.
+        on_end: called with "" once it has ended in order, else with why the launch failed or cannot go on.
         on_restart: called with a sentence when it has died and is started again.
     """
 
@@ -96,10 +97,10 @@ class Keeper:
         if not line:
             code = await process.wait()
             raise StartupError(f"The coordinator died at its start ({describe_exit(code)}).", hint="Its log is above.")
-        answer = msgspec.json.decode(line, type=Answer)
+        answer: Answer = msgspec.json.decode(line, type=Answer)
         if not isinstance(answer, Listening):
             await process.wait()
-            raise answer.to_error()
+            raise answer.to_error() if isinstance(answer, Failed) else StartupError("The coordinator has ended.")
         # The next one must be found where this one was.
         self._spec = msgspec.structs.replace(self._spec, client=answer.client, control=answer.control)
 
@@ -107,7 +108,7 @@ class Keeper:
         while self._process is not None:
             code = await self._process.wait()
             if self._stopping.is_set() or code == EXIT_OK:
-                self._on_end("")
+                self._on_end(await self._last_words())
                 return
             how = describe_exit(code)
             delay = self._plan()
@@ -123,6 +124,13 @@ class Keeper:
                 await self._spawn()
             except (OSError, OmniError) as error:
                 logger.error("the coordinator cannot be started: %s", error)
+
+    async def _last_words(self) -> str:
+        """Why the launch failed, for a launcher that the coordinator could not tell otherwise; "" if it did not."""
+        stdout = self._process.stdout if self._process is not None else None
+        line = await stdout.read() if stdout is not None else b""
+        answer: Answer | None = msgspec.json.decode(line, type=Answer) if line else None
+        return answer.failure if isinstance(answer, Ended) else ""
 
     def _plan(self) -> float | None:
         """Seconds until it is started again; `None` for never."""

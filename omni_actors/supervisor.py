@@ -68,7 +68,7 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._closing = False
         self._changed = asyncio.Event()
-        self._failure = ""
+        self.failure = ""  # why the launch has failed
         self._killed: dict[Process, Kill] = {}
         self._kill_at: dict[Process, float] = {}
         self._next_report = time.monotonic() + PROGRESS_SECONDS
@@ -116,10 +116,10 @@ class Supervisor:
                 await asyncio.wait_for(self.coordinator.idle.wait(), self._pipeline.coordinator.drain_timeout)
 
     def _tell_end(self) -> None:
-        reason = self._failure or "the launcher stops"
+        reason = self.failure or "the launcher stops"
         self.coordinator.tell_shutdown(reason[:8000])
         for node in self._nodes.present():
-            self.coordinator.tell_node(node.rank, Shutdown(reason=reason, failed=bool(self._failure)))
+            self.coordinator.tell_node(node.rank, Shutdown(reason=reason, failed=bool(self.failure)))
 
     def abandon(self) -> None:
         """The launcher is dead: answer every client at once. Other nodes wait for the next coordinator."""
@@ -337,7 +337,7 @@ class Supervisor:
         return f"ready: {', '.join(ready) or 'none'}; missing: {', '.join(away + missing) or 'none'}"
 
     def _fail(self, text: str) -> None:
-        self._failure = self._failure or text
+        self.failure = self.failure or text
         self.stop()
 
 

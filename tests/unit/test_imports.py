@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "coordinator": BASE | {"logs", "messages", "config", "codec", "core", "transport"},
     "supervisor": BASE | {"logs", "messages", "config", "core", "coordinator"},
     "coordinator_process": BASE | {"logs", "messages", "config", "coordinator", "supervisor", "transport"},
-    "keeper": BASE | {"logs", "config", "coordinator_process", "node", "transport"},
+    "keeper": BASE | {"logs", "messages", "config", "coordinator_process", "node", "transport"},
     "agent": BASE | {"logs", "messages", "config", "codec", "node", "transport"},
     "node": BASE | {"logs", "messages", "config", "core", "stage", "transport"},
     "ctl": BASE | {"messages", "client"},
