@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import soundfile
 
@@ -24,10 +24,10 @@ from omni_actors.keeper import Keeper
 from omni_actors.logs import say
 from omni_actors.node import LocalNode
 from omni_actors.server.process import HttpProcess
-from omni_actors.transport.addresses import resolve, towards
+from omni_actors.transport.addresses import resolve, resolve_soon, towards
 from omni_actors.transport.run_directory import RunDirectory
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"configuration error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:  # before the launcher had taken over the signals
+        return EXIT_INTERRUPTED
     except OmniError as error:
         print(f"error ({error.code.value}): {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -122,7 +124,7 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
         return EXIT_OK
     if options.headless and rank == 0 and (options.http or options.prompt):
         raise ConfigError("--headless runs stages only; it goes with neither --http nor --prompt.")
-    launcher = Launcher(pipeline)
+    launcher = Launcher(pipeline, await _addresses(pipeline))
     launcher.own_process()
     try:
         await launcher.open()
@@ -137,35 +139,45 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
         await launcher.close()
 
 
+class Addresses(NamedTuple):
+    """Where this host listens and is reached; "" for socket files in the run directory."""
+
+    own: str = "127.0.0.1"
+    control: str = ""
+    results: str = ""
+
+
+ON_ONE_HOST = Addresses()
+
+
+async def _addresses(pipeline: config.PipelineConfig) -> Addresses:
+    """Raises `ConfigError` if the master's name or the route to it is not known within the time for the start."""
+    cluster = pipeline.cluster
+    if not placement.spans_hosts(pipeline):
+        return ON_ONE_HOST
+    master = await resolve_soon(cluster.master_addr, pipeline.coordinator.startup_timeout, say)
+    own = resolve(cluster.node_addr) if cluster.node_addr else master if cluster.node_rank == 0 else towards(master)
+    return Addresses(own, f"tcp://{master}:{cluster.master_port}", f"tcp://{own}:0")
+
+
 class Launcher:
     """What one host runs of a pipeline: its stages under an agent and, on node 0, the coordinator and HTTP server."""
 
-    def __init__(self, pipeline: config.PipelineConfig) -> None:
+    def __init__(self, pipeline: config.PipelineConfig, addresses: Addresses = ON_ONE_HOST) -> None:
         self._pipeline = pipeline
         self._stop = asyncio.Event()
         self._owns_process = False
         self._failure: StartupError | None = None
         self._http: HttpProcess | None = None
         self._agent: Agent | None = None
-        cluster = pipeline.cluster
-        self._rank = cluster.node_rank
+        self._rank = pipeline.cluster.node_rank
         self._keeper: Keeper | None = None
         self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
-        try:
-            control, results = self._run_directory.endpoint("control"), self._run_directory.endpoint("results")
-            address = "127.0.0.1"
-            if placement.spans_hosts(pipeline):
-                master = resolve(cluster.master_addr)
-                own = cluster.node_addr or (master if self._rank == 0 else towards(master))
-                address = resolve(own)
-                control, results = f"tcp://{master}:{cluster.master_port}", f"tcp://{address}:0"
-        except BaseException:
-            self._run_directory.close()
-            raise
-        self._control = control
+        self._control = addresses.control or self._run_directory.endpoint("control")
+        results = addresses.results or self._run_directory.endpoint("results")
         if self._rank == 0:
-            self._keeper = Keeper(pipeline, self._run_directory, control, results, self._on_coordinator_end, say)
-        self._node = LocalNode(pipeline, self._run_directory, control, address)
+            self._keeper = Keeper(pipeline, self._run_directory, self._control, results, self._on_coordinator_end, say)
+        self._node = LocalNode(pipeline, self._run_directory, self._control, addresses.own)
 
     @property
     def endpoint(self) -> str:

@@ -38,7 +38,6 @@ PROGRESS_SECONDS = 5.0
 LOOK_SECONDS = 0.05
 STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
 KILL_SECONDS = 2.0  # for a node to report the end of a process that it was told to kill
-NODE_SECONDS = 3.0  # the least silence after which a node counts as away
 ABSENT_SECONDS = 10.0  # for a node to come back to a coordinator that was started again
 LATE_LOOK_SECONDS = 1.0  # between two looks; after more, it is this process that had stopped
 LAST_LOG_SECONDS = 1.0  # for a node to report the log of what fails the launch
@@ -272,7 +271,7 @@ class Supervisor:
                 node.heard = now
         self._looked = now
         beat = self._pipeline.coordinator.heartbeat_interval
-        for node in self._nodes.silent(now, max(NODE_SECONDS, self._pipeline.coordinator.heartbeat_timeout)):
+        for node in self._nodes.silent(now, self._pipeline.coordinator.heartbeat_timeout):
             self._lose_node(node, f"silent for {now - node.heard:.1f} s")
         if self._launched and now > self._looking_since + ABSENT_SECONDS:
             for node in self._nodes.absent():

@@ -84,10 +84,13 @@ class NodeTable:
     def silent(self, now: float, seconds: float) -> list[Node]:
         """Nodes of which nothing was heard for so long, neither of their agents nor of any process on them.
 
-        An agent that was stopped for a while does not take along the stages that work.
+        An agent that was stopped for a while does not take along the stages that work. Node 0 is never silent: should
+        its launcher end, so does the coordinator, and no link is between them.
         """
         found = []
         for node in self.present():
+            if node.rank == 0:
+                continue
             heard = [replica.heard for replica in self.on(node) if replica.alive]
             if max([node.heard, *heard]) + seconds < now:
                 found.append(node)

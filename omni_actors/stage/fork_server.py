@@ -19,5 +19,6 @@ def _leave_at_once() -> None:
         os._exit(0)
 
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # children set their own handlers
+# Blocked, not ignored: a child that is told to end before it has set its handlers ends once it lets the signal in.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 atexit.register(_leave_at_once)

@@ -12,7 +12,8 @@ from omni_actors.core import placement
 from omni_actors.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
 from omni_actors.messages import ArenaAddress
-from omni_actors.transport.addresses import resolve, towards
+from omni_actors.transport import addresses
+from omni_actors.transport.addresses import resolve, resolve_soon, towards
 from tests.unit.builders import chain, load, write
 
 
@@ -158,3 +159,21 @@ def test_addresses() -> None:
     assert towards("127.0.0.1") == "127.0.0.1"
     with pytest.raises(ConfigError, match="no IPv4 address"):
         resolve("nowhere.invalid")
+
+
+async def test_a_name_may_appear_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[str] = []
+    words: list[str] = []
+
+    def resolving(host: str) -> str:
+        if not words:
+            raise ConfigError(f"nobody knows {host}")
+        return known[0]
+
+    monkeypatch.setattr(addresses, "resolve", resolving)
+    known.append("10.0.0.1")
+    assert await resolve_soon("pod-0", 5, words.append) == "10.0.0.1"
+    assert words[0].startswith("nobody knows pod-0")
+    words.clear()
+    with pytest.raises(ConfigError):
+        await resolve_soon("pod-0", -1, words.append)
