@@ -316,6 +316,7 @@ class Supervisor:
         missing = [replica for replica in self._replicas.missing() if replica.state is not ReplicaState.DEAD]
         for replica in missing:
             if now > self._began + self._supervision.startup_timeout(replica):
+                say(self._progress())
                 self._culprit = replica, "is not ready in time", now + LAST_LOG_SECONDS
                 self._kill(replica, "", now)
                 return
