@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
-from omni_actors.messages import Operation
+from omni_actors.messages import Operation, StageStatus
 from tests.chaos.load import ask_and_check, replicas, text_of
 from tests.process.hosts import Hosts, spread_chain
 from tests.process.launcher import EchoLauncher, assert_nothing_left, until
@@ -30,15 +31,15 @@ async def pids(client: AsyncOmniClient) -> dict[str, int]:
 async def wait_states(client: AsyncOmniClient, seconds: float, **states: str) -> None:
     """Until the replicas have these states; names with `_` for the slash."""
     wanted = {name.replace("_", "/"): state for name, state in states.items()}
-    async with asyncio.timeout(seconds):
-        while True:
-            try:
-                known = await replicas(client)
-                if all(known[name].state == state for name, state in wanted.items()):
-                    return
-            except OmniError:
-                pass
-            await asyncio.sleep(0.02)
+    known: dict[str, StageStatus] = {}
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OmniError):
+            known = await replicas(client)
+            if all(known[name].state == state for name, state in wanted.items()):
+                return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"after {seconds} s they are {({name: status.state for name, status in known.items()})}")
 
 
 async def ask_many(client: AsyncOmniClient, count: int) -> float:
