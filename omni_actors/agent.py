@@ -56,7 +56,7 @@ class Agent:
         rank: of this node.
         endpoint: the coordinator's control endpoint.
         on_shutdown: called with the reason, and whether the launch has failed, when the coordinator ends the pipeline.
-        on_silence: called when the coordinator is connected but says nothing.
+        on_silence: called again and again while nothing is heard of the coordinator.
         patient: whether to wait for ever for a coordinator that is away, as somebody else starts it again.
     """
 
@@ -157,13 +157,14 @@ class Agent:
             now = time.monotonic()
             if now > before + interval + LATE_SECONDS:
                 self.left_alone = now
+            if now > self.left_alone + max(SILENCE_SECONDS, 3 * interval):
+                self._on_silence()
             if not self._welcomed:
                 self._wait_for_coordinator(now)
                 continue
             self._send(NodeBeat())
             if now > self.left_alone + max(SILENCE_SECONDS, 3 * interval):
                 self._reconnect(f"it has said nothing for {now - self.left_alone:.1f} s")
-                self._on_silence()
 
     def _wait_for_coordinator(self, now: float) -> None:
         """Say so now and then; give up after a while."""

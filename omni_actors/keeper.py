@@ -22,6 +22,7 @@ from omni_actors.transport.run_directory import RunDirectory
 logger = get_logger(__name__)
 
 START_SECONDS = 20.0  # until it has bound its sockets
+SPEECHLESS_SECONDS = 5.0  # after which a coordinator that listens must have spoken
 STOP_SECONDS = 3.0  # beyond the time for requests in flight
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 10.0
 
@@ -63,6 +64,7 @@ class Keeper:
         self._keeping: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._deaths: list[float] = []
+        self._listens_since = 0.0
 
     @property
     def client_endpoint(self) -> str:
@@ -102,6 +104,7 @@ class Keeper:
             await process.wait()
             raise answer.to_error() if isinstance(answer, Failed) else StartupError("The coordinator has ended.")
         # The next one must be found where this one was.
+        self._listens_since = time.monotonic()
         self._spec = msgspec.structs.replace(self._spec, client=answer.client, control=answer.control)
 
     async def _keep(self) -> None:
@@ -158,6 +161,13 @@ class Keeper:
             logger.error("the coordinator did not stop; killing it")
             self.kill()
             await asyncio.wait({self._keeping}, timeout=STOP_SECONDS)
+
+    def kill_silent(self) -> None:
+        """SIGKILL to a coordinator that says nothing although it has listened for long: the next one will speak."""
+        if time.monotonic() > self._listens_since + SPEECHLESS_SECONDS:
+            logger.error("the coordinator says nothing; killing it")
+            self._listens_since = time.monotonic()
+            self.kill()
 
     def kill(self) -> None:
         """SIGKILL, now."""

@@ -246,7 +246,7 @@ class Launcher:
             self._control,
             self._node,
             self._on_shutdown,
-            self._kill_coordinator,
+            self._keeper.kill_silent if self._keeper is not None else lambda: None,
             patient=self._keeper is not None,
         )
 
