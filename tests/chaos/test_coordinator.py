@@ -63,7 +63,7 @@ async def test_sigkill_under_load(launch: Launch, short_path: Path, capsys: pyte
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
         before = await pids(client)
         for round_number in range(2):
-            streams = [await client.submit("x" * 300) for _ in range(50)]
+            streams = [await client.submit("x" * 150, timeout=60) for _ in range(50)]
             for stream in streams[:10]:
                 await anext(stream)
             former = coordinator_of(short_path)

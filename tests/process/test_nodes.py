@@ -152,11 +152,11 @@ async def test_a_node_that_dies_may_join_again(launch: Launch, short_path: Path)
 
 
 def test_a_node_without_a_coordinator_keeps_its_models_for_a_while(launch: Launch, short_path: Path) -> None:
-    hosts = Hosts(launch, short_path, spread_chain(reconnect_timeout=2.0))
+    hosts = Hosts(launch, short_path, spread_chain(reconnect_timeout=1.5))
     first, other = hosts.start_both()
     stages = {pid for pid, title in hosts.processes(1).items() if title.startswith("omni:")}
     first.end(signal.SIGKILL)
-    time.sleep(1.0)
+    time.sleep(0.7)
     assert stages <= set(hosts.processes(1))
     assert other.wait_end(10) == 1
     assert "No coordinator was heard of at tcp://127.0.0.2:" in other.output
@@ -193,7 +193,7 @@ def test_a_node_that_is_killed_while_all_start_ends_the_launch(launch: Launch, s
 
 def test_a_node_that_does_not_come_is_named(launch: Launch, short_path: Path) -> None:
     hosts = Hosts(launch, short_path, spread_chain())
-    first = hosts.start(0, "--startup-timeout", "3")
+    first = hosts.start(0, "--startup-timeout", "2")
     assert first.wait_end(15) == 1
     assert re.search(r"missing: node 1, .*talker/1 \(waiting for node 1\)", first.output)
     assert "is not ready in time while" in first.output
