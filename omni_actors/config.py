@@ -1,11 +1,12 @@
 """The pipeline's YAML: strict, checked before anything starts, every value with its source.
 
-Precedence: command line > environment > YAML > default. A key that is not known is an error that names the nearest
-valid one; so is a stage graph with a cycle, a missing stage or a device that this host does not have.
+Precedence: command line > environment > SLURM > YAML > default. A key that is not known is an error that names the
+nearest valid one; so is a stage graph with a cycle, a missing stage or a device that this host does not have.
 """
 
 from __future__ import annotations
 
+import collections
 import difflib
 import enum
 import hashlib
@@ -19,12 +20,13 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from omni_actors import envs
+from omni_actors import envs, slurm
 from omni_actors.errors import ConfigError
 from omni_actors.messages import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, Limits, StageParams
 
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 VariableName = Annotated[str, Meta(pattern="^[A-Z][A-Z0-9_]{0,63}$")]
+Rank = Annotated[int, Meta(ge=0, le=1023)]
 StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
@@ -114,7 +116,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         engine_class: dotted path of a `StageEngine`, for stages of the kind `custom` only.
         sampling: the stage's defaults for the parameters of requests.
         replicas: processes that run this stage.
-        devices: GPU numbers of this host; default: the first one for stages with a model.
+        node: rank of the node that runs it; of a list, the replicas take one after the other.
+        devices: GPU numbers of its host; default: the first one for stages with a model. The replicas of a node take
+            one after the other, or as many as `engine.tensor_parallel_size` says.
         startup_timeout: seconds until a replica must be ready; default: that of the coordinator.
         budget_bytes: embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
         restarts: how often a lost replica is started again within `coordinator.restart_window`.
@@ -139,6 +143,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     engine_class: str | None = None
     sampling: StageParams = StageParams()
     replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
+    node: Rank | Annotated[list[Rank], Meta(min_length=1)] = 0
     devices: list[Annotated[int, Meta(ge=0, le=1023)]] | None = None
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
@@ -154,6 +159,14 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def source_names(self) -> tuple[str, ...]:
         return self.inputs.source_names if self.inputs is not None else ()
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return (self.node,) if isinstance(self.node, int) else tuple(self.node)
+
+    def node_of(self, index: int) -> int:
+        """The rank of the node on which a replica runs."""
+        return self.nodes[index % len(self.nodes)]
 
     @property
     def part(self) -> str:
@@ -202,6 +215,27 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_timeout: Seconds = 86_400.0
     tombstone_ttl: Seconds = 60.0
     record_dir: str | None = None
+
+
+class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The hosts that a pipeline is spread over; each runs the same command with its own `node_rank`.
+
+    Node 0 runs the coordinator, which the others reach at `master_addr:master_port`. They are reached at `node_addr`:
+    by default the address from which this host reaches the master.
+
+    Args:
+        nnodes: how many there are.
+        node_rank: which one this is, from 0.
+        master_addr: address or name of node 0.
+        master_port: its port for the other nodes; clients have one of their own.
+        node_addr: address at which the other nodes reach this one.
+    """
+
+    nnodes: Annotated[int, Meta(ge=1, le=1024)] = 1
+    node_rank: Rank = 0
+    master_addr: Annotated[str, Meta(min_length=1, max_length=253)] = "127.0.0.1"
+    master_port: Annotated[int, Meta(ge=1, le=65535)] = 29600
+    node_addr: Annotated[str, Meta(min_length=1, max_length=253)] | None = None
 
 
 class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -289,6 +323,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         flow: how much may wait where.
         http: the HTTP server.
         plugins: modules with models of one's own, from allowed prefixes; see docs/extending.md.
+        cluster: the hosts, where there is more than one.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -299,6 +334,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     flow: FlowConfig = FlowConfig()
     http: HttpConfig = HttpConfig()
     plugins: Annotated[list[str], Meta(max_length=64)] = []
+    cluster: ClusterConfig = ClusterConfig()
 
     def stage(self, name: str) -> StageConfig:
         for stage in self.stages:
@@ -338,9 +374,10 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(stage.name for stage in self.stages if stage.name in needed)
 
     def digest(self) -> str:
-        """Hash of everything that both ends of a connection must agree on: not of the folders of one host."""
-        own = msgspec.structs.replace(self.coordinator, run_dir=None, record_dir=None)
-        shared = msgspec.structs.replace(self, coordinator=own)
+        """Hash of everything that both ends of a connection must agree on: not of what is one host's own."""
+        coordinator = msgspec.structs.replace(self.coordinator, run_dir=None, record_dir=None, listen="ipc")
+        cluster = msgspec.structs.replace(self.cluster, node_rank=0, node_addr=None, master_addr="-")
+        shared = msgspec.structs.replace(self, coordinator=coordinator, cluster=cluster)
         return hashlib.sha256(msgspec.json.encode(shared, order="deterministic")).hexdigest()[:16]
 
 
@@ -371,6 +408,8 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
     data = _read_yaml(path)
     sources = {key: f"yaml {path.name}" for key in flatten(data)}
     from_env = envs.config_overrides()
+    for key, (value, variable) in slurm.config_overrides(known={*from_env, *(overrides or {})}).items():
+        _set_value(data, key, value, sources, f"SLURM {variable}")
     for key, (value, variable) in from_env.items():
         _set_value(data, key, value, sources, f"env {variable}")
     for key, value in (overrides or {}).items():
@@ -567,7 +606,13 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
                 raise ConfigError(f"{where}.inputs.from names a stage twice: {list(stage.source_names)}.")
         if not stage.outputs and not pipeline.downstream(stage.name):
             raise ConfigError(f"{where}: its output goes nowhere; give it outputs, or make it the input of a stage.")
-        _check_devices(stage, where, devices)
+        _check_nodes(stage, where, pipeline.cluster)
+        if pipeline.cluster.node_rank in stage.nodes:  # of the others only they themselves know
+            _check_devices(stage, where, devices)
+    if pipeline.cluster.node_rank >= pipeline.cluster.nnodes:
+        raise ConfigError(
+            f"cluster.node_rank: there is no node {pipeline.cluster.node_rank}; {_known_nodes(pipeline.cluster)}."
+        )
     _check_memory_shares(pipeline, devices)
     coordinator = pipeline.coordinator
     if coordinator.heartbeat_timeout < 2 * coordinator.heartbeat_interval:
@@ -610,29 +655,60 @@ def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
         return
     if len(set(stage.devices)) != len(stage.devices):
         raise ConfigError(f"{where}.devices names a device twice: {stage.devices}.")
+    size = tensor_parallel_size(stage)
+    if len(stage.devices) % size:
+        raise ConfigError(
+            f"{where}.devices names {len(stage.devices)} GPUs, but a replica takes {size}.",
+            hint=f"Name {size} GPUs for each replica of a node, or change engine.tensor_parallel_size.",
+        )
     for device in stage.devices:
         if device >= devices:
             have = f"devices 0 to {devices - 1}" if devices else "no GPU"
             raise ConfigError(f"{where}.devices: there is no device {device}; this host has {have}.")
 
 
+def _check_nodes(stage: StageConfig, where: str, cluster: ClusterConfig) -> None:
+    for rank in stage.nodes:
+        if rank >= cluster.nnodes:
+            raise ConfigError(
+                f"{where}.node: there is no node {rank}; {_known_nodes(cluster)}.",
+                hint="Set cluster.nnodes, or --nnodes.",
+            )
+    if len(set(stage.nodes)) != len(stage.nodes):
+        raise ConfigError(f"{where}.node names a node twice: {list(stage.nodes)}.")
+    if len(stage.nodes) > stage.replicas:
+        raise ConfigError(
+            f"{where}.node names {len(stage.nodes)} nodes, but there are {stage.replicas} replicas.",
+            hint=f"Set {where}.replicas.",
+        )
+
+
+def _known_nodes(cluster: ClusterConfig) -> str:
+    return f"cluster.nnodes is {cluster.nnodes}, so there are nodes 0 to {cluster.nnodes - 1}"
+
+
 def _check_memory_shares(pipeline: PipelineConfig, devices: int) -> None:
     """The shares of one GPU must fit; explicit `kv_cache_memory_bytes` are not counted, vLLM checks those itself."""
-    for device, shares in memory_plan(pipeline, devices).items():
+    for (rank, device), shares in memory_plan(pipeline, devices).items():
         total = sum(share for _, share in shares)
         if total > 1.0:
             listed = ", ".join(f"{name} {share:g}" for name, share in shares)
             raise ConfigError(
-                f"GPU {device} is promised {total:.2f} of its memory: {listed}.",
+                f"{_device_name(pipeline, rank, device)} is promised {total:.2f} of its memory: {listed}.",
                 hint="Lower engine.gpu_memory_utilization of these stages, or move one to another device.",
             )
 
 
-def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[int, list[tuple[str, float]]]:
-    """GPU -> (stage, share of its memory) for the stages that vLLM sizes by `gpu_memory_utilization`."""
-    plan: dict[int, list[tuple[str, float]]] = {}
-    if not devices:
-        return plan
+def _device_name(pipeline: PipelineConfig, rank: int, device: int) -> str:
+    return f"GPU {device} of node {rank}" if pipeline.cluster.nnodes > 1 else f"GPU {device}"
+
+
+def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int], list[tuple[str, float]]]:
+    """(node, GPU) -> (stage, share of its memory) for the stages that vLLM sizes by `gpu_memory_utilization`.
+
+    `devices` is the number of this host's GPUs; another node is taken to have GPUs if this one has, or if it is named.
+    """
+    plan: dict[tuple[int, int], list[tuple[str, float]]] = {}
     for stage in pipeline.stages:
         if stage.kind is not StageKind.AUTOREGRESSIVE or "kv_cache_memory_bytes" in stage.engine:
             continue
@@ -640,9 +716,30 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[int, list[tuple[
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             where = f"stages.{stage.name}.engine.gpu_memory_utilization"
             raise ConfigError(f"{where} must be a number above 0 and up to 1, got {share!r}.")
-        for device in stage_devices(stage, devices):
-            plan.setdefault(device, []).append((stage.name, share * stage.replicas))
+        replicas = collections.Counter(
+            (stage.node_of(index), device)
+            for index in range(stage.replicas)
+            for device in replica_devices(stage, index, devices)
+        )
+        for place, count in replicas.items():
+            plan.setdefault(place, []).append((stage.name, share * count))
     return plan
+
+
+def tensor_parallel_size(stage: StageConfig) -> int:
+    """How many GPUs a replica takes."""
+    size = stage.engine.get("tensor_parallel_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1  # what is wrong with it the engine says
+
+
+def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
+    """GPUs of one replica on its node: as many as it needs, those of the stage one replica after the other."""
+    placed, size = stage_devices(stage, devices), tensor_parallel_size(stage)
+    if not placed:
+        return []
+    before = sum(stage.node_of(other) == stage.node_of(index) for other in range(index))
+    first = before % max(1, len(placed) // size) * size
+    return placed[first : first + size]
 
 
 def stage_devices(stage: StageConfig, devices: int) -> list[int]:
@@ -740,12 +837,20 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
     ]
     lines.append("placement")
     for stage in pipeline.stages:
-        where = ", ".join(f"GPU {device}" for device in stage_devices(stage, devices)) or "CPU"
+        taken = {device for index in range(stage.replicas) for device in replica_devices(stage, index, devices)}
+        where = ", ".join(f"GPU {device}" for device in sorted(taken)) or "CPU"
+        if pipeline.cluster.nnodes > 1:
+            where += f" of node {', '.join(str(rank) for rank in stage.nodes)}"
         lines.append(f"  {stage.name}: {stage.replicas} x {stage.kind} on {where}, takes input from "
                      f"{', '.join(stage.source_names) or 'the client'}")  # fmt: skip
-    for device, shares in memory_plan(pipeline, devices).items():
+    cluster = pipeline.cluster
+    if cluster.nnodes > 1:
+        master = f"tcp://{cluster.master_addr}:{cluster.master_port}"
+        lines.append(f"node {cluster.node_rank} of {cluster.nnodes}; the coordinator listens for nodes at {master}")
+    for (rank, device), shares in memory_plan(pipeline, devices).items():
         total = sum(share for _, share in shares)
-        lines.append(f"memory of GPU {device}: " + " + ".join(f"{n} {s:g}" for n, s in shares) + f" = {total:.2f}")
+        name = _device_name(pipeline, rank, device)
+        lines.append(f"memory of {name}: " + " + ".join(f"{n} {s:g}" for n, s in shares) + f" = {total:.2f}")
     return "\n".join(lines)
 
 

@@ -50,6 +50,7 @@ class EchoOptions:
 
     max_input_tokens: int = 4096
     step_seconds: float = 0.0  # time that each step takes
+    max_num_seqs: int = 0  # requests that one step advances, the oldest first; 0 for all
     start_seconds: float = 0.0  # time that loading takes
     row_width: int = 0
     pass_rows: bool = False  # send on the row that came instead of making one
@@ -134,7 +135,7 @@ class EchoEngine(StageEngine):
     def step(self) -> Sequence[EngineEvent]:
         time.sleep(self._options.step_seconds)
         events: list[EngineEvent] = []
-        for echo in list(self._active.values()):
+        for echo in list(self._active.values())[: self._options.max_num_seqs or None]:
             events += self._advance(echo)
         return events
 

@@ -19,10 +19,11 @@ from omni_actors.config import FlowConfig
 from omni_actors.errors import OmniError, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.messages import MAX_BLOCKS, Block, Credit, Header, Hop, Limits, Peers
-from omni_actors.stage.events import Event, Rejected, Stop, Undelivered
+from omni_actors.stage.events import Event, Lost, Rejected, Stop, Undelivered
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader, Holder
 from omni_actors.transport.credit import Window
+from omni_actors.transport.cuts import Cuts
 from omni_actors.transport.link import Link
 from omni_actors.transport.sockets import Sockets
 from omni_actors.transport.wake import Wakeup
@@ -87,6 +88,8 @@ class Outbound(threading.Thread):
         self._wakeup = Wakeup()
         self._lock = threading.Lock()  # around all that follows, except for what is said to be read without it
         self._coordinator = self._link(results_endpoint)
+        self._cuts: Cuts[Hop | None] = Cuts()
+        self._cuts.watch(None, self._coordinator.socket, results_endpoint)
         self._links: dict[Hop, Link] = {}
         self._sources: dict[Hop, Link] = {}
         self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
@@ -232,6 +235,7 @@ class Outbound(threading.Thread):
         finally:
             with self._lock:
                 self._closed = True
+                self._cuts.close()
                 for link in self._all_links():
                     link.close()
 
@@ -286,6 +290,7 @@ class Outbound(threading.Thread):
             if self._arena is not None:
                 self._arena.expire(time.time())
             self._expire_early(now)
+            self._look_for_cuts(now)
         for hop, link in self._links.items():
             link.flush()
             if link.stalled():
@@ -294,6 +299,12 @@ class Outbound(threading.Thread):
         for link in (self._coordinator, *self._sources.values(), *self._to_origins.values()):
             link.flush()
         self._account()
+
+    def _look_for_cuts(self, now: float) -> None:
+        for receiver in self._cuts.found(now):
+            self._cuts.forget(receiver)
+            name = f"{receiver.stage}/{receiver.replica}" if receiver is not None else "the coordinator"
+            self._on_event(Lost(f"the link to {name} was cut"))
 
     def _last_words(self) -> None:
         deadline = time.monotonic() + (LAST_WORDS_SECONDS if self._may_linger else 0.0)
@@ -331,6 +342,7 @@ class Outbound(threading.Thread):
         wanted = {peer.hop: peer.inbox for peer in new.peers}
         self._readers = frozenset(new.readers)
         for hop in [hop for hop in self._links if hop not in wanted]:
+            self._cuts.forget(hop)
             self._drop(self._links.pop(hop))
             self._mapped.pop(hop, None)
         if self._arena is not None:
@@ -340,6 +352,7 @@ class Outbound(threading.Thread):
         for hop, inbox in wanted.items():
             if hop not in self._links:
                 self._links[hop] = self._link(inbox)
+                self._cuts.watch(hop, self._links[hop].socket, inbox)
                 self._newest[(hop.stage, hop.replica)] = hop.epoch
         early, self._early = self._early, []
         for since, message in early:
@@ -355,10 +368,12 @@ class Outbound(threading.Thread):
             self._drop(self._to_origins.pop(hop))
         gone = [hop for hop in self._sources if hop not in sources]
         for hop in gone:
+            self._cuts.forget(hop)
             self._drop(self._sources.pop(hop))
         for hop, inbox in sources.items():
             if hop not in self._sources:
                 self._sources[hop] = Link(self._sockets.push(inbox), time.monotonic)
+                self._cuts.watch(hop, self._sources[hop].socket, inbox)
                 self._tell(hop, 0, 0, [])
         for hop in gone:
             held = self._arenas.lost(hop)

@@ -25,6 +25,7 @@ from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
 from omni_actors.stage.session import Session
 from omni_actors.stage.turns import GiveWay, Sign
+from omni_actors.transport.addresses import is_tcp
 from omni_actors.transport.run_directory import clear_abandoned
 
 logger = logs.get_logger(__name__)
@@ -42,7 +43,7 @@ class ReplicaSpec(NamedTuple):
     replica: int
     epoch: int
     control_endpoint: str
-    inbox_endpoint: str  # without the epoch, which is added
+    inbox_endpoint: str  # tcp with port 0, or a path to which the epoch is added
     devices: tuple[int, ...]
     threads: int  # CPU threads for torch, 0 to leave it alone
     launcher_pid: int
@@ -77,6 +78,7 @@ def main(spec: ReplicaSpec) -> None:
 def _prepare_process(spec: ReplicaSpec) -> None:
     # Ctrl-C reaches the whole process group; the launcher decides in which order the stages end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the fork server blocks it; nothing is held yet
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     setproctitle.setproctitle(f"omni:{spec.name}")
     log = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -158,7 +160,7 @@ class StageProcess:
             Hop(spec.stage, spec.replica, epoch),
             spec.epoch,
             spec.control_endpoint,
-            f"{spec.inbox_endpoint}-{epoch}",
+            spec.inbox_endpoint if is_tcp(spec.inbox_endpoint) else f"{spec.inbox_endpoint}-{epoch}",
             spec.launcher_pid,
             on_orphaned=lambda: _leave_no_files(spec),
         )

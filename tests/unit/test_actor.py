@@ -464,6 +464,17 @@ def test_abort_is_idempotent_and_frees_everything() -> None:
     assert stage.held() == EMPTY, "an abort that overtook the announcement counts"
 
 
+def test_a_lost_coordinator_takes_every_request_out_of_the_engine_and_nobody_is_told() -> None:
+    stage = StageUnderTest("prompt")
+    stage.expect("r1", prompt="one")
+    stage.expect("r2", prompt="two")
+    assert stage.engine.held == {"r1", "r2"}
+    stage.actor.drop_all()
+    assert not stage.engine.held
+    assert stage.held() == EMPTY
+    assert stage.do(TextEvent("r1", "x", [1])) == []
+
+
 def test_deadline_ends_the_request() -> None:
     stage = StageUnderTest("thinker")
     stage.expect(deadline=1010.0)

@@ -281,7 +281,7 @@ def test_memory_shares_must_fit(tmp_path: Path) -> None:
     load(tmp_path, autoregressive(0.6, 0.5), devices=0)
     assert "1.20" in refused(tmp_path, autoregressive(0.6, 0.3, replicas=2), devices=1)
     pipeline = load(tmp_path, autoregressive(0.6, 0.4), devices=1).pipeline
-    assert memory_plan(pipeline, 1) == {0: [("thinker", 0.6), ("talker", 0.4)]}
+    assert memory_plan(pipeline, 1) == {(0, 0): [("thinker", 0.6), ("talker", 0.4)]}
     for share in ("much", 0, 1.5, True, -0.1):
         text = refused(tmp_path, autoregressive(share, 0.1), devices=1)
         assert "stages.thinker.engine.gpu_memory_utilization must be a number" in text
