@@ -17,6 +17,7 @@ from omni_actors import logs
 from omni_actors.codec import BadBody, BadHeader, Decoder, encode
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import OmniError
+from omni_actors.logs import say
 from omni_actors.messages import (
     PROTOCOL_VERSION,
     Body,
@@ -44,6 +45,7 @@ logger = logs.get_logger(__name__)
 
 SILENCE_SECONDS = 5.0  # after which a coordinator that should answer is taken for lost
 LATE_SECONDS = 1.0  # of the agent's own clock: it was stopped, what came meanwhile is not read yet
+REPORT_SECONDS = 5.0
 LOG_CHARACTERS = 16_000
 
 
@@ -54,7 +56,8 @@ class Agent:
         rank: of this node.
         endpoint: the coordinator's control endpoint.
         on_shutdown: called with the reason, and whether the launch has failed, when the coordinator ends the pipeline.
-        on_silence: called when the coordinator is connected but says nothing.
+        on_silence: called again and again while nothing is heard of the coordinator.
+        patient: whether to wait for ever for a coordinator that is away, as somebody else starts it again.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Agent:
         node: LocalNode,
         on_shutdown: Callable[[str, bool], None],
         on_silence: Callable[[], None] = lambda: None,
+        patient: bool = False,
     ) -> None:
         self._pipeline = pipeline
         self._rank = rank
@@ -72,7 +76,9 @@ class Agent:
         self._node = node
         self._on_shutdown = on_shutdown
         self._on_silence = on_silence
+        self._patient = patient
         self.launched = asyncio.Event()
+        self._next_report = time.monotonic() + REPORT_SECONDS
         self.left_alone = time.monotonic()  # since when no coordinator was heard of
         self._welcomed = False
         self._ended = False  # the coordinator has ended the pipeline
@@ -91,13 +97,15 @@ class Agent:
             return
         self._beater.cancel()
         await asyncio.gather(self._beater, return_exceptions=True)
-        self._send(NodeLeaving(reason=reason[:16000]))
+        if self._welcomed:
+            self._send(NodeLeaving(reason=reason[:16000]))
         if self._starting:
             self._node.abandon_starts()
         else:
             self._node.refuse_starts()
         self._starts.put_nowait(None)
         await self._starter
+        self._node.on_exit = lambda identity, how: None  # there is nobody to tell any more
         self._disconnect()
         await asyncio.get_running_loop().run_in_executor(None, self._sockets.context.term)
 
@@ -149,12 +157,25 @@ class Agent:
             now = time.monotonic()
             if now > before + interval + LATE_SECONDS:
                 self.left_alone = now
+            if now > self.left_alone + max(SILENCE_SECONDS, 3 * interval):
+                self._on_silence()
             if not self._welcomed:
+                self._wait_for_coordinator(now)
                 continue
             self._send(NodeBeat())
             if now > self.left_alone + max(SILENCE_SECONDS, 3 * interval):
                 self._reconnect(f"it has said nothing for {now - self.left_alone:.1f} s")
-                self._on_silence()
+
+    def _wait_for_coordinator(self, now: float) -> None:
+        """Say so now and then; give up after a while."""
+        settings = self._pipeline.coordinator
+        limit = settings.reconnect_timeout if self.launched.is_set() else settings.startup_timeout
+        if now >= self._next_report:
+            self._next_report = now + REPORT_SECONDS
+            say(f"node {self._rank} waits for the coordinator at {self._endpoint}")
+        if now > self.left_alone + limit and not (self._patient or self._ended):
+            self._ended = True
+            self._on_shutdown(f"No coordinator was heard of at {self._endpoint} for {limit:g} s.", True)
 
     def _on_message(self, frames: Sequence[bytes]) -> None:
         try:
@@ -165,6 +186,9 @@ class Agent:
         self.left_alone = time.monotonic()
         if isinstance(body, NodeWelcome):
             self._welcomed = True
+            self._next_report = 0.0
+            if not self._patient:
+                say(f"node {self._rank} is connected to the coordinator at {self._endpoint}")
         elif isinstance(body, Renew):
             # Not from within the reader of the socket that is closed by it.
             asyncio.get_running_loop().call_soon(self._reconnect, "it does not know this node")

@@ -11,43 +11,33 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
 import numpy
-from numpy.typing import NDArray
 
 from omni_actors.codec import BadBody, BadHeader, BufferList, Decoder, encode
-from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError, ProtocolError, RequestTimeout, StageLost
+from omni_actors.errors import InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
     TRACEPARENT,
     Abort,
     AudioChunk,
     Body,
-    ChatMessage,
-    ContentPart,
     CoordinatorToClient,
     Credit,
     Describe,
     Description,
     Done,
-    DType,
     Failed,
     Header,
-    HostTensor,
     Limits,
-    Media,
-    MediaEncoding,
     Observation,
     Observe,
     Operate,
     Operation,
-    Prompt,
     Report,
     RequestTimeline,
     StageParams,
@@ -55,13 +45,18 @@ from omni_actors.messages import (
     Subject,
     Submit,
     TextDelta,
-    pack_token_ids,
     unpack_token_ids,
 )
-from omni_actors.outputs import OmniRequestOutput, OmniTokensPrompt
+from omni_actors.outputs import OmniRequestOutput
+from omni_actors.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
+from omni_actors.streams import Audio, RequestStream, StreamItem, Text
 from omni_actors.transport.credit import wire_size
 from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.sockets import Sockets, try_send
+
+__all__ = [
+    "AsyncOmniClient", "Audio", "OmniClient", "Prompting", "RequestStream", "StreamItem", "SyncRequestStream", "Text"
+]  # fmt: skip
 
 logger = get_logger(__name__)
 
@@ -71,87 +66,7 @@ GRANT_SECONDS = 0.05  # after which fewer are
 PING_SECONDS = 2.0  # how often a client with requests asks whether they still live
 T = TypeVar("T")
 
-Prompting = str | Sequence[Mapping[str, Any]] | OmniTokensPrompt
-AudioInput = tuple[NDArray[Any], int] | bytes | Path
-ImageInput = NDArray[numpy.uint8] | bytes | Path
-VideoInput = tuple[NDArray[numpy.uint8], float]
-
-
-class Text(msgspec.Struct, frozen=True):
-    """More of the answer's text. `token_ids` are the thinker's; the text may be empty inside a character."""
-
-    text: str
-    token_ids: list[int]
-
-
-class Audio(msgspec.Struct, frozen=True):
-    """The next samples: f32 [samples] in [-1, 1] at `sample_rate` Hz."""
-
-    samples: NDArray[numpy.float32]
-    sample_rate: int
-
-
-StreamItem = Text | Audio
 Answer = Description | Report | Observation
-
-
-class RequestStream:
-    """The answer to one request: iterate for `Text` and `Audio` in order, then read `usage`. Raises typed errors."""
-
-    def __init__(self, client: AsyncOmniClient, request_id: str) -> None:
-        self.request_id = request_id
-        self.usage: dict[str, StageUsage] = {}
-        self._client = client
-        self._items: asyncio.Queue[StreamItem | Done | OmniError] = asyncio.Queue()
-        self._ended = False
-
-    def __aiter__(self) -> AsyncIterator[StreamItem]:
-        return self
-
-    async def __anext__(self) -> StreamItem:
-        if self._ended:
-            raise StopAsyncIteration
-        item = await self._items.get()
-        if isinstance(item, Text | Audio):
-            return item
-        self._ended = True
-        if isinstance(item, OmniError):
-            raise item
-        self.usage = item.usage
-        raise StopAsyncIteration
-
-    @property
-    def ready(self) -> bool:
-        """Whether the next step of the iteration has not to wait."""
-        return self._ended or not self._items.empty()
-
-    async def abort(self) -> None:
-        """End the request everywhere. Idempotent; iteration then raises `Aborted` unless it was over already."""
-        if not self._ended:
-            self._client.abort(self.request_id)
-
-    async def result(self) -> OmniRequestOutput:
-        """Wait for the whole answer. Raises what the request failed with."""
-        output = OmniRequestOutput(self.request_id)
-        texts: list[str] = []
-        pieces: list[NDArray[numpy.float32]] = []
-        async for item in self:
-            if isinstance(item, Text):
-                texts.append(item.text)
-                output.token_ids.extend(item.token_ids)
-            else:
-                pieces.append(item.samples)
-                output.sample_rate = item.sample_rate
-        output.text = "".join(texts)
-        if pieces:
-            output.audio = numpy.concatenate(pieces)
-        output.usage = self.usage
-        output.finish_reasons = {stage: usage.finish_reason.value for stage, usage in self.usage.items()}
-        return output
-
-    def deliver(self, item: StreamItem | Done | OmniError) -> None:
-        """Called by the client for each message about this request."""
-        self._items.put_nowait(item)
 
 
 class AsyncOmniClient:
@@ -234,9 +149,11 @@ class AsyncOmniClient:
             params: by stage name, for instance `{"thinker": {"max_tokens": 64, "temperature": 0.7}}`.
             seed: makes sampling and the vocoder's noise repeatable.
             timeout: seconds until the request is ended with `DeadlineExceeded`.
-            audios, images, videos: media that go before a prompt given as text. Audio is (f32 [samples], Hz), a file's
-                bytes or a path; an image u8 [height, width, 3], bytes or path; a video (u8 [frames, height, width, 3],
-                frames per second).
+            priority: lower is earlier among the requests that wait.
+            request_id: name of the request in all logs; a new one when `None`.
+            audios: sound that goes before a prompt given as text: (f32 [samples], Hz), a file's bytes, or a path.
+            images: the same for pictures: u8 [height, width, 3], a file's bytes, or a path.
+            videos: the same for videos: (u8 [frames, height, width, 3], frames per second).
             traceparent: the caller's span (W3C Trace Context), whose children the request's spans become.
 
         Raises:
@@ -245,14 +162,14 @@ class AsyncOmniClient:
         """
         buffers = BufferList()
         try:
-            message = _prompt(prompt, audios, images, videos, buffers)
+            message = to_prompt(prompt, audios, images, videos, buffers)
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidRequest(f"The prompt does not have the documented form: {error}.") from error
         body = Submit(
             prompt=message,
             modalities=tuple(modalities) if modalities is not None else (await self.describe()).modalities,
             voice=voice,
-            params=_params(params or {}),
+            params=to_params(params or {}),
             seed=seed,
             priority=priority,
             traceparent=_checked(traceparent),
@@ -262,7 +179,7 @@ class AsyncOmniClient:
         if request_id in self._streams:
             raise InvalidRequest(f"The request id {request_id!r} is in use.")
         deadline = time.time() + timeout if timeout is not None else 0.0
-        stream = self._streams[request_id] = RequestStream(self, request_id)
+        stream = self._streams[request_id] = RequestStream(request_id, self.abort)
         try:
             self._send(request_id, body, buffers, deadline)
         except OmniError:
@@ -553,119 +470,9 @@ async def _next_or_none(stream: RequestStream) -> StreamItem | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From what users write to what travels
-
-
 def _checked(traceparent: str | None) -> str | None:
     if traceparent is not None and not re.match(TRACEPARENT, traceparent):
         raise InvalidRequest(
             f"traceparent {traceparent[:80]!r} is none of W3C Trace Context.", hint="00-<32 hex>-<16 hex>-<2 hex>"
         )
     return traceparent
-
-
-def _params(given: Mapping[str, StageParams | Mapping[str, Any]]) -> dict[str, StageParams]:
-    params = {}
-    for stage, value in given.items():
-        try:
-            fields = value.given() if isinstance(value, StageParams) else dict(value)
-            params[stage] = msgspec.convert(fields, StageParams, strict=True)
-        except (msgspec.ValidationError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"Parameters of stage {stage!r}: {error}.") from error
-    return params
-
-
-def _prompt(
-    prompt: Prompting,
-    audios: Sequence[AudioInput],
-    images: Sequence[ImageInput],
-    videos: Sequence[VideoInput],
-    buffers: BufferList,
-) -> Prompt:
-    media: list[Media] = []
-    if isinstance(prompt, str):
-        if not prompt and not (audios or images or videos):
-            raise InvalidRequest("The prompt is empty.")
-        content: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
-        content += [{"type": "video", "video": video} for video in videos]
-        content += [{"type": "audio", "audio": audio} for audio in audios]
-        content += [{"type": "text", "text": prompt}] if prompt else []
-        prompt = [{"role": "user", "content": content}]
-    elif audios or images or videos:
-        raise InvalidRequest("audios, images and videos go with a prompt given as text; put them into the messages.")
-    if isinstance(prompt, Mapping):
-        token_ids = prompt.get("prompt_token_ids") or ()
-        if not token_ids:
-            raise InvalidRequest("The prompt is empty: prompt_token_ids has no tokens.")
-        try:
-            return Prompt(token_ids=pack_token_ids(token_ids))
-        except (TypeError, OverflowError) as error:
-            raise InvalidRequest(f"prompt_token_ids must be 32-bit whole numbers: {error}.") from error
-    messages = tuple(_message(message, media, buffers) for message in prompt)
-    if not messages:
-        raise InvalidRequest("The prompt is empty: there are no messages.")
-    return Prompt(messages=messages, media=tuple(media))
-
-
-def _message(message: Mapping[str, Any], media: list[Media], buffers: BufferList) -> ChatMessage:
-    unknown = set(message) - {"role", "content"}
-    if unknown or "role" not in message:
-        raise InvalidRequest(f"A chat message has role and content; this one has {sorted(message)}.")
-    content = message.get("content", "")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return ChatMessage(str(message["role"]), tuple(_part(part, media, buffers) for part in parts))
-
-
-def _part(part: Mapping[str, Any], media: list[Media], buffers: BufferList) -> ContentPart:
-    kind = part.get("type")
-    if kind == "text":
-        return ContentPart(text=str(part.get("text", "")))
-    makers: dict[str, Callable[[Any, BufferList], Media]] = {"audio": _audio, "image": _image, "video": _video}
-    if not isinstance(kind, str) or kind not in makers or kind not in part:
-        raise InvalidRequest(f"A content part is text, audio, image or video with its data; got {sorted(part)}.")
-    media.append(makers[kind](part[kind], buffers))
-    return ContentPart(media=len(media) - 1)
-
-
-def _file(modality: str, value: bytes | Path, buffers: BufferList) -> Media:
-    if isinstance(value, Path):
-        try:
-            value = value.read_bytes()
-        except OSError as error:
-            raise MalformedMedia(f"Cannot read the file {str(value)!r}: {error.strerror}.") from error
-    return Media(modality, MediaEncoding.FILE, buffers.add(HostTensor(DType.U8, (len(value),), value)))
-
-
-def _audio(value: AudioInput, buffers: BufferList) -> Media:
-    if isinstance(value, bytes | Path):
-        return _file("audio", value, buffers)
-    samples, rate = value
-    array = numpy.asarray(samples)
-    if array.dtype == numpy.int16:
-        array = array.astype(numpy.float32) / 32768.0
-    return Media(
-        "audio", MediaEncoding.ARRAY, buffers.add(_host(array, numpy.float32, DType.F32)), sample_rate=int(rate)
-    )
-
-
-def _image(value: ImageInput, buffers: BufferList) -> Media:
-    if isinstance(value, bytes | Path):
-        return _file("image", value, buffers)
-    return Media("image", MediaEncoding.ARRAY, buffers.add(_host(numpy.asarray(value), numpy.uint8, DType.U8)))
-
-
-def _video(value: VideoInput, buffers: BufferList) -> Media:
-    frames, rate = value
-    tensor = buffers.add(_host(numpy.asarray(frames), numpy.uint8, DType.U8))
-    return Media("video", MediaEncoding.ARRAY, tensor, frames_per_second=float(rate))
-
-
-def _host(array: NDArray[Any], kind: type[numpy.generic], dtype: DType) -> HostTensor:
-    if array.dtype != kind:
-        if dtype is DType.U8:
-            raise MalformedMedia(f"Images and videos are arrays of uint8, got {array.dtype}.")
-        array = array.astype(kind)
-    array = numpy.ascontiguousarray(array)
-    return HostTensor(dtype, array.shape, array.tobytes())
-

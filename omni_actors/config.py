@@ -1,11 +1,12 @@
 """The pipeline's YAML: strict, checked before anything starts, every value with its source.
 
-Precedence: command line > environment > YAML > default. A key that is not known is an error that names the nearest
-valid one; so is a stage graph with a cycle, a missing stage or a device that this host does not have.
+Precedence: command line > environment > SLURM > YAML > default. A key that is not known is an error that names the
+nearest valid one; so is a stage graph with a cycle, a missing stage or a device that this host does not have.
 """
 
 from __future__ import annotations
 
+import collections
 import difflib
 import enum
 import hashlib
@@ -19,12 +20,13 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from omni_actors import envs
+from omni_actors import envs, slurm
 from omni_actors.errors import ConfigError
 from omni_actors.messages import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, Limits, StageParams
 
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 VariableName = Annotated[str, Meta(pattern="^[A-Z][A-Z0-9_]{0,63}$")]
+Rank = Annotated[int, Meta(ge=0, le=1023)]
 StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
@@ -40,6 +42,7 @@ class StageKind(enum.StrEnum):
     AUTOREGRESSIVE = "autoregressive"  # a vLLM engine core with the omni scheduler
     DIFFUSION = "diffusion"  # a vLLM engine core without KV cache, one scheduled token per denoise step
     ECHO = "echo"  # no model: repeats its input; for tests and measurements of everything around the engine
+    CUSTOM = "custom"  # a `StageEngine` of the user's own, named by `engine_class`
 
 
 PARAMS_BY_KIND = {
@@ -47,6 +50,7 @@ PARAMS_BY_KIND = {
     StageKind.AUTOREGRESSIVE: AUTOREGRESSIVE_PARAMS,
     StageKind.DIFFUSION: DIFFUSION_PARAMS,
     StageKind.ECHO: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,
+    StageKind.CUSTOM: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,  # which of them mean something, the engine says
 }
 
 
@@ -72,9 +76,11 @@ class LossPolicy(enum.StrEnum):
 class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sources": "from"}):
     """Where a stage's input comes from.
 
-    `processor` turns the output of the source stages into this stage's input: a registered name or, from an allowed
-    prefix, a dotted path. `start_after` is the number of the source's steps to wait for before this stage starts; 0
-    waits for the whole of the source's output.
+    Args:
+        sources: the stage, or the list of stages, whose output this one takes.
+        processor: turns that output into this stage's input: `passthrough`, `thinker2talker`, `talker2code2wav` or,
+            from an allowed prefix, the dotted path of an `InputProcessor`.
+        start_after: steps of the source to wait for before this stage starts; 0 waits for the whole of its output.
     """
 
     sources: StageName | Annotated[list[StageName], Meta(min_length=1)]
@@ -87,11 +93,14 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
 
 
 class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a diffusion stage decodes; what is not given is the model's own.
+    """How a diffusion stage decodes; what is not given is the model's own. Chunks are counted in blocks of the model.
 
-    `policy` is `chunks` (sound comes while tokens still come) or `whole`. Chunks are counted in blocks of the model:
-    `first_blocks` of the first chunk, `largest_blocks` of the longest, `look_ahead_blocks` computed behind each chunk
-    and thrown away. `precision` is `float32`, `tf32`, `bf16` or `auto`.
+    Args:
+        policy: `chunks`: sound comes while tokens still come; `whole`: once all of them are there.
+        first_blocks: blocks of the first chunk.
+        largest_blocks: blocks of the longest chunk.
+        look_ahead_blocks: blocks computed behind each chunk and thrown away.
+        precision: number format of the vocoder's arithmetic; `auto` is the fastest that the model was measured with.
     """
 
     policy: Literal["chunks", "whole"] = "chunks"
@@ -104,16 +113,32 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """One stage.
 
-    `model_stage` says which part of the checkpoint it runs (default: the stage's name), `engine` holds vLLM's engine
-    arguments by name, `devices` GPU numbers of this host, `sampling` the defaults of the stage's parameters.
-    `budget_bytes` bounds the embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
-    A lost replica is started again at most `restarts` times within `coordinator.restart_window`: at once, then after
-    `restart_backoff`, doubled each time. One that holds requests while its engine loop does not turn for
-    `stall_timeout` is killed and counts as lost. `retain_bytes` bounds what each replica keeps of what it sent to the
-    stages after it, so that they can begin anew without it; a request over it begins further up.
-    `decode` is for diffusion stages only. `environment` holds variables that the stage's process sets before it touches
-    a device, for instance `CUDA_MPS_CLIENT_PRIORITY`. While requests of a stage in `gives_way_to` wait for their first
-    output, this stage leaves it the device that they share (see stage/turns.py).
+    Args:
+        name: its name in logs, errors, metrics and parameters of requests.
+        kind: what computes it.
+        model_stage: which part of the checkpoint it runs; default: the stage's name.
+        inputs: where its input comes from; exactly one stage has none and takes the prompt.
+        outputs: what of its output goes to the client. Audio that is not among them goes to the stages after it.
+        engine: vLLM's engine arguments by name; options of the engine for the kinds `echo` and `custom`.
+        engine_class: dotted path of a `StageEngine`, for stages of the kind `custom` only.
+        sampling: the stage's defaults for the parameters of requests.
+        replicas: processes that run this stage.
+        node: rank of the node that runs it; of a list, the replicas take one after the other.
+        devices: GPU numbers of its host; default: the first one for stages with a model. The replicas of a node take
+            one after the other, or as many as `engine.tensor_parallel_size` says.
+        startup_timeout: seconds until a replica must be ready; default: that of the coordinator.
+        budget_bytes: embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
+        restarts: how often a lost replica is started again within `coordinator.restart_window`.
+        restart_backoff: seconds before the second restart, doubled each time; the first is at once.
+        stall_timeout: seconds after which a replica that holds requests while its engine loop does not turn is killed
+            and counts as lost.
+        retain_bytes: what each replica keeps of what it sent to the stages after it, so that they can begin anew
+            without it; a request over it begins further up.
+        on_replica_loss: what becomes of the requests that a lost replica held.
+        decode: how the stage decodes, for diffusion stages only.
+        environment: variables that the stage's process sets before it touches a device.
+        gives_way_to: stages to which this one leaves a shared device while requests of theirs wait for their first
+            output (see stage/turns.py).
     """
 
     name: StageName
@@ -122,8 +147,10 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     inputs: InputConfig | None = None
     outputs: list[Modality] = []
     engine: dict[str, Any] = {}
+    engine_class: str | None = None
     sampling: StageParams = StageParams()
     replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
+    node: Rank | Annotated[list[Rank], Meta(min_length=1)] = 0
     devices: list[Annotated[int, Meta(ge=0, le=1023)]] | None = None
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
@@ -141,6 +168,14 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return self.inputs.source_names if self.inputs is not None else ()
 
     @property
+    def nodes(self) -> tuple[int, ...]:
+        return (self.node,) if isinstance(self.node, int) else tuple(self.node)
+
+    def node_of(self, index: int) -> int:
+        """The rank of the node on which a replica runs."""
+        return self.nodes[index % len(self.nodes)]
+
+    @property
     def part(self) -> str:
         """The part of the checkpoint that this stage runs."""
         return self.model_stage or self.name
@@ -149,39 +184,88 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The process that owns requests.
 
-    `retain_bytes` bounds what is kept of admitted requests so that they can be run again; one beyond it fails when a
-    replica that holds it is lost. `max_attempts` bounds how often one request runs. When the coordinator itself is lost
-    it is started again, at most `restarts` times within `restart_window`; stages and nodes keep their models and wait
-    for it for `reconnect_timeout`.
+    Args:
+        run_dir: folder for sockets, logs and pid files; default: a new folder of this run, removed at exit.
+        listen: client endpoint: `ipc` (a socket in `run_dir`), or `tcp://127.0.0.1:PORT`.
+        max_in_flight: requests admitted at a time; others are refused with `overloaded`.
+        startup_timeout: seconds until every stage must be ready.
+        shutdown_timeout: seconds that stages may take to stop before they are killed.
+        drain_timeout: seconds that a stop waits for requests in flight.
+        heartbeat_interval: seconds between two heartbeats of a replica.
+        heartbeat_timeout: seconds of silence after which a ready replica is killed; at least twice the interval.
+        restart_window: seconds over which the restarts of a replica, or of the coordinator, are counted.
+        restarts: how often a lost coordinator is started again within that time.
+        reconnect_timeout: seconds for which stages and nodes keep their models and wait for a lost coordinator.
+        retain_bytes: what is kept of admitted requests, all together, so that they can be run again; one beyond it
+            fails when a replica that holds it is lost.
+        max_attempts: how often one request runs.
+        default_timeout: seconds until the deadline of requests that bring none.
+        max_timeout: the latest deadline that a request may ask for, in seconds from now.
+        tombstone_ttl: seconds for which an ended request is remembered, to absorb late messages.
+        record_dir: folder in which every stage records what it takes and gives, for `omni_actors.replay`.
+        otlp_endpoint: OpenTelemetry collector that gets the spans of requests, as `http://host:4318`.
+        otlp_protocol: how spans travel to it.
     """
 
-    run_dir: str | None = None  # default: a new folder of this run, removed at exit
-    listen: str = "ipc"  # client endpoint: "ipc" (a socket in run_dir), or tcp://127.0.0.1:PORT
+    run_dir: str | None = None
+    listen: str = "ipc"
     max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     startup_timeout: Seconds = 600.0
     shutdown_timeout: Seconds = 8.0
-    drain_timeout: Annotated[float, Meta(ge=0, le=1e7)] = 2.0  # how long a stop waits for requests in flight
+    drain_timeout: Annotated[float, Meta(ge=0, le=1e7)] = 2.0
     heartbeat_interval: Seconds = 0.5
-    heartbeat_timeout: Seconds = 4.0  # a ready replica that is silent for so long is killed; before its links stall
+    heartbeat_timeout: Seconds = 4.0  # before its links stall
     restart_window: Seconds = 600.0
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
     reconnect_timeout: Seconds = 300.0
     retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     max_attempts: Annotated[int, Meta(ge=1, le=255)] = 4
-    default_timeout: Seconds = 600.0  # deadline of requests that bring none
-    max_timeout: Seconds = 86_400.0  # the latest deadline that a request may ask for
+    default_timeout: Seconds = 600.0
+    max_timeout: Seconds = 86_400.0
     tombstone_ttl: Seconds = 60.0
-    record_dir: str | None = None  # every stage writes here what it takes and gives, for omni_actors.replay
-    otlp_endpoint: str | None = None  # OpenTelemetry collector that gets the spans of requests, as http://host:4318
+    record_dir: str | None = None
+    otlp_endpoint: str | None = None
     otlp_protocol: OtlpProtocol = OtlpProtocol.HTTP
+
+
+class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The hosts that a pipeline is spread over; each runs the same command with its own `node_rank`.
+
+    Node 0 runs the coordinator, which the others reach at `master_addr:master_port`. They are reached at `node_addr`:
+    by default the address from which this host reaches the master.
+
+    Args:
+        nnodes: how many there are.
+        node_rank: which one this is, from 0.
+        master_addr: address or name of node 0.
+        master_port: its port for the other nodes; clients have one of their own.
+        node_addr: address at which the other nodes reach this one.
+    """
+
+    nnodes: Annotated[int, Meta(ge=1, le=1024)] = 1
+    node_rank: Rank = 0
+    master_addr: Annotated[str, Meta(min_length=1, max_length=253)] = "127.0.0.1"
+    master_port: Annotated[int, Meta(ge=1, le=65535)] = 29600
+    node_addr: Annotated[str, Meta(min_length=1, max_length=253)] | None = None
 
 
 class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How much may wait where. An edge is sender -> receiver; its window is what may be sent without new credit.
 
-    A stage whose own messages wait in larger number than `outbox_*` stops stepping its engine; one that holds more than
-    `backlog_requests` whole requests that it could compute grants no credit. A client for which more than `client_*`
-    waits beyond its window, or that grants nothing for `client_stall_seconds`, loses its requests.
+    Args:
+        edge_messages: window of an edge between stages, or from a stage to the coordinator, in messages.
+        edge_bytes: the same in bytes.
+        outbox_messages: messages of its own that may wait in a stage before it stops stepping its engine.
+        outbox_bytes: the same in bytes.
+        backlog_requests: whole requests that a stage may hold and could compute before it grants no more credit.
+        client_window_messages: window towards a client, in messages. Clients grant by 64 messages, 256 KiB or 50 ms.
+        client_window_bytes: the same in bytes.
+        client_messages: messages that may wait for a client beyond its window; with more it loses its requests.
+        client_bytes: the same in bytes.
+        client_stall_seconds: a client that grants nothing for so long while messages wait loses its requests.
+        parked_seconds: how long input may wait in a stage for the announcement of its request.
+        arena_bytes: shared memory of a replica for large buffers; 0 for none.
+        inline_bytes: larger buffers go through shared memory.
     """
 
     edge_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
@@ -189,18 +273,69 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
     outbox_messages: Annotated[int, Meta(ge=1, le=10_000)] = 256
     outbox_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 64 << 20
     backlog_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
-    client_window_messages: Annotated[int, Meta(ge=256, le=1_000_000)] = 1024  # clients grant by 64 messages,
-    client_window_bytes: Annotated[int, Meta(ge=1 << 20)] = 16 << 20  # 256 KiB or 50 ms
+    client_window_messages: Annotated[int, Meta(ge=256, le=1_000_000)] = 1024
+    client_window_bytes: Annotated[int, Meta(ge=1 << 20)] = 16 << 20
     client_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
     client_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
     client_stall_seconds: Seconds = 30.0
-    parked_seconds: Seconds = 10.0  # how long input may wait for the announcement of its request
-    arena_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20  # shared memory per replica, 0 for none
-    inline_bytes: Annotated[int, Meta(ge=1)] = 32 << 10  # larger buffers go through the arena
+    parked_seconds: Seconds = 10.0
+    arena_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20
+    inline_bytes: Annotated[int, Meta(ge=1)] = 32 << 10
+
+
+class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP server: limits, TLS, foreign pages. Each key is also a flag: `body_bytes` is `--http-body-bytes`.
+
+    Args:
+        body_bytes: largest request body.
+        bodies_bytes: all bodies that are being handled at a time.
+        media_parts: media of one request.
+        media_bytes: largest medium.
+        audio_seconds: longest sound.
+        image_pixels: largest picture, width times height.
+        video_seconds: longest video.
+        files_bytes: uploaded files, all together.
+        file_seconds: life of an uploaded file.
+        request_timeout: seconds until an answer must be complete, for requests that bring no `timeout`.
+        read_timeout: seconds for a request's body to arrive.
+        write_timeout: seconds that a client may leave a piece of its answer unread.
+        cors_origins: origins (`https://example.com`, or `*`) whose web pages may use the server from a browser; by
+            default none.
+        certificate: PEM file with the certificate and those up to its root; makes the server speak https.
+        key: PEM file with the certificate's private key, without a password.
+    """
+
+    body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 34)] = 64 << 20
+    bodies_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 40)] = 512 << 20
+    media_parts: Annotated[int, Meta(ge=0, le=256)] = 16
+    media_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 34)] = 32 << 20
+    audio_seconds: Seconds = 300.0
+    image_pixels: Annotated[int, Meta(ge=1, le=1 << 40)] = 4096 * 4096
+    video_seconds: Seconds = 60.0
+    files_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 << 20
+    file_seconds: Seconds = 3600.0
+    request_timeout: Seconds = 600.0
+    read_timeout: Seconds = 60.0
+    write_timeout: Seconds = 60.0
+    cors_origins: Annotated[list[Annotated[str, Meta(pattern=r"^(\*|https?://[^/?#\s]+)$")]], Meta(max_length=64)] = []
+    certificate: str | None = None
+    key: str | None = None
 
 
 class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole pipeline: one checkpoint, a directed acyclic graph of stages."""
+    """A whole pipeline: one checkpoint, a directed acyclic graph of stages.
+
+    Args:
+        name: what clients and logs call it; the name of the model over HTTP.
+        model: checkpoint folder, relative to the YAML file, or hub name.
+        stages: the stages, in any order.
+        coordinator: the process that owns requests.
+        limits: largest messages.
+        flow: how much may wait where.
+        http: the HTTP server.
+        plugins: modules with models of one's own, from allowed prefixes; see docs/extending.md.
+        cluster: the hosts, where there is more than one.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     model: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -208,6 +343,9 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     coordinator: CoordinatorConfig = CoordinatorConfig()
     limits: Limits = Limits()
     flow: FlowConfig = FlowConfig()
+    http: HttpConfig = HttpConfig()
+    plugins: Annotated[list[str], Meta(max_length=64)] = []
+    cluster: ClusterConfig = ClusterConfig()
 
     def stage(self, name: str) -> StageConfig:
         for stage in self.stages:
@@ -247,9 +385,10 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(stage.name for stage in self.stages if stage.name in needed)
 
     def digest(self) -> str:
-        """Hash of everything that both ends of a connection must agree on: not of the folders of one host."""
-        own = msgspec.structs.replace(self.coordinator, run_dir=None, record_dir=None)
-        shared = msgspec.structs.replace(self, coordinator=own)
+        """Hash of everything that both ends of a connection must agree on: not of what is one host's own."""
+        coordinator = msgspec.structs.replace(self.coordinator, run_dir=None, record_dir=None, listen="ipc")
+        cluster = msgspec.structs.replace(self.cluster, node_rank=0, node_addr=None, master_addr="-")
+        shared = msgspec.structs.replace(self, coordinator=coordinator, cluster=cluster)
         return hashlib.sha256(msgspec.json.encode(shared, order="deterministic")).hexdigest()[:16]
 
 
@@ -280,6 +419,8 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
     data = _read_yaml(path)
     sources = {key: f"yaml {path.name}" for key in flatten(data)}
     from_env = envs.config_overrides()
+    for key, (value, variable) in slurm.config_overrides(known={*from_env, *(overrides or {})}).items():
+        _set_value(data, key, value, sources, f"SLURM {variable}")
     for key, (value, variable) in from_env.items():
         _set_value(data, key, value, sources, f"env {variable}")
     for key, value in (overrides or {}).items():
@@ -438,6 +579,8 @@ def _in_graph_order(stages: Sequence[StageConfig]) -> list[StageConfig]:
 
 
 def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
+    for plugin in pipeline.plugins:
+        check_allowed(plugin, "plugins")
     entries = [stage.name for stage in pipeline.stages if stage.inputs is None]
     if len(entries) != 1:
         raise ConfigError(f"Exactly one stage has no inputs and takes the prompt; here: {entries or 'none'}.")
@@ -465,6 +608,7 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
             if other == stage.name or all(known.name != other for known in pipeline.stages):
                 names = [known.name for known in pipeline.stages if known is not stage]
                 raise ConfigError(f"{where}.gives_way_to: there is no other stage {other!r}.{suggest(other, names)}")
+        _check_engine_class(stage, f"{where}.engine_class")
         if stage.decode is not None:
             _check_decode(stage.kind, stage.decode, f"{where}.decode")
         if stage.inputs is not None:
@@ -473,7 +617,13 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
                 raise ConfigError(f"{where}.inputs.from names a stage twice: {list(stage.source_names)}.")
         if not stage.outputs and not pipeline.downstream(stage.name):
             raise ConfigError(f"{where}: its output goes nowhere; give it outputs, or make it the input of a stage.")
-        _check_devices(stage, where, devices)
+        _check_nodes(stage, where, pipeline.cluster)
+        if pipeline.cluster.node_rank in stage.nodes:  # of the others only they themselves know
+            _check_devices(stage, where, devices)
+    if pipeline.cluster.node_rank >= pipeline.cluster.nnodes:
+        raise ConfigError(
+            f"cluster.node_rank: there is no node {pipeline.cluster.node_rank}; {_known_nodes(pipeline.cluster)}."
+        )
     _check_memory_shares(pipeline, devices)
     coordinator = pipeline.coordinator
     if coordinator.heartbeat_timeout < 2 * coordinator.heartbeat_interval:
@@ -496,6 +646,15 @@ def _check_decode(kind: StageKind, decode: DecodeConfig, where: str) -> None:
         )
 
 
+def _check_engine_class(stage: StageConfig, where: str) -> None:
+    if (stage.engine_class is not None) != (stage.kind is StageKind.CUSTOM):
+        raise ConfigError(f"{where} is for stages of kind custom, and those need it; this one is of kind {stage.kind}.")
+    if stage.engine_class is not None:
+        if "." not in stage.engine_class:
+            raise ConfigError(f"{where}: {stage.engine_class!r} is no dotted path of a class.")
+        check_importable(stage.engine_class, where)
+
+
 def _check_processor(name: str, where: str) -> None:
     check_importable(name, where)
     if "." not in name and name not in BUILT_IN_PROCESSORS:
@@ -507,29 +666,60 @@ def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
         return
     if len(set(stage.devices)) != len(stage.devices):
         raise ConfigError(f"{where}.devices names a device twice: {stage.devices}.")
+    size = tensor_parallel_size(stage)
+    if len(stage.devices) % size:
+        raise ConfigError(
+            f"{where}.devices names {len(stage.devices)} GPUs, but a replica takes {size}.",
+            hint=f"Name {size} GPUs for each replica of a node, or change engine.tensor_parallel_size.",
+        )
     for device in stage.devices:
         if device >= devices:
             have = f"devices 0 to {devices - 1}" if devices else "no GPU"
             raise ConfigError(f"{where}.devices: there is no device {device}; this host has {have}.")
 
 
+def _check_nodes(stage: StageConfig, where: str, cluster: ClusterConfig) -> None:
+    for rank in stage.nodes:
+        if rank >= cluster.nnodes:
+            raise ConfigError(
+                f"{where}.node: there is no node {rank}; {_known_nodes(cluster)}.",
+                hint="Set cluster.nnodes, or --nnodes.",
+            )
+    if len(set(stage.nodes)) != len(stage.nodes):
+        raise ConfigError(f"{where}.node names a node twice: {list(stage.nodes)}.")
+    if len(stage.nodes) > stage.replicas:
+        raise ConfigError(
+            f"{where}.node names {len(stage.nodes)} nodes, but there are {stage.replicas} replicas.",
+            hint=f"Set {where}.replicas.",
+        )
+
+
+def _known_nodes(cluster: ClusterConfig) -> str:
+    return f"cluster.nnodes is {cluster.nnodes}, so there are nodes 0 to {cluster.nnodes - 1}"
+
+
 def _check_memory_shares(pipeline: PipelineConfig, devices: int) -> None:
     """The shares of one GPU must fit; explicit `kv_cache_memory_bytes` are not counted, vLLM checks those itself."""
-    for device, shares in memory_plan(pipeline, devices).items():
+    for (rank, device), shares in memory_plan(pipeline, devices).items():
         total = sum(share for _, share in shares)
         if total > 1.0:
             listed = ", ".join(f"{name} {share:g}" for name, share in shares)
             raise ConfigError(
-                f"GPU {device} is promised {total:.2f} of its memory: {listed}.",
+                f"{_device_name(pipeline, rank, device)} is promised {total:.2f} of its memory: {listed}.",
                 hint="Lower engine.gpu_memory_utilization of these stages, or move one to another device.",
             )
 
 
-def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[int, list[tuple[str, float]]]:
-    """GPU -> (stage, share of its memory) for the stages that vLLM sizes by `gpu_memory_utilization`."""
-    plan: dict[int, list[tuple[str, float]]] = {}
-    if not devices:
-        return plan
+def _device_name(pipeline: PipelineConfig, rank: int, device: int) -> str:
+    return f"GPU {device} of node {rank}" if pipeline.cluster.nnodes > 1 else f"GPU {device}"
+
+
+def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int], list[tuple[str, float]]]:
+    """(node, GPU) -> (stage, share of its memory) for the stages that vLLM sizes by `gpu_memory_utilization`.
+
+    `devices` is the number of this host's GPUs; another node is taken to have GPUs if this one has, or if it is named.
+    """
+    plan: dict[tuple[int, int], list[tuple[str, float]]] = {}
     for stage in pipeline.stages:
         if stage.kind is not StageKind.AUTOREGRESSIVE or "kv_cache_memory_bytes" in stage.engine:
             continue
@@ -537,9 +727,30 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[int, list[tuple[
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             where = f"stages.{stage.name}.engine.gpu_memory_utilization"
             raise ConfigError(f"{where} must be a number above 0 and up to 1, got {share!r}.")
-        for device in stage_devices(stage, devices):
-            plan.setdefault(device, []).append((stage.name, share * stage.replicas))
+        replicas = collections.Counter(
+            (stage.node_of(index), device)
+            for index in range(stage.replicas)
+            for device in replica_devices(stage, index, devices)
+        )
+        for place, count in replicas.items():
+            plan.setdefault(place, []).append((stage.name, share * count))
     return plan
+
+
+def tensor_parallel_size(stage: StageConfig) -> int:
+    """How many GPUs a replica takes."""
+    size = stage.engine.get("tensor_parallel_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1  # what is wrong with it the engine says
+
+
+def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
+    """GPUs of one replica on its node: as many as it needs, those of the stage one replica after the other."""
+    placed, size = stage_devices(stage, devices), tensor_parallel_size(stage)
+    if not placed:
+        return []
+    before = sum(stage.node_of(other) == stage.node_of(index) for other in range(index))
+    first = before % max(1, len(placed) // size) * size
+    return placed[first : first + size]
 
 
 def stage_devices(stage: StageConfig, devices: int) -> list[int]:
@@ -565,8 +776,14 @@ def host_devices() -> int:
 
 def check_importable(name: str, where: str) -> None:
     """A dotted `name` must begin with an allowed prefix; plain names are looked up in a registry later."""
+    if "." in name:
+        check_allowed(name, where)
+
+
+def check_allowed(name: str, where: str) -> None:
+    """Raise `ConfigError` unless a module, or a class in one, lies below an allowed prefix (in whole words)."""
     allowed = BUILT_IN_IMPORT_PREFIXES + envs.allowed_import_prefixes()
-    if "." in name and not name.startswith(allowed):
+    if not any(f"{name}.".startswith(f"{prefix.rstrip('.')}.") for prefix in allowed):
         raise ConfigError(
             f"{where}: {name!r} is outside the allowed import prefixes {list(allowed)}.",
             hint="Only code that you trust may be named; add its prefix to OMNI_ACTORS_ALLOW_IMPORTS.",
@@ -631,12 +848,20 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
     ]
     lines.append("placement")
     for stage in pipeline.stages:
-        where = ", ".join(f"GPU {device}" for device in stage_devices(stage, devices)) or "CPU"
+        taken = {device for index in range(stage.replicas) for device in replica_devices(stage, index, devices)}
+        where = ", ".join(f"GPU {device}" for device in sorted(taken)) or "CPU"
+        if pipeline.cluster.nnodes > 1:
+            where += f" of node {', '.join(str(rank) for rank in stage.nodes)}"
         lines.append(f"  {stage.name}: {stage.replicas} x {stage.kind} on {where}, takes input from "
                      f"{', '.join(stage.source_names) or 'the client'}")  # fmt: skip
-    for device, shares in memory_plan(pipeline, devices).items():
+    cluster = pipeline.cluster
+    if cluster.nnodes > 1:
+        master = f"tcp://{cluster.master_addr}:{cluster.master_port}"
+        lines.append(f"node {cluster.node_rank} of {cluster.nnodes}; the coordinator listens for nodes at {master}")
+    for (rank, device), shares in memory_plan(pipeline, devices).items():
         total = sum(share for _, share in shares)
-        lines.append(f"memory of GPU {device}: " + " + ".join(f"{n} {s:g}" for n, s in shares) + f" = {total:.2f}")
+        name = _device_name(pipeline, rank, device)
+        lines.append(f"memory of {name}: " + " + ".join(f"{n} {s:g}" for n, s in shares) + f" = {total:.2f}")
     return "\n".join(lines)
 
 

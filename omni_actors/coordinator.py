@@ -68,6 +68,7 @@ from omni_actors.observe.exposition import render
 from omni_actors.observe.meters import Meters
 from omni_actors.observe.watch import Exporter, Watch
 from omni_actors.transport.credit import EdgeFigures, Tally, Traffic, Window, wire_size
+from omni_actors.transport.cuts import Cuts
 from omni_actors.transport.link import Link
 from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.sockets import PeerGone, Sockets, try_send
@@ -135,6 +136,7 @@ class Coordinator:
         )
         self._results_decoder: Decoder[FromStage] = Decoder(FromStage, limits)
         self._links: dict[Hop, Link] = {}
+        self._cuts: Cuts[Hop] = Cuts()
         self._client_links: dict[bytes, Link] = {}
         self._next_sweep = 0.0
         self._tally: Tally[Hop] = Tally(pipeline.flow.edge_messages, pipeline.flow.edge_bytes)
@@ -147,7 +149,7 @@ class Coordinator:
 
     def expect_replica(self, stage: str, index: int, born: int) -> Replica:
         """A process for this replica is about to be started, or runs and will register; 0: nobody knows of one yet."""
-        replica = self.state.replicas.add(stage, index, born)
+        replica = self.state.replicas.add(stage, index, born, node=self.pipeline.stage(stage).node_of(index))
         self._watch.spawned(stage, index, born)
         self.supervision.spawned(replica, time.monotonic())
         early = self._early.get((stage, index))
@@ -184,10 +186,14 @@ class Coordinator:
         """Drain: what is in flight goes on."""
         self.state.refuse_new()
 
-    def tell_shutdown(self, reason: str) -> None:
-        """End every request with an answer to its client and ask every stage to stop."""
+    def end_requests(self) -> None:
+        """End every request with an answer to its client, and admit none any more."""
         self._closing = True
         self._do(self.state.shut_down(time.time()))
+
+    def tell_shutdown(self, reason: str) -> None:
+        """End every request with an answer to its client and ask every stage to stop."""
+        self.end_requests()
         for replica in self.state.replicas:
             self._tell_if_known(replica, Shutdown(reason=reason))
 
@@ -417,6 +423,8 @@ class Coordinator:
             self._drop_control(identity, header.kind)
             if isinstance(body, Heartbeat) and self.state.replicas.current(hop.stage, hop.replica) is not None:
                 self._send_control(_identity(hop), Renew())  # it does not know that it counts as lost
+        elif replica.state is ReplicaState.STARTING:  # it speaks of a registration that does not count any more
+            self._send_control(_identity(hop), Renew())
         elif isinstance(body, Ready) and replica.state is not ReplicaState.LOADING:
             self._drop_disorder(replica, header.kind)
         else:
@@ -446,7 +454,7 @@ class Coordinator:
                 if current.alive and current.state is not ReplicaState.STARTING:
                     current.blameless = True
                     self._lose(current, "it has registered again", restart=True)
-                current = self.state.replicas.add(hop.stage, hop.replica, hop.epoch, current.born)
+                current = self.state.replicas.add(hop.stage, hop.replica, hop.epoch, current.born, current.node)
                 current.phase = "registering again"
                 self.supervision.spawned(current, time.monotonic())
             self._welcome(current, hello)
@@ -501,6 +509,7 @@ class Coordinator:
             window=Window(flow.edge_messages, flow.edge_bytes),
             traffic=self._traffic.setdefault(replica.name, Traffic()),
         )
+        self._cuts.watch(replica.hop, link.socket, replica.inbox)
         # What waited for the connection or for a slow stage leaves at once, not on the next tick.
         asyncio.get_running_loop().add_reader(link.descriptor, link.wake)
 
@@ -508,6 +517,7 @@ class Coordinator:
         link = self._links.pop(hop, None)
         if link is not None:
             asyncio.get_running_loop().remove_reader(link.descriptor)
+            self._cuts.forget(hop)
             link.close()
 
     def _announce_peers(self) -> None:
@@ -517,10 +527,13 @@ class Coordinator:
             if replica.alive and replica.state is not ReplicaState.STARTING:
                 before = tuple(stage.name for stage in pipeline.stages if replica.stage in pipeline.beyond(stage.name))
                 peers = Peers(
-                    peers=find(pipeline.downstream(replica.stage)),
-                    sources=find(pipeline.stage(replica.stage).source_names),
-                    origins=find(before),
-                    readers=tuple(peer.hop for peer in find(pipeline.beyond(replica.stage))),
+                    peers=find(pipeline.downstream(replica.stage), replica.node),
+                    sources=find(pipeline.stage(replica.stage).source_names, replica.node),
+                    # Memory is shared, and forwarded, on one host only.
+                    origins=find(before, replica.node, only_there=True),
+                    readers=tuple(
+                        peer.hop for peer in find(pipeline.beyond(replica.stage), replica.node, only_there=True)
+                    ),
                 )
                 self._tell(replica, peers)
 
@@ -669,6 +682,10 @@ class Coordinator:
         self._sweep_clients()
         self._watch.tick()
         self._grant(everything=True)
+        for hop in self._cuts.found(time.monotonic()):
+            self._cuts.forget(hop)
+            logger.warning("the link to %s/%d was cut: it is to register again", hop.stage, hop.replica)
+            self._send_control(_identity(hop), Renew())
         for hop, link in self._links.items():
             link.flush()
             if link.stalled():

@@ -1,11 +1,13 @@
 """The coordinator's process: a child of the launcher, light enough to be started again in a fraction of a second.
 
-The launcher writes a `CoordinatorSpec` to its stdin and reads one line from its stdout: where it listens, or why not.
+The launcher writes a `CoordinatorSpec` to its stdin and reads from its stdout one line when it listens (or why it does
+not) and one when it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -54,7 +56,13 @@ class Listening(Struct, frozen=True, tag="listening"):
     control: str
 
 
-Answer = Listening | Failed
+class Ended(Struct, frozen=True, tag="ended"):
+    """It ends in order; `failure` says why the launch failed, if it did."""
+
+    failure: str = ""
+
+
+Answer = Listening | Failed | Ended
 
 
 def main() -> int:
@@ -83,10 +91,17 @@ async def _run(spec: CoordinatorSpec) -> int:
     coordinator = supervisor.coordinator
     _answer(Listening(coordinator.client_endpoint, coordinator.control_endpoint))
     await supervisor.run()
+    _answer(Ended(supervisor.failure))
     return EXIT_OK
 
 
 def _answer(answer: Answer) -> None:
+    """Nobody may be there to read it any more."""
+    with contextlib.suppress(BrokenPipeError):
+        _write(answer)
+
+
+def _write(answer: Answer) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
     sys.stdout.buffer.flush()
 

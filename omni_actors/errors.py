@@ -1,39 +1,55 @@
 """Every error a user of omni_actors can meet: a code, who is at fault, whether a retry can help, and what to do next.
 
 The codes are part of the wire protocol (`docs/protocol.md`): clients switch on them, so they are never renamed.
+`docs/troubleshooting.md` has a section on each.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ErrorCode(enum.StrEnum):
-    """Stable names of failures. The comment beside each says who has to act."""
+    """Stable names of failures. Each has a class below, whose text says what happened."""
 
-    INVALID_REQUEST = "invalid_request"  # caller: the request contradicts itself or lacks something
-    INVALID_PAYLOAD = "invalid_payload"  # sender of the payload: shape, dtype, size or exclusivity is wrong
-    PROMPT_TOO_LONG = "prompt_too_long"  # caller: shorten the prompt
-    UNKNOWN_VOICE = "unknown_voice"  # caller: choose one of the voices listed
-    UNKNOWN_MODALITY = "unknown_modality"  # caller: choose one of the modalities listed
-    MALFORMED_MEDIA = "malformed_media"  # caller: the audio, image or video cannot be read
-    OVERLOADED = "overloaded"  # caller: wait and try again
-    SLOW_CLIENT = "slow_client"  # caller: read what was asked for; too much of it waited unread
-    DEADLINE_EXCEEDED = "deadline_exceeded"  # caller: allow more time or ask for less
-    ABORTED = "aborted"  # nobody: the caller ended the request
-    STAGE_UNAVAILABLE = "stage_unavailable"  # operator: a stage the request needs is down
-    STAGE_LOST = "stage_lost"  # nobody: a stage died while it held the request; a retry may succeed
-    POISON = "poison"  # operator: two replicas of a stage died while they held the request; look at it, do not retry
-    ENGINE_ERROR = "engine_error"  # operator: the model failed on this request
-    PROTOCOL_ERROR = "protocol_error"  # developer: peers of different versions, or a broken peer
-    CONFIG_ERROR = "config_error"  # operator: the pipeline's configuration is wrong
-    STARTUP_ERROR = "startup_error"  # operator: a stage did not become ready
-    TIMEOUT = "timeout"  # caller: the peer did not answer in time
+    INVALID_REQUEST = "invalid_request"
+    INVALID_PAYLOAD = "invalid_payload"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    UNKNOWN_VOICE = "unknown_voice"
+    UNKNOWN_MODALITY = "unknown_modality"
+    MALFORMED_MEDIA = "malformed_media"
+    OVERLOADED = "overloaded"
+    SLOW_CLIENT = "slow_client"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    ABORTED = "aborted"
+    STAGE_UNAVAILABLE = "stage_unavailable"
+    STAGE_LOST = "stage_lost"
+    POISON = "poison"
+    ENGINE_ERROR = "engine_error"
+    PROTOCOL_ERROR = "protocol_error"
+    CONFIG_ERROR = "config_error"
+    STARTUP_ERROR = "startup_error"
+    TIMEOUT = "timeout"
+
+
+class Fault(enum.StrEnum):
+    """Who has to act."""
+
+    CALLER = "caller"
+    OPERATOR = "operator"
+    DEVELOPER = "developer"
+    NOBODY = "nobody"
+
+
+ERROR_CLASSES: dict[ErrorCode, type[OmniError]] = {}  # filled by the classes that give a code
 
 
 class OmniError(Exception):
     """Base of all errors. `str(error)` is the message followed by the hint, ready to show to a person.
+
+    A subclass with a code of its own names it, who is at fault, whether the same request may succeed later, and what
+    to do next.
 
     Args:
         message: what happened, with the offending values.
@@ -43,8 +59,20 @@ class OmniError(Exception):
     """
 
     code: ClassVar[ErrorCode] = ErrorCode.ENGINE_ERROR
+    fault: ClassVar[Fault] = Fault.OPERATOR
     retryable: ClassVar[bool] = False
     default_hint: ClassVar[str] = "See the stage's log for the cause."
+
+    def __init_subclass__(
+        cls, code: ErrorCode | None = None, fault: Fault | None = None, hint: str = "", retryable: bool = False,
+        **rest: Any,
+    ) -> None:  # fmt: skip
+        super().__init_subclass__(**rest)
+        if code is None:
+            return  # a finer class under the code of its base
+        cls.code, cls.fault, cls.retryable = code, fault or cls.fault, retryable
+        cls.default_hint = hint or cls.default_hint
+        ERROR_CLASSES[code] = cls
 
     def __init__(
         self, message: str, *, hint: str | None = None, stage: str | None = None, retry_after: float | None = None
@@ -67,105 +95,115 @@ def _rebuild(cls: type[OmniError], message: str, hint: str, stage: str | None, r
     return cls(message, hint=hint, stage=stage, retry_after=retry_after)
 
 
-class InvalidRequest(OmniError):
-    code = ErrorCode.INVALID_REQUEST
-    default_hint = "Change the request as the message says; a retry of the same request fails again."
+class InvalidRequest(
+    OmniError, code=ErrorCode.INVALID_REQUEST, fault=Fault.CALLER,
+    hint="Change the request as the message says; a retry of the same request fails again.",
+):  # fmt: skip
+    """The request contradicts itself or lacks something."""
 
 
-class InvalidPayload(OmniError):
-    code = ErrorCode.INVALID_PAYLOAD
-    default_hint = "Send the shape, dtype and size that the message names."
+class InvalidPayload(
+    OmniError, code=ErrorCode.INVALID_PAYLOAD, fault=Fault.CALLER,
+    hint="Send the shape, dtype and size that the message names.",
+):  # fmt: skip
+    """Shape, dtype, size or exclusivity of a payload is wrong."""
 
 
-class PromptTooLong(OmniError):
-    code = ErrorCode.PROMPT_TOO_LONG
-    default_hint = "Shorten the prompt or its media, or ask for fewer tokens."
+class PromptTooLong(
+    OmniError, code=ErrorCode.PROMPT_TOO_LONG, fault=Fault.CALLER,
+    hint="Shorten the prompt or its media, or ask for fewer tokens.",
+):  # fmt: skip
+    """The prompt, with its media, has more tokens than a stage takes."""
 
 
-class UnknownVoice(OmniError):
-    code = ErrorCode.UNKNOWN_VOICE
-    default_hint = "Choose one of the voices named."
+class UnknownVoice(
+    OmniError, code=ErrorCode.UNKNOWN_VOICE, fault=Fault.CALLER, hint="Choose one of the voices named."
+):
+    """No stage has the voice asked for."""
 
 
-class UnknownModality(OmniError):
-    code = ErrorCode.UNKNOWN_MODALITY
-    default_hint = "Choose among the modalities named."
+class UnknownModality(
+    OmniError, code=ErrorCode.UNKNOWN_MODALITY, fault=Fault.CALLER, hint="Choose among the modalities named."
+):
+    """The pipeline does not answer in the modality asked for."""
 
 
-class MalformedMedia(OmniError):
-    code = ErrorCode.MALFORMED_MEDIA
-    default_hint = "Send the medium again in a supported form."
+class MalformedMedia(
+    OmniError, code=ErrorCode.MALFORMED_MEDIA, fault=Fault.CALLER,
+    hint="Send the medium again in a supported form.",
+):  # fmt: skip
+    """An audio, image or video cannot be read."""
 
 
-class Overloaded(OmniError):
-    code = ErrorCode.OVERLOADED
-    retryable = True
-    default_hint = "Try again after the time given."
+class Overloaded(
+    OmniError, code=ErrorCode.OVERLOADED, fault=Fault.CALLER, retryable=True, hint="Try again after the time given."
+):
+    """As many requests are in flight, or as many bytes are held, as may be."""
 
 
-class SlowClient(OmniError):
-    code = ErrorCode.SLOW_CLIENT
-    retryable = True
-    default_hint = "Read answers as they come, or ask for fewer at a time."
+class SlowClient(
+    OmniError, code=ErrorCode.SLOW_CLIENT, fault=Fault.CALLER, retryable=True,
+    hint="Read answers as they come, or ask for fewer at a time.",
+):  # fmt: skip
+    """Too much of the answer waited unread."""
 
 
-class DeadlineExceeded(OmniError):
-    code = ErrorCode.DEADLINE_EXCEEDED
-    default_hint = "Allow more time, or ask for fewer tokens."
+class DeadlineExceeded(
+    OmniError, code=ErrorCode.DEADLINE_EXCEEDED, fault=Fault.CALLER, hint="Allow more time, or ask for fewer tokens."
+):
+    """The request's deadline passed before its answer was whole."""
 
 
-class Aborted(OmniError):
-    code = ErrorCode.ABORTED
-    default_hint = "The request was ended by its owner."
+class Aborted(OmniError, code=ErrorCode.ABORTED, fault=Fault.NOBODY, hint="The request was ended by its owner."):
+    """The caller ended the request, or went away."""
 
 
-class StageUnavailable(OmniError):
-    code = ErrorCode.STAGE_UNAVAILABLE
-    retryable = True
-    default_hint = "Ask only for modalities whose stages are up, or try again when the stage is back."
+class StageUnavailable(
+    OmniError, code=ErrorCode.STAGE_UNAVAILABLE, fault=Fault.OPERATOR, retryable=True,
+    hint="Ask only for modalities whose stages are up, or try again when the stage is back.",
+):  # fmt: skip
+    """A stage that the request needs is down."""
 
 
-class StageLost(OmniError):
-    code = ErrorCode.STAGE_LOST
-    retryable = True
-    default_hint = "Send the request again."
+class StageLost(
+    OmniError, code=ErrorCode.STAGE_LOST, fault=Fault.OPERATOR, retryable=True, hint="Send the request again."
+):
+    """A stage died while it held the request, and it could not be made up for."""
 
 
-class Poison(OmniError):
-    code = ErrorCode.POISON
-    default_hint = "Do not send it again; the logs of the replicas named tell what it did to them."
+class Poison(
+    OmniError, code=ErrorCode.POISON, fault=Fault.OPERATOR,
+    hint="Do not send it again; the logs of the replicas named tell what it did to them.",
+):  # fmt: skip
+    """Several replicas of a stage died while they computed the request."""
 
 
-class EngineError(OmniError):
-    code = ErrorCode.ENGINE_ERROR
+class EngineError(OmniError, code=ErrorCode.ENGINE_ERROR, fault=Fault.OPERATOR):
+    """The model failed on the request."""
 
 
-class ProtocolError(OmniError):
-    code = ErrorCode.PROTOCOL_ERROR
-    default_hint = "Run the same omni_actors version on both sides."
+class ProtocolError(
+    OmniError, code=ErrorCode.PROTOCOL_ERROR, fault=Fault.DEVELOPER,
+    hint="Run the same omni_actors version on both sides.",
+):  # fmt: skip
+    """Peers are of different versions, or one of them is broken."""
 
 
-class ConfigError(OmniError):
-    code = ErrorCode.CONFIG_ERROR
-    default_hint = "Correct the configuration; `--check` validates it without starting anything."
+class ConfigError(
+    OmniError, code=ErrorCode.CONFIG_ERROR, fault=Fault.OPERATOR,
+    hint="Correct the configuration; `--check` validates it without starting anything.",
+):  # fmt: skip
+    """The pipeline's configuration, or an option of a command, is wrong."""
 
 
-class StartupError(OmniError):
-    code = ErrorCode.STARTUP_ERROR
-    default_hint = "The log tail above names the cause."
+class StartupError(
+    OmniError, code=ErrorCode.STARTUP_ERROR, fault=Fault.OPERATOR, hint="The log tail above names the cause."
+):
+    """A stage did not become ready."""
 
 
-class RequestTimeout(OmniError):
-    code = ErrorCode.TIMEOUT
-    retryable = True
-    default_hint = "Check that the coordinator runs and that the endpoint is right."
-
-
-ERROR_CLASSES: dict[ErrorCode, type[OmniError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidRequest, InvalidPayload, PromptTooLong, UnknownVoice, UnknownModality, MalformedMedia, Overloaded,
-        SlowClient, DeadlineExceeded, Aborted, StageUnavailable, StageLost, Poison, EngineError, ProtocolError,
-        ConfigError, StartupError, RequestTimeout,
-    )
-}  # fmt: skip
+class RequestTimeout(
+    OmniError, code=ErrorCode.TIMEOUT, fault=Fault.CALLER, retryable=True,
+    hint="Check that the coordinator runs and that the endpoint is right.",
+):  # fmt: skip
+    """The coordinator did not answer in time."""

@@ -12,15 +12,17 @@ from collections.abc import Callable
 import msgspec
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator_process import EXIT_OK, Answer, CoordinatorSpec, Listening
+from omni_actors.coordinator_process import EXIT_OK, Answer, CoordinatorSpec, Ended, Listening
 from omni_actors.errors import OmniError, StartupError
 from omni_actors.logs import get_logger
+from omni_actors.messages import Failed
 from omni_actors.node import describe_exit
 from omni_actors.transport.run_directory import RunDirectory
 
 logger = get_logger(__name__)
 
 START_SECONDS = 20.0  # until it has bound its sockets
+SPEECHLESS_SECONDS = 5.0  # after which a coordinator that listens must have spoken
 STOP_SECONDS = 3.0  # beyond the time for requests in flight
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 10.0
 
@@ -30,7 +32,8 @@ class Keeper:
 
     Args:
         control: where the coordinator listens for stages and nodes.
-        on_end: called with "" once it has ended in order, else with why it is not started again.
+        results: where it takes the stages' answers.
+        on_end: called with "" once it has ended in order, else with why the launch failed or cannot go on.
         on_restart: called with a sentence when it has died and is started again.
     """
 
@@ -39,6 +42,7 @@ class Keeper:
         pipeline: PipelineConfig,
         run_directory: RunDirectory,
         control: str,
+        results: str,
         on_end: Callable[[str], None],
         on_restart: Callable[[str], None],
     ) -> None:
@@ -48,7 +52,7 @@ class Keeper:
             pipeline=pipeline,
             client=run_directory.endpoint("client") if listen == "ipc" else listen,
             control=control,
-            results=run_directory.endpoint("results"),
+            results=results,
             launcher_pid=os.getpid(),
             run_dir=str(run_directory.path),
             run_dir_is_temporary=run_directory.temporary,
@@ -60,14 +64,11 @@ class Keeper:
         self._keeping: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._deaths: list[float] = []
+        self._listens_since = 0.0
 
     @property
     def client_endpoint(self) -> str:
         return self._spec.client
-
-    @property
-    def control_endpoint(self) -> str:
-        return self._spec.control
 
     async def start(self) -> None:
         """Start the coordinator; returns once it listens.
@@ -98,18 +99,19 @@ class Keeper:
         if not line:
             code = await process.wait()
             raise StartupError(f"The coordinator died at its start ({describe_exit(code)}).", hint="Its log is above.")
-        answer = msgspec.json.decode(line, type=Answer)
+        answer: Answer = msgspec.json.decode(line, type=Answer)
         if not isinstance(answer, Listening):
             await process.wait()
-            raise answer.to_error()
+            raise answer.to_error() if isinstance(answer, Failed) else StartupError("The coordinator has ended.")
         # The next one must be found where this one was.
+        self._listens_since = time.monotonic()
         self._spec = msgspec.structs.replace(self._spec, client=answer.client, control=answer.control)
 
     async def _keep(self) -> None:
         while self._process is not None:
             code = await self._process.wait()
             if self._stopping.is_set() or code == EXIT_OK:
-                self._on_end("")
+                self._on_end(await self._last_words())
                 return
             how = describe_exit(code)
             delay = self._plan()
@@ -125,6 +127,13 @@ class Keeper:
                 await self._spawn()
             except (OSError, OmniError) as error:
                 logger.error("the coordinator cannot be started: %s", error)
+
+    async def _last_words(self) -> str:
+        """Why the launch failed, for a launcher that the coordinator could not tell otherwise; "" if it did not."""
+        stdout = self._process.stdout if self._process is not None else None
+        line = await stdout.read() if stdout is not None else b""
+        answer: Answer | None = msgspec.json.decode(line, type=Answer) if line else None
+        return answer.failure if isinstance(answer, Ended) else ""
 
     def _plan(self) -> float | None:
         """Seconds until it is started again; `None` for never."""
@@ -152,6 +161,13 @@ class Keeper:
             logger.error("the coordinator did not stop; killing it")
             self.kill()
             await asyncio.wait({self._keeping}, timeout=STOP_SECONDS)
+
+    def kill_silent(self) -> None:
+        """SIGKILL to a coordinator that says nothing although it has listened for long: the next one will speak."""
+        if time.monotonic() > self._listens_since + SPEECHLESS_SECONDS:
+            logger.error("the coordinator says nothing; killing it")
+            self._listens_since = time.monotonic()
+            self.kill()
 
     def kill(self) -> None:
         """SIGKILL, now."""

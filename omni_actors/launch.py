@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing.util
 import os
 import signal
@@ -11,22 +12,26 @@ import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import soundfile
 
 from omni_actors import __version__, config, logs
 from omni_actors.agent import Agent
 from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.core import placement
 from omni_actors.errors import ConfigError, OmniError, StartupError
 from omni_actors.keeper import Keeper
+from omni_actors.logs import say
 from omni_actors.node import LocalNode
 from omni_actors.observe.endpoint import MetricsEndpoint
+from omni_actors.server import settings as server_settings
 from omni_actors.server.process import HttpProcess
 from omni_actors.server.settings import is_loopback, parse_address
+from omni_actors.transport.addresses import resolve, resolve_soon, towards
 from omni_actors.transport.run_directory import RunDirectory
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"configuration error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:  # before the launcher had taken over the signals
+        return EXIT_INTERRUPTED
     except OmniError as error:
         print(f"error ({error.code.value}): {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -51,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m omni_actors.launch",
         description="Start a pipeline of stages and serve it until Ctrl-C; with --prompt, answer once and exit.",
-        epilog="Values: command line > environment (OMNI_ACTORS_*) > YAML > default; --check shows the source of each.",
+        epilog="Values: command line > environment (OMNI_ACTORS_*) > SLURM > YAML > default; --check shows the source "
+        "of each.",
     )
     parser.add_argument("config", help="the pipeline's YAML, for instance stage_configs/tiny_qwen2_5_omni.yaml")
     parser.add_argument("--version", action="version", version=__version__)
@@ -63,6 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--startup-timeout", type=float, help="seconds until every stage must be ready")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="any value of the YAML, for instance stages.talker.engine.max_num_seqs=8")  # fmt: skip
+    nodes = parser.add_argument_group("several hosts", "The same command on each of them; see docs/nodes.md.")
+    nodes.add_argument("--nnodes", type=int, help="number of hosts")
+    nodes.add_argument("--node-rank", type=int, help="which of them this is; 0 runs the coordinator")
+    nodes.add_argument("--master-addr", metavar="HOST", help="host of node 0")
+    nodes.add_argument("--master-port", type=int, help="port of the coordinator there, for the other nodes")
+    nodes.add_argument("--node-addr", metavar="ADDRESS", help="where the other nodes reach this host")
+    nodes.add_argument("--headless", action="store_true", help="run stages only: no HTTP server, no prompt")
     http = parser.add_argument_group("HTTP", "The key that requests must bring is in OMNI_ACTORS_API_KEY.")
     http.add_argument("--http", metavar="HOST:PORT", help="serve the OpenAI API and a web page here")
     http.add_argument("--http-insecure", action="store_true", help="listen off loopback without an API key")
@@ -70,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
                       help="name of the model for HTTP clients (default: the pipeline's)")  # fmt: skip
     http.add_argument("--media-host", action="append", default=[], metavar="HOST",
                       help="host from which media may be fetched over https; .example.com: also below it")  # fmt: skip
+    server_settings.add_flags(http)
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics here, without the HTTP server")
     parser.add_argument("--metrics-insecure", action="store_true", help="let --metrics listen off loopback")
     request = parser.add_argument_group("one request")
@@ -91,12 +107,18 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
         if not separator:
             raise ConfigError(f"--set {item!r} is not of the form KEY=VALUE.")
         overrides[key] = value
+    overrides |= {f"http.{name}": json.dumps(value) for name, value in server_settings.given_flags(options).items()}
     for key, value in (
         ("model", options.model),
         ("coordinator.run_dir", options.run_dir),
         ("coordinator.listen", options.listen),
         ("coordinator.record_dir", options.record and Path(options.record).absolute()),
         ("coordinator.startup_timeout", options.startup_timeout),
+        ("cluster.nnodes", options.nnodes),
+        ("cluster.node_rank", options.node_rank),
+        ("cluster.master_addr", options.master_addr),
+        ("cluster.master_port", options.master_port),
+        ("cluster.node_addr", options.node_addr),
     ):
         if value is not None:
             overrides[key] = str(value)
@@ -104,16 +126,22 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
 
 
 async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
-    launcher = Launcher(pipeline)
+    rank = pipeline.cluster.node_rank
+    if rank not in placement.ranks(pipeline):
+        say(f"nothing is placed on node {rank}")
+        return EXIT_OK
+    if options.headless and rank == 0 and (options.http or options.prompt):
+        raise ConfigError("--headless runs stages only; it goes with neither --http nor --prompt.")
+    launcher = Launcher(pipeline, await _addresses(pipeline))
     launcher.own_process()
     try:
         await launcher.open()
-        if options.metrics is not None:
+        if options.metrics is not None and rank == 0:
             await launcher.start_metrics(options.metrics, options.metrics_insecure)
-        if options.http is not None:
+        if options.http is not None and rank == 0:
             await launcher.start_http(options)
         await launcher.start()
-        if options.prompt is None:
+        if options.prompt is None or rank > 0:  # the same command runs on every node
             await launcher.serve()
             return EXIT_OK
         return await launcher.until_stopped(_answer(launcher.endpoint, options))
@@ -121,10 +149,31 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
         await launcher.close()
 
 
+class Addresses(NamedTuple):
+    """Where this host listens and is reached; "" for socket files in the run directory."""
+
+    own: str = "127.0.0.1"
+    control: str = ""
+    results: str = ""
+
+
+ON_ONE_HOST = Addresses()
+
+
+async def _addresses(pipeline: config.PipelineConfig) -> Addresses:
+    """Raises `ConfigError` if the master's name or the route to it is not known within the time for the start."""
+    cluster = pipeline.cluster
+    if not placement.spans_hosts(pipeline):
+        return ON_ONE_HOST
+    master = await resolve_soon(cluster.master_addr, pipeline.coordinator.startup_timeout, say)
+    own = resolve(cluster.node_addr) if cluster.node_addr else master if cluster.node_rank == 0 else towards(master)
+    return Addresses(own, f"tcp://{master}:{cluster.master_port}", f"tcp://{own}:0")
+
+
 class Launcher:
     """What one host runs of a pipeline: its stages under an agent and, on node 0, the coordinator and HTTP server."""
 
-    def __init__(self, pipeline: config.PipelineConfig) -> None:
+    def __init__(self, pipeline: config.PipelineConfig, addresses: Addresses = ON_ONE_HOST) -> None:
         self._pipeline = pipeline
         self._stop = asyncio.Event()
         self._owns_process = False
@@ -133,15 +182,19 @@ class Launcher:
         self._metrics: MetricsEndpoint | None = None
         self._metrics_client: AsyncOmniClient | None = None
         self._agent: Agent | None = None
+        self._rank = pipeline.cluster.node_rank
+        self._keeper: Keeper | None = None
         self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
-        control = self._run_directory.endpoint("control")
-        self._keeper = Keeper(pipeline, self._run_directory, control, self._on_coordinator_end, _say)
-        self._node = LocalNode(pipeline, self._run_directory, control)
+        self._control = addresses.control or self._run_directory.endpoint("control")
+        results = addresses.results or self._run_directory.endpoint("results")
+        if self._rank == 0:
+            self._keeper = Keeper(pipeline, self._run_directory, self._control, results, self._on_coordinator_end, say)
+        self._node = LocalNode(pipeline, self._run_directory, self._control, addresses.own)
 
     @property
     def endpoint(self) -> str:
-        """Where clients connect, once `open` has returned."""
-        return self._keeper.client_endpoint
+        """Where clients connect, once `open` has returned; "" on nodes other than 0."""
+        return self._keeper.client_endpoint if self._keeper is not None else ""
 
     def own_process(self) -> None:
         """What a launcher may do that has a process to itself.
@@ -160,12 +213,16 @@ class Launcher:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop.is_set():
-            self._keeper.kill()
+            self._kill_coordinator()
             self._node.kill()
             self._run_directory.close()
             os._exit(128 + number)
-        _say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
+        say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
         self._stop.set()
+
+    def _kill_coordinator(self) -> None:
+        if self._keeper is not None:
+            self._keeper.kill()
 
     def _on_coordinator_end(self, why: str) -> None:
         if why:
@@ -185,17 +242,24 @@ class Launcher:
     # -- start --------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start the coordinator, and the import of what the stages need beside it.
+        """Start the coordinator (on node 0), and the import of what the stages need beside it.
 
         Raises:
             OmniError: the coordinator cannot start, for instance because its address is taken.
         """
-        _say(f"logs in {self._run_directory.logs}")
+        say(f"logs in {self._run_directory.logs}")
         warming = asyncio.create_task(self._node.warm_up())
         warming.add_done_callback(lambda task: task.cancelled() or task.exception())  # `start` will say it
-        await self._keeper.start()
+        if self._keeper is not None:
+            await self._keeper.start()
         self._agent = Agent(
-            self._pipeline, 0, self._keeper.control_endpoint, self._node, self._on_shutdown, self._keeper.kill
+            self._pipeline,
+            self._rank,
+            self._control,
+            self._node,
+            self._on_shutdown,
+            self._keeper.kill_silent if self._keeper is not None else lambda: None,
+            patient=self._keeper is not None,
         )
 
     async def start_http(self, options: argparse.Namespace) -> None:
@@ -207,10 +271,11 @@ class Launcher:
         arguments = [f"--served-name={name}" for name in options.served_name]
         arguments += [f"--media-host={host}" for host in options.media_host]
         self._http = HttpProcess(
-            options.http, options.http_insecure, self.endpoint, arguments, self._run_directory.log_file("http")
+            options.http, options.http_insecure, self.endpoint, arguments, self._run_directory.log_file("http"),
+            self._pipeline.http,
         )
         await self._http.start()
-        _say(f"HTTP on {self._http.url}")
+        say(f"HTTP on {self._http.url}")
 
     async def start_metrics(self, address: str, insecure: bool) -> None:
         """Serve metrics from this process, which outlives the coordinator.
@@ -226,7 +291,7 @@ class Launcher:
             )
         client = self._metrics_client = await AsyncOmniClient(self.endpoint).__aenter__()
         self._metrics = MetricsEndpoint(host, port, client.metrics)
-        _say(f"metrics on {self._metrics.url}")
+        say(f"metrics on {self._metrics.url}")
 
     async def start(self) -> None:
         """Wait until the coordinator says that every replica is ready, or has died and others of its stage live.
@@ -239,6 +304,8 @@ class Launcher:
         if self._agent is not None:
             await self._first(self._agent.launched.wait())
         self._raise_failure()
+        if self._rank > 0 and not self._stop.is_set():
+            say(f"node {self._rank} serves")
 
     async def _first(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Wait for some work or for the end of the pipeline, which cancels it."""
@@ -274,7 +341,8 @@ class Launcher:
             await asyncio.to_thread(self._metrics.close)
         if self._metrics_client is not None:
             await self._metrics_client.close()
-        await self._keeper.stop()  # the agent obeys it until then
+        if self._keeper is not None:
+            await self._keeper.stop()  # the agent obeys it until then
         if self._agent is not None:
             await self._agent.close("the launcher stops")
         stops = [self._node.stop(self._pipeline.coordinator.shutdown_timeout)]
@@ -283,11 +351,6 @@ class Launcher:
         await asyncio.gather(*stops)
         if not self._owns_process:  # otherwise at the exit of the process, after the fork server's socket
             self._run_directory.close()
-
-
-def _say(text: str) -> None:
-    """For the person at the terminal; stdout belongs to the answer."""
-    print(f"[omni_actors] {text}", file=sys.stderr, flush=True)
 
 
 async def _answer(endpoint: str, options: argparse.Namespace) -> int:
@@ -319,7 +382,7 @@ async def _answer(endpoint: str, options: argparse.Namespace) -> int:
             for piece in pieces:
                 file.write(piece)
         seconds = sum(len(piece) for piece in pieces) / rate
-        _say(f"wrote {seconds:.2f} s of audio to {options.save_audio}")
+        say(f"wrote {seconds:.2f} s of audio to {options.save_audio}")
     return EXIT_OK
 
 

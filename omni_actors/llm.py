@@ -61,7 +61,7 @@ class OmniLLM:
 
     def _connect(self, timeout: float) -> OmniClient:
         deadline = time.monotonic() + timeout
-        client = OmniClient(f"ipc://{self._run_dir}/client")
+        client = OmniClient(self.endpoint)
         try:
             while True:
                 if self._launcher.poll() is not None:
@@ -84,6 +84,11 @@ class OmniLLM:
     def _log_text(self) -> str:
         self._log.seek(0)
         return self._log.read().decode(errors="replace").strip()
+
+    @property
+    def endpoint(self) -> str:
+        """Where further clients may connect while this pipeline lives."""
+        return f"ipc://{self._run_dir}/client"
 
     @property
     def client(self) -> OmniClient:

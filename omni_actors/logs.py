@@ -49,5 +49,10 @@ def configure(process: str) -> None:
     logging.captureWarnings(True)
 
 
+def say(text: str) -> None:
+    """A line for the person at the terminal; stdout belongs to the answer."""
+    print(f"[omni_actors] {text}", file=sys.stderr, flush=True)
+
+
 def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith("omni_actors") else f"omni_actors.{name}")

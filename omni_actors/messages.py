@@ -42,7 +42,15 @@ class DType(enum.StrEnum):
 _ITEMSIZE = {DType.BF16: 2, DType.F16: 2, DType.F32: 4, DType.I32: 4, DType.I64: 8, DType.U8: 1}
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
-    """Largest message that is sent or accepted, in bytes and counts."""
+    """Largest message that is sent or accepted.
+
+    Args:
+        header_bytes: bytes of a message's header.
+        body_bytes: bytes of its body: everything but tensors and media.
+        buffers: tensors and media of one message.
+        buffer_bytes: bytes of one of them.
+        message_bytes: bytes of the whole message.
+    """
 
     header_bytes: int = 2048
     body_bytes: int = 4 << 20
@@ -153,7 +161,22 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Per-request parameters of one stage; `None` means the stage's own default from the YAML.
 
-    The first block belongs to autoregressive stages, the second to diffusion stages.
+    The first block belongs to autoregressive stages, the second to diffusion stages; `seed` belongs to both.
+
+    Args:
+        max_tokens: most tokens to make.
+        min_tokens: tokens before which the model may not end.
+        temperature: 0 takes the likeliest token; higher is more varied.
+        top_p: sample among the likeliest tokens that together have this probability.
+        top_k: sample among so many of the likeliest tokens; 0 or -1 for all.
+        min_p: leave out tokens less likely than this share of the likeliest one's probability.
+        repetition_penalty: above 1, tokens that have occurred become less likely.
+        stop_token_ids: tokens at which the answer ends, beside the model's own.
+        ignore_eos: go on at the model's own end tokens.
+        seed: makes the stage's chance repeatable; default: the request's seed.
+        num_steps: denoise steps.
+        guidance_scale: how strongly the vocoder follows its conditions; 0 for no guidance.
+        sway_coefficient: how far the steps lean towards the beginning of the denoising.
     """
 
     max_tokens: PositiveInt | None = None
@@ -634,6 +657,8 @@ class Expect(Body, tag="expect", frozen=True):
 
 
 ROWS = "rows"  # name of the streamed embeddings among an engine's tensors
+SAMPLES = "samples"  # name of sound, f32 [samples], on its way from a stage to a later one
+SAMPLE_RATE = "sample_rate"  # the scalar that goes with it, in Hz
 
 
 class Chunk(Body, tag="chunk", frozen=True):

@@ -17,7 +17,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 import msgspec
 import psutil
 
-from omni_actors.config import PipelineConfig, StageKind, host_devices, stage_devices
+from omni_actors.config import PipelineConfig, StageKind, host_devices, replica_devices
+from omni_actors.core.placement import is_reached_from_afar, replicas_of
 from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger
 from omni_actors.messages import Hop
@@ -41,9 +42,13 @@ class LocalNode:
 
     Args:
         control_endpoint: where the coordinator listens for stages.
+        address: of this host, for those of its stages that other nodes have to reach.
     """
 
-    def __init__(self, pipeline: PipelineConfig, run_directory: RunDirectory, control_endpoint: str) -> None:
+    def __init__(
+        self, pipeline: PipelineConfig, run_directory: RunDirectory, control_endpoint: str, address: str = "127.0.0.1"
+    ) -> None:
+        self._address = address
         self._pipeline = pipeline
         self._run_directory = run_directory
         self._control_endpoint = control_endpoint
@@ -53,7 +58,8 @@ class LocalNode:
         self._none_left = asyncio.Event()
         self._none_left.set()
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
-        needs_models = any(stage.kind in MODEL_KINDS for stage in pipeline.stages)
+        self._here = replicas_of(pipeline, pipeline.cluster.node_rank)
+        needs_models = any(pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here)
         self._context.set_forkserver_preload([MODEL_PRELOAD if needs_models else LIGHT_PRELOAD, SERVER_MODULE])
 
     async def warm_up(self) -> None:
@@ -104,8 +110,10 @@ class LocalNode:
     def _spec(self, identity: Hop) -> ReplicaSpec:
         stage = self._pipeline.stage(identity.stage)
         devices = host_devices()
-        placed = stage_devices(stage, devices)
-        model_replicas = sum(other.replicas for other in self._pipeline.stages if other.kind in MODEL_KINDS)
+        placed = replica_devices(stage, identity.replica, devices)
+        model_replicas = sum(self._pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here)
+        afar = is_reached_from_afar(self._pipeline, identity.stage, identity.replica)
+        inbox = self._run_directory.endpoint(f"{identity.stage}-{identity.replica}")
         on_cpu = not placed and stage.kind in MODEL_KINDS
         return ReplicaSpec(
             pipeline_json=msgspec.json.encode(self._pipeline),
@@ -113,7 +121,7 @@ class LocalNode:
             replica=identity.replica,
             epoch=identity.epoch,
             control_endpoint=self._control_endpoint,
-            inbox_endpoint=self._run_directory.endpoint(f"{identity.stage}-{identity.replica}"),
+            inbox_endpoint=f"tcp://{self._address}:0" if afar else inbox,
             devices=tuple(placed),
             threads=max(1, (os.cpu_count() or 1) // model_replicas) if on_cpu else 0,
             launcher_pid=os.getpid(),

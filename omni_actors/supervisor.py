@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from omni_actors.coordinator import Coordinator, Endpoints
 from omni_actors.core.nodes import Node, NodeTable
 from omni_actors.core.replicas import Replica
 from omni_actors.core.states import ReplicaState
+from omni_actors.logs import say
 from omni_actors.messages import (
     KillReplica,
     Launched,
@@ -39,7 +39,7 @@ PROGRESS_SECONDS = 5.0
 LOOK_SECONDS = 0.05
 STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
 KILL_SECONDS = 2.0  # for a node to report the end of a process that it was told to kill
-NODE_SECONDS = 3.0  # the least silence after which a node counts as away
+ABSENT_SECONDS = 10.0  # for a node to come back to a coordinator that was started again
 LATE_LOOK_SECONDS = 1.0  # between two looks; after more, it is this process that had stopped
 LAST_LOG_SECONDS = 1.0  # for a node to report the log of what fails the launch
 
@@ -71,11 +71,11 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._closing = False
         self._changed = asyncio.Event()
-        self._failure = ""
+        self.failure = ""  # why the launch has failed
         self._killed: dict[Process, Kill] = {}
         self._kill_at: dict[Process, float] = {}
         self._next_report = time.monotonic() + PROGRESS_SECONDS
-        self._looked = time.monotonic()
+        self._looked = self._looking_since = time.monotonic()
         self._culprit: tuple[Replica, str, float] | None = None  # fails the launch once its log is here
         self.coordinator = Coordinator(
             pipeline, endpoints, self._on_change, self._on_node, self._on_shutdown, exporter
@@ -121,14 +121,14 @@ class Supervisor:
                 await asyncio.wait_for(self.coordinator.idle.wait(), self._pipeline.coordinator.drain_timeout)
 
     def _tell_end(self) -> None:
-        reason = self._failure or "the launcher stops"
+        reason = self.failure or "the launcher stops"
         self.coordinator.tell_shutdown(reason[:8000])
         for node in self._nodes.present():
-            self.coordinator.tell_node(node.rank, Shutdown(reason=reason, failed=bool(self._failure)))
+            self.coordinator.tell_node(node.rank, Shutdown(reason=reason, failed=bool(self.failure)))
 
     def abandon(self) -> None:
-        """The launcher is dead: answer every client at once."""
-        self.coordinator.tell_shutdown("the launcher is gone")
+        """The launcher is dead: answer every client at once. Other nodes wait for the next coordinator."""
+        self.coordinator.end_requests()
 
     async def _keep_looking(self) -> None:
         """Kill what is stuck, stop what has drained, start again what is due."""
@@ -171,7 +171,7 @@ class Supervisor:
                 self._fail(text)
             return
         node.present = True
-        self._launched |= hello.launched
+        self._launched |= hello.launched and node.rank == 0  # the launch is that of the coordinator's own host
         self.coordinator.tell_node(node.rank, NodeWelcome())
         if self._launched:
             self.coordinator.tell_node(node.rank, Launched())
@@ -276,7 +276,17 @@ class Supervisor:
             for node in self._nodes.present():
                 node.heard = now
         self._looked = now
+        beat = self._pipeline.coordinator.heartbeat_interval
+        for node in self._nodes.silent(now, self._pipeline.coordinator.heartbeat_timeout):
+            self._lose_node(node, f"silent for {now - node.heard:.1f} s")
+        if self._launched and now > self._looking_since + ABSENT_SECONDS:
+            for node in self._nodes.absent():
+                if any(replica.alive for replica in self._nodes.on(node)):
+                    self._lose_node(node, "it has not come back to the new coordinator")
         for replica, why in self._supervision.stuck(now):
+            wanted = self._pipeline.coordinator.heartbeat_timeout + KILL_SECONDS
+            if self._nodes.of(replica).heard + 3 * beat < now < replica.heard + wanted:
+                continue  # maybe it is the link: an order to kill would reach a healthy process once the link is back
             # While all start, the launch ends with a better text.
             if self._launched and (replica.stage, replica.index, replica.born) not in self._killed:
                 logger.error("killing %s: %s", replica.name, why)
@@ -294,8 +304,6 @@ class Supervisor:
         for replica in self._supervision.due(now):
             if self._nodes.of(replica).present and (not self._stop.is_set() or self.coordinator.state.in_flight):
                 self._restart(replica)
-        for node in self._nodes.silent(now, max(NODE_SECONDS, self._pipeline.coordinator.heartbeat_timeout)):
-            self._lose_node(node, f"silent for {now - node.heard:.1f} s")
         if not (self._launched or self._stop.is_set()):
             self._look_at_launch(now)
 
@@ -314,6 +322,7 @@ class Supervisor:
         missing = [replica for replica in self._replicas.missing() if replica.state is not ReplicaState.DEAD]
         for replica in missing:
             if now > self._began + self._supervision.startup_timeout(replica):
+                say(self._progress())
                 self._culprit = replica, "is not ready in time", now + LAST_LOG_SECONDS
                 self._kill(replica, "", now)
                 return
@@ -334,10 +343,7 @@ class Supervisor:
         return f"ready: {', '.join(ready) or 'none'}; missing: {', '.join(away + missing) or 'none'}"
 
     def _fail(self, text: str) -> None:
-        self._failure = self._failure or text
+        self.failure = self.failure or text
         self.stop()
 
 
-def say(text: str) -> None:
-    """For the person at the terminal; stdout belongs to the answer."""
-    print(f"[omni_actors] {text}", file=sys.stderr, flush=True)

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from omni_actors.codec import Frame
 from omni_actors.config import PARAMS_BY_KIND, CoordinatorConfig, PipelineConfig, suggest
-from omni_actors.errors import DeadlineExceeded, InvalidRequest, UnknownModality, UnknownVoice
+from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice
 from omni_actors.messages import StageParams, Submit
+
+TOKEN_BYTES = 4  # token ids travel as int32
 
 
 class AdmittedRequest(NamedTuple):
@@ -20,11 +22,17 @@ class AdmittedRequest(NamedTuple):
     modalities: frozenset[str]
 
 
-def admit(pipeline: PipelineConfig, submit: Submit, voices: tuple[str, ...]) -> AdmittedRequest:
+def admit(
+    pipeline: PipelineConfig, submit: Submit, voices: tuple[str, ...], max_input_tokens: int = 0
+) -> AdmittedRequest:
     """Check a request against the pipeline.
 
+    Args:
+        max_input_tokens: longest prompt of token ids, 0 where nobody knows. How many tokens a text has, only the prompt
+            stage can tell.
+
     Raises:
-        UnknownModality, UnknownVoice, InvalidRequest: with the values that would be right.
+        UnknownModality, UnknownVoice, PromptTooLong, InvalidRequest: with the values that would be right.
     """
     offered = pipeline.modalities
     for modality in submit.modalities:
@@ -34,6 +42,9 @@ def admit(pipeline: PipelineConfig, submit: Submit, voices: tuple[str, ...]) -> 
             )
     if submit.voice is not None and voices and submit.voice not in voices:
         raise UnknownVoice(f"There is no voice {submit.voice!r}; the voices are {_listed(voices)}.")
+    tokens = len(submit.prompt.token_ids) // TOKEN_BYTES
+    if 0 < max_input_tokens < tokens:
+        raise PromptTooLong(f"The prompt has {tokens} tokens, at most {max_input_tokens} are possible.")
     stages = pipeline.route(submit.modalities)
     return AdmittedRequest(stages, _stage_params(pipeline, submit.params), frozenset(submit.modalities))
 

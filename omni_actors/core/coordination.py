@@ -122,6 +122,13 @@ class Coordination:
     def sample_rate(self) -> int:
         return self.replicas.sample_rate
 
+    @property
+    def max_input_tokens(self) -> int:
+        """The longest prompt that every replica of the entry stage takes; 0 while none has said."""
+        entry = self.pipeline.entry.name
+        limits = [replica.max_input_tokens for replica in self.replicas if replica.stage == entry]
+        return min((limit for limit in limits if limit), default=0)
+
     # -- clients ------------------------------------------------------------------------------------------------------
 
     def submit(
@@ -152,7 +159,8 @@ class Coordination:
                 f"{self.in_flight} requests are in flight, the limit is {limit}.", retry_after=RETRY_AFTER_SECONDS
             )
         deadline = deadline_of(self.pipeline.coordinator, header.deadline, now)
-        admitted = admit(self.pipeline, submit, self.voices)
+        longest = self.max_input_tokens if submit.prompt.token_ids else 0
+        admitted = admit(self.pipeline, submit, self.voices, longest)
         size = size_of(submit, buffers)
         for stage in admitted.stages:
             self._check_stage(stage, size)

@@ -61,7 +61,6 @@ class NodeTable:
     """All nodes of a pipeline."""
 
     def __init__(self, pipeline: PipelineConfig, replicas: ReplicaTable, now: float) -> None:
-        self._pipeline = pipeline
         self._replicas = replicas
         self._nodes = {rank: Node(rank, heard=now) for rank in placement.ranks(pipeline)}
 
@@ -70,7 +69,7 @@ class NodeTable:
 
     def of(self, replica: Replica) -> Node:
         """The node on which a replica runs."""
-        return self._nodes[placement.node_of(self._pipeline.stage(replica.stage), replica.index)]
+        return self._nodes[replica.node]
 
     def present(self) -> list[Node]:
         return [node for node in self._nodes.values() if node.present]
@@ -85,10 +84,13 @@ class NodeTable:
     def silent(self, now: float, seconds: float) -> list[Node]:
         """Nodes of which nothing was heard for so long, neither of their agents nor of any process on them.
 
-        An agent that was stopped for a while does not take along the stages that work.
+        An agent that was stopped for a while does not take along the stages that work. Node 0 is never silent: should
+        its launcher end, so does the coordinator, and no link is between them.
         """
         found = []
         for node in self.present():
+            if node.rank == 0:
+                continue
             heard = [replica.heard for replica in self.on(node) if replica.alive]
             if max([node.heard, *heard]) + seconds < now:
                 found.append(node)

@@ -1,13 +1,8 @@
-"""Which node runs which replica."""
+"""Which node runs which replica, and what of it must be reached from other nodes."""
 
 from __future__ import annotations
 
-from omni_actors.config import PipelineConfig, StageConfig
-
-
-def node_of(stage: StageConfig, index: int) -> int:
-    """The rank of the node on which a replica runs."""
-    return 0
+from omni_actors.config import PipelineConfig
 
 
 def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
@@ -16,11 +11,23 @@ def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
         (stage.name, index)
         for stage in pipeline.stages
         for index in range(stage.replicas)
-        if node_of(stage, index) == rank
+        if stage.node_of(index) == rank
     ]
 
 
 def ranks(pipeline: PipelineConfig) -> list[int]:
     """All nodes that run something, and node 0, which runs the coordinator."""
-    used = {node_of(stage, index) for stage in pipeline.stages for index in range(stage.replicas)}
-    return sorted(used | {0})
+    return sorted({rank for stage in pipeline.stages for rank in stage.nodes} | {0})
+
+
+def spans_hosts(pipeline: PipelineConfig) -> bool:
+    """Whether anything runs on another host than the coordinator."""
+    return len(ranks(pipeline)) > 1
+
+
+def is_reached_from_afar(pipeline: PipelineConfig, stage: str, index: int) -> bool:
+    """Whether a replica takes input or credit from other nodes, the coordinator's among them."""
+    config = pipeline.stage(stage)
+    neighbours = {rank for name in pipeline.downstream(stage) for rank in pipeline.stage(name).nodes}
+    neighbours |= {rank for name in config.source_names for rank in pipeline.stage(name).nodes}
+    return bool((neighbours | {0}) - {config.node_of(index)})

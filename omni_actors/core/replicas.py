@@ -28,6 +28,7 @@ class Replica:
     index: int
     epoch: int
     born: int = 0
+    node: int = 0  # rank of the one that runs it
     state: ReplicaState = ReplicaState.STARTING
     inbox: str = ""
     arena: ArenaAddress | None = None
@@ -138,12 +139,13 @@ class ReplicaTable:
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
 
-    def add(self, stage: str, index: int, epoch: int, born: int | None = None) -> Replica:
+    def add(self, stage: str, index: int, epoch: int, born: int | None = None, node: int = 0) -> Replica:
         """Register a new life of a replica, in place of the one before. `born`: `epoch` unless given."""
         before = self._replicas.get((stage, index))
         if before is not None:
             before.on_change = None
-        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, epoch if born is None else born)
+        born = epoch if born is None else born
+        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, born, node)
         self._by_stage.setdefault(stage, {})[index] = replica
         self._heaps.setdefault(stage, [])
         replica.on_change = self._note
@@ -221,10 +223,22 @@ class ReplicaTable:
             stage for stage, replicas in self._by_stage.items() if not any(item.ready for item in replicas.values())
         ]
 
-    def peers(self, stages: tuple[str, ...]) -> tuple[Peer, ...]:
-        """Addresses of all live replicas of these stages that have said hello."""
+    def peers(self, stages: tuple[str, ...], node: int = 0, only_there: bool = False) -> tuple[Peer, ...]:
+        """Addresses of all live replicas of these stages that have said hello, for a reader on `node`.
+
+        Memory is shared on one host only. `only_there`: leave out those on other nodes.
+        """
         return tuple(
-            Peer(replica.stage, replica.index, replica.epoch, replica.inbox, replica.arena)
+            Peer(
+                replica.stage,
+                replica.index,
+                replica.epoch,
+                replica.inbox,
+                replica.arena if replica.node == node else None,
+            )
             for replica in self
-            if replica.stage in stages and replica.inbox and replica.alive
+            if replica.stage in stages
+            and replica.inbox
+            and replica.alive
+            and (replica.node == node or not only_there)
         )

@@ -10,6 +10,7 @@ import msgspec
 
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.models import load_plugins
 from omni_actors.errors import ConfigError
 from omni_actors.stage.interface import StageEngine
 
@@ -22,6 +23,7 @@ def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Cal
         import torch
 
         torch.set_num_threads(int(threads))
+    load_plugins(pipeline.plugins)
     report(f"loading {stage.part} of {pipeline.model}")
     return build_engine(stage.kind.value, stage_arguments(pipeline, stage))
 

@@ -40,11 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             host, port = server_settings.parse_address(options.http)
             server_settings.check_exposure(host, envs.api_key(), options.http_insecure)
             listener = server_settings.listen(host, port)
+        settings = _settings(options, listener)
+        server_settings.check_certificate(settings)
     except ConfigError as error:
         print(f"configuration error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    settings = _settings(options, listener)
-    logs.get_logger(__name__).info("listening on %s", server_settings.url(listener))
+    logs.get_logger(__name__).info("listening on %s", server_settings.url(listener, settings))
     _join_logs()
     config = uvicorn.Config(
         create_app(settings),
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        ssl_certfile=settings.certificate,
+        ssl_keyfile=settings.key,
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(uvicorn.Server(config).serve(sockets=[listener]))
@@ -84,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="name of the model for clients (default: the pipeline's)")  # fmt: skip
     parser.add_argument("--media-host", action="append", default=[], metavar="HOST",
                         help="host from which https media may be fetched; .example.com: and below it")  # fmt: skip
+    server_settings.add_flags(parser.add_argument_group("limits, TLS, foreign pages"))
 
 
 def _follow_launcher(pid: int) -> None:
@@ -106,6 +110,7 @@ def _settings(options: argparse.Namespace, listener: socket.socket) -> ServerSet
     key = envs.api_key()
     loopback = server_settings.is_loopback(listener.getsockname()[0])
     return ServerSettings(
+        **server_settings.checked(server_settings.given_flags(options)),
         endpoint=options.endpoint,
         api_key=key,
         check_host=loopback and key is None and not options.http_insecure,

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -65,7 +66,17 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> A
     Args:
         fetcher: gets media by URL; one after `settings` when `None`.
     """
-    return Gate(create_routes(settings, fetcher=fetcher), settings)
+    app: ASGIApp = Gate(create_routes(settings, fetcher=fetcher), settings)
+    if settings.cors_origins:
+        # Outside of the gate: a browser asks beforehand, without the key, and has to be able to read refusals.
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "traceparent"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
 
 
 def create_routes(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> FastAPI:

@@ -9,30 +9,30 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from omni_actors.errors import ErrorCode, OmniError
+from omni_actors.errors import ERROR_CLASSES, ErrorCode, Fault, OmniError
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away; nobody reads it but the log
 RETRY_SECONDS = 1.0
 
-# Status and OpenAI error type of every code. The clients of OpenAI retry 408, 409, 429 and 5xx by themselves.
-STATUS: dict[ErrorCode, tuple[int, str]] = {
-    ErrorCode.INVALID_REQUEST: (400, "invalid_request_error"),
-    ErrorCode.INVALID_PAYLOAD: (400, "invalid_request_error"),
-    ErrorCode.PROMPT_TOO_LONG: (400, "invalid_request_error"),
-    ErrorCode.UNKNOWN_VOICE: (400, "invalid_request_error"),
-    ErrorCode.UNKNOWN_MODALITY: (400, "invalid_request_error"),
-    ErrorCode.MALFORMED_MEDIA: (400, "invalid_request_error"),
-    ErrorCode.OVERLOADED: (429, "rate_limit_error"),
-    ErrorCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
-    ErrorCode.ABORTED: (CLIENT_CLOSED_REQUEST, "invalid_request_error"),
-    ErrorCode.STAGE_UNAVAILABLE: (503, "service_unavailable_error"),
-    ErrorCode.STAGE_LOST: (503, "service_unavailable_error"),
-    ErrorCode.ENGINE_ERROR: (500, "server_error"),
-    ErrorCode.PROTOCOL_ERROR: (500, "server_error"),
-    ErrorCode.CONFIG_ERROR: (500, "server_error"),
-    ErrorCode.STARTUP_ERROR: (500, "server_error"),
-    ErrorCode.TIMEOUT: (503, "service_unavailable_error"),
+# Where the status does not follow from who is at fault. OpenAI's clients retry 408, 409, 429 and 5xx by themselves.
+STATUS: dict[ErrorCode, int] = {
+    ErrorCode.OVERLOADED: 429,
+    ErrorCode.SLOW_CLIENT: 429,
+    ErrorCode.DEADLINE_EXCEEDED: 504,
+    ErrorCode.ABORTED: CLIENT_CLOSED_REQUEST,
+    ErrorCode.TIMEOUT: 503,  # to HTTP clients a coordinator that does not answer is the server's fault
 }
+KINDS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
+
+
+def status_of(code: ErrorCode) -> int:
+    """The HTTP status of an error of the pipeline: 400 for the caller's, 503 where a retry helps, else 500."""
+    error = ERROR_CLASSES[code]
+    if code in STATUS:
+        return STATUS[code]
+    if error.fault is Fault.CALLER:
+        return 400
+    return 503 if error.retryable else 500
 
 
 class HttpError(Exception):
@@ -65,7 +65,8 @@ class HttpError(Exception):
     @classmethod
     def of(cls, error: OmniError, fields: Mapping[ErrorCode, str] | None = None) -> HttpError:
         """What the HTTP client is told about an error of the pipeline; `fields` names the field at fault by code."""
-        status, kind = STATUS[error.code]
+        status = status_of(error.code)
+        kind = KINDS.get(status, "invalid_request_error")
         retry_after = error.retry_after
         if status in (429, 503) and retry_after is None:
             retry_after = RETRY_SECONDS

@@ -49,7 +49,15 @@ async def model(name: str, state: State) -> Response:
 
 
 def _model(name: str, state: ServerState) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": state.started, "owned_by": "omni_actors"}
+    """OpenAI's fields, then those of vLLM that its tools rely on (`vllm bench serve` asks for `root`)."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "omni_actors",
+        "root": name,
+        "parent": None,
+    }
 
 
 @router.get("/v1/audio/voices", response_class=Response)

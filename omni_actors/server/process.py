@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omni_actors import envs
+from omni_actors.config import HttpConfig
 from omni_actors.logs import get_logger
-from omni_actors.server.settings import check_exposure, listen, parse_address, url
+from omni_actors.server.settings import as_flags, check_certificate, check_exposure, listen, parse_address, url
 
 logger = get_logger(__name__)
 
@@ -27,6 +28,7 @@ class HttpProcess:
         insecure: listen off loopback even without an API key.
         endpoint: the coordinator's client endpoint.
         arguments: further arguments of `python -m omni_actors.server`.
+        http: limits, TLS, foreign pages.
         log_file: where the process writes its log.
 
     Raises:
@@ -34,20 +36,23 @@ class HttpProcess:
     """
 
     def __init__(
-        self, address: str, insecure: bool, endpoint: str, arguments: Sequence[str], log_file: Path
-    ) -> None:
+        self, address: str, insecure: bool, endpoint: str, arguments: Sequence[str], log_file: Path,
+        http: HttpConfig,
+    ) -> None:  # fmt: skip
         host, port = parse_address(address)
         check_exposure(host, envs.api_key(), insecure)
+        check_certificate(http)
+        self._http = http
         self._listener = listen(host, port)
         self._endpoint = endpoint
-        self._arguments = [*arguments, *(["--http-insecure"] if insecure else [])]
+        self._arguments = [*arguments, *as_flags(http), *(["--http-insecure"] if insecure else [])]
         self._log_file = log_file
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
-        return url(self._listener)
+        return url(self._listener, self._http)
 
     async def start(self) -> None:
         """Start the process and keep one running. Connections wait in the socket's queue until it serves."""

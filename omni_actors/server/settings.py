@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import socket
-from dataclasses import dataclass
+import ssl
+from collections.abc import Mapping
+from typing import Any, get_type_hints
 
+import msgspec
+
+from omni_actors.config import HttpConfig
 from omni_actors.errors import ConfigError
 
 BACKLOG = 2048
-MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """Everything that does not come from the pipeline itself.
+class ServerSettings(HttpConfig, frozen=True, kw_only=True):
+    """Everything that does not come from the pipeline itself: the configuration's limits, and these.
 
     Args:
         endpoint: the coordinator's client endpoint.
@@ -23,13 +27,6 @@ class ServerSettings:
             name to 127.0.0.1 could use a server that has no key.
         served_names: names under which the model is offered; those of the pipeline when empty.
         media_hosts: hosts from which media may be fetched over https; `.example.com` also allows its subdomains.
-        body_bytes: largest request body; `bodies_bytes` bounds all bodies that are being handled at a time.
-        media_parts: media of one request.
-        audio_seconds, image_pixels, video_seconds, media_bytes: largest medium (pixels: width * height).
-        files_bytes, file_seconds: bounds of uploaded files, all together, and their life.
-        request_timeout: seconds until an answer must be complete.
-        read_timeout: seconds for a request's body to arrive.
-        write_timeout: seconds that a client may leave a piece of its answer unread.
     """
 
     endpoint: str
@@ -37,18 +34,72 @@ class ServerSettings:
     check_host: bool = True
     served_names: tuple[str, ...] = ()
     media_hosts: tuple[str, ...] = ()
-    body_bytes: int = 64 * MIB
-    bodies_bytes: int = 512 * MIB
-    media_parts: int = 16
-    media_bytes: int = 32 * MIB
-    audio_seconds: float = 300.0
-    image_pixels: int = 4096 * 4096
-    video_seconds: float = 60.0
-    files_bytes: int = 256 * MIB
-    file_seconds: float = 3600.0
-    request_timeout: float = 600.0
-    read_timeout: float = 60.0
-    write_timeout: float = 60.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags: one for each key of the configuration's section `http`
+
+
+def add_flags(parser: argparse._ActionsContainer) -> None:
+    """`--http-body-bytes` and so on. What is not given stays `None`, so that the YAML or the default holds."""
+    for name, hint in get_type_hints(HttpConfig).items():
+        kind = {int: int, float: float}.get(hint, str)
+        action: dict[str, Any] = {"type": kind}
+        if name == "cors_origins":
+            action = {"action": "append", "default": None, "metavar": "ORIGIN"}
+        parser.add_argument(_flag(name), help=f"`http.{name}` of the YAML", **action)
+
+
+def given_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """Key of the section -> value, of the flags that were given."""
+    names = HttpConfig.__struct_fields__
+    return {name: value for name in names if (value := getattr(options, _flag(name)[2:].replace("-", "_"))) is not None}
+
+
+def as_flags(config: HttpConfig) -> list[str]:
+    """The flags that make a server of its own have this configuration."""
+    flags = []
+    for name in HttpConfig.__struct_fields__:
+        value = getattr(config, name)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        flags += [f"{_flag(name)}={item}" for item in values]
+    return flags
+
+
+def checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of the section, with their limits checked. Raises `ConfigError` that names the key."""
+    try:
+        return msgspec.structs.asdict(msgspec.convert(values, HttpConfig))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"http: {error}.") from error
+
+
+def check_certificate(config: HttpConfig) -> None:
+    """Raise `ConfigError` unless certificate and key are both absent, or both readable and of one another."""
+    if config.certificate is None and config.key is None:
+        return
+    if config.certificate is None or config.key is None:
+        raise ConfigError("http.certificate and http.key go together: one of them is missing.")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.certificate, config.key, password=_no_password)
+    except (OSError, ssl.SSLError, ConfigError) as error:
+        raise ConfigError(
+            f"The certificate {config.certificate!r} with the key {config.key!r} cannot be used: {error}.",
+            hint="Both are PEM files; the key is that of the certificate and has no password.",
+        ) from error
+
+
+def _no_password() -> str:
+    raise ConfigError("the key has a password", hint="")  # else the terminal would be asked for it
+
+
+def _flag(name: str) -> str:
+    return "--http-cors-origin" if name == "cors_origins" else f"--http-{name.replace('_', '-')}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where to listen
 
 
 def parse_address(text: str, option: str = "--http") -> tuple[str, int]:
@@ -101,7 +152,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url(listener: socket.socket) -> str:
+def url(listener: socket.socket, config: HttpConfig) -> str:
     """The address of a listening socket as people type it."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if config.certificate is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

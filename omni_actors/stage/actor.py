@@ -28,6 +28,8 @@ from omni_actors.errors import (
 )
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
+    SAMPLE_RATE,
+    SAMPLES,
     Abort,
     Body,
     Chunk,
@@ -45,6 +47,7 @@ from omni_actors.messages import (
     Unreachable,
 )
 from omni_actors.stage.interface import (
+    AudioEvent,
     EngineEvent,
     ErrorEvent,
     FinishedEvent,
@@ -82,6 +85,8 @@ class Work:
     output: Output | None  # what later stages got; `None` if the route has none
     started: bool = False  # the engine has it
     first_output: float = 0.0
+    samples: int = 0  # sound that went to later stages
+    output_ended: bool = False  # later stages have had their final chunk
     next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
     ended_sources: set[str] = field(default_factory=set)  # those whose final chunk has come
     results: int = 0  # sent to the coordinator
@@ -376,15 +381,30 @@ class Stage:
         if not work.first_output:
             work.first_output = self._clock()
         moment = self._meter.output(work.track)
+        self._count(event)
+        if isinstance(event, AudioEvent) and Modality.AUDIO not in self._stage.outputs:
+            event = self._as_stream(work, event)
         if isinstance(event, StreamEvent):
-            if not self._says_text:  # else its tokens were counted with the text
-                self._meter.output_tokens += len(event.token_ids)
-            return self._give(work, *chunk_of(event, moment))
-        if isinstance(event, TextEvent):
-            self._meter.output_tokens += len(event.token_ids)
-        else:
-            self._meter.audio_seconds += event.samples.shape[0] / event.sample_rate
+            return self._stream(work, event, moment)
         return [self._result(work, *result_of(event, moment))]
+
+    def _count(self, event: TextEvent | AudioEvent | StreamEvent) -> None:
+        if isinstance(event, AudioEvent):
+            self._meter.audio_seconds += event.samples.shape[0] / event.sample_rate
+        elif isinstance(event, TextEvent) or not self._says_text:  # else its tokens were counted with the text
+            self._meter.output_tokens += len(event.token_ids)
+
+    def _as_stream(self, work: Work, event: AudioEvent) -> StreamEvent:
+        """Sound that is not for the client is input of the stages after this one."""
+        start = work.samples
+        work.samples += event.samples.shape[0]
+        tensors, scalars = {SAMPLES: event.samples}, {SAMPLE_RATE: event.sample_rate}
+        return StreamEvent(event.request_id, (), tensors, scalars, start)
+
+    def _stream(self, work: Work, event: StreamEvent, moment: float) -> list[Outgoing]:
+        """The same chunk to every later stage of the route."""
+        work.output_ended = work.output_ended or event.final
+        return self._give(work, *chunk_of(event, moment))
 
     def _give(self, work: Work, chunk: Chunk, buffers: Sequence[Frame]) -> list[Outgoing]:
         """Keep a chunk, and send it to those stages that have all before it."""
@@ -399,12 +419,17 @@ class Stage:
         return [self._to_next(work, edge, chunk, buffers) for edge in output.edges.values() if edge not in behind]
 
     def _finish_empty(self, work: Work) -> list[Outgoing]:
-        """Nothing to compute here: later stages get an empty, final chunk."""
-        event = StreamEvent(work.request.request_id, final=True)
-        moment = self._meter.output(work.track)
-        return [*self._give(work, *chunk_of(event, moment)), *self._finish(work, FinishReason.STOP, 0, 0)]
+        """Nothing to compute here."""
+        return self._finish(work, FinishReason.STOP, 0, 0)
 
     def _finish(self, work: Work, reason: FinishReason, input_tokens: int, output_tokens: int) -> list[Outgoing]:
+        """The engine is done. Later stages hear of it even if the engine itself gave them no end."""
+        last: list[Outgoing] = []
+        if work.output is not None and not work.output_ended:
+            end = StreamEvent(work.request.request_id, start=work.samples, final=True)
+            last = self._stream(work, end, self._meter.output(work.track))
+            if work.request_id not in self._work:  # it could not be kept for a stage that is not there
+                return last
         now = self._clock()
         usage = StageUsage(
             finish_reason=reason,
@@ -419,7 +444,7 @@ class Stage:
         if work.output is not None:
             work.processor = None
             self._finished[work.request_id] = work
-        return [message]
+        return [*last, message]
 
     def _fail(self, request_id: str, error: OmniError) -> list[Outgoing]:
         """Ends a request here and tells the coordinator, which ends it everywhere else."""

@@ -50,11 +50,13 @@ class EchoOptions:
 
     max_input_tokens: int = 4096
     step_seconds: float = 0.0  # time that each step takes
+    max_num_seqs: int = 0  # requests that one step advances, the oldest first; 0 for all
     start_seconds: float = 0.0  # time that loading takes
     row_width: int = 0
     pass_rows: bool = False  # send on the row that came instead of making one
     samples_per_token: int = 480
     voices: tuple[str, ...] = ("Chelsie", "Ethan")
+    sound: bool = False  # give audio although it is no output of the stage: it then goes to the stages after it
     fail_start: str = ""  # a text with which loading fails
     fail_start_if: str = ""  # a file: while it exists loading fails
     fail_shutdown: str = ""  # a text with which the end of the engine fails
@@ -80,6 +82,7 @@ class EchoEngine(StageEngine):
                 raise ConfigError(f"{where} is no option of an echo stage.{suggest(name, known)}")
         self._options = EchoOptions(**stage.engine)
         self._outputs = frozenset(stage.outputs)
+        self._sounds = "audio" in self._outputs or self._options.sound
         self._active: dict[str, _Echo] = {}
         if self._options.memory_bytes:
             limit = psutil.Process().memory_info().vms + self._options.memory_bytes
@@ -93,8 +96,8 @@ class EchoEngine(StageEngine):
     @property
     def facts(self) -> EngineFacts:
         return EngineFacts(
-            voices=tuple(self._options.voices) if "audio" in self._outputs else (),
-            sample_rate=SAMPLE_RATE if "audio" in self._outputs else 0,
+            voices=tuple(self._options.voices) if self._sounds else (),
+            sample_rate=SAMPLE_RATE if self._sounds else 0,
             max_input_tokens=self._options.max_input_tokens,
         )
 
@@ -132,7 +135,7 @@ class EchoEngine(StageEngine):
     def step(self) -> Sequence[EngineEvent]:
         time.sleep(self._options.step_seconds)
         events: list[EngineEvent] = []
-        for echo in list(self._active.values()):
+        for echo in list(self._active.values())[: self._options.max_num_seqs or None]:
             events += self._advance(echo)
         return events
 
@@ -156,11 +159,11 @@ class EchoEngine(StageEngine):
         events: list[EngineEvent] = []
         if "text" in self._outputs:
             events.append(TextEvent(request_id, chr(token) if token < 0xD800 else "?", [token]))
-        if "audio" in self._outputs:
+        if self._sounds:
             count = self._options.samples_per_token
             samples = array.array("f", [(token % 256) / 256.0]) * count
             events.append(AudioEvent(request_id, HostTensor(DType.F32, (count,), samples.tobytes()), SAMPLE_RATE))
-        if echo.request.streams:
+        if echo.request.streams and not self._options.sound:
             width = self._options.row_width
             row = {"rows": HostTensor(DType.BF16, (1, width), _row(token, width))} if width else {}
             if echo.row is not None:

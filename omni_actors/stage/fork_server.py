@@ -19,5 +19,7 @@ def _leave_at_once() -> None:
         os._exit(0)
 
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # children set their own handlers
+# Blocked, not ignored: what is sent to a child that has just been forked waits until the child has a handler of its own
+# and unblocks it. An ignored one would be lost, and the launcher would wait its whole shutdown_timeout in vain.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 atexit.register(_leave_at_once)

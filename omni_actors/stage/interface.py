@@ -62,7 +62,10 @@ class TextEvent:
 
 @dataclass(frozen=True, slots=True)
 class AudioEvent:
-    """The next samples: f32 [samples] at `sample_rate` Hz."""
+    """The next samples: f32 [samples] at `sample_rate` Hz.
+
+    They go to the client, or, where the stage has no `audio` among its outputs, to the stages after it.
+    """
 
     request_id: str
     samples: HostTensor
@@ -125,6 +128,9 @@ class EngineFacts:
 
 class StageEngine(ABC):
     """Computes one stage. Single-threaded: all calls come from the stage's main thread.
+
+    One of your own is named in the YAML (`kind: custom`, `engine_class: module.Class`) and made by
+    `Class(pipeline, stage)` with the checked configuration; it raises `ConfigError` for options that it does not know.
 
     `start` and `extend` raise `OmniError` for a bad request and leave no trace of it; `step` never raises for one
     request (it reports an `ErrorEvent`), only when the engine as a whole is lost.

@@ -19,10 +19,11 @@ from omni_actors.config import FlowConfig
 from omni_actors.errors import OmniError, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.messages import MAX_BLOCKS, Block, Credit, Header, Hop, Limits, Peers
-from omni_actors.stage.events import Event, Rejected, Stop, Undelivered
+from omni_actors.stage.events import Event, Lost, Rejected, Stop, Undelivered
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader, Holder
 from omni_actors.transport.credit import EdgeFigures, Traffic, Window
+from omni_actors.transport.cuts import Cuts
 from omni_actors.transport.link import Link
 from omni_actors.transport.sockets import Sockets
 from omni_actors.transport.wake import Wakeup
@@ -90,6 +91,8 @@ class Outbound(threading.Thread):
         self._traffic: dict[str, Traffic] = {}  # by receiver, as "talker/0"; outlives its links,
         self._edges: dict[str, Link] = {}  # which are these
         self._coordinator = self._link(results_endpoint, COORDINATOR)
+        self._cuts: Cuts[Hop | None] = Cuts()
+        self._cuts.watch(None, self._coordinator.socket, results_endpoint)
         self._links: dict[Hop, Link] = {}
         self._sources: dict[Hop, Link] = {}
         self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
@@ -241,6 +244,7 @@ class Outbound(threading.Thread):
         finally:
             with self._lock:
                 self._closed = True
+                self._cuts.close()
                 for link in self._all_links():
                     link.close()
 
@@ -295,6 +299,7 @@ class Outbound(threading.Thread):
             if self._arena is not None:
                 self._arena.expire(time.time())
             self._expire_early(now)
+            self._look_for_cuts(now)
         for hop, link in self._links.items():
             link.flush()
             if link.stalled():
@@ -303,6 +308,12 @@ class Outbound(threading.Thread):
         for link in (self._coordinator, *self._sources.values(), *self._to_origins.values()):
             link.flush()
         self._account()
+
+    def _look_for_cuts(self, now: float) -> None:
+        for receiver in self._cuts.found(now):
+            self._cuts.forget(receiver)
+            name = f"{receiver.stage}/{receiver.replica}" if receiver is not None else "the coordinator"
+            self._on_event(Lost(f"the link to {name} was cut"))
 
     def _last_words(self) -> None:
         deadline = time.monotonic() + (LAST_WORDS_SECONDS if self._may_linger else 0.0)
@@ -342,6 +353,7 @@ class Outbound(threading.Thread):
         wanted = {peer.hop: peer.inbox for peer in new.peers}
         self._readers = frozenset(new.readers)
         for hop in [hop for hop in self._links if hop not in wanted]:
+            self._cuts.forget(hop)
             self._drop(self._links.pop(hop))
             del self._edges[_name(hop)]
             self._mapped.pop(hop, None)
@@ -352,6 +364,7 @@ class Outbound(threading.Thread):
         for hop, inbox in wanted.items():
             if hop not in self._links:
                 self._links[hop] = self._link(inbox, _name(hop))
+                self._cuts.watch(hop, self._links[hop].socket, inbox)
                 self._newest[(hop.stage, hop.replica)] = hop.epoch
         early, self._early = self._early, []
         for since, message in early:
@@ -367,10 +380,12 @@ class Outbound(threading.Thread):
             self._drop(self._to_origins.pop(hop))
         gone = [hop for hop in self._sources if hop not in sources]
         for hop in gone:
+            self._cuts.forget(hop)
             self._drop(self._sources.pop(hop))
         for hop, inbox in sources.items():
             if hop not in self._sources:
                 self._sources[hop] = Link(self._sockets.push(inbox), time.monotonic)
+                self._cuts.watch(hop, self._sources[hop].socket, inbox)
                 self._tell(hop, 0, 0, [])
         for hop in gone:
             held = self._arenas.lost(hop)

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import setproctitle
@@ -25,6 +25,7 @@ from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
 from omni_actors.stage.session import Session
 from omni_actors.stage.turns import GiveWay, Sign
+from omni_actors.transport.addresses import is_tcp
 from omni_actors.transport.run_directory import clear_abandoned
 
 logger = logs.get_logger(__name__)
@@ -42,7 +43,7 @@ class ReplicaSpec(NamedTuple):
     replica: int
     epoch: int
     control_endpoint: str
-    inbox_endpoint: str  # without the epoch, which is added
+    inbox_endpoint: str  # tcp with port 0, or a path to which the epoch is added
     devices: tuple[int, ...]
     threads: int  # CPU threads for torch, 0 to leave it alone
     launcher_pid: int
@@ -77,6 +78,7 @@ def main(spec: ReplicaSpec) -> None:
 def _prepare_process(spec: ReplicaSpec) -> None:
     # Ctrl-C reaches the whole process group; the launcher decides in which order the stages end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the fork server blocks it; nothing is held yet
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     setproctitle.setproctitle(f"omni:{spec.name}")
     log = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -114,6 +116,7 @@ class StageProcess:
         self._stopping = ""  # why, once a signal has come
         self._session = self._new_session(spec.epoch)
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by the fork server until here
 
     def run(self) -> int:
         """Start, serve until told to stop, shut down; the exit code."""
@@ -157,7 +160,7 @@ class StageProcess:
             Hop(spec.stage, spec.replica, epoch),
             spec.epoch,
             spec.control_endpoint,
-            f"{spec.inbox_endpoint}-{epoch}",
+            spec.inbox_endpoint if is_tcp(spec.inbox_endpoint) else f"{spec.inbox_endpoint}-{epoch}",
             spec.launcher_pid,
             on_orphaned=lambda: _leave_no_files(spec),
         )
@@ -217,11 +220,21 @@ def processor_class(stage: StageConfig) -> type[InputProcessor] | None:
 
 
 def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
-    """The engine of a stage. Only the model kinds import torch and vLLM."""
+    """The engine of a stage. Only the model kinds import torch and vLLM.
+
+    Raises:
+        ConfigError: `engine_class` is no importable `StageEngine`, or the engine's options are wrong.
+        StartupError: the model does not load.
+    """
     if stage.kind is StageKind.ECHO:
         from omni_actors.stage.echo import EchoEngine
 
         return EchoEngine(stage)
+    if stage.kind is StageKind.CUSTOM:
+        report(f"importing {stage.engine_class}")
+        where = f"stages.{stage.name}.engine_class"
+        engine_class = resolve_class(stage.engine_class or "", {}, StageEngine, where)
+        return cast(StageEngine, engine_class(pipeline, stage))
     report("importing vLLM")
     if preloaded.FAILURES:
         raise StartupError(f"The fork server could not prepare for stages: {'; '.join(preloaded.FAILURES)}.")

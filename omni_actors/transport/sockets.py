@@ -18,6 +18,7 @@ from omni_actors.errors import InvalidRequest, ProtocolError
 HIGH_WATER_MARK = 1000  # messages; a last wall, not the flow control
 LAST_WORDS_MS = 500  # how long a closing socket may still send
 TCP_HEARTBEAT_MS = 1000
+CONNECT_TIMEOUT_MS = 2000  # the system's own two minutes would outlast every cut of a link
 DRAIN_MESSAGES = 256
 ZERO_COPY_BYTES = 64 << 10  # below this a copy is cheaper than tracking the buffer
 
@@ -109,6 +110,7 @@ class Sockets:
         socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5 * TCP_HEARTBEAT_MS)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         return socket
 
     def push(self, endpoint: str) -> Socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import re
 import time
 
 import httpx
@@ -256,6 +257,7 @@ def test_models_and_voices(echo: HttpPipeline) -> None:
     client = echo.openai()
     assert [model.id for model in client.models.list()] == ["echo"]
     assert client.models.retrieve("echo").id == "echo"
+    assert client.models.retrieve("echo").root == "echo", "what vLLM's tools ask for"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4o")
     assert httpx.get(f"{echo.url}/v1/audio/voices").json() == {"voices": ["Chelsie", "Ethan"]}
@@ -382,6 +384,7 @@ def test_cancelling_a_whole_answer_frees_every_stage(slow: HttpPipeline) -> None
     asyncio.run(run())
     wait_in_flight(slow, 0)
     slow.assert_idle(timeout=5)
+    assert re.search(r"POST /v1/chat/completions 499 in \d", slow.log()), "told to the log, as nobody else is there"
 
 
 def test_a_timeout_of_the_client_frees_every_stage(slow: HttpPipeline) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from tests.http.servers import HttpPipeline, picture, sound
 
@@ -84,7 +84,7 @@ def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> N
     expect(page.locator("body")).to_have_attribute("data-playing", "false")
     page.locator(".play").click()
     expect(page.locator("body")).to_have_attribute("data-playing", "true")
-    assert page.locator(".timeline .lane").all_inner_texts() == ["prompt", "thinker", "talker", "code2wav"]
+    assert lanes(page) == ["prompt", "thinker", "talker", "code2wav", "this page"]
     expect(page.locator("#figures")).to_contain_text("First sound")
     expect(page.locator("#error")).to_be_hidden()
     # The next turn brings the first one along; the echo repeats both.
@@ -93,6 +93,77 @@ def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> N
     expect(page.locator("li.assistant .say").nth(1)).to_have_text("hello, sea. do you hear me?" * 2 + "!")
     page.locator("#clear").click()
     expect(page.locator("#empty")).to_be_visible()
+
+
+def lanes(page: Page) -> list[str]:
+    return page.locator(".timeline .lane span").all_inner_texts()
+
+
+def phases(*named: tuple[str, float, float]) -> list[dict]:
+    return [{"name": name, "at": at, "seconds": seconds} for name, at, seconds in named]
+
+
+# As docs/observability.md describes it: thinker/0 died and the request ran again.
+TIMELINE = {
+    "id": "r", "trace_id": "t", "outcome": "done", "attempt": 1, "started": 0.0, "seconds": 2.0, "events": [],
+    "hops": [],
+    "stages": [
+        {"stage": "thinker", "replica": 0, "attempt": 0, "outcome": "dropped", "at": 0.0, "seconds": 0.5,
+         "input_tokens": 3, "output_tokens": 1, "phases": phases(("queued", 0.0, 0.4), ("output", 0.4, 0.1))},
+        {"stage": "thinker", "replica": 1, "attempt": 1, "outcome": "done", "at": 0.5, "seconds": 1.0,
+         "input_tokens": 3, "output_tokens": 9, "phases": phases(("waiting", 0.5, 0.5), ("output", 1.0, 0.5))},
+        {"stage": "code2wav", "replica": 0, "attempt": 1, "outcome": "done", "at": 0.5, "seconds": 1.5,
+         "input_tokens": 9, "output_tokens": 10, "phases": phases(("gathering", 0.5, 1.0), ("output", 1.5, 0.5))},
+    ],
+}  # fmt: skip
+
+
+def test_timeline_of_the_pipeline_is_drawn_and_read_by_keyboard(echo: HttpPipeline, page: Page) -> None:
+    asked: list[str] = []
+
+    def answer(route: Route) -> None:
+        asked.append(route.request.url)
+        route.fulfill(json=TIMELINE)
+
+    page.route("**/v1/requests/*/timeline", answer)
+    open_page(page, echo)
+    with page.expect_response("**/v1/chat/completions") as answered:
+        ask(page, "hello")
+    expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")
+    assert asked == [f"{echo.url}/v1/requests/{answered.value.headers['x-request-id']}/timeline"]
+    assert lanes(page) == ["thinker 1", "thinker 2", "code2wav", "this page"]
+    second = page.locator(".timeline .lane").nth(1)
+    work = second.locator("rect.work")
+    assert (work.get_attribute("x"), work.get_attribute("width")) == ("50.00%", "25.00%")
+    assert second.locator("rect.wait").get_attribute("x") == "25.00%"
+    assert page.locator(".timeline .lane").nth(0).locator("rect.queue").count() == 1
+    assert page.locator(".timeline line.mark").count() == 3, "first text, first sound, end"
+    page.locator("#clear").focus()
+    for _ in range(20):  # from the settings back to the lanes
+        if page.locator(":focus").inner_text().startswith("thinker 2"):
+            break
+        page.keyboard.press("Shift+Tab")
+    expect(page.locator("#details")).to_have_text("thinker/1 done: 3 in, 9 out; waiting 500 ms, output 500 ms")
+
+
+def test_a_server_without_timelines_shows_what_the_usage_tells(echo: HttpPipeline, page: Page) -> None:
+    page.route("**/v1/requests/*/timeline", lambda route: route.fulfill(status=404, json={}))
+    open_page(page, echo)
+    ask(page, "hello")
+    expect(page.locator("#timeline")).to_have_attribute("data-source", "usage")
+    assert lanes(page) == ["prompt", "thinker", "talker", "code2wav", "this page"]
+    page.locator(".timeline .lane").nth(1).hover()
+    expect(page.locator("#details")).to_contain_text("thinker: 5 in, 5 out; until the first output")
+
+
+def test_a_failed_request_shows_how_far_it_came(echo: HttpPipeline, page: Page) -> None:
+    failed = {**TIMELINE, "outcome": "prompt_too_long", "stages": TIMELINE["stages"][:1]}
+    page.route("**/v1/requests/*/timeline", lambda route: route.fulfill(json=failed))
+    open_page(page, echo)
+    ask(page, "x" * 5000)
+    expect(page.locator("#error")).to_contain_text("prompt_too_long")
+    expect(page.locator("#details")).to_have_text("Ended with prompt_too_long.")
+    assert lanes(page) == ["thinker"]
 
 
 def test_sound_plays_before_the_answer_is_whole(slow: HttpPipeline, page: Page) -> None:

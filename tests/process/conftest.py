@@ -63,7 +63,7 @@ def launch(short_path: Path) -> Iterator[Callable[..., EchoLauncher]]:
     shared: set[str] = set()
 
     def start(data: Any, *arguments: str, **options: Any) -> EchoLauncher:
-        launchers.append(EchoLauncher(short_path, data, *arguments, **options))
+        launchers.append(EchoLauncher(options.pop("folder", short_path), data, *arguments, **options))
         return launchers[-1]
 
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -430,3 +432,24 @@ def test_fan_out_and_fan_in(launch: Launch) -> None:
             assert set(output.usage) == {"prompt", "thinker", "left", "right", "join"}
         assert set(client.generate("abc", modalities=["text"]).usage) == {"prompt", "thinker"}
     launcher.wait_idle()
+
+
+EARLY = """
+import multiprocessing, signal, time
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["omni_actors.stage.fork_server"])
+child = "import signal, time; signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}); time.sleep(30)"
+for _ in range(4):
+    process = context.Process(target=exec, args=(child,))
+    process.start()
+    process.terminate()
+    process.join(10)
+    print(process.exitcode)
+    process.kill()
+"""
+
+
+def test_a_signal_to_a_stage_that_has_just_been_forked_is_not_lost() -> None:
+    """Before it has set its own handler: the launcher would wait its whole shutdown_timeout in vain."""
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["-15"] * 4

@@ -302,7 +302,7 @@ def test_usage_has_times_since_the_announcement() -> None:
     stage.clock.now += 1
     stage.do(TextEvent("r1", "x", [1]))
     stage.clock.now += 2
-    (message,) = stage.do(FinishedEvent("r1", FinishReason.LENGTH, 7, 9))
+    *_, message = stage.do(FinishedEvent("r1", FinishReason.LENGTH, 7, 9))
     usage = message.body.usage
     assert (usage.first_output, usage.finished) == (1.0, 3.0)
     assert (usage.finish_reason, usage.input_tokens, usage.output_tokens) == (FinishReason.LENGTH, 7, 9)
@@ -317,8 +317,41 @@ def test_tensors_and_scalars_of_a_stream_event_travel_together() -> None:
     assert message.body.tensors == {}
     assert list(message.buffers) == [b"abcd"]
     assert message.body.information.scalar("prompt_tokens") == 3
+
+
+def test_sound_goes_to_the_client_where_it_is_an_output_of_the_stage() -> None:
+    stage = StageUnderTest("code2wav")
+    stage.expect()
+    stage.tokens("a")
     (audio,) = stage.do(AudioEvent("r1", HostTensor(DType.F32, (1,), b"abcd"), 24_000))
     assert isinstance(audio.body, AudioChunk)
+    assert audio.destination is None
+
+
+def test_other_sound_is_input_of_the_next_stage_which_hears_of_its_end() -> None:
+    stage = StageUnderTest("talker")
+    stage.expect()
+    stage.tokens("a")
+    sound = HostTensor(DType.F32, (2,), b"abcdefgh")
+    first, second, last, done = stage.do(
+        AudioEvent("r1", sound, 24_000), AudioEvent("r1", sound, 24_000), FinishedEvent("r1", FinishReason.STOP, 1, 2)
+    )
+    for message, start in ((first, 0), (second, 2)):
+        assert message.destination == ROUTE[3]
+        assert message.body.tensors == {"samples": TensorRef(DType.F32, (2,), 0)}
+        assert list(message.buffers) == [sound.data]
+        assert message.body.information.scalar("sample_rate") == 24_000
+        assert (message.body.start, message.body.final) == (start, False)
+    assert (last.destination, last.body.start, last.body.final, last.header.seq) == (ROUTE[3], 4, True, 2)
+    assert isinstance(done.body, StageDone)
+
+
+def test_an_engine_that_ended_its_stream_gets_no_second_end() -> None:
+    stage = StageUnderTest("talker")
+    stage.expect()
+    stage.tokens("a")
+    messages = stage.do(StreamEvent("r1", [1], final=True), FinishedEvent("r1", FinishReason.STOP, 1, 1))
+    assert [type(message.body) for message in messages] == [Chunk, StageDone]
 
 
 def test_stream_goes_nowhere_without_downstream_in_the_route() -> None:
@@ -430,6 +463,17 @@ def test_abort_is_idempotent_and_frees_everything() -> None:
     assert stage.held() == EMPTY, "an abort takes parked chunks along"
     stage.expect("r2")
     assert stage.held() == EMPTY, "an abort that overtook the announcement counts"
+
+
+def test_a_lost_coordinator_takes_every_request_out_of_the_engine_and_nobody_is_told() -> None:
+    stage = StageUnderTest("prompt")
+    stage.expect("r1", prompt="one")
+    stage.expect("r2", prompt="two")
+    assert stage.engine.held == {"r1", "r2"}
+    stage.actor.drop_all()
+    assert not stage.engine.held
+    assert stage.held() == EMPTY
+    assert stage.do(TextEvent("r1", "x", [1])) == []
 
 
 def test_deadline_ends_the_request() -> None:

@@ -169,6 +169,35 @@ def test_own_prefixes_can_be_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     load(tmp_path, with_stage(1, inputs={"from": "prompt", "processor": "mine.processors.Special"}))
 
 
+@pytest.mark.parametrize("prefix", ["mine", "mine."])
+def test_prefixes_are_whole_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", prefix)
+    load(tmp_path, {**chain(), "plugins": ["mine", "mine.models"]})
+    assert "'mined.models' is outside" in refused(tmp_path, {**chain(), "plugins": ["mined.models"]})
+
+
+@pytest.mark.parametrize("name", ["os", "subprocess", "mine"])
+def test_plugins_outside_the_allow_list(tmp_path: Path, name: str) -> None:
+    assert f"plugins: '{name}' is outside the allowed" in refused(tmp_path, {**chain(), "plugins": [name]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"kind": "custom"}, "those need it"),
+        ({"engine_class": "mine.Engine"}, "for stages of kind custom"),
+        ({"kind": "custom", "engine_class": "Engine"}, "no dotted path"),
+        ({"kind": "custom", "engine_class": "os.Engine"}, "outside the allowed import prefixes"),
+    ],
+)
+def test_engines_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict, word: str) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "mine")
+    text = refused(tmp_path, with_stage(1, **fields))
+    assert word in text
+    assert "stages.thinker.engine_class" in text
+    load(tmp_path, with_stage(1, kind="custom", engine_class="mine.Engine"))
+
+
 def test_unknown_processor_is_found_before_anything_starts(tmp_path: Path) -> None:
     data = with_stage(2, inputs={"from": "thinker", "processor": "thinker2talkr"})
     assert "Did you mean 'thinker2talker'" in refused(tmp_path, data)
@@ -252,7 +281,7 @@ def test_memory_shares_must_fit(tmp_path: Path) -> None:
     load(tmp_path, autoregressive(0.6, 0.5), devices=0)
     assert "1.20" in refused(tmp_path, autoregressive(0.6, 0.3, replicas=2), devices=1)
     pipeline = load(tmp_path, autoregressive(0.6, 0.4), devices=1).pipeline
-    assert memory_plan(pipeline, 1) == {0: [("thinker", 0.6), ("talker", 0.4)]}
+    assert memory_plan(pipeline, 1) == {(0, 0): [("thinker", 0.6), ("talker", 0.4)]}
     for share in ("much", 0, 1.5, True, -0.1):
         text = refused(tmp_path, autoregressive(share, 0.1), devices=1)
         assert "stages.thinker.engine.gpu_memory_utilization must be a number" in text

@@ -24,8 +24,10 @@ from omni_actors.messages import (
     Failed,
     Header,
     Hop,
+    Prompt,
     Resend,
     StageParams,
+    Submit,
     TensorRef,
     TextDelta,
     Unreachable,
@@ -100,6 +102,23 @@ def test_given_seed_and_deadline_are_kept() -> None:
     state = ready()
     instructions = state.submit(ALICE, Header("", "r1", deadline=NOW + 5), submit(seed=3), [], NOW)
     assert {(item.body.seed, item.deadline) for item in instructions} == {(3, NOW + 5)}
+
+
+def test_long_prompts_of_tokens_are_refused_before_any_stage_sees_them() -> None:
+    def prompt(tokens: int) -> Submit:
+        return Submit(prompt=Prompt(token_ids=pack_token_ids([1] * tokens)), modalities=("text",))
+
+    state = ready(replicas=2)
+    assert state.submit(ALICE, Header("", "r0"), prompt(1000), [], NOW)[0].body.prompt is None, "nobody knows a limit"
+    for replica in state.replicas:
+        replica.max_input_tokens = {"prompt": 20 - replica.index, "code2wav": 3}.get(replica.stage, 0)
+    body = failure(state.submit(ALICE, Header("", "r1"), prompt(20), [], NOW))
+    assert (body.code, "20 tokens, at most 19" in body.message) == (ErrorCode.PROMPT_TOO_LONG, True)
+    assert failure_free(state.submit(ALICE, Header("", "r2"), prompt(19), [], NOW)), "as many as all replicas take"
+
+
+def failure_free(instructions: list[Instruction]) -> bool:
+    return not any(isinstance(item, ToClient) for item in instructions) and bool(instructions)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from omni_actors.engine import models
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.core import EngineLost, StepFailed, _device_is_lost
-from omni_actors.engine.models import checkpoint_architecture, find_model_spec
+from omni_actors.engine.models import checkpoint_architecture, find_model_spec, load_plugins
 from omni_actors.engine.models.qwen2_5_omni_thinker import check_feature
 from omni_actors.engine.models.voices import load_voices
 from omni_actors.engine.sampling import make_sampling_params
@@ -122,6 +125,61 @@ def test_unknown_models_name_what_there_is(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": []}')
     with pytest.raises(ConfigError, match="one architecture"):
         checkpoint_architecture(str(tmp_path))
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Writes a plugin module and says what happens when it is loaded into a registry of its own."""
+    monkeypatch.setattr(models, "_MODULES", dict(models._MODULES))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "plugin_of_test")
+    for name in [name for name in sys.modules if name.startswith("plugin_of_test")]:
+        monkeypatch.delitem(sys.modules, name)
+    folder = tmp_path / "plugin_of_test"
+    folder.mkdir()
+
+    def write(models_text, spec="SPEC = ModelSpec(kind='diffusion', hf_overrides=lambda config: config)"):
+        (folder / "__init__.py").write_text(f"MODELS = {models_text}")
+        (folder / "own.py").write_text(f"from omni_actors.engine.models import ModelSpec\n{spec}")
+        importlib.invalidate_caches()
+        load_plugins(["plugin_of_test"])
+
+    yield write
+    for name in [name for name in sys.modules if name.startswith("plugin_of_test")]:
+        del sys.modules[name]
+
+
+def test_a_plugin_brings_models(plugin):
+    plugin("{('OwnModel', 'thinker'): 'plugin_of_test.own'}")
+    assert find_model_spec("OwnModel", "thinker").kind == "diffusion"
+    load_plugins(["plugin_of_test"])  # as a restarted stage in the same fork server would
+    with pytest.raises(ConfigError, match=r"its stages are \['thinker'\]"):
+        find_model_spec("OwnModel", "talker")
+
+
+@pytest.mark.parametrize(
+    ("models_text", "word"),
+    [
+        ("{('Qwen2_5OmniModel', 'thinker'): 'plugin_of_test.own'}", "is served by omni_actors"),
+        ("{('OwnModel', 'thinker'): 'os'}", "outside the allowed"),
+        ("{'OwnModel': 'plugin_of_test.own'}", r"maps \(architecture, stage\)"),
+        ("{('OwnModel', 'thinker'): 3}", r"maps \(architecture, stage\)"),
+        ("3", "must be a mapping"),
+        ("1 / 0", "division"),
+    ],
+)
+def test_plugins_that_are_refused(plugin, models_text, word):
+    with pytest.raises(ConfigError, match=word):
+        plugin(models_text)
+
+
+def test_plugins_that_cannot_be_loaded(plugin):
+    plugin("{('OwnModel', 'thinker'): 'plugin_of_test.own'}", spec="SPEC = 3")
+    with pytest.raises(ConfigError, match="is no ModelSpec"):
+        find_model_spec("OwnModel", "thinker")
+    for name, word in (("plugin_of_test.nothing", "cannot load"), ("json", "outside the allowed")):
+        with pytest.raises(ConfigError, match=word):
+            load_plugins([name])
 
 
 def test_voices_must_be_complete(tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from omni_actors.config import PipelineConfig
 from omni_actors.core.nodes import Greeting, NodeTable, greeting
 from omni_actors.core.replicas import Replica, ReplicaTable
 from omni_actors.core.states import ReplicaEvent, ReplicaState
 from omni_actors.messages import RunningReplica
-from tests.unit.builders import pipeline
+from tests.unit.builders import chain, pipeline
 
 T = 100.0
 
@@ -110,13 +112,18 @@ def test_a_process_that_nobody_placed_there_is_killed() -> None:
 
 
 def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
-    world = World()
-    world.node.present, world.node.heard = True, T
-    assert not world.nodes.silent(T + 3.9, 4)
-    assert world.nodes.silent(T + 4.1, 4) == [world.node]
-    world.replica().heard = T + 2
-    assert not world.nodes.silent(T + 4.1, 4)
-    world.replica().state = ReplicaState.DEAD
-    assert world.nodes.silent(T + 4.1, 4) == [world.node]
-    world.node.present = False
-    assert not world.nodes.silent(T + 9, 4)
+    data = {**chain(), "cluster": {"nnodes": 2}}
+    data["stages"][2]["node"] = 1
+    replicas = ReplicaTable()
+    nodes = NodeTable(msgspec.convert(data, PipelineConfig), replicas, T)
+    master, node = nodes.find(0), nodes.find(1)
+    master.present = node.present = True
+    talker = replicas.add("talker", 0, 7, node=1)
+    assert not nodes.silent(T + 3.9, 4)
+    assert nodes.silent(T + 4.1, 4) == [node], "not the coordinator's own host"
+    talker.heard = T + 2
+    assert not nodes.silent(T + 4.1, 4)
+    talker.state = ReplicaState.DEAD
+    assert nodes.silent(T + 4.1, 4) == [node]
+    node.present = False
+    assert not nodes.silent(T + 9, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 
@@ -54,7 +56,9 @@ def started(**options: object) -> StageUnderTest:
 
 def finish(stage: StageUnderTest) -> None:
     stage.engine.held.clear()
-    assert [type(item.body) for item in stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 2))] == [StageDone]
+    *end, done = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 2))
+    assert type(done.body) is StageDone
+    assert all(item.body.final for item in end)  # where the engine itself gave no end
 
 
 def resend(stage: StageUnderTest, receiver: Hop = AGAIN, attempt: int = 1, own: int = 0) -> list[Outgoing]:
@@ -83,7 +87,8 @@ def test_what_was_sent_is_sent_again_and_what_follows_goes_on_from_there() -> No
     assert sent[0].body.rows == PromptEmbedsPayload(TensorRef(DType.F32, (1, 1), 0))
     assert {item.header.deadline for item in sent} == {stage.clock.now + 600}
     assert not stage.actor.runnable()
-    (result,) = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 3))
+    end, result = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 3))
+    assert chunks([end]) == [(AGAIN, 1, 3, b"", True)]
     assert (type(result.body), result.header.attempt) == (StageDone, 0), "this stage's own attempt is what it was"
 
 
@@ -105,7 +110,7 @@ def test_what_is_sent_again_is_no_output_and_says_when_it_was_sent_again() -> No
     moments = []
     for index in range(2):
         time.now += 1.0
-        moments += [item.body.sent for item in stage.do(row(index))]
+        moments += [item.body.sent for item in stage.do(dataclasses.replace(row(index), final=index == 1))]
     assert moments == [meter.clock() - 1.0, meter.clock()]
     time.now += 5.0
     resend(stage, Hop("code2wav", 0, 6))
@@ -220,7 +225,7 @@ def test_a_receiver_that_takes_nothing_is_reported_and_what_is_made_meanwhile_ke
     resend(stage)
     assert [item[2] for item in chunks(stage.actor.step())] == [0, 1]
     assert stage.actor.undelivered("r1", TALKER, StageLost("gone")) == [], "its life before"
-    (done,) = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 2))
+    *_, done = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 2))
     assert done.header.seq == 1
     (told,) = stage.actor.undelivered("r1", AGAIN, StageLost("gone"))
     assert (told.body, told.header.seq) == (Unreachable(receiver=AGAIN, attempt=1), 2), "also when it is finished here"

@@ -1,12 +1,16 @@
-"""Which model class serves which stage of which checkpoint. Entries are loaded only when used."""
+"""Which model class serves which stage of which checkpoint. Entries are loaded only when used.
+
+Models of other packages come through `plugins` of the YAML (`load_plugins`); docs/extending.md walks through one.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from omni_actors.config import check_allowed
 from omni_actors.errors import ConfigError
 from omni_actors.messages import StageParams
 
@@ -55,6 +59,40 @@ _MODULES: dict[tuple[str, str], str] = {
 }
 
 
+def load_plugins(names: Iterable[str]) -> None:
+    """Add the models of plugin modules to the registry.
+
+    A plugin has `MODELS`: (architecture of the checkpoint, stage) -> module whose `SPEC` is a `ModelSpec`. Loading one
+    again changes nothing.
+
+    Raises:
+        ConfigError: a name outside the allowed prefixes, no such module, `MODELS` of another form, or a model that is
+            served already.
+    """
+    for name in names:
+        check_allowed(name, "plugins")
+        try:
+            models = importlib.import_module(name).MODELS
+        except Exception as error:  # code of somebody else: anything may go wrong in it
+            raise ConfigError(f"plugins: cannot load {name!r}: {type(error).__name__}: {error}.") from error
+        for key, module in _checked_models(name, models):
+            check_allowed(module, f"plugins: {name}.MODELS")
+            if _MODULES.setdefault(key, module) != module:
+                raise ConfigError(f"plugins: {name}.MODELS: {key[1]!r} of {key[0]!r} is served by {_MODULES[key]}.")
+
+
+def _checked_models(plugin: str, models: object) -> Iterable[tuple[tuple[str, str], str]]:
+    if not isinstance(models, Mapping):
+        raise ConfigError(f"plugins: {plugin}.MODELS must be a mapping, it is {type(models).__name__}.")
+    for key, module in models.items():
+        pair = isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key)
+        if not pair or not isinstance(module, str):
+            raise ConfigError(
+                f"plugins: {plugin}.MODELS maps (architecture, stage) to the name of a module; got {key!r}: {module!r}."
+            )
+    return models.items()
+
+
 def find_model_spec(architecture: str, model_stage: str) -> ModelSpec:
     """The `SPEC` of the module that serves `model_stage` of `architecture`.
 
@@ -65,8 +103,14 @@ def find_model_spec(architecture: str, model_stage: str) -> ModelSpec:
     if module is None:
         stages = sorted(stage for name, stage in _MODULES if name == architecture)
         known = f"its stages are {stages}" if stages else f"known are {sorted({name for name, _ in _MODULES})}"
-        raise ConfigError(f"No model serves the stage {model_stage!r} of {architecture!r}; {known}.")
-    spec = importlib.import_module(module).SPEC
+        raise ConfigError(
+            f"No model serves the stage {model_stage!r} of {architecture!r}; {known}.",
+            hint="Models of your own come through `plugins` of the pipeline (docs/extending.md).",
+        )
+    try:
+        spec = importlib.import_module(module).SPEC
+    except AttributeError as error:
+        raise ConfigError(f"{module} has no SPEC.") from error
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"{module}.SPEC is no ModelSpec.")
     return spec

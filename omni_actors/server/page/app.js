@@ -7,6 +7,7 @@ const state = {
   history: [],        // messages of the conversation, in OpenAI's form
   attachments: [],    // {name, part} to go with the next message
   request: null,      // AbortController of the request that runs
+  requestId: null,    // its name in the pipeline
   recorder: null,     // MediaRecorder while recording
   lastTick: 0,
 };
@@ -186,6 +187,8 @@ async function send() {
       note(item, "failed");
       showError(error instanceof TypeError ? "The server cannot be reached." : error.message);
     }
+    const timeline = await timelineOf(state.requestId);  // how far it came
+    if (timeline) showTimeline(timeline, null, {}, 0);
   } finally {
     item.classList.remove("working");
     state.request = null;
@@ -197,9 +200,11 @@ async function send() {
 async function converse(body, message, item, player, signal) {
   const began = performance.now();
   const times = {};
+  state.requestId = null;
   const response = await fetch("/v1/chat/completions", {
     method: "POST", headers: { "Content-Type": "application/json", ...headers() }, body: JSON.stringify(body), signal,
   });
+  state.requestId = response.headers.get("x-request-id");
   if (!response.ok) throw new Error(await failure(response));
   const say = item.querySelector(".say");
   let usage = null, complete = false;
@@ -231,7 +236,7 @@ async function converse(body, message, item, player, signal) {
     button.onclick = () => player.replay();
     item.append(button);
   }
-  showTimeline(usage, times, player?.seconds ?? 0);
+  showTimeline(await timelineOf(state.requestId), usage, times, player?.seconds ?? 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -280,36 +285,93 @@ function svg(name, attributes) {
   return element;
 }
 
-function showTimeline(usage, times, audioSeconds) {
-  const stages = Object.entries(usage?.stages ?? {});
-  const total = Math.max(0.001, ...stages.map(([, stage]) => stage.finished));
-  const percent = (seconds) => `${(100 * seconds / total).toFixed(2)}%`;
-  const lanes = stages.map(([name, stage]) => {
-    const lane = document.createElement("div");
-    lane.className = "lane";
-    lane.title = `${name}: first output after ${stage.first_output.toFixed(3)} s, finished after ${stage.finished.toFixed(3)} s, ` +
-      `${stage.input_tokens} tokens in, ${stage.output_tokens} out`;
-    const label = document.createElement("span");
-    label.textContent = name;
+/** The timeline that the pipeline keeps of a request; null where it keeps none. */
+async function timelineOf(id) {
+  if (!id) return null;
+  try {
+    const response = await fetch(`/v1/requests/${encodeURIComponent(id)}/timeline`, { headers: headers() });
+    return response.ok ? await response.json() : null;
+  } catch {
+    return null;
+  }
+}
+
+/** Rows to draw: {name, parts: [{name, kind, at, seconds}], about}, in seconds since the request began. */
+function lanesOf(timeline) {
+  const kinds = { waiting: "wait", gathering: "wait", queued: "queue" };
+  return timeline.stages.map((stage) => ({
+    name: timeline.stages.some((other) => other !== stage && other.stage === stage.stage)
+      ? `${stage.stage} ${stage.attempt + 1}` : stage.stage,
+    about: `${stage.stage}/${stage.replica} ${stage.outcome}: ${stage.input_tokens} in, ${stage.output_tokens} out`,
+    parts: stage.phases.map((phase) => ({ ...phase, kind: kinds[phase.name] ?? "work" })),
+  }));
+}
+
+/** The same from the usage alone, where there is no timeline. */
+function lanesOfUsage(usage) {
+  return Object.entries(usage?.stages ?? {}).map(([name, stage]) => {
     // A stage that gives all of its output at its end still has a mark that can be seen.
-    const first = Math.min(stage.first_output, stage.finished - 0.01 * total);
-    const bar = svg("svg", { role: "img", "aria-label": lane.title });
-    bar.append(
-      svg("rect", { class: "wait", x: 0, y: 5, height: 4, width: percent(first), rx: 2 }),
-      svg("rect", { class: "work", x: percent(first), y: 1, height: 12, rx: 2,
-                    width: percent(stage.finished - first) }),
-    );
-    lane.append(label, bar);
-    return lane;
+    const first = Math.min(stage.first_output, 0.99 * stage.finished);
+    return {
+      name,
+      about: `${name}: ${stage.input_tokens} in, ${stage.output_tokens} out`,
+      parts: [{ name: "until the first output", kind: "wait", at: 0, seconds: first },
+              { name: "output", kind: "work", at: first, seconds: stage.finished - first }],
+    };
   });
+}
+
+/** What this page itself has seen, in milliseconds. */
+function laneOfPage(times) {
+  const marks = [["first text", times.text], ["first sound", times.audio], ["end", times.total]];
+  return {
+    name: "this page", about: "this page",
+    parts: marks.filter(([, at]) => at !== undefined).map(([name, at]) => ({ name, kind: "mark", at: at / 1000, seconds: 0 })),
+  };
+}
+
+const duration = (seconds) => seconds < 1 ? `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms` : `${seconds.toFixed(2)} s`;
+
+function laneElement(lane, total) {
+  const percent = (seconds) => `${(100 * Math.min(1, Math.max(0, seconds / total))).toFixed(2)}%`;
+  const words = lane.parts.map((part) => part.kind === "mark"
+    ? `${part.name} after ${duration(part.at)}` : `${part.name} ${duration(part.seconds)}`);
+  const element = document.createElement("div"), label = document.createElement("span");
+  element.className = "lane";
+  element.tabIndex = 0;
+  element.setAttribute("role", "img");
+  element.setAttribute("aria-label", `${lane.about}; ${words.join(", ")}`);
+  const tell = () => { $("details").textContent = element.getAttribute("aria-label"); };
+  element.onfocus = tell;
+  element.onmouseenter = tell;
+  label.textContent = lane.name;
+  const bar = svg("svg", { "aria-hidden": true });
+  for (const part of lane.parts) {
+    const x = percent(part.at);
+    bar.append(part.kind === "mark"
+      ? svg("line", { class: "mark", x1: x, x2: x, y1: 0, y2: 14 })
+      : svg("rect", { class: part.kind, x, rx: 1.5, width: percent(Math.max(part.seconds, 0.006 * total)),
+                      y: part.kind === "work" ? 1 : 5, height: part.kind === "work" ? 12 : 4 }));
+  }
+  element.append(label, bar);
+  return element;
+}
+
+function showTimeline(timeline, usage, times, audioSeconds) {
+  const lanes = timeline ? lanesOf(timeline) : lanesOfUsage(usage);
+  if (!lanes.length && times.total === undefined) return;
+  if (times.total !== undefined) lanes.push(laneOfPage(times));
+  const total = Math.max(0.001, ...lanes.flatMap((lane) => lane.parts.map((part) => part.at + part.seconds)));
   const axis = document.createElement("div");
   axis.className = "axis";
   for (const part of [0, 0.5, 1]) {
     const tick = document.createElement("span");
-    tick.textContent = `${(part * total).toFixed(total < 1 ? 3 : 2)} s`;
+    tick.textContent = duration(part * total);
     axis.append(tick);
   }
-  $("timeline").replaceChildren(...lanes, axis);
+  $("timeline").dataset.source = timeline ? "pipeline" : "usage";
+  $("timeline").replaceChildren(...lanes.map((lane) => laneElement(lane, total)), axis);
+  $("details").textContent = timeline && timeline.outcome !== "done" ? `Ended with ${timeline.outcome}.` : "";
   const figures = [
     ["First text", times.text], ["First sound", times.audio], ["Whole answer", times.total],
   ].filter(([, value]) => value !== undefined).map(([name, value]) => [name, `${value.toFixed(0)} ms`]);

@@ -1,0 +1,97 @@
+"""Llama, as vLLM has it, in the place of the thinker: text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
+from omni_actors.engine.core import make_request
+from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.sampling import make_sampling_params
+from omni_actors.errors import InvalidPayload, InvalidRequest
+from omni_actors.messages import HostTensor, StageParams
+from omni_actors.stage.interface import EngineEvent, StageInputs, StageRequest, TextEvent
+
+ARCHITECTURE = "CustomModelLlama"
+
+# --8<-- [start:outputs]
+
+
+class LlamaOutputs(RequestOutputs):
+    """New tokens -> new text. A stage that feeds another one would give `StreamEvent`s here, too."""
+
+    def __init__(self, request_id: str, detokenizer: IncrementalDetokenizer) -> None:
+        self._request_id = request_id
+        self._detokenizer = detokenizer
+
+    def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
+        if not output.new_token_ids:
+            return []
+        self._detokenizer.update(list(output.new_token_ids), False)
+        text = self._detokenizer.get_next_output_text(output.finish_reason is not None, True)
+        return [TextEvent(self._request_id, text, list(output.new_token_ids))]
+
+
+# --8<-- [end:outputs]
+# --8<-- [start:adapter]
+
+
+class LlamaAdapter(AutoregressiveAdapter):
+    """Checks what comes in and makes vLLM's request of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
+
+    def warm_up_inputs(self, length: int) -> StageInputs:
+        return StageInputs(token_ids=[0] * length)
+
+    def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
+        token_ids = list(inputs.token_ids)
+        if not token_ids:
+            raise InvalidRequest("The prompt is empty.")
+        self.check_length(len(token_ids))
+        if max(token_ids) >= self.vocabulary or min(token_ids) < 0:
+            raise InvalidPayload(f"Token ids must lie in 0..{self.vocabulary - 1}.")
+        sampling = make_sampling_params(
+            request.params.merged_over(self.defaults),
+            seed=request.effective_seed,
+            end_token_ids=[self._tokenizer.eos_token_id],
+            vocabulary=self.vocabulary,
+        )
+        core_request = make_request(request.request_id, token_ids, sampling, priority=request.priority)
+        detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, core_request)
+        return Admission(core_request, LlamaOutputs(request.request_id, detokenizer))
+
+    def read_rows(self, rows: HostTensor) -> torch.Tensor:
+        raise InvalidPayload("Llama takes no streamed rows.")
+
+
+# --8<-- [end:adapter]
+# --8<-- [start:spec]
+
+
+def under_our_name(config: PretrainedConfig) -> PretrainedConfig:
+    """An architecture of our own is registered as a class object, which spares vLLM a look at it in a subprocess."""
+    if hasattr(config, "num_hidden_layers"):  # vLLM first tries the function on an empty configuration
+        config.architectures = [ARCHITECTURE]
+    return config
+
+
+SPEC = ModelSpec(
+    kind="autoregressive",
+    hf_overrides=under_our_name,
+    vllm_models={ARCHITECTURE: LlamaForCausalLM},
+    params=StageParams(max_tokens=256, temperature=0.0),
+    adapter="custom_model.llama.LlamaAdapter",
+)
+
+# --8<-- [end:spec]

@@ -1,0 +1,1 @@
+"""A stage with an engine of one's own; docs/extending.md walks through it."""

@@ -1,0 +1,103 @@
+"""What lies in examples/ runs as it stands there; those with models of their own are in tests/process and tests/e2e."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+
+from tests.http.servers import HttpPipeline, picture, sound
+from tests.pipelines import REPOSITORY
+
+EXAMPLES = REPOSITORY / "examples"
+ELSEWHERE = {"openai_chat.py", "openai_audio.py"}  # tests/http/test_tiny.py
+
+
+def run(folder: Path, *command: object, **environment: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], cwd=folder, capture_output=True, text=True, timeout=60,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_sync_client(echo: HttpPipeline, tmp_path: Path) -> None:
+    (tmp_path / "question.wav").write_bytes(sound())
+    (tmp_path / "sea.png").write_bytes(picture())
+    text = run(
+        tmp_path, sys.executable, EXAMPLES / "client_sync.py", echo.endpoint, "--prompt", "the tide is full",
+        "--voice", "Ethan", "--audio", "question.wav", "--image", "sea.png",
+    )  # fmt: skip
+    assert "voices: Chelsie, Ethan\nthe tide is full\n0.32 s of audio in answer.wav\n" in text
+    assert "code2wav: 16 out" in text
+    assert len(soundfile.read(tmp_path / "answer.wav")[0]) == 16 * 480
+
+
+def test_sync_client_tells_what_is_wrong(echo: HttpPipeline, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "client_sync.py"), echo.endpoint, "--voice", "Nobody"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("unknown_voice: There is no voice 'Nobody'; the voices are Chelsie, Ethan.")
+
+
+def test_async_client_and_abort(slow: HttpPipeline, tmp_path: Path) -> None:
+    text = run(
+        tmp_path, sys.executable, EXAMPLES / "client_async.py", slow.endpoint, "sea", "w" * 900, "--abort-after", "3"
+    )
+    assert "[0] 'sea', 0.06 s of audio, the first after" in text
+    assert "[1] aborted after 'www" in text
+
+
+def test_batch_goes_on_where_it_was(echo: HttpPipeline, tmp_path: Path) -> None:
+    prompts = [{"id": f"p{number}", "prompt": f"number {number}", "voice": "Ethan"} for number in range(20)]
+    prompts.append({"id": "wrong", "prompt": "x", "voice": "Nobody"})
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    command = [sys.executable, EXAMPLES / "batch.py", echo.endpoint, "prompts.jsonl", "answers.jsonl",
+               "--audio-folder", "sounds"]  # fmt: skip
+    assert "21 answered, 0 were there" in run(tmp_path, *command)
+    answers = {line["id"]: line for line in map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())}
+    assert len(answers) == 21
+    for number in range(20):
+        line = answers[f"p{number}"]
+        assert line["text"] == f"number {number}"
+        samples, rate = soundfile.read(tmp_path / line["audio"])
+        assert (len(samples), rate, line["seconds"]) == (480 * len(line["text"]), 24_000, 0.02 * len(line["text"]))
+    assert answers["wrong"]["error"] == "unknown_voice"
+    assert "1 answered, 20 were there" in run(tmp_path, *command), "only what failed is asked again"
+
+
+def test_batch_starts_a_pipeline_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "sea"}\n')
+    run(tmp_path, sys.executable, EXAMPLES / "batch.py", REPOSITORY / "stage_configs" / "echo.yaml", "prompts.jsonl",
+        "answers.jsonl")  # fmt: skip
+    assert json.loads((tmp_path / "answers.jsonl").read_text()) == {"id": "a", "text": "sea"}
+
+
+def test_the_documentation_of_the_client(echo: HttpPipeline, tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
+    assert "ipc:///tmp/omni-x/client" in block
+    text = run(tmp_path, sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", echo.endpoint))
+    assert text.split("?")[0] == "Why is the sea salt"
+    assert text.endswith(f"{len('Why is the sea salt?')}\n"), "tokens of the usage"
+
+
+def test_curl(echo: HttpPipeline, tmp_path: Path) -> None:
+    text = run(tmp_path, EXAMPLES / "curl.sh", echo.url)
+    assert text.startswith('{"status":"ok"}\n-- a whole answer\n')
+    assert text.count("chat.completion\"") == 2
+    assert "data: [DONE]" in text
+    assert len(soundfile.read(tmp_path / "speech.wav")[0]) == 24 * 480
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.*")), ids=lambda path: path.name)
+def test_every_example_has_a_test(path: Path) -> None:
+    assert path.name in ELSEWHERE or f'"{path.name}"' in Path(__file__).read_text()

@@ -1,0 +1,185 @@
+"""Limits, TLS and CORS as flags and in the YAML."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
+
+from omni_actors.config import HttpConfig
+from omni_actors.errors import ConfigError
+from omni_actors.server import settings as server_settings
+from omni_actors.server.app import create_app
+from omni_actors.server.settings import ServerSettings
+from tests.http.servers import HttpPipeline, free_port, serving
+from tests.pipelines import REPOSITORY
+from tests.unit.builders import chain, load
+
+HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
+CHANGED = HttpConfig(
+    body_bytes=2000, bodies_bytes=3000, media_parts=1, media_bytes=4000, audio_seconds=1.5, image_pixels=5000,
+    video_seconds=2.5, files_bytes=6000, file_seconds=7.5, request_timeout=8.5, read_timeout=9.5, write_timeout=10.5,
+    cors_origins=["https://a.example", "https://b.example:8443"], certificate="chain.pem", key="key.pem",
+)  # fmt: skip
+
+
+def flags(*arguments: str) -> dict:
+    parser = argparse.ArgumentParser()
+    server_settings.add_flags(parser)
+    return server_settings.given_flags(parser.parse_args(arguments))
+
+
+def test_every_key_is_a_flag_and_survives_the_way_to_the_server() -> None:
+    default = HttpConfig()
+    for name in HttpConfig.__struct_fields__:
+        assert getattr(CHANGED, name) != getattr(default, name), f"{name}: this test has to change it"
+    assert HttpConfig(**server_settings.checked(flags(*server_settings.as_flags(CHANGED)))) == CHANGED
+    assert flags() == {}
+    with pytest.raises(ConfigError, match=r"media_parts"):
+        server_settings.checked(flags("--http-media-parts=-1"))
+
+
+@pytest.mark.parametrize("origin", ["example.com", "https://a.example/path", "javascript:alert(1)", ""])
+def test_origins_that_are_none(tmp_path: Path, origin: str) -> None:
+    with pytest.raises(ConfigError, match=r"cors_origins"):
+        load(tmp_path, {**chain(), "http": {"cors_origins": [origin]}})
+
+
+def test_flags_win_over_the_yaml(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_bytes(msgspec.yaml.encode({**chain(), "http": {"body_bytes": 5000, "media_parts": 3}}))
+    command = [sys.executable, "-m", "omni_actors.launch", str(tmp_path / "p.yaml"), "--check",
+               "--http-body-bytes=6000", "--http-cors-origin=https://a.example"]  # fmt: skip
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=True)
+    shown = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith("  http.")}
+    assert shown["http.body_bytes"] == ["6000", "[command", "line]"]
+    assert shown["http.media_parts"] == ["3", "[yaml", "p.yaml]"]
+    assert shown["http.cors_origins"][0] == '["https://a.example"]'
+
+
+def test_the_servers_process_gets_what_the_yaml_says() -> None:
+    with HttpPipeline(overrides={"http.media_parts": 1}, arguments=["--http-body-bytes=3000"]) as pipeline:
+        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        body = {"model": "echo", "messages": [{"role": "user", "content": [part, part]}]}
+        answer = httpx.post(f"{pipeline.url}/v1/chat/completions", json=body)
+        assert (answer.status_code, "more than the 1 allowed" in answer.text) == (400, True)
+        answer = httpx.post(f"{pipeline.url}/v1/chat/completions", json={**HELLO, "user": "x" * 3000})
+        assert (answer.status_code, "limit of 3000 bytes" in answer.text) == (413, True)
+
+
+# -- pages of other origins -------------------------------------------------------------------------------------------
+
+OURS, THEIRS = "https://a.example", "https://evil.example"
+
+
+def test_pages_of_allowed_origins_may_read_answers_and_refusals(echo: HttpPipeline) -> None:
+    settings = ServerSettings(endpoint=echo.endpoint, api_key="sesame", check_host=False, cors_origins=[OURS])
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    with serving(create_app(settings)) as url:
+        for origin, allowed in ((OURS, OURS), (THEIRS, None)):
+            before = httpx.options(f"{url}/v1/chat/completions", headers={"origin": origin, **ask})
+            assert before.headers.get("access-control-allow-origin") == allowed
+            assert (before.status_code == 200) == (allowed is not None)
+            for key, status in (("sesame", 200), ("wrong", 401)):
+                answer = httpx.post(
+                    f"{url}/v1/chat/completions", json=HELLO,
+                    headers={"origin": origin, "authorization": f"Bearer {key}"},
+                )  # fmt: skip
+                assert answer.status_code == status
+                assert answer.headers.get("access-control-allow-origin") == allowed
+        assert "x-request-id" in answer.headers
+
+
+def test_no_origin_is_allowed_by_default(echo: HttpPipeline) -> None:
+    answer = httpx.get(f"{echo.url}/v1/models", headers={"origin": OURS})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+# -- TLS --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ca.pem, chain.pem and key.pem for localhost, and the key of another certificate."""
+    folder = tmp_path_factory.mktemp("pem")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    certificate = authority.issue_cert("localhost", "127.0.0.1")
+    for blob in certificate.cert_chain_pems:
+        blob.write_to_path(folder / "chain.pem", append=True)
+    certificate.private_key_pem.write_to_path(folder / "key.pem")
+    authority.issue_cert("localhost").private_key_pem.write_to_path(folder / "other.pem")
+    key = serialization.load_pem_private_key(certificate.private_key_pem.bytes(), None)
+    (folder / "locked.pem").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
+        )
+    )
+    return folder
+
+
+def test_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "omni_actors.server", "--endpoint", echo.endpoint, "--http", f"127.0.0.1:{port}",
+               "--http-certificate", str(pem / "chain.pem"), "--http-key", str(pem / "key.pem")]  # fmt: skip
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+    try:
+        url = f"https://localhost:{port}"
+        trusting = ssl.create_default_context(cafile=str(pem / "ca.pem"))
+        with httpx.Client(verify=trusting, timeout=20) as client:
+            deadline = time.monotonic() + 20
+            while True:
+                try:
+                    assert client.get(f"{url}/health").status_code == 200
+                    break
+                except httpx.ConnectError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            answer = client.post(f"{url}/v1/chat/completions", json=HELLO)
+            assert answer.json()["choices"][0]["message"]["content"] == "hi"
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{url}/health")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://localhost:{port}/health", timeout=5)
+        assert f"listening on https://127.0.0.1:{port}" in (tmp_path / "log").read_text()
+        process.terminate()
+        assert process.wait(10) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "word"),
+    [
+        ("chain.pem", None, "go together"),
+        (None, "key.pem", "go together"),
+        ("chain.pem", "other.pem", "cannot be used"),
+        ("nothing.pem", "key.pem", "No such file"),
+        ("key.pem", "key.pem", "cannot be used"),
+        ("chain.pem", "locked.pem", "the key has a password"),
+    ],
+)
+def test_certificates_that_cannot_be_used(pem: Path, certificate: str | None, key: str | None, word: str) -> None:
+    given = {
+        name: str(pem / file) for name, file in (("certificate", certificate), ("key", key)) if file is not None
+    }
+    with pytest.raises(ConfigError, match=word):
+        server_settings.check_certificate(HttpConfig(**given))
+
+
+def test_a_wrong_certificate_ends_the_launch_at_once(pem: Path) -> None:
+    command = [sys.executable, "-m", "omni_actors.launch", "stage_configs/echo.yaml", "--http", "127.0.0.1:0",
+               "--http-certificate", str(pem / "chain.pem"), "--http-key", str(pem / "other.pem")]  # fmt: skip
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, "cannot be used" in done.stderr) == (2, True), done.stderr

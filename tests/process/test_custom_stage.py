@@ -1,0 +1,92 @@
+"""The worked example of docs/extending.md: a stage with an engine of one's own in a pipeline of real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+
+from omni_actors import config
+from omni_actors.client import OmniClient
+from omni_actors.errors import Aborted
+from tests.pipelines import REPOSITORY, RunningPipeline
+
+EXAMPLE = REPOSITORY / "examples" / "custom_stage"
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(EXAMPLE.parent), os.environ.get("PYTHONPATH")])),
+    "OMNI_ACTORS_ALLOW_IMPORTS": "custom_stage",
+}
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[RunningPipeline]:
+    with RunningPipeline(EXAMPLE / "echo.yaml", environment=ENVIRONMENT) as pipeline:
+        yield pipeline
+
+
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "omni_actors.launch", str(EXAMPLE / "echo.yaml"), *arguments],
+        cwd=REPOSITORY, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_its_sound_is_what_the_client_hears(pipeline: RunningPipeline) -> None:
+    """The vocoder of the echo gives each token the loudness token / 256."""
+    prompt = "aaaaz!" * 20
+    with OmniClient(pipeline.endpoint) as client:
+        output = client.generate(prompt, voice="Ethan", timeout=30)
+        assert client.describe().voices == ("Chelsie", "Ethan"), "those of the vocoder"
+    assert output.text == prompt
+    assert output.sample_rate == 24_000
+    loudness = output.audio.reshape(len(prompt), 480)
+    assert loudness.max() == pytest.approx(0.8), "as the YAML asks for"
+    assert loudness[0] == pytest.approx(numpy.full(480, 0.8)), "from the first sample on"
+    quiet = numpy.array([ord(token) / 256 for token in prompt])
+    assert (loudness.min(axis=1) > quiet).all(), "never quieter than it was"
+    assert output.usage["leveller"].output_tokens == len(prompt), "piece by piece"
+    pipeline.assert_idle()
+
+
+def test_requests_share_it_and_each_has_a_state_of_its_own(pipeline: RunningPipeline) -> None:
+    with OmniClient(pipeline.endpoint) as client:
+        streams = [client.submit(letter * 50, timeout=30) for letter in "!az"]
+        for stream in streams:
+            assert stream.result().audio == pytest.approx(numpy.full(50 * 480, 0.8))
+    pipeline.assert_idle()
+
+
+def test_abort_reaches_it(pipeline: RunningPipeline) -> None:
+    with OmniClient(pipeline.endpoint) as client:
+        stream = client.submit("w" * 4000, timeout=30)
+        next(iter(stream))
+        stream.abort()
+        with pytest.raises(Aborted):
+            stream.result()
+    pipeline.assert_idle()
+
+
+def test_a_wrong_option_ends_the_start_with_its_name() -> None:
+    done = launch("--set", "stages.leveller.engine.peek=1", "--prompt", "x", **ENVIRONMENT)
+    assert done.returncode == 1
+    assert "stages.leveller.engine.peek is no option of the leveller. Did you mean 'peak'?" in done.stderr
+    assert "did not stop" not in done.stderr, "the other stages, which had just been forked"
+
+
+def test_nothing_is_imported_unless_it_is_allowed() -> None:
+    done = launch("--check", PYTHONPATH=ENVIRONMENT["PYTHONPATH"], OMNI_ACTORS_ALLOW_IMPORTS="")
+    assert done.returncode == 2
+    assert "stages.leveller.engine_class: 'custom_stage.leveller.Leveller' is outside the allowed" in done.stderr
+    assert "OMNI_ACTORS_ALLOW_IMPORTS" in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "examples").glob("*/*.yaml")), ids=lambda path: path.stem)
+def test_configurations_of_the_examples_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", path.parent.name)
+    stages = config.load(path, {"model": "echo"}, devices=0).pipeline.stages
+    assert any(stage.kind is config.StageKind.CUSTOM for stage in stages)

@@ -1,0 +1,232 @@
+"""A pipeline over two nodes: placement, start, loss and return of a node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from omni_actors.client import AsyncOmniClient
+from omni_actors.errors import OmniError
+from omni_actors.messages import Operation, StageStatus
+from tests.chaos.load import ask_and_check, replicas, text_of
+from tests.process.hosts import Hosts, spread_chain
+from tests.process.launcher import EchoLauncher, assert_nothing_left, until
+
+Launch = Callable[..., EchoLauncher]
+
+
+async def pids(client: AsyncOmniClient) -> dict[str, int]:
+    return {name: status.pid for name, status in (await replicas(client)).items()}
+
+
+async def wait_states(client: AsyncOmniClient, seconds: float, **states: str) -> None:
+    """Until the replicas have these states; names with `_` for the slash."""
+    wanted = {name.replace("_", "/"): state for name, state in states.items()}
+    known: dict[str, StageStatus] = {}
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OmniError):
+            known = await replicas(client)
+            if all(known[name].state == state for name, state in wanted.items()):
+                return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"after {seconds} s they are {({name: status.state for name, status in known.items()})}")
+
+
+async def shown(url: str, pattern: str) -> float:
+    """A value of the metrics; 0 for one that is not there."""
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+    found = re.search(rf"^{pattern}$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+async def until_shown(url: str, pattern: str) -> float:
+    """The same, once the stages have told it."""
+    for _ in range(100):
+        if value := await shown(url, pattern):
+            return value
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{pattern} is not shown")
+
+
+async def ask_many(client: AsyncOmniClient, count: int) -> float:
+    """Requests per second."""
+    began = time.monotonic()
+    await asyncio.gather(*(ask_and_check(client, text_of(number)) for number in range(count)))
+    return count / (time.monotonic() - began)
+
+
+async def test_replicas_on_two_nodes_share_the_work(
+    launch: Launch, short_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second talker and vocoder raise the throughput where these are the bottleneck; each node runs its own."""
+    data = spread_chain()
+    for stage in data["stages"][2:]:
+        stage["engine"] = {"step_seconds": 0.004, "max_num_seqs": 1}
+    data["stages"][1]["engine"] = {"row_width": 20_000}  # rows of 40 KB: through memory on one host, as frames between
+    hosts = Hosts(launch, short_path, data)
+    first, other = hosts.start_both("--metrics", "127.0.0.1:0")  # the same command on both
+    assert "metrics on" not in other.output, "node 0 has those of all"
+    url = re.search(r"metrics on (\S+)", first.output)[1]
+    async with AsyncOmniClient(first.endpoint) as client:
+        before = await pids(client)
+        here, there = hosts.processes(0), hosts.processes(1)
+        assert {here.get(pid) or there[pid] for pid in before.values()} == {f"omni:{name}" for name in before}
+        assert {name for name, pid in before.items() if pid in there} == {"talker/1", "code2wav/1"}
+        busy: Counter[str] = Counter()
+
+        async def look() -> None:
+            while True:
+                busy.update({name: status.in_flight for name, status in (await replicas(client)).items()})
+                await asyncio.sleep(0.02)
+
+        looking = asyncio.create_task(look())
+        both = await ask_many(client, 20)
+        looking.cancel()
+        assert all(busy[name] for name in before), busy
+        shared = await until_shown(url, r'omni_edge_shared_bytes_total\{source="thinker/0",target="talker/0"\} (\S+)')
+        assert shared > 40_000
+        assert await until_shown(url, r'omni_edge_messages_total\{source="thinker/0",target="talker/1"\} (\S+)') > 1
+        assert await until_shown(url, r'omni_stage_output_tokens_total\{replica="1",stage="talker"\} (\S+)') > 1
+        assert await shown(url, r'omni_edge_shared_bytes_total\{source="thinker/0",target="talker/1"\} (\S+)') == 0
+        blocks = {name: status.counts.get("total_blocks", 0) for name, status in (await replicas(client)).items()}
+        assert blocks["thinker/0"] > 0
+        for stage in ("talker", "code2wav"):
+            await client.operate(Operation.DRAIN, stage, 1)
+        alone = await ask_many(client, 8)
+    with capsys.disabled():
+        print(f"\nrequests/s with a talker and a vocoder on each of two nodes: {both:.1f}, on one: {alone:.1f}")
+    assert both > 1.4 * alone
+    assert first.end() == 0
+    assert other.wait_end(5) == 0
+
+
+async def test_a_node_that_is_out_of_reach_comes_back_without_loading(
+    launch: Launch, short_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = spread_chain()
+    for stage in data["stages"][2:]:
+        stage["engine"] = {"step_seconds": 0.02}
+    hosts = Hosts(launch, short_path, data)
+    first, _ = hosts.start_both()
+    async with AsyncOmniClient(first.endpoint) as client:
+        before = await pids(client)
+        running = [asyncio.create_task(ask_and_check(client, text_of(number))) for number in range(8)]
+        while not (await replicas(client))["talker/1"].in_flight:  # noqa: ASYNC110 - the state is another process's
+            await asyncio.sleep(0.01)
+        cut = time.monotonic()
+        hosts.signal(1, signal.SIGSTOP)
+        await asyncio.gather(*running)
+        resumed = time.monotonic() - cut
+        await wait_states(client, 1, talker_1="dead", code2wav_1="dead")
+        await ask_and_check(client, "without it")
+        hosts.signal(1, signal.SIGCONT)
+        restored = time.monotonic()
+        await wait_states(client, 10, talker_1="ready", code2wav_1="ready")
+        back = time.monotonic() - restored
+        await ask_many(client, 8)
+        assert await pids(client) == before
+        assert (await client.describe()).healthy
+    with capsys.disabled():
+        print(f"\na node out of reach: its requests were answered {resumed:.1f} s later; back {back:.1f} s after")
+    assert resumed < 6.0
+    assert "node 1 is away: silent for" in first.output
+    first.wait_idle()
+
+
+async def test_coordinator_killed_with_two_nodes(launch: Launch, short_path: Path) -> None:
+    hosts = Hosts(launch, short_path, spread_chain())
+    first, _ = hosts.start_both()
+    async with AsyncOmniClient(first.endpoint) as client:
+        before = await pids(client)
+        os.kill(next(pid for pid, title in hosts.processes(0).items() if title == "omni:coordinator"), signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        await wait_states(client, 10, **{name.replace("/", "_"): "ready" for name in before})
+        await ask_many(client, 8)
+        assert await pids(client) == before
+
+
+async def test_a_node_that_dies_may_join_again(launch: Launch, short_path: Path) -> None:
+    hosts = Hosts(launch, short_path, spread_chain())
+    first, other = hosts.start_both()
+    async with AsyncOmniClient(first.endpoint) as client:
+        before = await pids(client)
+        other.end(signal.SIGKILL)
+        assert_nothing_left(hosts.folder(1), 5.0)
+        await wait_states(client, 6, talker_1="dead", code2wav_1="dead")
+        await ask_many(client, 4)
+        again = hosts.start(1)
+        await wait_states(client, 10, talker_1="ready", code2wav_1="ready")
+        await ask_many(client, 4)
+        after = await pids(client)
+        assert {name for name in before if before[name] != after[name]} == {"talker/1", "code2wav/1"}
+        assert again.end() == 0  # it says good-bye: nobody has to wait for its silence
+        await wait_states(client, 1, talker_1="dead", code2wav_1="dead")
+        await ask_and_check(client, "alone again")
+
+
+def test_a_node_without_a_coordinator_keeps_its_models_for_a_while(launch: Launch, short_path: Path) -> None:
+    hosts = Hosts(launch, short_path, spread_chain(reconnect_timeout=1.5))
+    first, other = hosts.start_both()
+    stages = {pid for pid, title in hosts.processes(1).items() if title.startswith("omni:")}
+    first.end(signal.SIGKILL)
+    time.sleep(0.7)
+    assert stages <= set(hosts.processes(1))
+    assert other.wait_end(10) == 1
+    assert "No coordinator was heard of at tcp://127.0.0.2:" in other.output
+    assert_nothing_left(short_path, 3.0)
+
+
+def test_a_stage_that_fails_on_another_node_ends_the_launch_on_all(launch: Launch, short_path: Path) -> None:
+    data = spread_chain()
+    data["stages"][3].update({"replicas": 1, "node": 1, "engine": {"fail_start": "made of cheese"}})
+    hosts = Hosts(launch, short_path, data)
+    other, first = hosts.start(1), hosts.start(0)
+    assert first.wait_end(20) == 1
+    ended = time.monotonic()
+    assert other.wait_end(5) == 1
+    assert time.monotonic() - ended < 5
+    for launcher in (first, other):
+        assert "error (startup_error): code2wav/0 died (exit code 1)" in launcher.output
+        assert "made of cheese" in launcher.output.split("last lines of its log")[1]
+    assert_nothing_left(short_path, 3.0)
+
+
+def test_a_node_that_is_killed_while_all_start_ends_the_launch(launch: Launch, short_path: Path) -> None:
+    data = spread_chain()
+    data["stages"][0]["engine"] = {"start_seconds": 60.0}
+    hosts = Hosts(launch, short_path, data)
+    other, first = hosts.start(1), hosts.start(0)
+    until(lambda: "talker/1 ready" in first.output, 20, "the other node")
+    killed = time.monotonic()
+    other.end(signal.SIGKILL)
+    assert first.wait_end(10) == 1
+    assert time.monotonic() - killed < 6
+    assert "Node 1 was lost while the pipeline started" in first.output
+
+
+def test_a_node_that_does_not_come_is_named(launch: Launch, short_path: Path) -> None:
+    hosts = Hosts(launch, short_path, spread_chain())
+    first = hosts.start(0, "--startup-timeout", "2")
+    assert first.wait_end(15) == 1
+    assert re.search(r"missing: node 1, .*talker/1 \(waiting for node 1\)", first.output)
+    assert "is not ready in time while" in first.output
+
+
+def test_nodes_with_other_configurations_are_refused(launch: Launch, short_path: Path) -> None:
+    hosts = Hosts(launch, short_path, spread_chain())
+    other, first = hosts.start(1, "--set", "coordinator.max_in_flight=7"), hosts.start(0)
+    assert first.wait_end(15) == 1
+    assert other.wait_end(5) == 1
+    for launcher in (first, other):
+        assert "Node 1 is refused: protocol, package and configuration are" in launcher.output

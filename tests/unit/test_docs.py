@@ -1,0 +1,119 @@
+"""The documentation builds, is complete, and loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from omni_actors.config import HttpConfig
+from omni_actors.errors import ErrorCode
+from scripts import docs_hooks, reference_docs
+from tests.pipelines import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. A dead link, a page that is in no menu, or an import path that is gone fails the build."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Assets(HTMLParser):
+    """What a browser loads by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("script", "img", "iframe", "video", "audio", "source", "embed"):
+            self.addresses.append(given.get("src") or "")
+        if tag == "link" and given.get("rel") not in ("canonical", "next", "prev"):
+            self.addresses.append(given.get("href") or "")
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) >= len(list(DOCS.rglob("*.md")))
+    for page in pages:
+        assets = Assets()
+        assets.feed(page.read_text())
+        assert not [address for address in assets.addresses if re.match(r"(https?:)?//", address)], page.name
+
+
+def test_pages_have_what_their_sources_point_to(site: Path) -> None:
+    extending = (site / "extending.html").read_text()
+    for word in ("SoundPieces", "Leveller", "LlamaAdapter", "custom_model.prompt.Tokenize"):
+        assert word in extending, f"{word}: the examples are shown as they stand"
+    client = (site / "client.html").read_text()
+    for word in ("AsyncOmniClient", "modalities", "retry_after"):
+        assert word in client
+    assert "<td>draining</td>" in (site / "state-machines.html").read_text()
+
+
+@pytest.mark.parametrize("name", reference_docs.PARTS)
+def test_generated_parts_are_current(name: str) -> None:
+    path, text, wanted = reference_docs.current(name)
+    assert text == wanted, f"docs/{path.name} is not current: run python scripts/reference_docs.py"
+
+
+def test_every_error_code_has_a_cure() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    assert list(sections) == [code.value for code in ErrorCode], "one each, in the order of the table"
+    assert all(len(cure.split()) >= 10 for cure in sections.values())
+
+
+def test_every_route_and_flag_of_the_server_is_described() -> None:
+    from omni_actors.server import __main__ as server
+    from omni_actors.server.app import create_routes
+    from omni_actors.server.settings import ServerSettings
+
+    text = (DOCS / "http.md").read_text()
+    for route in create_routes(ServerSettings(endpoint="ipc:///tmp/nobody")).openapi()["paths"]:
+        name = re.sub(r"\{(\w+)\}", lambda found: "ID" if found[1].endswith("_id") else found[1].upper(), route)
+        assert name in text, name
+    help_text = server._parser().format_help()
+    keys = HttpConfig.__struct_fields__  # configuration.md has each
+    flags = set(re.findall(r"--[a-z][a-z-]+", help_text)) - {"--help", "--endpoint"}
+    flags -= {f"--http-{key.replace('_', '-')}" for key in keys if key not in ("certificate", "key")}
+    assert len(flags) >= 7
+    assert not [flag for flag in flags if f"`{flag}" not in text]
+
+
+def test_meanings_come_from_docstrings_and_limits_from_annotations() -> None:
+    rows = {
+        cells[1].strip("` "): [cell.strip() for cell in cells[2:5]]
+        for cells in (line.split("|") for line in reference_docs.configuration().splitlines())
+        if len(cells) == 6
+    }
+    assert rows["kind"][0] == "**needed**"
+    assert "`autoregressive`" in rows["kind"][1]
+    assert rows["edge_bytes"][0] == "`67108864` (64 MiB)"
+    assert rows["replicas"] == ["`1`", "whole number, from 1 to 1 024", "processes that run this stage."]
+    assert rows["from"][0] == "**needed**", "under the name that it has in the YAML"
+
+
+def test_every_page_is_in_the_menu() -> None:
+    def pages(entry: object) -> list[str]:
+        if isinstance(entry, dict):
+            return [page for content in entry.values() for page in pages(content)]
+        return [page for item in entry for page in pages(item)] if isinstance(entry, list) else [str(entry)]
+
+    config = {"docs_dir": str(DOCS), "nav": yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]}
+    listed = pages(docs_hooks.on_config(config)["nav"])
+    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))

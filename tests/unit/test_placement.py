@@ -1,0 +1,217 @@
+"""Which node runs what: the YAML, the command line, the environment and SLURM; what is wrong is said before a start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_actors import config, launch, slurm
+from omni_actors.core import placement
+from omni_actors.core.replicas import ReplicaTable
+from omni_actors.errors import ConfigError
+from omni_actors.messages import ArenaAddress
+from omni_actors.transport import addresses
+from omni_actors.transport.addresses import resolve, resolve_soon, towards
+from tests.unit.builders import chain, load, write
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_ADDR"):
+        monkeypatch.delenv(f"OMNI_ACTORS_{name}", raising=False)
+    for name in ("SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def spread(nnodes: int = 2, **stages: Any) -> dict[str, Any]:
+    data = {**chain(), "cluster": {"nnodes": nnodes}}
+    for stage in data["stages"]:
+        stage.update(stages.get(stage["name"], {}))
+    return data
+
+
+def test_replicas_take_the_nodes_one_after_the_other(tmp_path: Path) -> None:
+    data = spread(3, talker={"replicas": 3, "node": [1, 2]}, code2wav={"node": 2})
+    pipeline = load(tmp_path, data).pipeline
+    assert placement.replicas_of(pipeline, 0) == [("prompt", 0), ("thinker", 0)]
+    assert placement.replicas_of(pipeline, 1) == [("talker", 0), ("talker", 2)]
+    assert placement.replicas_of(pipeline, 2) == [("talker", 1), ("code2wav", 0)]
+    assert placement.ranks(pipeline) == [0, 1, 2]
+    assert placement.spans_hosts(pipeline)
+    assert not placement.spans_hosts(load(tmp_path, spread(3)).pipeline)
+
+
+def test_only_what_other_nodes_reach_listens_on_the_network(tmp_path: Path) -> None:
+    pipeline = load(tmp_path, spread(2, code2wav={"node": 1})).pipeline
+    afar = [name for name in ("prompt", "thinker", "talker", "code2wav")
+            if placement.is_reached_from_afar(pipeline, name, 0)]  # fmt: skip
+    assert afar == ["talker", "code2wav"]  # the talker takes the vocoder's credit
+
+
+def test_memory_is_shared_within_a_node_only() -> None:
+    table = ReplicaTable()
+    talker = table.add("talker", 0, 1, node=1)
+    talker.inbox, talker.arena = "tcp://10.0.0.2:5", ArenaAddress(1, 2, 3, bytes(16))
+    assert table.peers(("talker",), 1)[0].arena == talker.arena
+    assert table.peers(("talker",), 0)[0].arena is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ({"talker": {"node": 2}}, r"stages\.talker\.node: there is no node 2; cluster\.nnodes is 2"),
+        ({"talker": {"node": [0, 1]}}, r"names 2 nodes, but there are 1 replicas"),
+        ({"talker": {"node": [1, 1], "replicas": 2}}, "names a node twice"),
+        ({"talker": {"node": []}}, "node"),
+    ],
+)
+def test_wrong_placement(tmp_path: Path, stages: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path, spread(2, **stages))
+
+
+def test_a_rank_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.node_rank: there is no node 2"):
+        load(tmp_path, spread(2), {"cluster.node_rank": "2"})
+
+
+def test_memory_shares_are_counted_per_device_of_each_node(tmp_path: Path) -> None:
+    stage = {"kind": "autoregressive", "devices": [0], "engine": {"gpu_memory_utilization": 0.6}}
+    data = spread(2, thinker={**stage, "node": 0}, talker={**stage, "node": 1})
+    loaded = load(tmp_path, data, devices=1)
+    assert config.memory_plan(loaded.pipeline, 1) == {(0, 0): [("thinker", 0.6)], (1, 0): [("talker", 0.6)]}
+    text = config.describe(loaded, 1)
+    assert "memory of GPU 0 of node 1: talker 0.6 = 0.60" in text
+    assert "talker: 1 x autoregressive on GPU 0 of node 1" in text
+    both = spread(2, thinker={**stage, "node": 1}, talker={**stage, "node": 1})
+    with pytest.raises(ConfigError, match=r"GPU 0 of node 1 is promised 1\.20 of its memory"):
+        load(tmp_path, both, devices=1)
+    twice = spread(2, thinker={**stage, "node": [0, 1], "replicas": 2})
+    load(tmp_path, twice, devices=1)
+
+
+def test_devices_of_other_nodes_are_not_looked_for_here(tmp_path: Path) -> None:
+    data = spread(2, talker={"node": 1, "devices": [3]})
+    load(tmp_path, data, devices=0)
+    with pytest.raises(ConfigError, match="there is no device 3"):
+        load(tmp_path, data, {"cluster.node_rank": "1"}, devices=0)
+
+
+def test_nodes_agree_on_the_pipeline_and_not_on_what_is_their_own(tmp_path: Path) -> None:
+    def digest(**values: str) -> str:
+        return load(tmp_path, spread(2), {key.replace("__", "."): v for key, v in values.items()}).pipeline.digest()
+
+    first = digest()
+    assert digest(cluster__node_rank="1", cluster__node_addr="10.0.0.2", coordinator__run_dir="/x") == first
+    assert digest(cluster__nnodes="3") != first
+
+
+# -- precedence -------------------------------------------------------------------------------------------------------
+
+
+def shown(path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, tuple[str, str]]:
+    """What --check says of the cluster: key -> (value, source)."""
+    assert launch.main([str(path), "--check", *arguments]) == launch.EXIT_OK
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line.startswith("  cluster.")]
+    return {key.removeprefix("cluster."): (value.strip('"'), source.strip("[]")) for key, value, source in lines}
+
+
+def test_each_value_has_one_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, {**chain(), "cluster": {"nnodes": 2, "master_port": 1234, "master_addr": "from.yaml"}})
+    assert shown(path, capsys)["master_addr"] == ("from.yaml", "yaml pipeline.yaml")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"\n')
+    scontrol.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, value in (("SLURM_NNODES", "4"), ("SLURM_NODEID", "3"), ("SLURM_JOB_NODELIST", "n[3-4]")):
+        monkeypatch.setenv(name, value)
+    seen = shown(path, capsys)
+    assert seen["nnodes"] == ("4", "SLURM SLURM_NNODES")
+    assert seen["node_rank"] == ("3", "SLURM SLURM_NODEID")
+    assert seen["master_addr"] == ("n3", "SLURM SLURM_JOB_NODELIST")
+    assert seen["master_port"] == ("1234", "yaml pipeline.yaml")
+    monkeypatch.setenv("OMNI_ACTORS_NODE_RANK", "2")
+    monkeypatch.setenv("OMNI_ACTORS_MASTER_ADDR", "from.env")
+    seen = shown(path, capsys)
+    assert seen["node_rank"] == ("2", "env OMNI_ACTORS_NODE_RANK")
+    assert seen["master_addr"] == ("from.env", "env OMNI_ACTORS_MASTER_ADDR")
+    arguments = ["--nnodes", "5", "--node-rank", "1", "--master-addr", "h", "--master-port", "9", "--node-addr", "a"]
+    values = {key: value for key, (value, source) in shown(path, capsys, *arguments).items() if "command" in source}
+    assert values == {"nnodes": "5", "node_rank": "1", "master_addr": "h", "master_port": "9", "node_addr": "a"}
+
+
+def test_slurm_says_nothing_for_one_node_and_must_say_the_first_host() -> None:
+    assert slurm.config_overrides({"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n3"}) == {}
+    assert slurm.config_overrides({}) == {}
+    environ = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[3-4]"}
+    with pytest.raises(ConfigError, match="scontrol does not say"):
+        slurm.config_overrides(environ)
+    assert "cluster.master_addr" not in slurm.config_overrides(environ, known={"cluster.master_addr"})
+
+
+def test_addresses() -> None:
+    assert resolve("localhost") == "127.0.0.1"
+    assert resolve("127.0.0.3") == "127.0.0.3"
+    assert towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ConfigError, match="no IPv4 address"):
+        resolve("nowhere.invalid")
+
+
+async def test_a_name_may_appear_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[str] = []
+    words: list[str] = []
+
+    def resolving(host: str) -> str:
+        if not words:
+            raise ConfigError(f"nobody knows {host}")
+        return known[0]
+
+    monkeypatch.setattr(addresses, "resolve", resolving)
+    known.append("10.0.0.1")
+    assert await resolve_soon("pod-0", 5, words.append) == "10.0.0.1"
+    assert words[0].startswith("nobody knows pod-0")
+    words.clear()
+    with pytest.raises(ConfigError):
+        await resolve_soon("pod-0", -1, words.append)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "devices", "size", "nodes", "expected"),
+    [
+        (1, [0, 1], 1, 0, [[0]]),
+        (2, [0, 1], 1, 0, [[0], [1]]),
+        (3, [0, 1], 1, 0, [[0], [1], [0]]),
+        (2, [0], 1, 0, [[0], [0]]),
+        (1, [2, 3], 2, 0, [[2, 3]]),
+        (2, [0, 1, 2, 3], 2, 0, [[0, 1], [2, 3]]),
+        (4, [0, 1], 1, [0, 1], [[0], [0], [1], [1]]),  # each node has a GPU 0 and a GPU 1
+        (2, None, 1, 0, [[0], [0]]),
+    ],
+)
+def test_replicas_of_a_node_take_its_devices_one_after_the_other(
+    tmp_path: Path, replicas: int, devices: list[int] | None, size: int, nodes: Any, expected: list[list[int]]
+) -> None:
+    stage = {
+        "kind": "autoregressive", "devices": devices, "replicas": replicas, "node": nodes,
+        "engine": {"gpu_memory_utilization": 0.3, "tensor_parallel_size": size},
+    }  # fmt: skip
+    pipeline = load(tmp_path, spread(2, talker=stage), devices=4).pipeline
+    talker = pipeline.stage("talker")
+    assert [config.replica_devices(talker, index, 4) for index in range(replicas)] == expected
+    assert [config.replica_devices(talker, index, 0) for index in range(replicas)] == (
+        expected if devices else [[]] * replicas
+    )
+    shares = config.memory_plan(pipeline, 4)
+    assert sum(share for place in shares.values() for name, share in place if name == "talker") == pytest.approx(
+        0.3 * replicas * size
+    )
+
+
+def test_devices_must_come_in_groups(tmp_path: Path) -> None:
+    stage = {"kind": "autoregressive", "devices": [0, 1, 2], "engine": {"tensor_parallel_size": 2}}
+    with pytest.raises(ConfigError, match="names 3 GPUs, but a replica takes 2"):
+        load(tmp_path, spread(2, talker=stage), devices=4)
