@@ -137,6 +137,7 @@ class Agent:
         if self._ended or self._beater.done():
             return
         logger.warning("the connection to the coordinator is renewed: %s", why)
+        self._next_report = time.monotonic() + REPORT_SECONDS
         self._disconnect()
         self._connect()
 
@@ -186,7 +187,6 @@ class Agent:
         self.left_alone = time.monotonic()
         if isinstance(body, NodeWelcome):
             self._welcomed = True
-            self._next_report = 0.0
             if not self._patient:
                 say(f"node {self._rank} is connected to the coordinator at {self._endpoint}")
         elif isinstance(body, Renew):

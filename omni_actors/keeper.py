@@ -164,7 +164,8 @@ class Keeper:
 
     def kill_silent(self) -> None:
         """SIGKILL to a coordinator that says nothing although it has listened for long: the next one will speak."""
-        if time.monotonic() > self._listens_since + SPEECHLESS_SECONDS:
+        lives = self._process is not None and self._process.returncode is None
+        if lives and time.monotonic() > self._listens_since + SPEECHLESS_SECONDS:
             logger.error("the coordinator says nothing; killing it")
             self._listens_since = time.monotonic()
             self.kill()

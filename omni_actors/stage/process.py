@@ -78,7 +78,6 @@ def main(spec: ReplicaSpec) -> None:
 def _prepare_process(spec: ReplicaSpec) -> None:
     # Ctrl-C reaches the whole process group; the launcher decides in which order the stages end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the fork server blocks it; nothing is held yet
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     setproctitle.setproctitle(f"omni:{spec.name}")
     log = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
