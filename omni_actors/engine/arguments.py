@@ -112,6 +112,7 @@ class OmniEngineArgs:
             "model": self.model_config.model,
             "hf_overrides": spec.hf_overrides,
             "distributed_executor_backend": executor_backend(self._tensor_parallel_size()),
+            "tensor_parallel_size": self._tensor_parallel_size(),
             "additional_config": {
                 "omni": {**dataclasses.asdict(self.model_config), "kind": self.kind, "runner": spec.runner}
             },
@@ -133,11 +134,13 @@ class OmniEngineArgs:
 
     def _tensor_parallel_size(self) -> int:
         """Raises `ConfigError` for ways to spread a stage over GPUs that it does not know."""
+        if self.kind == "prompt":  # has the thinker's arguments and runs no model
+            return 1
         size = self.engine.get("tensor_parallel_size", 1)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"engine.tensor_parallel_size must be a whole number from 1 on; got {size!r}.")
-        if size > 1 and self.kind != "autoregressive":
-            raise ConfigError(f"A stage of kind {self.kind!r} runs on one GPU.", hint="Give it replicas instead.")
+        if size > 1 and self.kind == "diffusion":
+            raise ConfigError("A diffusion stage runs on one GPU.", hint="Give it replicas instead.")
         if self.engine.get("pipeline_parallel_size", 1) != 1:
             raise ConfigError("engine.pipeline_parallel_size must be 1.", hint="The stages are the pipeline.")
         return size

@@ -395,3 +395,25 @@ def test_offline_prompts_and_pieces():
     parts = [to_host(torch.zeros(2, 3)), to_host(torch.ones(1, 3))]
     assert torch.equal(to_torch(join(parts)), torch.cat([torch.zeros(2, 3), torch.ones(1, 3)]))
     assert join(parts[:1]) is parts[0]
+
+
+@pytest.mark.parametrize(("count", "ends"), [(30, False), (24, False), (24, True), (5, True), (1, True)])
+def test_codec_tokens_leave_by_blocks_of_the_vocoder(count: int, ends: bool) -> None:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine import FinishReason as VllmFinishReason
+
+    from omni_actors.engine.models.qwen2_5_omni_talker import CodecOutputs
+
+    end = 99
+    outputs = CodecOutputs("r", frozenset({end}), 12)
+    events = []
+    for index in range(count):
+        last = index == count - 1
+        reason = (VllmFinishReason.STOP if ends else VllmFinishReason.LENGTH) if last else None
+        token = end if last and ends else index
+        events += outputs.convert(EngineCoreOutput("r", [token], finish_reason=reason))
+    spoken = count - ends
+    assert [token for event in events for token in event.token_ids] == list(range(spoken))
+    assert [event.start for event in events] == list(range(0, max(spoken, 1), 12))[: len(events)] or spoken % 12 == 0
+    assert [event.final for event in events] == [False] * (len(events) - 1) + [True]
+    assert all(len(event.token_ids) == 12 for event in events[:-1])

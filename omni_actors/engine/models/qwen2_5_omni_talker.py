@@ -67,7 +67,9 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     # A Llama layer with these is the talker's layer; vLLM's Qwen2 layer has no head_dim of its own.
     talker.qkv_bias = True
     talker.mlp_bias = False
-    talker.sounding_tokens = config.token2wav_config.dit_config.num_embeds  # tokens that the vocoder can say
+    vocoder = config.token2wav_config.dit_config
+    talker.sounding_tokens = vocoder.num_embeds  # tokens that the vocoder can say
+    talker.vocoder_block = vocoder.block_size // vocoder.repeats  # in tokens
     return talker
 
 
@@ -302,22 +304,33 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
 
 
 class CodecOutputs(RequestOutputs):
-    """Codec tokens of one request as a stream. The token that ends it is no sound and is left out."""
+    """Codec tokens of one request as a stream. The token that ends it is no sound and is left out.
 
-    def __init__(self, request_id: str, end_token_ids: frozenset[int]) -> None:
+    Tokens leave when they complete a block of the vocoder, which can do nothing with less: a message for each token of
+    each request would cost more time of the engine's thread than the step that makes them.
+
+    Args:
+        block: tokens of a block.
+    """
+
+    def __init__(self, request_id: str, end_token_ids: frozenset[int], block: int) -> None:
         self._request_id = request_id
         self._end_token_ids = end_token_ids
+        self._block = block
         self._sent = 0
+        self._held: list[int] = []
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         tokens = list(output.new_token_ids)
         finished = output.finish_reason is not None
         if output.finish_reason is VllmFinishReason.STOP and tokens and tokens[-1] in self._end_token_ids:
             tokens.pop()
-        if not tokens and not finished:
+        self._held += tokens
+        if len(self._held) < self._block and not finished:
             return ()
-        event = StreamEvent(self._request_id, token_ids=tokens, start=self._sent, final=finished)
-        self._sent += len(tokens)
+        event = StreamEvent(self._request_id, token_ids=self._held, start=self._sent, final=finished)
+        self._sent += len(self._held)
+        self._held = []
         return (event,)
 
 
@@ -331,6 +344,7 @@ class TalkerAdapter(AutoregressiveAdapter):
         self._width: int = config.embedding_size
         self._dtype: torch.dtype = self.vllm_config.model_config.dtype
         self._mask: int = config.tts_codec_mask_token_id
+        self._block: int = config.vocoder_block
         self._start: tuple[int, int] = (config.tts_codec_pad_token_id, config.tts_codec_start_token_id)
         # `talker_eos_token_id` of transformers' generate.
         self._ends = frozenset({config.tts_codec_pad_token_id, config.tts_codec_end_token_id})
@@ -378,7 +392,7 @@ class TalkerAdapter(AutoregressiveAdapter):
             complete=inputs.complete,
             n_bytes=embeddings.nbytes + payload.reply.nbytes,
         )
-        return Admission(core_request, CodecOutputs(request.request_id, self._ends), stream)
+        return Admission(core_request, CodecOutputs(request.request_id, self._ends, self._block), stream)
 
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
         check_rows(rows, self._width, "reply rows")
