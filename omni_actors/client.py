@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 import uuid
@@ -21,6 +22,7 @@ from omni_actors.codec import BadBody, BadHeader, BufferList, Decoder, encode
 from omni_actors.errors import InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
+    TRACEPARENT,
     Abort,
     AudioChunk,
     Body,
@@ -32,11 +34,15 @@ from omni_actors.messages import (
     Failed,
     Header,
     Limits,
+    Observation,
+    Observe,
     Operate,
     Operation,
     Report,
+    RequestTimeline,
     StageParams,
     StageUsage,
+    Subject,
     Submit,
     TextDelta,
     unpack_token_ids,
@@ -60,6 +66,8 @@ GRANT_SECONDS = 0.05  # after which fewer are
 PING_SECONDS = 2.0  # how often a client with requests asks whether they still live
 T = TypeVar("T")
 
+Answer = Description | Report | Observation
+
 
 class AsyncOmniClient:
     """A connection to a coordinator; many requests at once. Use it as an async context manager.
@@ -75,7 +83,7 @@ class AsyncOmniClient:
         self._decoder: Decoder[CoordinatorToClient] = Decoder(CoordinatorToClient, self._limits)
         self._streams: dict[str, RequestStream] = {}
         self._next_seq: dict[str, int] = {}
-        self._answers: dict[str, asyncio.Future[Description | Report]] = {}
+        self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._last_heard = time.monotonic()
         self._sockets: Sockets | None = None
         self._taken, self._taken_bytes = 0, 0
@@ -128,6 +136,7 @@ class AsyncOmniClient:
         audios: Sequence[AudioInput] = (),
         images: Sequence[ImageInput] = (),
         videos: Sequence[VideoInput] = (),
+        traceparent: str | None = None,
     ) -> RequestStream:
         """Send a request; the answer comes through the returned stream.
 
@@ -145,6 +154,7 @@ class AsyncOmniClient:
             audios: sound that goes before a prompt given as text: (f32 [samples], Hz), a file's bytes, or a path.
             images: the same for pictures: u8 [height, width, 3], a file's bytes, or a path.
             videos: the same for videos: (u8 [frames, height, width, 3], frames per second).
+            traceparent: the caller's span (W3C Trace Context), whose children the request's spans become.
 
         Raises:
             InvalidRequest, InvalidPayload, MalformedMedia: the request is wrong before it is sent.
@@ -162,6 +172,8 @@ class AsyncOmniClient:
             params=to_params(params or {}),
             seed=seed,
             priority=priority,
+            traceparent=_checked(traceparent),
+            sent=time.time(),
         )
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._streams:
@@ -212,11 +224,35 @@ class AsyncOmniClient:
             raise ProtocolError("The coordinator answered another question.")
         return report
 
+    async def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
+        """All metrics of the pipeline as Prometheus text. Raises `RequestTimeout` if nobody answers."""
+        return (await self._observe(Observe(subject=Subject.METRICS), timeout)).text
+
+    async def timeline(self, request_id: str, timeout: float = ANSWER_SECONDS) -> RequestTimeline:
+        """When what happened to a request that runs or is among the last 200 that ended.
+
+        Raises:
+            InvalidRequest: it is not known, or not any more.
+            RequestTimeout: nobody answers.
+        """
+        question = Observe(subject=Subject.TIMELINE, request_id=request_id)
+        return (await self._observe(question, timeout)).timelines[0]
+
+    async def recent(self, count: int = 20, timeout: float = ANSWER_SECONDS) -> tuple[RequestTimeline, ...]:
+        """Timelines of the requests that ended last (at most 200), the newest first."""
+        return (await self._observe(Observe(subject=Subject.RECENT, count=count), timeout)).timelines
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, question: Body, timeout: float) -> Description | Report:
+    async def _observe(self, question: Observe, timeout: float) -> Observation:
+        answer = await self._ask(question, timeout)
+        if not isinstance(answer, Observation):
+            raise ProtocolError("The coordinator answered another question.")
+        return answer
+
+    async def _ask(self, question: Body, timeout: float) -> Answer:
         token = uuid.uuid4().hex
-        answer: asyncio.Future[Description | Report] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[token] = answer
         try:
             self._send(token, question)
@@ -249,13 +285,13 @@ class AsyncOmniClient:
         header, body = envelope.header, envelope.body
         answer = self._answers.get(header.request_id)
         if answer is not None:
-            if isinstance(body, Description | Report) and not answer.done():
+            if isinstance(body, Answer) and not answer.done():
                 answer.set_result(body)
             elif isinstance(body, Failed) and not answer.done():
                 answer.set_exception(body.to_error())
             return
         stream = self._streams.get(header.request_id)
-        if stream is None or isinstance(body, Description | Report):
+        if stream is None or isinstance(body, Answer):
             return
         expected = self._next_seq.get(header.request_id, 0)
         if header.seq != expected and not isinstance(body, Failed):
@@ -362,6 +398,18 @@ class OmniClient:
         """See `AsyncOmniClient.operate`."""
         return self._run(self._client.operate(operation, stage, replica))
 
+    def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
+        """See `AsyncOmniClient.metrics`."""
+        return self._run(self._client.metrics(timeout))
+
+    def timeline(self, request_id: str, timeout: float = ANSWER_SECONDS) -> RequestTimeline:
+        """See `AsyncOmniClient.timeline`."""
+        return self._run(self._client.timeline(request_id, timeout))
+
+    def recent(self, count: int = 20, timeout: float = ANSWER_SECONDS) -> tuple[RequestTimeline, ...]:
+        """See `AsyncOmniClient.recent`."""
+        return self._run(self._client.recent(count, timeout))
+
     def generate(self, prompt: Prompting, **options: Any) -> OmniRequestOutput:
         """The whole answer; options as for `AsyncOmniClient.submit`."""
         return self._run(self._client.generate(prompt, **options))
@@ -420,3 +468,11 @@ async def _next_or_none(stream: RequestStream) -> StreamItem | None:
     with contextlib.suppress(StopAsyncIteration):
         return await stream.__anext__()
     return None
+
+
+def _checked(traceparent: str | None) -> str | None:
+    if traceparent is not None and not re.match(TRACEPARENT, traceparent):
+        raise InvalidRequest(
+            f"traceparent {traceparent[:80]!r} is none of W3C Trace Context.", hint="00-<32 hex>-<16 hex>-<2 hex>"
+        )
+    return traceparent

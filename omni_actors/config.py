@@ -59,6 +59,13 @@ class Modality(enum.StrEnum):
     AUDIO = "audio"
 
 
+class OtlpProtocol(enum.StrEnum):
+    """How spans travel to an OpenTelemetry collector, in OpenTelemetry's words."""
+
+    HTTP = "http/protobuf"
+    GRPC = "grpc"
+
+
 class LossPolicy(enum.StrEnum):
     """What becomes of the requests that a lost replica held."""
 
@@ -196,6 +203,8 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         max_timeout: the latest deadline that a request may ask for, in seconds from now.
         tombstone_ttl: seconds for which an ended request is remembered, to absorb late messages.
         record_dir: folder in which every stage records what it takes and gives, for `omni_actors.replay`.
+        otlp_endpoint: OpenTelemetry collector that gets the spans of requests, as `http://host:4318`.
+        otlp_protocol: how spans travel to it.
     """
 
     run_dir: str | None = None
@@ -215,6 +224,8 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_timeout: Seconds = 86_400.0
     tombstone_ttl: Seconds = 60.0
     record_dir: str | None = None
+    otlp_endpoint: str | None = None
+    otlp_protocol: OtlpProtocol = OtlpProtocol.HTTP
 
 
 class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):

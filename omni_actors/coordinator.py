@@ -48,6 +48,8 @@ from omni_actors.messages import (
     NodeHello,
     NodeLeaving,
     NodeToCoordinator,
+    Observation,
+    Observe,
     Operate,
     Operation,
     Peers,
@@ -56,11 +58,16 @@ from omni_actors.messages import (
     ReplicaEnded,
     Report,
     Shutdown,
+    Snapshot,
     StageToCoordinator,
+    Subject,
     Submit,
     Welcome,
 )
-from omni_actors.transport.credit import Tally, Window, wire_size
+from omni_actors.observe.exposition import render
+from omni_actors.observe.meters import Meters
+from omni_actors.observe.watch import Exporter, Watch
+from omni_actors.transport.credit import EdgeFigures, Tally, Traffic, Window, wire_size
 from omni_actors.transport.cuts import Cuts
 from omni_actors.transport.link import Link
 from omni_actors.transport.reader import SocketReader
@@ -71,6 +78,7 @@ logger = get_logger(__name__)
 TICK_SECONDS = 0.1
 FORGET_CLIENT_SECONDS = 600.0  # after which a client without requests that owes credit is taken for gone
 SWEEP_SECONDS = 10.0
+CLIENTS = "clients"  # all of them together, as the receiver of an edge
 OF_NODES = (NodeHello, NodeBeat, NodeLeaving, ReplicaEnded)
 
 
@@ -89,6 +97,7 @@ class Coordinator:
         on_change: called after a replica's state or phase changed, for start-up progress and supervision.
         on_node: called with a node's rank and its message.
         on_shutdown: called when an operator asks for the end.
+        exporter: gets the timelines of requests that have ended.
     """
 
     def __init__(
@@ -98,9 +107,14 @@ class Coordinator:
         on_change: Callable[[Replica], None],
         on_node: Callable[[int, NodeToCoordinator], None],
         on_shutdown: Callable[[], None],
+        exporter: Exporter | None = None,
     ) -> None:
         self.pipeline = pipeline
-        self.state = Coordination(pipeline, new_seed=lambda: secrets.randbits(63))
+        self._watch = Watch(exporter)
+        self._traffic: dict[str, Traffic] = {}  # of the edges to stages, as "talker/0", and to all clients
+        self.state = Coordination(
+            pipeline, new_seed=lambda: secrets.randbits(63), observer=self._watch.requests
+        )
         self.supervision = Supervision(pipeline, self.state.replicas)
         self._on_shutdown = on_shutdown
         self.idle = asyncio.Event()  # nothing is in flight
@@ -136,6 +150,7 @@ class Coordinator:
     def expect_replica(self, stage: str, index: int, born: int) -> Replica:
         """A process for this replica is about to be started, or runs and will register; 0: nobody knows of one yet."""
         replica = self.state.replicas.add(stage, index, born, node=self.pipeline.stage(stage).node_of(index))
+        self._watch.spawned(stage, index, born)
         self.supervision.spawned(replica, time.monotonic())
         early = self._early.get((stage, index))
         if born and early is not None:
@@ -150,17 +165,18 @@ class Coordinator:
     def replica_died(self, replica: Replica, why: str) -> None:
         """Its process has ended: what it held runs again or fails, the others learn that it is gone."""
         quiet = self._closing or replica.restart_wanted
-        logger.log(logging.DEBUG if quiet else logging.ERROR, "%s ended: %s", replica.name, why)
+        logger.log(logging.DEBUG if quiet else logging.ERROR, "ended: %s", why, extra=_about(replica))
         self._lose(replica, why, not self._closing and self.supervision.plan(replica, time.monotonic()))
 
     def replica_away(self, replica: Replica, why: str) -> None:
         """Its node is away: what it held runs again elsewhere or fails. It comes back with its node."""
         replica.blameless = replica.left_with_node = True
-        logger.error("%s is away: %s", replica.name, why)
+        logger.error("its node is away: %s", why, extra=_about(replica))
         self._lose(replica, why, restart=False)
 
     def _lose(self, replica: Replica, why: str, restart: bool) -> None:
         self._unlink(replica.hop)
+        self._watch.gone(replica.stage, replica.index)
         self._do(self.state.replica_lost(replica, time.time(), why, restart))
         if not self._closing:
             self._announce_peers()
@@ -200,7 +216,9 @@ class Coordinator:
             self._unlink(hop)
         for socket in (self._clients, self._control, self._results):
             socket.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._sockets.context.term)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._sockets.context.term)
+        await loop.run_in_executor(None, self._watch.close)
 
     # -- inbound ------------------------------------------------------------------------------------------------------
 
@@ -226,6 +244,46 @@ class Coordinator:
             self._do([ToClient(client, header.request_id, 0, self.describe(client))])
         elif isinstance(body, Operate):
             self._do([ToClient(client, header.request_id, 0, self._operate(client, body))])
+        elif isinstance(body, Observe):
+            self._do([ToClient(client, header.request_id, 0, self._observe(body))])
+
+    # -- observers ----------------------------------------------------------------------------------------------------
+
+    def _observe(self, question: Observe) -> Observation | Failed:
+        try:
+            if question.subject is Subject.METRICS:
+                observation = Observation(text=render(self.gather()))
+            else:
+                observation = self._watch.answer(question)
+            encode(Header(""), observation, limits=self.pipeline.limits)  # a pipeline of very many replicas
+        except OmniError as error:
+            return Failed.from_error(error)
+        return observation
+
+    def gather(self) -> Meters:
+        """All metrics of the pipeline."""
+        rejected = {
+            "client": self._client_decoder.rejected,
+            "control": self._control_decoder.rejected,
+            "results": self._results_decoder.rejected,
+        }
+        return self._watch.gather(
+            self.state.in_flight,
+            self.state.retained_bytes,
+            {
+                (replica.stage, replica.index): (replica.state is ReplicaState.READY, len(replica.requests))
+                for replica in self.state.replicas
+            },
+            self._edge_figures(),
+            rejected,
+            self.state.dropped + self._dropped,
+        )
+
+    def _edge_figures(self) -> dict[str, EdgeFigures]:
+        figures = {target: traffic.figures() for target, traffic in self._traffic.items()}
+        for hop, link in self._links.items():
+            figures[f"{hop.stage}/{hop.replica}"] = link.figures()
+        return figures
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
@@ -264,7 +322,7 @@ class Coordinator:
         if order.operation is Operation.RESTART:
             replica.restart_wanted = True
             replica.drain_until = time.monotonic() + self.pipeline.coordinator.default_timeout
-        logger.info("%s drains", replica.name)
+        logger.info("drains", extra=_about(replica))
         self._on_change(replica)
         return f"{replica.name} drains; it holds {len(replica.requests)} requests."
 
@@ -377,7 +435,7 @@ class Coordinator:
         self._dropped["control_of_unknown_replica"] += 1
 
     def _drop_disorder(self, replica: Replica, kind: str) -> None:
-        logger.warning("%s said %s while %s", replica.name, kind, replica.state)
+        logger.warning("said %s while %s", kind, replica.state, extra=_about(replica))
         self._dropped["control_out_of_order"] += 1
 
     def _on_hello(self, hop: Hop, hello: Hello) -> None:
@@ -406,6 +464,10 @@ class Coordinator:
         if isinstance(body, Heartbeat):
             self.supervision.beat(replica, body.progress, time.monotonic())
             replica.counts = body.counts
+            self._watch.requests.heard(replica.name, body.sent)
+            return
+        if isinstance(body, Snapshot):
+            self._watch.took(replica.stage, replica.index, body)
             return
         if isinstance(body, Loading):
             replica.phase = body.phase
@@ -442,7 +504,10 @@ class Coordinator:
     def _link(self, replica: Replica) -> None:
         flow = self.pipeline.flow
         link = self._links[replica.hop] = Link(
-            self._sockets.push(replica.inbox), time.monotonic, window=Window(flow.edge_messages, flow.edge_bytes)
+            self._sockets.push(replica.inbox),
+            time.monotonic,
+            window=Window(flow.edge_messages, flow.edge_bytes),
+            traffic=self._traffic.setdefault(replica.name, Traffic()),
         )
         self._cuts.watch(replica.hop, link.socket, replica.inbox)
         # What waited for the connection or for a slow stage leaves at once, not on the next tick.
@@ -514,6 +579,7 @@ class Coordinator:
             needs_credit=True,
             outbox_messages=flow.client_messages,
             outbox_bytes=flow.client_bytes,
+            traffic=self._traffic.setdefault(CLIENTS, Traffic()),
         )
 
     @contextlib.contextmanager
@@ -614,6 +680,7 @@ class Coordinator:
         self._do(self.state.tick(time.time()))
         self._flush_clients()
         self._sweep_clients()
+        self._watch.tick()
         self._grant(everything=True)
         for hop in self._cuts.found(time.monotonic()):
             self._cuts.forget(hop)
@@ -657,6 +724,11 @@ class Coordinator:
 def _identity(hop: Hop) -> bytes:
     """The name of a stage's control connection."""
     return f"{hop.stage}/{hop.replica}/{hop.epoch}".encode()
+
+
+def _about(replica: Replica) -> dict[str, str]:
+    """For a log line."""
+    return {"stage": replica.name}
 
 
 def _takes_no_messages(hop: Hop) -> StageLost:

@@ -25,6 +25,7 @@ from omni_actors.config import PipelineConfig
 from omni_actors.coordinator import Endpoints
 from omni_actors.errors import OmniError
 from omni_actors.messages import Failed
+from omni_actors.observe.export import span_export
 from omni_actors.supervisor import Supervisor
 from omni_actors.transport.run_directory import clear_abandoned
 
@@ -77,7 +78,8 @@ async def _run(spec: CoordinatorSpec) -> int:
     loop = asyncio.get_running_loop()
     try:
         launcher = os.pidfd_open(spec.launcher_pid)
-        supervisor = Supervisor(spec.pipeline, Endpoints(spec.client, spec.control, spec.results), spec.began)
+        endpoints = Endpoints(spec.client, spec.control, spec.results)
+        supervisor = Supervisor(spec.pipeline, endpoints, spec.began, span_export(spec.pipeline))
     except OSError:  # it died before us
         return EXIT_REFUSED
     except OmniError as error:

@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from omni_actors.errors import ConfigError
+
 
 class Variable(NamedTuple):
     name: str
@@ -29,6 +31,9 @@ VARIABLES = (
     Variable("OMNI_ACTORS_NODE_ADDR", "cluster.node_addr", "address at which this host is reached by the others"),
     Variable("OMNI_ACTORS_ALLOW_IMPORTS", "", "comma-separated prefixes from which the YAML may name own classes"),
     Variable("OMNI_ACTORS_LOG_LEVEL", "", "debug, info, warning or error"),
+    Variable("OMNI_ACTORS_ENDPOINT", "", "where omni_actors.trace and omni_actors.top connect"),
+    Variable("OTEL_EXPORTER_OTLP_ENDPOINT", "coordinator.otlp_endpoint", "OpenTelemetry collector for spans"),
+    Variable("OTEL_EXPORTER_OTLP_PROTOCOL", "coordinator.otlp_protocol", "http/protobuf or grpc"),
     Variable("OMNI_ACTORS_API_KEY", "", "key that HTTP requests must bring; needed to listen off loopback"),
     Variable("OMNI_ACTORS_MEDIA_HOSTS", "", "comma-separated hosts from which the HTTP server may fetch media"),
 )
@@ -52,6 +57,14 @@ def allowed_import_prefixes() -> tuple[str, ...]:
 
 def log_level() -> str:
     return os.environ.get("OMNI_ACTORS_LOG_LEVEL", "info").upper()
+
+
+def endpoint(given: str | None) -> str:
+    """The client endpoint that a command was given, or that of the environment. Raises `ConfigError`: neither is."""
+    found = given or os.environ.get("OMNI_ACTORS_ENDPOINT", "").strip()
+    if not found:
+        raise ConfigError("No endpoint is given.", hint="Use --endpoint, or set OMNI_ACTORS_ENDPOINT.")
+    return found
 
 
 def api_key() -> str | None:

@@ -24,8 +24,10 @@ from omni_actors.errors import ConfigError, OmniError, StartupError
 from omni_actors.keeper import Keeper
 from omni_actors.logs import say
 from omni_actors.node import LocalNode
+from omni_actors.observe.endpoint import MetricsEndpoint
 from omni_actors.server import settings as server_settings
 from omni_actors.server.process import HttpProcess
+from omni_actors.server.settings import is_loopback, parse_address
 from omni_actors.transport.addresses import resolve, resolve_soon, towards
 from omni_actors.transport.run_directory import RunDirectory
 
@@ -84,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     http.add_argument("--media-host", action="append", default=[], metavar="HOST",
                       help="host from which media may be fetched over https; .example.com: also below it")  # fmt: skip
     server_settings.add_flags(http)
+    parser.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics here, without the HTTP server")
+    parser.add_argument("--metrics-insecure", action="store_true", help="let --metrics listen off loopback")
     request = parser.add_argument_group("one request")
     request.add_argument("--prompt", help="answer this and exit")
     request.add_argument("--audio", action="append", default=[], metavar="FILE", help="audio to go with the prompt")
@@ -132,6 +136,8 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
     launcher.own_process()
     try:
         await launcher.open()
+        if options.metrics is not None and rank == 0:
+            await launcher.start_metrics(options.metrics, options.metrics_insecure)
         if options.http is not None and rank == 0:
             await launcher.start_http(options)
         await launcher.start()
@@ -173,6 +179,8 @@ class Launcher:
         self._owns_process = False
         self._failure: StartupError | None = None
         self._http: HttpProcess | None = None
+        self._metrics: MetricsEndpoint | None = None
+        self._metrics_client: AsyncOmniClient | None = None
         self._agent: Agent | None = None
         self._rank = pipeline.cluster.node_rank
         self._keeper: Keeper | None = None
@@ -269,6 +277,22 @@ class Launcher:
         await self._http.start()
         say(f"HTTP on {self._http.url}")
 
+    async def start_metrics(self, address: str, insecure: bool) -> None:
+        """Serve metrics from this process, which outlives the coordinator.
+
+        Raises:
+            ConfigError: the address is wrong or taken, or would be open to others.
+        """
+        host, port = parse_address(address, "--metrics")
+        if not is_loopback(host) and not insecure:
+            raise ConfigError(
+                f"--metrics {host}: metrics have no key, whoever reaches the address reads them.",
+                hint="Use 127.0.0.1, or add --metrics-insecure if that is meant.",
+            )
+        client = self._metrics_client = await AsyncOmniClient(self.endpoint).__aenter__()
+        self._metrics = MetricsEndpoint(host, port, client.metrics)
+        say(f"metrics on {self._metrics.url}")
+
     async def start(self) -> None:
         """Wait until the coordinator says that every replica is ready, or has died and others of its stage live.
 
@@ -313,6 +337,10 @@ class Launcher:
     async def close(self) -> None:
         """Requests get a moment to end, clients their answers; stages end, sockets and files go, in this order."""
         self._stop.set()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
+        if self._metrics_client is not None:
+            await self._metrics_client.close()
         if self._keeper is not None:
             await self._keeper.stop()  # the agent obeys it until then
         if self._agent is not None:

@@ -1,4 +1,7 @@
-"""One log format for every process: time, level, process, request, text. User content is never logged."""
+"""One log format for every process: time, level, process, request and stage if there is one, text.
+
+User content is never logged at info or above. What libraries log has the same format.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ import sys
 from omni_actors import envs
 from omni_actors.errors import ConfigError
 
+FORMAT = "%(asctime)s %(levelname)s %(omni_process)s%(omni_about)s %(name)s: %(message)s"
+LIBRARIES = ("vllm", "transformers", "py.warnings")  # those that bring handlers of their own, or none
+
 
 class _ProcessFilter(logging.Filter):
     def __init__(self, process: str) -> None:
@@ -16,26 +22,31 @@ class _ProcessFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.omni_process = self._process
-        request_id = getattr(record, "request_id", None)
-        record.omni_request = f" request={request_id}" if request_id else ""
+        about = {"request": getattr(record, "request_id", None), "stage": getattr(record, "stage", None)}
+        record.omni_about = "".join(f" {key}={value}" for key, value in about.items() if value)
         return True
 
 
 def configure(process: str) -> None:
-    """Log to stderr as `process`, for instance `talker/0 epoch=2`. Raises `ConfigError` for an unknown level."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_ProcessFilter(process))
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s %(levelname)s %(omni_process)s%(omni_request)s %(name)s: %(message)s")
-    )
-    root = logging.getLogger("omni_actors")
-    root.handlers[:] = [handler]
+    """Log to stderr as `process`, for instance `talker/0 epoch=2`. Raises `ConfigError` for an unknown level.
+
+    A library that is imported later may set up its own logging again; in stages they are there before.
+    """
     level = envs.log_level()
     if level not in logging.getLevelNamesMapping():
         hint = "Use debug, info, warning or error."
         raise ConfigError(f"OMNI_ACTORS_LOG_LEVEL: there is no level {level!r}.", hint=hint)
-    root.setLevel(level)
-    root.propagate = False
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_ProcessFilter(process))
+    handler.setFormatter(logging.Formatter(FORMAT))
+    for name in ("omni_actors", *LIBRARIES):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+    logging.getLogger("omni_actors").setLevel(level)
+    # A library's debugging is a flood that nobody asked for.
+    logging.getLogger("vllm").setLevel(max(logging.INFO, logging.getLevelNamesMapping()[level]))
+    logging.captureWarnings(True)
 
 
 def say(text: str) -> None:

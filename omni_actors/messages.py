@@ -62,9 +62,12 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
 MAX_RANK = 8
 Scalar = int | float | str | bool
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Label = Annotated[str, Meta(max_length=128)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Dimension = Annotated[int, Meta(ge=0, le=2**40)]
+Moment = Annotated[float, Meta(ge=0.0, le=1e11)]  # Unix time in seconds by the sender's clock; 0: it did not happen
+TRACEPARENT = r"^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}$"
 
 
 def check_extent(dtype: DType, shape: tuple[int, ...], n_bytes: int, what: str) -> None:
@@ -364,7 +367,7 @@ class Credit(Body, tag="credit", frozen=True):
 
 
 class Submit(Body, tag="submit", frozen=True):
-    """Client -> coordinator: run this request; its id is in the header."""
+    """Client -> coordinator: run this request; its id is in the header. `sent` is the client's time."""
 
     prompt: Prompt
     modalities: Annotated[tuple[str, ...], Meta(min_length=1, max_length=8)] = ("text", "audio")
@@ -372,6 +375,8 @@ class Submit(Body, tag="submit", frozen=True):
     params: Annotated[dict[Name, StageParams], Meta(max_length=64)] = {}
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None  # the caller's span (W3C Trace Context)
+    sent: Moment = 0.0
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         return self.prompt.tensor_refs()
@@ -482,6 +487,7 @@ class TextDelta(Body, tag="text", frozen=True):
 
     text: str
     token_ids: bytes = b""
+    sent: Moment = 0.0
 
 
 class AudioChunk(Body, tag="audio", frozen=True):
@@ -489,6 +495,7 @@ class AudioChunk(Body, tag="audio", frozen=True):
 
     samples: TensorRef
     sample_rate: Annotated[int, Meta(ge=1, le=768_000)]
+    sent: Moment = 0.0
 
     def __post_init__(self) -> None:
         if len(self.samples.shape) != 1 or self.samples.dtype is not DType.F32:
@@ -549,8 +556,86 @@ class Failed(Body, tag="failed", frozen=True):
         )
 
 
-ClientToCoordinator = Submit | Abort | Describe | Credit | Operate
-CoordinatorToClient = TextDelta | AudioChunk | Done | Failed | Description | Report
+class HopTimeline(Struct, frozen=True, array_like=True):
+    """What one replica (`source`, as "thinker/0") sent about one request to the one that reports it.
+
+    `bytes` are payload: tensors, token ids, text. The moments of sending are those of the source's clock.
+    """
+
+    source: Annotated[str, Meta(max_length=80)]
+    messages: Count
+    bytes: Count
+    first_sent: Moment
+    first_received: Moment
+    last_sent: Moment
+    last_received: Moment
+
+
+class StageTimeline(Struct, frozen=True, omit_defaults=True):
+    """When what happened to one attempt at a request in one replica."""
+
+    stage: Annotated[str, Meta(max_length=64)]
+    replica: Annotated[int, Meta(ge=0, le=65535)] = 0
+    epoch: Count = 0
+    attempt: Annotated[int, Meta(ge=0, le=255)] = 0
+    outcome: Annotated[str, Meta(max_length=64)] = "done"  # or an error code, or "dropped": ended by the coordinator
+    expected: Moment = 0.0  # the announcement came
+    first_input: Moment = 0.0
+    started: Moment = 0.0  # handed to the engine
+    first_step: Moment = 0.0  # the engine took it into a step
+    first_output: Moment = 0.0
+    last_output: Moment = 0.0
+    ended: Moment = 0.0
+    input_tokens: Count = 0
+    output_tokens: Count = 0
+    hops: Annotated[tuple[HopTimeline, ...], Meta(max_length=64)] = ()
+
+
+class TimelineEvent(Struct, frozen=True, array_like=True):
+    name: Annotated[str, Meta(max_length=64)]
+    time: Moment
+    detail: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class RequestTimeline(Struct, frozen=True):
+    """A request as the coordinator saw it, with what the stages said; all moments by the coordinator's clock.
+
+    `outcome` is "running", "done" or an error code. `events` are `submitted`, `received`, `admitted`, and for each
+    attempt `bound`; then `first_text`, `first_audio`, `replayed`, `ended`. `deliveries` are what came for the client.
+    """
+
+    request_id: str
+    trace_id: str
+    outcome: str
+    attempt: int
+    events: tuple[TimelineEvent, ...]
+    stages: tuple[StageTimeline, ...]
+    deliveries: tuple[HopTimeline, ...]
+
+
+class Subject(enum.StrEnum):
+    METRICS = "metrics"  # Prometheus text
+    TIMELINE = "timeline"  # of the request that is named
+    RECENT = "recent"  # timelines of the requests that ended last, the newest first
+
+
+class Observe(Body, tag="observe", frozen=True):
+    """Client -> coordinator: let me look."""
+
+    subject: Subject
+    request_id: Annotated[str, Meta(max_length=128)] = ""
+    count: Annotated[int, Meta(ge=1, le=200)] = 20
+
+
+class Observation(Body, tag="observation", frozen=True):
+    """Coordinator -> client: the answer to `Observe`."""
+
+    text: str = ""
+    timelines: tuple[RequestTimeline, ...] = ()
+
+
+ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe
+CoordinatorToClient = TextDelta | AudioChunk | Done | Failed | Description | Report | Observation
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -590,6 +675,7 @@ class Chunk(Body, tag="chunk", frozen=True):
     information: AdditionalInformationPayload | None = None
     start: Count = 0
     final: bool = False
+    sent: Moment = 0.0
 
     def __post_init__(self) -> None:
         if len(self.token_ids) % 4:
@@ -635,6 +721,7 @@ class StageDone(Body, tag="stage_done", frozen=True):
     """Stage -> coordinator: this stage has finished the request and sent all of its output."""
 
     usage: StageUsage
+    timeline: StageTimeline | None = None
 
 
 class Unreachable(Body, tag="unreachable", frozen=True):
@@ -722,10 +809,46 @@ class Peers(Body, tag="peers", frozen=True):
 
 
 class Heartbeat(Body, tag="heartbeat", frozen=True):
-    """Stage -> coordinator: alive. `progress` counts turns of the engine loop, `counts` what the stage holds."""
+    """Stage -> coordinator: alive. `progress` counts turns of the engine loop, `counts` what the stage holds.
+
+    `sent` lets the coordinator compare the clocks.
+    """
 
     progress: Count
     counts: dict[str, int] = {}
+    sent: Moment = 0.0
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """The value of one series: `name` is a row of `observe/table.py`, `labels` are the values of its labels."""
+
+    name: Name
+    labels: Annotated[tuple[Label, ...], Meta(max_length=8)]
+    value: float
+
+
+class HistogramSample(Struct, frozen=True, array_like=True):
+    """One series of a histogram: observations per bucket (not cumulated; the last is +Inf) and their sum."""
+
+    name: Name
+    labels: Annotated[tuple[Label, ...], Meta(max_length=8)]
+    counts: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=64)]
+    total: float
+
+
+class EndedWork(Struct, frozen=True, array_like=True):
+    """A stage's part of a request that did not end with `StageDone`: failed or aborted here."""
+
+    request_id: RequestId
+    timeline: StageTimeline
+
+
+class Snapshot(Body, tag="snapshot", frozen=True):
+    """Stage -> coordinator, once per heartbeat interval: its metrics, counted since its session began."""
+
+    samples: Annotated[tuple[Sample, ...], Meta(max_length=4096)]
+    histograms: Annotated[tuple[HistogramSample, ...], Meta(max_length=1024)] = ()
+    ended: Annotated[tuple[EndedWork, ...], Meta(max_length=256)] = ()
 
 
 class Shutdown(Body, tag="shutdown", frozen=True):
@@ -745,7 +868,7 @@ class Fatal(Body, tag="fatal", frozen=True):
     message: Annotated[str, Meta(max_length=16384)]
 
 
-StageToCoordinator = Hello | Loading | Ready | Heartbeat | Fatal
+StageToCoordinator = Hello | Loading | Ready | Heartbeat | Snapshot | Fatal
 CoordinatorToStage = Welcome | Peers | Shutdown | Renew
 
 

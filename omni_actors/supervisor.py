@@ -31,6 +31,7 @@ from omni_actors.messages import (
     Shutdown,
     StartReplica,
 )
+from omni_actors.observe.watch import Exporter
 
 logger = logs.get_logger(__name__)
 
@@ -58,9 +59,12 @@ class Supervisor:
 
     Args:
         began: when the launch began, on the monotonic clock.
+        exporter: gets the timelines of requests that have ended.
     """
 
-    def __init__(self, pipeline: PipelineConfig, endpoints: Endpoints, began: float) -> None:
+    def __init__(
+        self, pipeline: PipelineConfig, endpoints: Endpoints, began: float, exporter: Exporter | None = None
+    ) -> None:
         self._pipeline = pipeline
         self._began = began
         self._launched = False
@@ -73,7 +77,9 @@ class Supervisor:
         self._next_report = time.monotonic() + PROGRESS_SECONDS
         self._looked = self._looking_since = time.monotonic()
         self._culprit: tuple[Replica, str, float] | None = None  # fails the launch once its log is here
-        self.coordinator = Coordinator(pipeline, endpoints, self._on_change, self._on_node, self._on_shutdown)
+        self.coordinator = Coordinator(
+            pipeline, endpoints, self._on_change, self._on_node, self._on_shutdown, exporter
+        )
         self._replicas = self.coordinator.state.replicas
         self._supervision = self.coordinator.supervision
         self._nodes = NodeTable(pipeline, self._replicas, time.monotonic())

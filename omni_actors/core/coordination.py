@@ -16,6 +16,7 @@ from omni_actors.config import LossPolicy, PipelineConfig
 from omni_actors.core.admission import admit, deadline_of, size_of
 from omni_actors.core.delivery import diverged
 from omni_actors.core.instructions import Instruction, ToClient, ToStage
+from omni_actors.core.observer import Observer
 from omni_actors.core.replay import StageGraph
 from omni_actors.core.replicas import Replica, ReplicaTable
 from omni_actors.core.requests import ActiveRequest, RequestBook, Retained
@@ -64,9 +65,13 @@ class Coordination:
 
     Args:
         new_seed: gives the seed of a request that brings none.
+        observer: is told what happens to requests.
     """
 
-    def __init__(self, pipeline: PipelineConfig, new_seed: Callable[[], int]) -> None:
+    def __init__(
+        self, pipeline: PipelineConfig, new_seed: Callable[[], int], observer: Observer | None = None
+    ) -> None:
+        self._observer = observer or Observer()
         self.pipeline = pipeline
         self.replicas = ReplicaTable()
         self.dropped: collections.Counter[str] = collections.Counter()
@@ -133,7 +138,9 @@ class Coordination:
         try:
             request = self._admit(client, header, submit, buffers, now)
         except OmniError as error:
+            self._observer.refused(error)
             return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
+        self._observer.admitted(request.request_id, submit)
         return self._open(request, now)
 
     def _admit(
@@ -209,6 +216,7 @@ class Coordination:
             request.bound[replica.stage] = replica.hop
             request.attempts[replica.stage] = request.attempt
         self._requests.on(request, RequestEvent.OPENED)
+        self._observer.bound(request.request_id, request.attempt, request.route, missing)
         instructions: list[Instruction] = []
         # Later stages first: their expectation should be there before the first output of the stage before them.
         route = request.route
@@ -270,6 +278,7 @@ class Coordination:
         request = self._requests.get(header.request_id)
         if request is not None and request.client == client:
             return self._fail(request, error, now)
+        self._observer.refused(error)
         return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
 
     def client_slow(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
@@ -310,9 +319,11 @@ class Coordination:
         if isinstance(body, Failed):
             return self._stage_failed(request, header.stage, body.to_error(), now)
         if isinstance(body, StageDone):
+            self._observer.stage_done(header, body)
             return self._stage_done(request, header.stage, body.usage, now)
         if isinstance(body, Unreachable):
             return self._unreachable(request, body, now)
+        self._observer.came(header, body)
         try:
             return self._forward(request, header.stage, body, buffers)
         except StageLost as error:
@@ -360,9 +371,15 @@ class Coordination:
             return []
         if isinstance(body, TextDelta):
             delta = request.delivery.text(body)
-            return [self._to_client(request, delta)] if delta is not None else []
+            if delta is None:
+                return []
+            self._observer.delivered(request.request_id, delta)
+            return [self._to_client(request, delta)]
         chunk = request.delivery.audio(body, buffers)
-        return [self._to_client(request, *chunk)] if chunk is not None else []
+        if chunk is None:
+            return []
+        self._observer.delivered(request.request_id, chunk[0])
+        return [self._to_client(request, *chunk)]
 
     def _stage_done(self, request: ActiveRequest, stage: str, usage: StageUsage, now: float) -> list[Instruction]:
         request.usage[stage] = usage
@@ -376,6 +393,7 @@ class Coordination:
         if not request.delivery.complete:
             return self._fail(request, diverged(), now)
         self._requests.on(request, RequestEvent.COMPLETED)
+        self._observer.ended(request.request_id, None)
         done = self._to_client(request, Done(usage=request.usage))
         for stage, hop in request.bound.items():
             if self._graph.feeds(stage, request.stages):
@@ -445,6 +463,7 @@ class Coordination:
         request.delivery.replay({modality for stage in again for modality in self._outputs[stage]})
         request.losses_made_up += counts
         self.replays += counts
+        self._observer.replayed(request.request_id, error, counts)
         if request.state is RequestState.RUNNING:  # else nobody has seen the number yet
             self._requests.on(request, RequestEvent.REPLAYED)
             request.attempt += 1
@@ -493,6 +512,7 @@ class Coordination:
     def _fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
         """The one way in which a request ends badly: tell the client once, and every stage of the route."""
         self._requests.on(request, RequestEvent.FAILED)
+        self._observer.ended(request.request_id, error)
         instructions: list[Instruction] = [self._to_client(request, Failed.from_error(error))]
         instructions += self._aborts(request, request.bound)
         self._close(request, now)

@@ -13,11 +13,13 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from omni_actors.engine.adapter import AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
+from omni_actors.engine.statistics import device_bytes
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError
 from omni_actors.messages import FinishReason, HostTensor, StageParams
 from omni_actors.stage.interface import (
     EngineEvent,
     EngineFacts,
+    EngineStatistics,
     ErrorEvent,
     FinishedEvent,
     StageEngine,
@@ -168,6 +170,15 @@ class AutoregressiveEngine(StageEngine):
             **self.core.scheduler.omni_counts(),
             **self.core.worker_counts(),
         }
+
+    def take_scheduled(self) -> Sequence[tuple[str, float]]:
+        return self.core.take_scheduled()
+
+    def statistics(self) -> EngineStatistics:
+        return self.core.statistics()
+
+    def device_bytes(self) -> int:
+        return device_bytes()
 
     def shutdown(self) -> None:
         self._requests.clear()

@@ -16,7 +16,9 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import RequestStatus
 
 from omni_actors.engine.scheduler import OmniSchedulerInterface
+from omni_actors.engine.statistics import CoreStatistics
 from omni_actors.errors import ConfigError, EngineError, StartupError
+from omni_actors.stage.interface import EngineStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +83,9 @@ class VllmCore:
         if not vllm_config.use_v2_model_runner:
             raise ConfigError("vLLM chose its V1 model runner.", hint="Call engine.platform.prepare before vLLM.")
         self.vllm_config = vllm_config
+        self._statistics = CoreStatistics()
         try:
-            self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+            self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
         except Exception as error:
             raise StartupError(
                 f"The engine core for {vllm_config.model_config.model} does not start: {type(error).__name__}: {error}",
@@ -112,6 +115,7 @@ class VllmCore:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests. Idempotent; unknown ids are ignored."""
         self._core.abort_requests(list(request_ids))
+        self._statistics.forget(list(request_ids))
 
     def runnable(self) -> bool:
         """Whether `step` would do something now."""
@@ -137,7 +141,17 @@ class VllmCore:
             if _device_is_lost(error) or getattr(self._core.model_executor, "is_failed", False):
                 raise EngineLost(f"The device or one of its workers failed: {error}") from error
             raise StepFailed(self._contain(), error) from error
-        return [output for group in (outputs or {}).values() for output in group.outputs]
+        if not outputs:
+            return []
+        self._statistics.add(outputs)
+        return [output for group in outputs.values() for output in group.outputs]
+
+    def statistics(self) -> EngineStatistics:
+        return self._statistics.now(self.scheduler)
+
+    def take_scheduled(self) -> list[tuple[str, float]]:
+        """See `StageEngine.take_scheduled`; the ids are those of the core's requests."""
+        return self._statistics.take_scheduled()
 
     def _contain(self) -> list[str]:
         """End what the failed step may have touched and return the ids.
@@ -152,7 +166,9 @@ class VllmCore:
         if self._core.batch_queue is not None:
             self._core.batch_queue.clear()
         self._core.model_executor.collective_rpc("omni_reset")
-        return [request.request_id for request in ended]
+        gone = [request.request_id for request in ended]
+        self._statistics.forget(gone)
+        return gone
 
     def shutdown(self) -> None:
         """Drop all requests and free everything, once the last core of this process is shut down. Idempotent."""

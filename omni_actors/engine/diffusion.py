@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore, make_request
 from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, DiffusionModelRunner, DiffusionStream
+from omni_actors.engine.statistics import device_bytes
 from omni_actors.engine.tensors import to_host
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.messages import FinishReason, HostTensor
@@ -19,6 +20,7 @@ from omni_actors.stage.interface import (
     AudioEvent,
     EngineEvent,
     EngineFacts,
+    EngineStatistics,
     ErrorEvent,
     FinishedEvent,
     StageEngine,
@@ -26,6 +28,7 @@ from omni_actors.stage.interface import (
     StageRequest,
 )
 
+FIRST_JOB = "/0"  # how the id of a request's first job ends
 MAX_CHUNK_RANK = 1024  # from this chunk on, all of a request rank the same
 
 
@@ -175,6 +178,17 @@ class DiffusionEngine(StageEngine):
             **self.core.scheduler.omni_counts(),
             **self.core.worker_counts(),
         }
+
+    def take_scheduled(self) -> Sequence[tuple[str, float]]:
+        """A request is scheduled when the first of its jobs is."""
+        scheduled = self.core.take_scheduled()
+        return [(job_id.removesuffix(FIRST_JOB), moment) for job_id, moment in scheduled if job_id.endswith(FIRST_JOB)]
+
+    def statistics(self) -> EngineStatistics:
+        return self.core.statistics()
+
+    def device_bytes(self) -> int:
+        return device_bytes()
 
     def shutdown(self) -> None:
         self._requests.clear()

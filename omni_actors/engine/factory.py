@@ -17,6 +17,7 @@ from omni_actors.stage.interface import StageEngine
 
 def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
     """The engine of a stage of a pipeline. `report` is told what the start-up does."""
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its log goes the way of ours (logs.py), in one format
     if threads := os.environ.get("OMP_NUM_THREADS"):
         # The fork server has read the variable already; this process may have another share of the cores.
         import torch

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,6 +93,7 @@ class PromptEngine(StageEngine):
         self._limits = dataclasses.replace(limits, audio_seconds=seconds)
         self._encoder = MsgpackEncoder()
         self._waiting: deque[tuple[StageRequest, Prompt, Sequence[HostTensor]]] = deque()
+        self._scheduled: list[tuple[str, float]] = []
 
     @property
     def facts(self) -> EngineFacts:
@@ -135,6 +137,7 @@ class PromptEngine(StageEngine):
         if not self._waiting:
             return []
         request, prompt, media = self._waiting.popleft()
+        self._scheduled = [(request.request_id, time.monotonic())]
         try:
             token_ids, tensors = self._process(request.request_id, prompt, media)
         except OmniError as error:
@@ -151,6 +154,10 @@ class PromptEngine(StageEngine):
             StreamEvent(request.request_id, token_ids=token_ids, tensors=tensors, start=0, final=True),
             FinishedEvent(request.request_id, FinishReason.STOP, 0, len(token_ids)),
         ]
+
+    def take_scheduled(self) -> Sequence[tuple[str, float]]:
+        taken, self._scheduled = self._scheduled, []
+        return taken
 
     def counts(self) -> dict[str, int]:
         return {"requests": len(self._waiting)}

@@ -42,13 +42,14 @@ class Answer:
     ) -> Answer:
         """Submit, and wait for the first item. Raises `HttpError`; `fields` names the field at fault by error code.
 
-        The pipeline's request id is the HTTP request's, so that logs of both can be joined; a valid W3C `traceparent`
-        of the HTTP request is in `request.state.traceparent`.
+        The pipeline's request id is the HTTP request's, so that logs of both can be joined, and so is its trace.
         """
         if options.get("timeout") is None:
             options["timeout"] = state.settings.request_timeout
         try:
-            stream = await state.client.submit(prompt, request_id=request.state.request_id, **options)
+            stream = await state.client.submit(
+                prompt, request_id=request.state.request_id, traceparent=request.state.traceparent, **options
+            )
         except OmniError as error:
             raise HttpError.of(error, fields) from error
         answer = cls(stream, request, fields)

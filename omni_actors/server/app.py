@@ -23,7 +23,7 @@ from omni_actors.server.failures import HttpError, field_name
 from omni_actors.server.fetch import Fetcher
 from omni_actors.server.gate import Gate
 from omni_actors.server.settings import ServerSettings
-from omni_actors.server.state import Metrics, ServerState
+from omni_actors.server.state import ServerState
 
 logger = get_logger(__name__)
 
@@ -60,14 +60,13 @@ ERROR_SCHEMA = {
 }
 
 
-def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, metrics: Metrics | None = None) -> ASGIApp:
+def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> ASGIApp:
     """The whole server as an ASGI application.
 
     Args:
         fetcher: gets media by URL; one after `settings` when `None`.
-        metrics: gives the body and the content type of /metrics; 404 where it is `None`.
     """
-    app: ASGIApp = Gate(create_routes(settings, fetcher=fetcher, metrics=metrics), settings)
+    app: ASGIApp = Gate(create_routes(settings, fetcher=fetcher), settings)
     if settings.cors_origins:
         # Outside of the gate: a browser asks beforehand, without the key, and has to be able to read refusals.
         app = CORSMiddleware(
@@ -80,14 +79,12 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, metr
     return app
 
 
-def create_routes(
-    settings: ServerSettings, *, fetcher: Fetcher | None = None, metrics: Metrics | None = None
-) -> FastAPI:
+def create_routes(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> FastAPI:
     """The application behind the gate; on its own it has no key, no limits on bodies and no request ids."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        state = ServerState(settings, fetcher, metrics)
+        state = ServerState(settings, fetcher)
         async with state.client:
             app.state.server = state
             yield

@@ -16,13 +16,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.logs import get_logger
+from omni_actors.messages import TRACEPARENT
 from omni_actors.server.failures import HttpError
 from omni_actors.server.settings import ServerSettings, is_loopback
 
 logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/app.js", "/style.css", "/health"})  # no secrets and no work
-TRACEPARENT = re.compile(r"^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}$")
+VALID_TRACEPARENT = re.compile(TRACEPARENT)
 BODY_TYPES = {"/v1/files": "multipart/form-data"}
 DEFAULT_BODY_TYPE = "application/json"
 QUIET_PATHS = frozenset({"/v1/status", "/health", "/metrics"})  # polled: logged at debug only
@@ -48,7 +49,7 @@ class Gate:
         request_id = uuid.uuid4().hex
         traceparent = headers.get("traceparent", "").strip()
         scope.setdefault("state", {}).update(
-            request_id=request_id, traceparent=traceparent if TRACEPARENT.match(traceparent) else None
+            request_id=request_id, traceparent=traceparent if VALID_TRACEPARENT.match(traceparent) else None
         )
         began = time.monotonic()
         status = 0

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, File, Form, UploadFile
+from fastapi import APIRouter, Depends, File, Form, Path, Query, UploadFile
 from starlette.responses import Response
 
+from omni_actors.errors import InvalidRequest
+from omni_actors.observe.chart import chart
 from omni_actors.server.failures import HttpError
 from omni_actors.server.media import Files, UploadedFile
 from omni_actors.server.state import ServerState, readiness, server_state
 
 router = APIRouter()
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 State = Annotated[ServerState, Depends(server_state)]
 
 
@@ -87,11 +90,23 @@ async def status(state: State) -> Response:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(state: State) -> Response:
-    """Prometheus text, where the pipeline offers it."""
-    if state.metrics is None:
-        raise HttpError(404, "This server has no metrics.", code="not_found")
-    text, content_type = await state.metrics()
-    return Response(text, media_type=content_type)
+    """Prometheus text of the whole pipeline."""
+    return Response(await state.client.metrics(), media_type=METRICS_TYPE)
+
+
+@router.get("/v1/requests", response_class=Response)
+async def requests(state: State, limit: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:
+    """Timelines of the requests that ended last, the newest first."""
+    return json({"object": "list", "data": [chart(timeline) for timeline in await state.client.recent(limit)]})
+
+
+@router.get("/v1/requests/{request_id}/timeline", response_class=Response)
+async def timeline(request_id: Annotated[str, Path(max_length=128)], state: State) -> Response:
+    """When what happened to a request: one that runs, or one of the last 200 that ended."""
+    try:
+        return json(chart(await state.client.timeline(request_id)))
+    except InvalidRequest as error:
+        raise HttpError(404, error.message, param="request_id", code="not_found") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -102,13 +102,13 @@ def _flag(name: str) -> str:
 # Where to listen
 
 
-def parse_address(text: str) -> tuple[str, int]:
+def parse_address(text: str, option: str = "--http") -> tuple[str, int]:
     """`HOST:PORT`, `[IPV6]:PORT` or `PORT` (on 127.0.0.1). Raises `ConfigError`."""
     host, separator, port = text.rpartition(":")
     if not separator:
         host = "127.0.0.1"
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"--http {text!r} is not of the form HOST:PORT.", hint="For instance 127.0.0.1:8000.")
+        raise ConfigError(f"{option} {text!r} is not of the form HOST:PORT.", hint="For instance 127.0.0.1:8000.")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 

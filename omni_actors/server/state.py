@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,21 +21,12 @@ from omni_actors.server.settings import ServerSettings
 DESCRIBE_SECONDS = 3.0  # a coordinator that needs longer is not healthy
 FRESH_SECONDS = 0.2
 
-Metrics = Callable[[], Awaitable[tuple[bytes, str]]]  # -> (text, content type)
-
 
 class ServerState:
-    """One per application, in `app.state.server`.
+    """One per application, in `app.state.server`."""
 
-    Args:
-        metrics: gives the body and content type of /metrics; the route answers 404 where it is `None`.
-    """
-
-    def __init__(
-        self, settings: ServerSettings, fetcher: Fetcher | None = None, metrics: Metrics | None = None
-    ) -> None:
+    def __init__(self, settings: ServerSettings, fetcher: Fetcher | None = None) -> None:
         self.settings = settings
-        self.metrics = metrics
         self.client = AsyncOmniClient(settings.endpoint)
         self.files = Files(settings.files_bytes, settings.file_seconds)
         self.transcripts = Transcripts()

@@ -13,6 +13,8 @@ import collections
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from omni_actors.codec import Envelope, Frame
 from omni_actors.config import Modality, PipelineConfig, StageConfig
 from omni_actors.core.tombstones import Tombstones
@@ -53,7 +55,9 @@ from omni_actors.stage.interface import (
     StageInputs,
     StageRequest,
     StreamEvent,
+    TextEvent,
 )
+from omni_actors.stage.meter import StageMeter, Track
 from omni_actors.stage.outgoing import Outgoing, chunk_of, result_of
 from omni_actors.stage.parking import Parking
 from omni_actors.stage.processors import Action, Extend, InputProcessor, Piece, Skip, Start
@@ -77,6 +81,7 @@ class Work:
     deadline: float
     opened: float
     processor: InputProcessor | None
+    track: Track
     output: Output | None  # what later stages got; `None` if the route has none
     started: bool = False  # the engine has it
     first_output: float = 0.0
@@ -94,6 +99,7 @@ class Stage:
         identity: stage, replica and epoch of this process.
         processor_class: makes the input processor of a request; `None` for the entry stage.
         clock: Unix time in seconds.
+        meter: counts and takes times; without one nothing is measured.
     """
 
     def __init__(
@@ -104,9 +110,12 @@ class Stage:
         engine: StageEngine,
         processor_class: type[InputProcessor] | None,
         clock: Callable[[], float],
+        meter: StageMeter | None = None,
     ) -> None:
+        self._meter = meter or StageMeter(identity.stage, identity.replica, identity.epoch)
         self._stage = stage
         self._downstream = pipeline.downstream(stage.name)
+        self._says_text = Modality.TEXT in stage.outputs
         self._identity = identity
         self._engine = engine
         self._processor_class = processor_class
@@ -176,9 +185,21 @@ class Stage:
         """Some of what is to be sent again, then one step of the engine, its events as messages."""
         messages = self._send_again()
         if self._engine.runnable():
-            for event in self._engine.step():
+            for event in self._step_engine():
                 messages += self._on_event(event)
         return messages
+
+    def _step_engine(self) -> Sequence[EngineEvent]:
+        """One step, and what it says of when requests began."""
+        began = self._meter.clock()
+        events = self._engine.step()
+        scheduled = self._engine.take_scheduled()
+        self._meter.stepped(began, took_all=scheduled is None)
+        for engine_id, moment in scheduled or ():
+            work = self._by_engine_id.get(engine_id)
+            if work is not None:
+                self._meter.scheduled(work.track, self._meter.clock.of(moment))
+        return events
 
     def tick(self) -> list[Outgoing]:
         """Ends requests past their deadline and forgets what has been parked too long."""
@@ -211,13 +232,19 @@ class Stage:
         """Whether requests that the engine has wait for their first output."""
         return any(work.started and not work.first_output for work in self._work.values())
 
-    def counts(self) -> dict[str, int]:
-        """What this stage holds now; all zero when it is idle."""
+    def held(self) -> dict[str, int]:
+        """What this stage holds now beside its engine; all zero when it is idle."""
         return {
             "requests": len(self._work),
             **self._parking.counts(),
             "retained": len(self._finished),
             "retained_bytes": self._budget.used,
+        }
+
+    def counts(self) -> dict[str, int]:
+        """What this stage and its engine hold now; all zero when it is idle."""
+        return {
+            **self.held(),
             "total_runs": self._runs,
             "dropped_retained": self._budget.overflows,
             **{f"engine_{name}": value for name, value in self._engine.counts().items()},
@@ -264,6 +291,7 @@ class Stage:
             header.deadline or now + self._default_timeout,
             now,
             processor,
+            self._meter.expected(request_id, header.attempt, has_input=expect.prompt is not None),
             Output(self._budget, receivers, header.attempt) if receivers else None,
         )
         self._by_engine_id[request.request_id] = work
@@ -295,6 +323,8 @@ class Stage:
         if header.stage in work.ended_sources:
             return self._fail(header.request_id, ProtocolError(f"Stage {header.stage!r} sent more after its end."))
         work.next_seq[header.stage] = expected + 1
+        size = len(chunk.token_ids) + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
+        self._meter.received(work.track, f"{header.stage}/{header.replica}", chunk.sent, size)
         if chunk.final:
             work.ended_sources.add(header.stage)
             if len(work.ended_sources) == len(self._stage.source_names):
@@ -311,6 +341,7 @@ class Stage:
                     self._runs += 1
                     self._engine.start(work.request, action.inputs)
                     work.started = True
+                    self._meter.started(work.track)
                 elif isinstance(action, Extend):
                     self._engine.extend(
                         work.request.request_id,
@@ -349,11 +380,19 @@ class Stage:
             return self._finish(work, event.reason, event.input_tokens, event.output_tokens)
         if not work.first_output:
             work.first_output = self._clock()
+        moment = self._meter.output(work.track)
+        self._count(event)
         if isinstance(event, AudioEvent) and Modality.AUDIO not in self._stage.outputs:
             event = self._as_stream(work, event)
         if isinstance(event, StreamEvent):
-            return self._stream(work, event)
-        return [self._result(work, *result_of(event))]
+            return self._stream(work, event, moment)
+        return [self._result(work, *result_of(event, moment))]
+
+    def _count(self, event: TextEvent | AudioEvent | StreamEvent) -> None:
+        if isinstance(event, AudioEvent):
+            self._meter.audio_seconds += event.samples.shape[0] / event.sample_rate
+        elif isinstance(event, TextEvent) or not self._says_text:  # else its tokens were counted with the text
+            self._meter.output_tokens += len(event.token_ids)
 
     def _as_stream(self, work: Work, event: AudioEvent) -> StreamEvent:
         """Sound that is not for the client is input of the stages after this one."""
@@ -362,10 +401,10 @@ class Stage:
         tensors, scalars = {SAMPLES: event.samples}, {SAMPLE_RATE: event.sample_rate}
         return StreamEvent(event.request_id, (), tensors, scalars, start)
 
-    def _stream(self, work: Work, event: StreamEvent) -> list[Outgoing]:
+    def _stream(self, work: Work, event: StreamEvent, moment: float) -> list[Outgoing]:
         """The same chunk to every later stage of the route."""
         work.output_ended = work.output_ended or event.final
-        return self._give(work, *chunk_of(event))
+        return self._give(work, *chunk_of(event, moment))
 
     def _give(self, work: Work, chunk: Chunk, buffers: Sequence[Frame]) -> list[Outgoing]:
         """Keep a chunk, and send it to those stages that have all before it."""
@@ -386,8 +425,9 @@ class Stage:
     def _finish(self, work: Work, reason: FinishReason, input_tokens: int, output_tokens: int) -> list[Outgoing]:
         """The engine is done. Later stages hear of it even if the engine itself gave them no end."""
         last: list[Outgoing] = []
-        if not work.output_ended:
-            last = self._stream(work, StreamEvent(work.request.request_id, start=work.samples, final=True))
+        if work.output is not None and not work.output_ended:
+            end = StreamEvent(work.request.request_id, start=work.samples, final=True)
+            last = self._stream(work, end, self._meter.output(work.track))
             if work.request_id not in self._work:  # it could not be kept for a stage that is not there
                 return last
         now = self._clock()
@@ -398,7 +438,8 @@ class Stage:
             first_output=max(0.0, work.first_output - work.opened) if work.first_output else 0.0,
             finished=max(0.0, now - work.opened),
         )
-        message = self._result(work, StageDone(usage=usage))
+        timeline = self._meter.done(work.track, input_tokens, output_tokens)
+        message = self._result(work, StageDone(usage=usage, timeline=timeline))
         self._forget(work.request_id, work.attempt)
         if work.output is not None:
             work.processor = None
@@ -413,6 +454,7 @@ class Stage:
             return []
         logger.info("request failed: %s", error.code.value, extra={"request_id": request_id})
         message = self._result(work, Failed.from_error(error, self._stage.name))
+        self._meter.failed(work.track, error.code.value)
         if request_id in self._work:
             self._drop(request_id)
         self._let_go(request_id)
@@ -485,7 +527,9 @@ class Stage:
             work, edge = self._resending[0]
             entry = work.output.next_again(edge) if work.output is not None else None
             if entry is not None:
-                messages.append(self._to_next(work, edge, *entry))
+                kept, buffers = entry
+                chunk = msgspec.structs.replace(kept, sent=self._meter.clock())  # no output of now, but sent now
+                messages.append(self._to_next(work, edge, chunk, buffers))
             if edge.again is None:
                 self._resending.popleft()
         return messages
@@ -513,6 +557,7 @@ class Stage:
     def _drop(self, request_id: str) -> None:
         """The request is over here, whatever state it is in."""
         work = self._work[request_id]
+        self._meter.failed(work.track, "dropped")
         self._engine.abort(work.request.request_id)
         if work.output is not None:
             work.output.let_go()

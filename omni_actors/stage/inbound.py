@@ -47,6 +47,7 @@ class Inbound(threading.Thread):
 
     Credit goes to `on_credit` at once, not through the inbox: the main thread may be in a long step.
     `on_orphaned` is called before this thread ends a process whose launcher is gone and whose main thread hangs.
+    `clock` tells the coordinator the time here, with every heartbeat.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Inbound(threading.Thread):
         on_orphaned: Callable[[], None],
         arenas: ArenaReader,
         on_credit: Callable[[Hop | None, Credit], None],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(name="inbound", daemon=True)
+        self._clock = clock
         self._arenas = arenas
         self._on_credit = on_credit
         self._sockets = sockets
@@ -92,8 +95,12 @@ class Inbound(threading.Thread):
         """Send what is queued, close the sockets and end the thread."""
         self._outbox.put(None)
 
+    def rejected_by_reason(self) -> dict[str, int]:
+        """Messages at the inbox that did not decode. From any thread."""
+        return dict(self._decoder.rejected)
+
     def rejected(self) -> dict[str, int]:
-        return {f"rejected_{reason}": count for reason, count in self._decoder.rejected.items()} | {
+        return {f"rejected_{reason}": count for reason, count in self.rejected_by_reason().items()} | {
             "total_received": self._received
         }
 
@@ -148,7 +155,7 @@ class Inbound(threading.Thread):
             if self._welcomed and time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_interval
                 counts = {**self.pulse.counts, **self.rejected()}
-                self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts))
+                self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts, sent=self._clock()))
             self._receive_control(control)  # always: what is sent above may use up the descriptor's signal
             if departures.seen():  # after the last words of the control connection
                 self._inbox.put(Lost("the coordinator is not connected any more"))

@@ -106,6 +106,18 @@ EngineEvent = TextEvent | AudioEvent | StreamEvent | FinishedEvent | ErrorEvent
 
 
 @dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """What vLLM says of its scheduler and cache; counts since the engine was made, `kv_usage` from 0 to 1."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What a loaded engine says of itself, for the coordinator to check requests against."""
 
@@ -156,6 +168,21 @@ class StageEngine(ABC):
     @abstractmethod
     def counts(self) -> dict[str, int]:
         """What the engine holds now, by name; all zero when it is idle (leak checks rely on it)."""
+
+    def take_scheduled(self) -> Sequence[tuple[str, float]] | None:
+        """Requests that were taken into a step for the first time since the last call, and when (monotonic clock).
+
+        `None`: this engine works on every request in every step.
+        """
+        return None
+
+    def statistics(self) -> EngineStatistics | None:
+        """For metrics, once per heartbeat interval; `None` for an engine without a scheduler."""
+        return None
+
+    def device_bytes(self) -> int:
+        """Device memory that the engine's allocator has reserved; 0 without a device."""
+        return 0
 
     @abstractmethod
     def shutdown(self) -> None:

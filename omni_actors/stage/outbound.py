@@ -22,7 +22,7 @@ from omni_actors.messages import MAX_BLOCKS, Block, Credit, Header, Hop, Limits,
 from omni_actors.stage.events import Event, Lost, Rejected, Stop, Undelivered
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader, Holder
-from omni_actors.transport.credit import Window
+from omni_actors.transport.credit import EdgeFigures, Traffic, Window
 from omni_actors.transport.cuts import Cuts
 from omni_actors.transport.link import Link
 from omni_actors.transport.sockets import Sockets
@@ -38,6 +38,7 @@ MAXIMUM_POLL_MS = 100
 RELEASE_SECONDS = 0.1  # after which blocks are given back even if they are few
 EARLY_SECONDS = 5.0  # how long a message waits for the address of a replica that has just been started
 LAST_WORDS_SECONDS = 1.0
+COORDINATOR = "coordinator"  # its name among the receivers
 NO_DEADLINE_SECONDS = 600.0  # for which a block of a request without deadline is kept
 
 
@@ -87,7 +88,9 @@ class Outbound(threading.Thread):
         self._after = after
         self._wakeup = Wakeup()
         self._lock = threading.Lock()  # around all that follows, except for what is said to be read without it
-        self._coordinator = self._link(results_endpoint)
+        self._traffic: dict[str, Traffic] = {}  # by receiver, as "talker/0"; outlives its links,
+        self._edges: dict[str, Link] = {}  # which are these
+        self._coordinator = self._link(results_endpoint, COORDINATOR)
         self._cuts: Cuts[Hop | None] = Cuts()
         self._cuts.watch(None, self._coordinator.socket, results_endpoint)
         self._links: dict[Hop, Link] = {}
@@ -215,6 +218,12 @@ class Outbound(threading.Thread):
             }
         return {"outbox": self.waiting, **own, **self._arenas.counts()}
 
+    def edges(self) -> dict[str, EdgeFigures]:
+        """What has left and what waits, by receiver, as "talker/0" or "coordinator"."""
+        with self._lock:
+            closed = {target: traffic.figures() for target, traffic in self._traffic.items()}
+            return closed | {target: link.figures() for target, link in self._edges.items()}
+
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -317,9 +326,11 @@ class Outbound(threading.Thread):
 
     # -- under the lock -----------------------------------------------------------------------------------------------
 
-    def _link(self, endpoint: str) -> Link:
+    def _link(self, endpoint: str, target: str) -> Link:
         window = Window(self._flow.edge_messages, self._flow.edge_bytes)
-        return Link(self._sockets.push(endpoint), time.monotonic, window=window)
+        traffic = self._traffic.setdefault(target, Traffic())
+        link = self._edges[target] = Link(self._sockets.push(endpoint), time.monotonic, window=window, traffic=traffic)
+        return link
 
     def _refusing(self) -> set[Link]:
         """Links that wait for their socket; one that waits for credit hears of it from `granted`."""
@@ -344,6 +355,7 @@ class Outbound(threading.Thread):
         for hop in [hop for hop in self._links if hop not in wanted]:
             self._cuts.forget(hop)
             self._drop(self._links.pop(hop))
+            del self._edges[_name(hop)]
             self._mapped.pop(hop, None)
         if self._arena is not None:
             for hop in (self._consumers - wanted.keys()) - self._readers:
@@ -351,7 +363,7 @@ class Outbound(threading.Thread):
         self._consumers = wanted.keys() | self._readers
         for hop, inbox in wanted.items():
             if hop not in self._links:
-                self._links[hop] = self._link(inbox)
+                self._links[hop] = self._link(inbox, _name(hop))
                 self._cuts.watch(hop, self._links[hop].socket, inbox)
                 self._newest[(hop.stage, hop.replica)] = hop.epoch
         early, self._early = self._early, []
@@ -455,9 +467,10 @@ class Outbound(threading.Thread):
         if self._arena is not None and target is not None:
             for block in prepared.blocks:
                 self._arena.share(block, target)
+                link.traffic.shared_bytes += block.length
 
     def _lose(self, request_id: str, receiver: Hop, what: str) -> None:
-        error = StageLost(f"{receiver.stage}/{receiver.replica} {what}.")
+        error = StageLost(f"{_name(receiver)} {what}.")
         self._on_event(Undelivered(request_id, receiver, error))
 
     def _is_coming(self, hop: Hop) -> bool:
@@ -508,6 +521,10 @@ class Outbound(threading.Thread):
         if credit.through is not None and credit.held is not None:
             known = credit.through not in self._consumers
             self._arena.hold_only(receiver, credit.through, credit.held, known)
+
+
+def _name(receiver: Hop) -> str:
+    return f"{receiver.stage}/{receiver.replica}"
 
 
 def _payload(message: Outgoing) -> int:

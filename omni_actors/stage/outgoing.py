@@ -32,16 +32,17 @@ class Outgoing:
     buffers: Sequence[Frame] = ()
 
 
-def result_of(event: TextEvent | AudioEvent) -> tuple[Body, Sequence[Frame]]:
-    """A message to the coordinator, with its buffers."""
+def result_of(event: TextEvent | AudioEvent, sent: float) -> tuple[Body, Sequence[Frame]]:
+    """A message to the coordinator that leaves at the moment `sent`, with its buffers."""
     if isinstance(event, TextEvent):
-        return TextDelta(text=event.text, token_ids=pack_token_ids(event.token_ids)), ()
+        return TextDelta(text=event.text, token_ids=pack_token_ids(event.token_ids), sent=sent), ()
     buffers = BufferList()
-    return AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate), buffers.buffers
+    chunk = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate, sent=sent)
+    return chunk, buffers.buffers
 
 
-def chunk_of(event: StreamEvent) -> tuple[Chunk, Sequence[Frame]]:
-    """A message to the stages after this one, with its buffers."""
+def chunk_of(event: StreamEvent, sent: float) -> tuple[Chunk, Sequence[Frame]]:
+    """A message to the stages after this one that leaves at the moment `sent`, with its buffers."""
     buffers = BufferList()
     tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
     rows = tensors.pop(ROWS, None)
@@ -57,5 +58,6 @@ def chunk_of(event: StreamEvent) -> tuple[Chunk, Sequence[Frame]]:
         information=information,
         start=event.start,
         final=event.final,
+        sent=sent,
     )
     return chunk, buffers.buffers

@@ -26,11 +26,14 @@ from omni_actors.messages import (
     Shutdown,
     Welcome,
 )
+from omni_actors.observe.clocks import AnchoredClock
 from omni_actors.stage.actor import Stage
 from omni_actors.stage.events import Control, Event, Lost, Received, Rejected, Stop, Undelivered, sender_of
+from omni_actors.stage.figures import Baseline, snapshot
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
 from omni_actors.stage.interface import StageEngine
+from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.processors import InputProcessor
@@ -78,6 +81,8 @@ class Session:
         self._arena = Arena(flow.arena_bytes) if sends else None
         self._arenas = ArenaReader(self._on_release_due)
         self._tally: Tally[Hop | None] = Tally(flow.edge_messages, flow.edge_bytes)
+        clock = AnchoredClock()
+        self._meter = StageMeter(identity.stage, identity.replica, identity.epoch, clock)
         self._inbound = Inbound(
             self._sockets,
             identity,
@@ -91,6 +96,7 @@ class Session:
             on_orphaned=on_orphaned,
             arenas=self._arenas,
             on_credit=self._on_credit,
+            clock=clock,
         )
         self._outbound: Outbound | None = None
         self._actor: Stage | None = None
@@ -177,7 +183,10 @@ class Session:
         outbound = self._outbound
         if outbound is None:
             raise ProtocolError("The stage serves before it was welcomed.")
-        actor = self._actor = Stage(self._pipeline, self._stage, self._identity, engine, processor, time.time)
+        actor = self._actor = Stage(
+            self._pipeline, self._stage, self._identity, engine, processor, time.time, self._meter
+        )
+        baseline = Baseline(engine)
         facts = engine.facts
         self.tell(
             Ready(
@@ -187,7 +196,7 @@ class Session:
                 max_input_tokens=facts.max_input_tokens,
             )
         )
-        next_tick = 0.0
+        next_tick = next_snapshot = 0.0
         while self._end is None:
             waits = give_way.now()
             self._take_events(actor, outbound, waits)
@@ -203,12 +212,21 @@ class Session:
                 self._emit(outbound, actor.tick())
                 dropped = {f"dropped_{reason}": count for reason, count in actor.dropped.items()}
                 self._inbound.pulse.counts = {**actor.counts(), **outbound.counts(), **dropped}
+                if time.monotonic() >= next_snapshot:
+                    next_snapshot = time.monotonic() + self._pipeline.coordinator.heartbeat_interval
+                    self._tell_figures(actor, baseline, outbound)
             if (tick or self._grants_due) and not actor.saturated:
                 self._grants_due = False
                 for sender, messages, size in self._tally.collect(everything=tick):
                     outbound.grant(sender, messages, size)
         sign.show(False)
+        if isinstance(self._end, Stop):
+            self._tell_figures(actor, baseline, outbound)  # what has been counted since the last time
         return self._end
+
+    def _tell_figures(self, actor: Stage, baseline: Baseline, outbound: Outbound) -> None:
+        rejected = self._inbound.rejected_by_reason()
+        self.tell(snapshot(self._meter, actor, baseline, rejected, outbound.edges(), outbound.counts()))
 
     def _take_events(self, actor: Stage, outbound: Outbound, gives_way: bool) -> None:
         """All events that are there; waits for the first one when the engine has nothing to do or others go first."""

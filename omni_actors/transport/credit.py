@@ -8,7 +8,7 @@ when it is worth a message: a quarter of the window at a time, the rest on the o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from omni_actors.codec import Frame
 
@@ -19,6 +19,34 @@ SHARE = 4  # a grant is worth a message from this fraction of the window on
 def wire_size(frames: Sequence[Frame]) -> int:
     """Bytes of a message for the account of its edge: the same on both sides."""
     return sum(len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in frames)
+
+
+class EdgeFigures(NamedTuple):
+    """The sender's side of an edge, for metrics. What has left is as in `Traffic`; the rest is as of now."""
+
+    messages: int
+    bytes: int
+    shared_bytes: int
+    open: bool = False  # there is a link now; without one the rest is zero
+    messages_out: int = 0  # sent, no credit for them yet
+    bytes_out: int = 0
+    credit: int = 0  # messages that may be sent without more credit
+    waiting: int = 0
+
+
+class Traffic:
+    """What has left on an edge, through all links to one receiver since the process began. Read by other threads."""
+
+    __slots__ = ("bytes", "messages", "shared_bytes")
+
+    def __init__(self) -> None:
+        self.messages = 0
+        self.bytes = 0  # of all frames
+        self.shared_bytes = 0  # of blocks in shared memory
+
+    def figures(self) -> EdgeFigures:
+        """Those of an edge without a link."""
+        return EdgeFigures(self.messages, self.bytes, self.shared_bytes)
 
 
 class Window:
@@ -35,6 +63,10 @@ class Window:
         if not self.messages_out:
             return True
         return self.messages_out < self._messages and self.bytes_out + size <= self._size
+
+    @property
+    def messages_left(self) -> int:
+        return max(0, self._messages - self.messages_out)
 
     @property
     def exhausted(self) -> bool:

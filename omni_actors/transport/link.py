@@ -13,7 +13,7 @@ from typing import NamedTuple
 import zmq
 
 from omni_actors.codec import Frame
-from omni_actors.transport.credit import Window, wire_size
+from omni_actors.transport.credit import EdgeFigures, Traffic, Window, wire_size
 from omni_actors.transport.sockets import ZERO_COPY_BYTES, Socket, descriptor, try_send
 
 STALL_SECONDS = 5.0
@@ -35,6 +35,7 @@ class Link:
     Args:
         window: the edge's credit; without it nothing but the socket holds messages up.
         needs_credit: whether a peer that grants nothing for `stall_seconds` counts as broken, too.
+        traffic: counts what leaves.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Link:
         needs_credit: bool = False,
         outbox_messages: int = OUTBOX_MESSAGES,
         outbox_bytes: int = OUTBOX_BYTES,
+        traffic: Traffic | None = None,
     ) -> None:
+        self.traffic = traffic or Traffic()
         self.socket = socket
         self.window = window
         self._clock = clock
@@ -151,6 +154,15 @@ class Link:
         self.backlog_bytes = 0
         return lost
 
+    def figures(self) -> EdgeFigures:
+        """For metrics. From any thread."""
+        left, out, size = 0, 0, 0
+        if self.window is not None:
+            left, out, size = self.window.messages_left, self.window.messages_out, self.window.bytes_out
+        return self.traffic.figures()._replace(
+            open=True, messages_out=out, bytes_out=size, credit=left, waiting=self.backlog
+        )
+
     def close(self) -> None:
         self.socket.close()
 
@@ -171,4 +183,7 @@ class Link:
     def _try(self, frames: Sequence[Frame], size: int) -> bool:
         large = size >= ZERO_COPY_BYTES and any(memoryview(frame).nbytes >= ZERO_COPY_BYTES for frame in frames)
         self.refused = not try_send(self.socket, frames, copy=not large)
+        if not self.refused:
+            self.traffic.messages += 1
+            self.traffic.bytes += size
         return not self.refused

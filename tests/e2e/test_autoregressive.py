@@ -176,6 +176,10 @@ def test_a_preempted_thinker_gives_each_row_once(tiny_checkpoint, answers):
             driver.start(f"r{number}", token_inputs(answers[number % 2].prompt_token_ids), max_tokens=32)
         driver.run()
         assert preemptions
+        assert engine.statistics().preemptions == len(preemptions)
+        scheduled = engine.take_scheduled()
+        assert sorted(request_id for request_id, _ in scheduled) == [f"r{number}" for number in range(6)], "once each"
+        assert engine.take_scheduled() == []
         for number in range(6):
             answer = answers[number % 2]
             assert driver.tokens(f"r{number}") == answer.thinker_tokens
@@ -201,13 +205,20 @@ def count_preemptions(engine) -> list[str]:
 def test_requests_without_rows_share_a_prefix_and_those_with_rows_compute_it(thinker, answers):
     answer = answers[2]
     inputs = token_inputs(answer.prompt_token_ids)
+    hits = []
     for number, streams in enumerate((False, False, True)):
+        before = thinker.engine.statistics()
         thinker.start(f"r{number}", inputs, max_tokens=4, streams=streams)
         thinker.run()
+        after = thinker.engine.statistics()
+        assert after.prefix_queries - before.prefix_queries in (0, prompt_length(answer))
+        hits.append(after.prefix_hits - before.prefix_hits)
         assert thinker.tokens(f"r{number}") == answer.thinker_tokens[:4]
     torch.testing.assert_close(
         thinker.rows("r2"), answer.thinker_rows[: prompt_length(answer) + 3], atol=1e-4, rtol=1e-5
     )
+    assert hits[0] == hits[2] == 0
+    assert 0 < hits[1] < prompt_length(answer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -253,7 +253,8 @@ def keyed(echo_pipeline: HttpPipeline) -> Iterator[str]:
 def test_wrong_keys(keyed: str, header: str | None) -> None:
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
     for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/status"), ("GET", "/metrics"),
-                         ("GET", "/openapi.json"), ("POST", "/v1/files"), ("GET", "/nothing")):  # fmt: skip
+                         ("GET", "/v1/requests"), ("GET", "/v1/requests/x/timeline"), ("GET", "/openapi.json"),
+                         ("POST", "/v1/files"), ("GET", "/nothing")):  # fmt: skip
         response = httpx.request(method, f"{keyed}{path}", headers=headers)
         assert response.status_code == 401, path
         assert response.json()["error"]["code"] == "invalid_api_key"

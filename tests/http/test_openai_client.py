@@ -263,7 +263,6 @@ def test_models_and_voices(echo: HttpPipeline) -> None:
     assert httpx.get(f"{echo.url}/v1/audio/voices").json() == {"voices": ["Chelsie", "Ethan"]}
     status = httpx.get(f"{echo.url}/v1/status").json()
     assert [stage["stage"] for stage in status["stages"]] == ["prompt", "thinker", "talker", "code2wav"]
-    assert httpx.get(f"{echo.url}/metrics").status_code == 404
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

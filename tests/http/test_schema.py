@@ -19,11 +19,12 @@ TYPED = {500: {"engine_error"}, 503: {"overloaded", "stage_unavailable", "stage_
 NAMES = ["status_code_conformance", "content_type_conformance", "response_schema_conformance"]
 MAX_EXAMPLES = {"/v1/chat/completions": 200, "/v1/completions": 80, "/v1/audio/speech": 60, "/v1/files": 30}
 
+TIMELINE = "/v1/requests/{request_id}/timeline"
 OPERATIONS = [
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/audio/speech"), ("POST", "/v1/files"),
     ("GET", "/v1/files"), ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"), ("GET", "/v1/audio/voices"), ("GET", "/v1/status"), ("GET", "/health"),
-    ("GET", "/metrics"),
+    ("GET", "/metrics"), ("GET", "/v1/requests"), ("GET", TIMELINE),
 ]  # fmt: skip
 
 FILE = "/v1/files/{file_id}"
@@ -63,7 +64,7 @@ def test_generated_requests(
 
     check()
     print(f"{mode.value} {method} {path}: {dict(statuses)}")
-    if mode is schemathesis.GenerationMode.POSITIVE and path not in ("/metrics", "/v1/models/{name}", FILE):
+    if mode is schemathesis.GenerationMode.POSITIVE and path not in ("/v1/models/{name}", FILE, TIMELINE):
         assert statuses[200], "a schema none of whose requests is answered proves nothing"
 
 
@@ -71,7 +72,7 @@ def test_schema_says_what_the_server_does(echo: HttpPipeline) -> None:
     schema = httpx.get(f"{echo.url}/openapi.json").json()
     assert set(schema["paths"]) == {
         "/health", "/metrics", "/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions", "/v1/completions",
-        "/v1/files", "/v1/files/{file_id}", "/v1/models", "/v1/models/{name}", "/v1/status",
+        "/v1/files", "/v1/files/{file_id}", "/v1/models", "/v1/models/{name}", "/v1/requests", TIMELINE, "/v1/status",
     }  # fmt: skip
     for path in schema["paths"].values():
         for operation in path.values():

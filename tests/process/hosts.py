@@ -49,8 +49,8 @@ class Hosts:
             "--master-addr", ADDRESSES[0], "--master-port", str(self._port), *arguments, folder=self.folder(rank),
         )  # fmt: skip
 
-    def start_both(self) -> tuple[EchoLauncher, EchoLauncher]:
-        other, first = self.start(1), self.start(0)
+    def start_both(self, *arguments: str) -> tuple[EchoLauncher, EchoLauncher]:
+        other, first = self.start(1, *arguments), self.start(0, *arguments)
         first.wait_ready()
         until(lambda: "node 1 serves" in other.output, 5, "the other node")
         return first, other

@@ -100,6 +100,7 @@ def child(pipe: Connection, folder: str, me: Hop) -> None:
         "drop": lambda _: node.received.clear(),
         "digests": lambda _: [hashlib.sha256(envelope.buffers[0]).hexdigest() for envelope in node.received],
         "counts": lambda _: node.outbound.counts(),
+        "edges": lambda _: node.outbound.edges(),
         "reads": lambda hop: hop in node.outbound._mapped and OWNER in node.outbound._mapped[hop],
     }
     while True:
@@ -193,6 +194,9 @@ def test_published_once_and_freed_by_the_last(three: Three) -> None:
     assert three.blocks() == 1, "the third one reads it"
     middle = three.ask(MIDDLE, "counts")
     assert (middle["total_forwarded"], middle["arena_blocks"], middle["arena_bytes"]) == (1, 1, 0)
+    edge = three.ask(MIDDLE, "edges")["third/0"]
+    assert (edge.messages, edge.shared_bytes) == (1, SIZE), "what is forwarded goes through shared memory, too"
+    assert edge.bytes < 1000
     assert three.ask(READER, "digests") == [digest(data)]
     three.ask(READER, "drop")
     until(lambda: three.blocks() == 0, 5, "the owner has it back")

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,22 @@ async def wait_states(client: AsyncOmniClient, seconds: float, **states: str) ->
     raise AssertionError(f"after {seconds} s they are {({name: status.state for name, status in known.items()})}")
 
 
+async def shown(url: str, pattern: str) -> float:
+    """A value of the metrics; 0 for one that is not there."""
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+    found = re.search(rf"^{pattern}$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+async def until_shown(url: str, pattern: str) -> float:
+    """The same, once the stages have told it."""
+    for _ in range(100):
+        if value := await shown(url, pattern):
+            return value
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{pattern} is not shown")
+
+
 async def ask_many(client: AsyncOmniClient, count: int) -> float:
     """Requests per second."""
     began = time.monotonic()
@@ -58,7 +75,9 @@ async def test_replicas_on_two_nodes_share_the_work(
         stage["engine"] = {"step_seconds": 0.004, "max_num_seqs": 1}
     data["stages"][1]["engine"] = {"row_width": 20_000}  # rows of 40 KB: through memory on one host, as frames between
     hosts = Hosts(launch, short_path, data)
-    first, other = hosts.start_both()
+    first, other = hosts.start_both("--metrics", "127.0.0.1:0")  # the same command on both
+    assert "metrics on" not in other.output, "node 0 has those of all"
+    url = re.search(r"metrics on (\S+)", first.output)[1]
     async with AsyncOmniClient(first.endpoint) as client:
         before = await pids(client)
         here, there = hosts.processes(0), hosts.processes(1)
@@ -75,6 +94,11 @@ async def test_replicas_on_two_nodes_share_the_work(
         both = await ask_many(client, 20)
         looking.cancel()
         assert all(busy[name] for name in before), busy
+        shared = await until_shown(url, r'omni_edge_shared_bytes_total\{source="thinker/0",target="talker/0"\} (\S+)')
+        assert shared > 40_000
+        assert await until_shown(url, r'omni_edge_messages_total\{source="thinker/0",target="talker/1"\} (\S+)') > 1
+        assert await until_shown(url, r'omni_stage_output_tokens_total\{replica="1",stage="talker"\} (\S+)') > 1
+        assert await shown(url, r'omni_edge_shared_bytes_total\{source="thinker/0",target="talker/1"\} (\S+)') == 0
         blocks = {name: status.counts.get("total_blocks", 0) for name, status in (await replicas(client)).items()}
         assert blocks["thinker/0"] > 0
         for stage in ("talker", "code2wav"):

@@ -47,12 +47,15 @@ from omni_actors.messages import (
     TextDelta,
     pack_token_ids,
 )
+from omni_actors.observe.table import REJECTED
 from omni_actors.outputs import OmniRequestOutput
 from omni_actors.stage.echo import FAIL_TOKEN
+from omni_actors.top import look
 from omni_actors.transport.credit import wire_size
 from omni_actors.transport.sockets import Sockets, drain, try_send
 from tests.process.launcher import EchoLauncher, until
 
+THINKER_MAGIC = ("thinker", "0", "inbox", "magic")
 SAMPLES = 480
 
 
@@ -296,6 +299,10 @@ async def test_garbage_on_every_socket_is_counted_and_harms_nobody(echo: EchoLau
             await asyncio.sleep(0.05)
             after = await good.describe()
             stage = next(status for status in after.stages if status.stage == "thinker")
+        shown = (await look(good)).series
+    told = sum(n for (name, labels), n in shown.items() if name == REJECTED.name and ("stage", "coordinator") in labels)
+    assert told == sum(n for name, n in after.counts.items() if name.startswith("rejected_"))
+    assert shown[(REJECTED.name, frozenset(zip(REJECTED.labels, THINKER_MAGIC, strict=True)))] >= 2
     for channel in ("client", "control", "results"):
         counts = {name: n for name, n in differences().items() if name.startswith(f"rejected_{channel}_")}
         assert sum(counts.values()) == 12, counts

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Sequence
 from typing import Any
 
 from omni_actors.core.coordination import Coordination, Instruction, ToClient, ToStage
+from omni_actors.core.observer import Observer
 from omni_actors.core.requests import ActiveRequest
-from omni_actors.messages import Done, Expect, Failed, Hop
+from omni_actors.errors import OmniError
+from omni_actors.messages import Done, Expect, Failed, Header, Hop, StageDone, Submit
 
 EVENTS = (
     "submit", "reopen", "abort", "reject", "client_slow", "client_gone", "from_stage", "reject_from_stage",
@@ -14,11 +18,43 @@ EVENTS = (
 )  # fmt: skip
 
 
+class Onlooker(Observer):
+    """What an observer knows of requests that run: by request and stage the attempt that was announced."""
+
+    def __init__(self) -> None:
+        self.attempts: dict[str, dict[str, int]] = {}
+        self.done: dict[str, dict[str, int]] = {}
+        self.ends: collections.Counter[str] = collections.Counter()
+        self.losses: list[tuple[str, bool]] = []
+
+    def admitted(self, request_id: str, submit: Submit) -> None:
+        assert request_id not in self.attempts, "admitted twice"
+        self.attempts[request_id], self.done[request_id] = {}, {}
+
+    def bound(self, request_id: str, attempt: int, route: tuple[Hop, ...], begun: Sequence[str]) -> None:
+        assert begun, "bound to nothing new"
+        assert set(begun) <= {hop.stage for hop in route}
+        self.attempts[request_id].update(dict.fromkeys(begun, attempt))
+
+    def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
+        assert request_id in self.attempts
+        self.losses.append((request_id, counts))
+
+    def stage_done(self, header: Header, body: StageDone) -> None:
+        assert self.attempts[header.request_id][header.stage] == header.attempt, "not the attempt it works on"
+        self.done[header.request_id][header.stage] = header.attempt
+
+    def ended(self, request_id: str, error: OmniError | None) -> None:
+        del self.attempts[request_id]
+        self.ends["done" if error is None else error.code.value] += 1
+
+
 class CheckedCoordination(Coordination):
     """Raises `AssertionError` from the event that breaks an invariant."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        self.onlooker = Onlooker()
+        super().__init__(*arguments, observer=self.onlooker, **options)
         self._depth = 0
         self._client_seq: dict[str, int] = {}  # of admitted requests that have not ended
         self._opened: dict[str, set[tuple[Hop, int]]] = {}
@@ -52,6 +88,8 @@ class CheckedCoordination(Coordination):
         active = {request.request_id for request in self._requests}
         assert len(active) == self.in_flight <= self.pipeline.coordinator.max_in_flight
         assert active == set(self._client_seq), "admitted, not ended and not there, or the other way round"
+        assert active == set(self.onlooker.attempts), "an observer sees every admission and every end"
+        assert self.replays == sum(counts for _, counts in self.onlooker.losses)
         for replica in self.replicas:
             assert replica.alive or not replica.requests, "a dead replica owns nothing"
             assert replica.computing <= replica.requests <= active
@@ -79,6 +117,7 @@ class CheckedCoordination(Coordination):
         assert (request.state == "waiting") == waits
         assert set(request.attempts) == set(request.bound)
         assert set(request.usage) <= set(request.bound)
+        assert request.attempts.items() <= self.onlooker.attempts[request.request_id].items()
         for hop in request.route:
             replica = self.replicas.at(hop)
             assert (replica is not None and replica.alive) or self._is_through_with(request, hop.stage)

@@ -50,6 +50,7 @@ from omni_actors.stage.interface import (
     StreamEvent,
     TextEvent,
 )
+from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.processors import PROCESSORS, Thinker2Talker
 from tests.unit.builders import pipeline
@@ -121,6 +122,7 @@ class StageUnderTest:
         processor: str = "passthrough",
         flow: FlowConfig | None = None,
         stage: StageConfig | None = None,
+        meter: StageMeter | None = None,
         **coordinator: object,
     ) -> None:
         config: PipelineConfig = msgspec.structs.replace(pipeline(**coordinator), flow=flow or FlowConfig())
@@ -129,9 +131,8 @@ class StageUnderTest:
         self.clock = Clock()
         self.identity = Hop(name, 0, 5)
         stage = stage or config.stage(name)
-        self.actor = Stage(
-            config, stage, self.identity, self.engine, PROCESSORS[processor] if stage.inputs else None, self.clock
-        )
+        of_input = PROCESSORS[processor] if stage.inputs else None
+        self.actor = Stage(config, stage, self.identity, self.engine, of_input, self.clock, meter)
 
     def expect(self, request_id: str = "r1", prompt: str = "", route: tuple[Hop, ...] = ROUTE, deadline: float = 0.0,
                **fields: object) -> list[Outgoing]:  # fmt: skip

@@ -519,6 +519,25 @@ def test_a_stage_that_does_not_hold_its_output_any_more_begins_anew() -> None:
     assert failure(lose(state, "talker")).code is ErrorCode.STAGE_LOST, "and there may be one only"
 
 
+def test_an_observer_is_told_of_what_begins_anew_and_of_nothing_else() -> None:
+    """The thinker's `StageDone`, of its first attempt, counts after the vocoder's loss as before."""
+    state = ready()
+    ask(state, voice="Ethan")
+    seen = state.onlooker
+    say(state, "prompt", done())
+    lose(state, "code2wav")
+    assert seen.losses == [("r1", True)]
+    say(state, "thinker", letter(0), 0)
+    say(state, "thinker", done(), 1)
+    bring_back(state, "code2wav")
+    assert seen.attempts["r1"] == {"prompt": 0, "thinker": 0, "talker": 0, "code2wav": 1}
+    say(state, "talker", done())
+    again(state, "code2wav", CHUNK, 0, epoch=2, buffers=(bytes(4),))
+    again(state, "code2wav", done(), 1, epoch=2)
+    assert seen.done["r1"] == seen.done["r1"] | {"thinker": 0, "code2wav": 1}
+    assert seen.ends == {"done": 1}
+
+
 def test_an_unreachable_stage_begins_anew_unless_that_is_under_way() -> None:
     state = ready(replicas=2)
     ask(state)

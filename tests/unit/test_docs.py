@@ -85,7 +85,7 @@ def test_every_route_and_flag_of_the_server_is_described() -> None:
 
     text = (DOCS / "http.md").read_text()
     for route in create_routes(ServerSettings(endpoint="ipc:///tmp/nobody")).openapi()["paths"]:
-        name = re.sub(r"\{(\w+)\}", lambda found: {"file_id": "ID"}.get(found[1], found[1].upper()), route)
+        name = re.sub(r"\{(\w+)\}", lambda found: "ID" if found[1].endswith("_id") else found[1].upper(), route)
         assert name in text, name
     help_text = server._parser().format_help()
     keys = HttpConfig.__struct_fields__  # configuration.md has each

@@ -55,6 +55,7 @@ class Harness:
             Sockets(), IDENTITY, endpoint, f"ipc://{folder}/{inbox}", lambda inbox: Hello(1, "p", "c", 1, inbox),
             self.inbox, Limits(), 0.05, launcher_pid, on_orphaned=lambda: setattr(self, "orphaned", True),
             arenas=ArenaReader(lambda: None), on_credit=lambda receiver, credit: self.credit.append((receiver, credit)),
+            clock=lambda: 1234.5,
         )  # fmt: skip
         self.inbound.start()
 
@@ -99,6 +100,7 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     until(beats)
     assert heard[0].body == Hello(1, "p", "c", 1, f"ipc://{short_path}/inbox")
     assert all(Hop(e.header.stage, e.header.replica, e.header.epoch) == IDENTITY for e in heard)
+    assert {envelope.body.sent for envelope in heard[1:]} == {1234.5}
     push = harness.sockets.push(f"ipc://{short_path}/inbox")
     good = encode(Header("", "r1"), Chunk(token_ids=pack_token_ids([1])))
     for frames in ([b"nonsense"], [*good[:2], b"\xc1"], good):
@@ -107,6 +109,7 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     assert isinstance(rejected, Rejected)
     assert isinstance(received, Received)
     assert harness.inbound.rejected() == {"rejected_frame_count": 1, "rejected_invalid_payload": 1, "total_received": 3}
+    assert harness.inbound.rejected_by_reason() == {"frame_count": 1, "invalid_payload": 1}
     harness.close()
 
 

@@ -35,6 +35,10 @@ INFORMATION = m.AdditionalInformationPayload(
         "rows": m.AdditionalInformationEntry(tensor=m.TensorRef(m.DType.U8, (1,), 1)),
     }
 )
+TIMELINE = m.StageTimeline(
+    "talker", 1, 3, 1, "done", 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4, 5,
+    (m.HopTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
+)  # fmt: skip
 ARENA = m.ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
 BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.Submit(prompt=PROMPT, voice="Ethan", params={"thinker": PARAMS}, seed=1, priority=2), [bytes(8)]),
@@ -93,6 +97,30 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.Resend(receiver=HOP, attempt=2), []),
     (m.Ended(request_ids=("r1", "r2")), []),
     (m.Unreachable(receiver=HOP, attempt=1), []),
+    (m.Submit(prompt=m.Prompt(token_ids=m.pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5),
+     []),
+    (m.Heartbeat(progress=5, sent=2.5), []),
+    (
+        m.Snapshot(
+            samples=(m.Sample("omni_stage_requests", ("talker", "1"), 2.0),),
+            histograms=(m.HistogramSample("omni_stage_step_seconds", ("talker", "1"), (1, 0, 2), 0.5),),
+            ended=(m.EndedWork("r", m.StageTimeline("talker", 1, 3, outcome="dropped", expected=1.0, ended=2.0)),),
+        ),
+        [],
+    ),
+    (m.StageDone(usage=USAGE, timeline=TIMELINE), []),
+    (m.Observe(subject=m.Subject.TIMELINE, request_id="r"), []),
+    (
+        m.Observation(
+            timelines=(
+                m.RequestTimeline(
+                    "r", "a" * 32, "done", 1, (m.TimelineEvent("bound", 1.5, "talker/1"),), (TIMELINE,),
+                    (m.HopTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
+                ),
+            )
+        ),
+        [],
+    ),
 ]  # fmt: skip
 HEADER = m.Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 

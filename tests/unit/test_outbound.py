@@ -129,6 +129,14 @@ def test_fan_out_publishes_once_for_those_that_have_mapped_the_arena(harness: Ha
     harness.outbound.granted(OTHER, Credit(released=(ticket,)))
     until(lambda: harness.outbound.counts()["arena_blocks"] == 0)
     assert harness.outbound.counts()["dropped_credit_of_unknown_peer"] == 1
+    edges = harness.outbound.edges()
+    assert set(edges) == {"coordinator", "talker/0", f"{OTHER.stage}/{OTHER.replica}"}
+    to_talker, to_other = edges["talker/0"], edges[f"{OTHER.stage}/{OTHER.replica}"]
+    assert (to_talker.messages, to_talker.shared_bytes) == (2, len(LARGE)), "the first one went through the socket"
+    assert len(LARGE) < to_talker.bytes < len(LARGE) + 1000
+    assert (to_other.messages, to_other.shared_bytes, to_other.messages_out) == (1, len(LARGE), 1)
+    assert 0 < to_other.bytes < 500
+    assert to_other.credit == FlowConfig().edge_messages - 1
 
 
 def test_no_credit_no_message_and_the_stage_is_held_up(short_path: Path) -> None:
@@ -275,6 +283,11 @@ def test_restarted_peer_is_another_one(harness: Harness) -> None:
     assert isinstance(lost, Undelivered)
     assert isinstance(lost.error, StageLost)
     assert (lost.request_id, lost.receiver) == ("old", TALKER)
+    until(lambda: harness.outbound.edges()["talker/0"].messages == 2)  # to both lives
+    assert harness.outbound.edges()["talker/0"].shared_bytes == len(LARGE)
+    harness.peers()
+    until(lambda: not harness.outbound.edges()["talker/0"].open)
+    assert harness.outbound.edges()["talker/0"].messages == 2
 
 
 def test_peer_that_never_comes_ends_its_requests(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 
@@ -25,8 +27,11 @@ from omni_actors.messages import (
     Unreachable,
     pack_token_ids,
 )
+from omni_actors.observe import table
+from omni_actors.observe.clocks import AnchoredClock
 from omni_actors.stage import actor as actor_module
 from omni_actors.stage.interface import FinishedEvent, StreamEvent
+from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.retention import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, Budget, Output
 from tests.unit.test_actor import EMPTY, ROUTE, StageUnderTest
@@ -85,6 +90,46 @@ def test_what_was_sent_is_sent_again_and_what_follows_goes_on_from_there() -> No
     end, result = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 3))
     assert chunks([end]) == [(AGAIN, 1, 3, b"", True)]
     assert (type(result.body), result.header.attempt) == (StageDone, 0), "this stage's own attempt is what it was"
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_is_sent_again_is_no_output_and_says_when_it_was_sent_again() -> None:
+    time = Time()
+    meter = StageMeter("talker", 0, 5, AnchoredClock(lambda: 0.0, lambda: time.now))
+    time.now = 1000.0
+    stage = StageUnderTest("talker", meter=meter)
+    stage.expect()
+    stage.tokens("ab")
+    moments = []
+    for index in range(2):
+        time.now += 1.0
+        moments += [item.body.sent for item in stage.do(dataclasses.replace(row(index), final=index == 1))]
+    assert moments == [meter.clock() - 1.0, meter.clock()]
+    time.now += 5.0
+    resend(stage, Hop("code2wav", 0, 6))
+    again = stage.actor.step()
+    assert [item.body.sent for item in again] == [meter.clock()] * 2
+    assert [item.body.start for item in again] == [0, 1]
+    time.now += 1.0
+    stage.engine.held.clear()
+    (last,) = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 2))
+    resend(stage, Hop("code2wav", 0, 7), 2)
+    assert [item.body.sent for item in stage.actor.step()] == [meter.clock()] * 2
+    assert meter.output_tokens == 2
+    timeline = last.body.timeline
+    assert (timeline.first_output, timeline.last_output) == tuple(moments), "not when it was sent again"
+    (refused,) = stage.actor.reject(Header("", "r1", "talker", 0, 5), InvalidPayload("too large to send"))
+    assert isinstance(refused.body, Failed)
+    ends = {labels: value for (name, labels), value in meter.meters.values.items() if name == table.STAGE_REQUESTS.name}
+    assert ends == {("talker", "0", "done"): 1}, "an attempt ends once"
+    assert meter.take_unreported() == ()
 
 
 def test_much_is_sent_a_few_messages_a_step_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

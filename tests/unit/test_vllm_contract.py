@@ -17,9 +17,17 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -65,6 +73,7 @@ SIGNATURES = [
     (Worker.determine_available_memory, []),
     (WorkerBase.init_device, []),
     (UniProcExecutor.supports_async_scheduling, []),
+    (Scheduler.make_stats, []),
     (AsyncModelRunnerOutput.get_output, []),
     (LlamaModel.forward, ["input_ids", "positions", "intermediate_tensors", "inputs_embeds"]),
     (Qwen2_5OmniThinkerForConditionalGeneration.embed_input_ids, ["input_ids"]),
@@ -85,7 +94,9 @@ def test_signature(function, expected):
             "request_id prompt_token_ids mm_features sampling_params pooling_params arrival_time lora_request "
             "cache_salt data_parallel_rank prompt_embeds prompt_is_token_ids priority",
         ),
-        (EngineCoreOutput, "request_id new_token_ids finish_reason pooling_output"),
+        (EngineCoreOutput, "request_id new_token_ids finish_reason pooling_output events"),
+        (EngineCoreOutputs, "outputs scheduler_stats"),
+        (EngineCoreEvent, "type timestamp"),
         (SamplingParams, "extra_args skip_reading_prefix_cache stop_token_ids seed ignore_eos min_tokens"),
     ],
 )
@@ -103,6 +114,8 @@ def test_struct_fields(kind, fields):
             InputBatch,
             "req_ids num_reqs num_tokens idx_mapping_np query_start_loc_np num_computed_tokens_np input_ids",
         ),
+        (SchedulerStats, "kv_cache_usage prefix_cache_stats"),
+        (PrefixCacheStats, "queries hits"),
         (MultiModalFeatureSpec, "data modality identifier mm_position"),
         (PlaceholderRange, "offset length is_embed"),
         (
@@ -148,4 +161,5 @@ def test_enumerations():
     assert {reason.name for reason in FinishReason} >= {"STOP", "LENGTH", "ABORT", "ERROR", "REPETITION"}
     assert RequestStatus.FINISHED_ERROR in RequestStatus
     assert RequestStatus.FINISHED_ABORTED in RequestStatus
+    assert {event.name for event in EngineCoreEventType} >= {"SCHEDULED", "PREEMPTED"}
     assert issubclass(AsyncScheduler, Scheduler)

@@ -1,0 +1,81 @@
+"""Moments that are comparable: within a process they never jump, between processes the difference is estimated."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+
+KEPT = 64  # observations in each direction; older ones say less, as clocks drift
+
+
+class AnchoredClock:
+    """Shows Unix time as it was when made, and then goes as the monotonic clock does."""
+
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._anchor = wall() - monotonic()
+
+    def __call__(self) -> float:
+        return self._anchor + self._monotonic()
+
+    def of(self, monotonic: float) -> float:
+        """The moment that a reading of the monotonic clock stands for."""
+        return self._anchor + monotonic
+
+
+class StoppedClock(AnchoredClock):
+    """For whoever does not want to measure: every moment is 0, "it did not happen"."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 0.0, lambda: 0.0)
+
+    def of(self, monotonic: float) -> float:
+        return 0.0
+
+
+class ClockOffset:
+    """`seconds` are what to add to a peer's moments to have ours, out of messages in both directions.
+
+    A message cannot come before it was sent. So our time of receipt minus the peer's of sending is an upper bound of
+    the offset, our time of sending minus the peer's of receipt a lower one. While zero lies between the two the clocks
+    are taken as equal, as those of one host are; else the middle is the estimate, and it is wrong by at most half of
+    the distance.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._upper: collections.deque[float] = collections.deque(maxlen=KEPT)
+        self._lower: collections.deque[float] = collections.deque(maxlen=KEPT)
+
+    def heard(self, sent_there: float, received_here: float) -> None:
+        """A message of the peer's came."""
+        if sent_there:
+            self._upper.append(received_here - sent_there)
+            self._forget_contradiction(self._lower)
+            self.seconds = self._estimate()
+
+    def told(self, sent_here: float, received_there: float) -> None:
+        """The peer says when it received a message of ours."""
+        if sent_here and received_there:
+            self._lower.append(sent_here - received_there)
+            self._forget_contradiction(self._upper)
+            self.seconds = self._estimate()
+
+    def _forget_contradiction(self, older: collections.deque[float]) -> None:
+        """One of the clocks was set: what the other direction said before is no longer true."""
+        if self._upper and self._lower and min(self._upper) < max(self._lower):
+            older.clear()
+            newest = self._upper if older is self._lower else self._lower
+            last = newest[-1]
+            newest.clear()
+            newest.append(last)
+
+    def _estimate(self) -> float:
+        upper = min(self._upper) if self._upper else None
+        lower = max(self._lower) if self._lower else None
+        if upper is not None and lower is not None:
+            return 0.0 if lower <= 0.0 <= upper else (upper + lower) / 2
+        if upper is not None:
+            return min(upper, 0.0)
+        return max(lower, 0.0) if lower is not None else 0.0

@@ -1,0 +1,143 @@
+"""What a stage counts and when what happened to its requests. One object per process, used on its main thread.
+
+The cost of it all is measured in docs/observability.md; nothing here takes a lock or writes.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+
+from omni_actors.messages import EndedWork, StageTimeline
+from omni_actors.observe import table
+from omni_actors.observe.clocks import AnchoredClock, StoppedClock
+from omni_actors.observe.hops import HopTrack
+from omni_actors.observe.meters import Meters
+
+KEPT_TIMELINES = 256  # of requests that ended here without a `StageDone`, until the next snapshot
+
+
+@dataclass(slots=True)
+class Track:
+    """The moments of one attempt at a request; 0 for what did not happen."""
+
+    request_id: str
+    attempt: int
+    expected: float
+    first_input: float = 0.0
+    started: float = 0.0
+    first_step: float = 0.0
+    first_output: float = 0.0
+    last_output: float = 0.0
+    ended: bool = False
+    hops: dict[str, HopTrack] = field(default_factory=dict)
+
+
+class StageMeter:
+    """Counts for the replica `stage`/`replica`.
+
+    Args:
+        clock: for moments and lengths of time. The default stands still, so that nothing is measured.
+    """
+
+    def __init__(self, stage: str, replica: int, epoch: int, clock: AnchoredClock | None = None) -> None:
+        self.clock = clock or StoppedClock()
+        self.meters = Meters()
+        self.labels = (stage, str(replica))
+        self.output_tokens = 0
+        self.input_tokens = 0
+        self.audio_seconds = 0.0
+        self._stage, self._replica, self._epoch = stage, replica, epoch
+        self._name = f"{stage}/{replica}"
+        self._steps = self.meters.histogram(table.STEP_SECONDS, *self.labels)
+        self._queue = self.meters.histogram(table.QUEUE_SECONDS, *self.labels)
+        self._outputs = self.meters.histogram(table.OUTPUT_SECONDS, *self.labels)
+        self._fresh: list[Track] = []  # handed to the engine since its last step
+        self._unreported: collections.deque[EndedWork] = collections.deque(maxlen=KEPT_TIMELINES)
+
+    # -- a request's walk ---------------------------------------------------------------------------------------------
+
+    def expected(self, request_id: str, attempt: int, has_input: bool) -> Track:
+        """The announcement came, with the input or before it."""
+        now = self.clock()
+        return Track(request_id, attempt, now, first_input=now if has_input else 0.0)
+
+    def received(self, track: Track, source: str, sent: float, size: int) -> None:
+        """A chunk of `size` payload bytes came from `source`, as "thinker/0"."""
+        now = self.clock()
+        if not track.first_input:
+            track.first_input = now
+        hop = track.hops.get(source)
+        if hop is None:
+            latency = self.meters.histogram(table.EDGE_LATENCY, source, self._name)
+            hop = track.hops[source] = HopTrack(latency)
+        hop.add(sent, now, size)
+
+    def started(self, track: Track) -> None:
+        """The engine has the request."""
+        track.started = self.clock()
+        self._fresh.append(track)
+
+    def stepped(self, began: float, took_all: bool) -> None:
+        """A step has ended. `took_all`: it worked on all requests that were handed over before."""
+        self._steps.observe(self.clock() - began)
+        if self._fresh:
+            if took_all:
+                for track in self._fresh:
+                    self.scheduled(track, began)
+            self._fresh.clear()
+
+    def scheduled(self, track: Track, moment: float) -> None:
+        """The engine took the request into a step for the first time."""
+        if not track.first_step:
+            track.first_step = moment
+            self._queue.observe(moment - track.started)
+
+    def output(self, track: Track) -> float:
+        """The request has output; returns the moment."""
+        now = self.clock()
+        if not track.first_output:
+            track.first_output = now
+            if track.started:  # else there was nothing to compute
+                self._outputs.observe(now - track.started)
+        track.last_output = now
+        return now
+
+    def done(self, track: Track, input_tokens: int, output_tokens: int) -> StageTimeline:
+        """The stage has finished the request."""
+        self.input_tokens += input_tokens
+        return self._end(track, "done", input_tokens, output_tokens)
+
+    def failed(self, track: Track, outcome: str) -> None:
+        """The request ended otherwise; of two reasons the first one counts."""
+        if not track.ended:
+            self._unreported.append(EndedWork(track.request_id, self._end(track, outcome)))
+
+    def _end(self, track: Track, outcome: str, input_tokens: int = 0, output_tokens: int = 0) -> StageTimeline:
+        track.ended = True
+        self.meters.count(table.STAGE_REQUESTS, *self.labels, outcome)
+        return StageTimeline(
+            stage=self._stage,
+            replica=self._replica,
+            epoch=self._epoch,
+            attempt=track.attempt,
+            outcome=outcome,
+            expected=track.expected,
+            first_input=track.first_input,
+            started=track.started,
+            first_step=track.first_step,
+            first_output=track.first_output,
+            last_output=track.last_output,
+            ended=self.clock(),
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            hops=tuple(hop.timeline(source) for source, hop in track.hops.items()),
+        )
+
+    # -- for the snapshot ---------------------------------------------------------------------------------------------
+
+    def take_unreported(self) -> tuple[EndedWork, ...]:
+        """Timelines of requests that ended without a `StageDone`, each once."""
+        taken = tuple(self._unreported)
+        self._unreported.clear()
+        return taken

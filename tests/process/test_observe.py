@@ -1,0 +1,470 @@
+"""What running pipelines of echo stages tell about themselves: metrics, timelines, spans, top, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import signal
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from omni_actors import top, trace
+from omni_actors.client import AsyncOmniClient, OmniClient
+from omni_actors.errors import EngineError, InvalidRequest, OmniError
+from omni_actors.messages import RequestTimeline
+from omni_actors.observe import table
+from omni_actors.observe.chart import chart
+from omni_actors.observe.table import TABLE, Metric
+from omni_actors.stage.echo import FAIL_TOKEN
+from omni_actors.top import Look
+from tests.chaos.load import disturbed_chain
+from tests.process.launcher import EchoLauncher, processes_of, until
+from tests.unit.builders import chain
+
+Launch = Callable[..., EchoLauncher]
+STAGES = ("prompt", "thinker", "talker", "code2wav")
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) \S+( \S+=\S+)* [\w.]+: ")
+
+
+@pytest.fixture
+async def client(echo: EchoLauncher) -> AsyncOmniClient:
+    async with AsyncOmniClient(echo.endpoint) as client:
+        yield client
+
+
+async def settled(client: AsyncOmniClient, enough: Callable[[Look], bool]) -> Look:
+    """The metrics, once the stages have told them."""
+    for _ in range(100):
+        now = await top.look(client)
+        if enough(now):
+            return now
+        await asyncio.sleep(0.05)
+    raise AssertionError("the stages told nothing")
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+async def test_what_requests_cost_is_counted_where_it_is(client: AsyncOmniClient) -> None:
+    before = await top.look(client)
+    prompt = [65] * 1000
+    for _ in range(2):
+        await client.generate({"prompt_token_ids": prompt}, params={"prompt": {"max_tokens": 10}})
+    with pytest.raises(EngineError):
+        await client.generate({"prompt_token_ids": [65, FAIL_TOKEN]}, modalities=["text"])
+
+    def grown(look: Look, metric: Metric, *labels: str, suffix: str = "") -> float:
+        return look.value(metric, *labels, suffix=suffix) - before.value(metric, *labels, suffix=suffix)
+
+    now = await settled(client, lambda look: grown(look, table.STAGE_REQUESTS, "code2wav", "0", "done") == 2)
+    assert grown(now, table.REQUESTS, "done", "ok") == 2
+    assert grown(now, table.REQUESTS, "failed", "engine_error") == 1
+    assert grown(now, table.TEXT_TOKENS) == 20
+    assert grown(now, table.AUDIO_SECONDS) == pytest.approx(20 * 480 / 24_000)
+    for metric in (table.FIRST_TEXT, table.FIRST_AUDIO, table.REQUEST_SECONDS, table.REALTIME_FACTOR):
+        assert grown(now, metric, suffix="_count") == 2, metric.name
+        assert grown(now, metric, suffix="_sum") > 0, metric.name
+    for stage in STAGES:
+        assert grown(now, table.STAGE_REQUESTS, stage, "0", "done") == 2, stage
+        assert grown(now, table.OUTPUT_TOKENS, stage, "0") in (20, 21) if stage != "code2wav" else True
+        assert 10 <= grown(now, table.STEP_SECONDS, stage, "0", suffix="_count") <= 30, stage
+        # A step sleeps for 2 ms.
+        assert grown(now, table.STEP_SECONDS, stage, "0", suffix="_sum") >= 0.002 * 10, stage
+        assert grown(now, table.QUEUE_SECONDS, stage, "0", suffix="_count") >= 2, stage
+        assert now.value(table.READY, stage, "0") == 1
+        assert now.value(table.RESIDENT, stage, "0") > 1 << 20
+    assert grown(now, table.STAGE_REQUESTS, "prompt", "0", "engine_error") == 1
+    for source, target in itertools.pairwise(STAGES):
+        edge = (f"{source}/0", f"{target}/0")
+        assert 20 <= grown(now, table.EDGE_MESSAGES, *edge) <= 40, edge
+        assert grown(now, table.EDGE_BYTES, *edge) >= 20 * (5 + 16), "rows, each with its magic"
+        assert grown(now, table.EDGE_LATENCY, *edge, suffix="_count") in (20, 21), edge
+        assert 0 < now.value(table.EDGE_CREDIT, *edge) <= 1024
+    # The prompt's own bytes, twice, and little else.
+    assert 8000 < grown(now, table.EDGE_BYTES, "coordinator", "prompt/0") < 9500
+    assert grown(now, table.EDGE_BYTES, "coordinator", "clients") > 20 * 480 * 4
+    assert grown(now, table.EDGE_LATENCY, "code2wav/0", "coordinator", suffix="_count") == 20
+
+
+async def test_refusals_are_counted_by_code(client: AsyncOmniClient) -> None:
+    before = await top.look(client)
+    with pytest.raises(OmniError):
+        await client.generate("hi", voice="nobody")
+    now = await top.look(client)
+    assert now.value(table.REQUESTS, "refused", "unknown_voice") == 1 + before.value(
+        table.REQUESTS, "refused", "unknown_voice"
+    )
+
+
+async def test_nothing_is_told_that_is_not_in_the_table(client: AsyncOmniClient) -> None:
+    text = await client.metrics()
+    helps = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
+    assert helps == {metric.name: metric.help for metric in TABLE.values()}
+    series = [line.partition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(set(series)) == len(series), "no series twice"
+
+
+def counters(endpoint: str) -> dict[str, float]:
+    with OmniClient(endpoint) as client:
+        lines = [line.rpartition(" ") for line in client.metrics().splitlines() if not line.startswith("#")]
+    rising = re.compile(r"\w+(_total|_count|_sum|_bucket)\b")
+    return {name: float(value) for name, _, value in lines if rising.match(name)}
+
+
+def test_counters_do_not_fall_when_a_replica_is_killed(launch: Launch) -> None:
+    data = chain()
+    data["coordinator"] = {"heartbeat_interval": 0.1}
+    launcher = launch(data).wait_ready()
+    done = 'omni_stage_requests_total{outcome="done",replica="0",stage="talker"}'
+    with OmniClient(launcher.endpoint) as client:
+        for _ in range(3):
+            client.generate("hello")
+        until(lambda: counters(launcher.endpoint).get(done) == 3, 5, "the talker's count")
+        before = counters(launcher.endpoint)
+        os.kill(launcher.pid_of("talker"), signal.SIGKILL)
+        client.generate("hello")
+        seen = [before]
+        until(lambda: seen.append(counters(launcher.endpoint)) or seen[-1].get(done) == 4, 5, "the count goes on")
+    for earlier, later in itertools.pairwise(seen):
+        assert not {name for name, value in earlier.items() if later.get(name, 0) < value}
+    assert seen[-1]['omni_replica_restarts_total{replica="0",stage="talker"}'] == 1
+    assert seen[-1]['omni_replica_restarts_total{replica="0",stage="thinker"}'] == 0
+
+
+def test_a_new_coordinator_counts_from_zero_and_nothing_twice(launch: Launch, short_path: Path) -> None:
+    """The stages' processes stay and register again; the address of the metrics stays, too."""
+    data = chain()
+    data["coordinator"] = {"heartbeat_interval": 0.1}
+    launcher = launch(data, "--metrics", "127.0.0.1:0").wait_ready()
+    url = re.search(r"metrics on (\S+)", launcher.output)[1]
+
+    def shown(name: str) -> float:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            found = re.search(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    ended = 'omni_stage_requests_total{outcome="done",replica="0",stage="talker"}'
+    with OmniClient(launcher.endpoint) as client:
+        client.generate("hello")
+        client.generate("hello")
+        until(lambda: shown(ended) == 2, 5, "two requests")
+        os.kill(coordinator(short_path), signal.SIGKILL)
+        until(lambda: "is started again" in launcher.output, 5, "the new coordinator")
+        until(lambda: all_ready(launcher), 10, "the stages again")
+        client.generate("hello")
+    until(lambda: shown(ended) == 1, 5, lambda: f"one request, not {shown(ended)}")
+    assert shown('omni_requests_total{code="ok",outcome="done"}') == 1
+    assert shown('omni_replica_restarts_total{replica="0",stage="talker"}') == 0
+
+
+def coordinator(folder: Path) -> int:
+    return next(pid for pid, title in processes_of(folder).items() if title == "omni:coordinator")
+
+
+def all_ready(launcher: EchoLauncher) -> bool:
+    try:
+        return launcher.describe().healthy
+    except OmniError:
+        return False
+
+
+# -- timelines --------------------------------------------------------------------------------------------------------
+
+
+def assert_causal(timeline: RequestTimeline) -> None:
+    """Nothing comes before its cause."""
+    times = {event.name: event.time for event in timeline.events}
+    assert times["submitted"] <= times["admitted"] <= times["bound"] <= times["ended"]
+    for stage in timeline.stages:
+        moments = [stage.expected, stage.first_input, stage.started, stage.first_step, stage.first_output,
+                   stage.last_output, stage.ended]  # fmt: skip
+        assert moments == sorted(moments), stage
+        assert times["bound"] <= stage.expected, stage
+        assert stage.ended <= times["ended"], stage
+        for hop in stage.hops:
+            assert stage.expected <= hop.first_received <= hop.last_received <= stage.ended
+            assert hop.first_sent <= hop.first_received
+            assert hop.last_sent <= hop.last_received
+            source = next(other for other in timeline.stages if f"{other.stage}/{other.replica}" == hop.source)
+            assert source.first_output <= hop.first_sent
+
+
+async def test_a_timeline_has_every_stage_in_causal_order(client: AsyncOmniClient) -> None:
+    stream = await client.submit("hello", traceparent="00-" + "c" * 32 + "-" + "d" * 16 + "-01")
+    await stream.result()
+    timeline = await client.timeline(stream.request_id)
+    assert (timeline.outcome, timeline.trace_id) == ("done", "c" * 32)
+    assert sorted(stage.stage for stage in timeline.stages) == sorted(STAGES)
+    assert_causal(timeline)
+    for stage in timeline.stages:
+        assert (stage.input_tokens, stage.output_tokens) == (5, 5)
+        sources = [hop.source for hop in stage.hops]
+        assert sources == ([f"{STAGES[STAGES.index(stage.stage) - 1]}/0"] if stage.stage != "prompt" else [])
+        assert all((hop.messages, hop.bytes) == (5, 5 * (4 + 16)) for hop in stage.hops), "token id and row of 8 bf16"
+    assert [hop.source for hop in timeline.deliveries] == ["thinker/0", "code2wav/0"]
+    assert [bar.stage for bar in chart(timeline).stages] == list(STAGES)
+
+
+async def test_a_failed_request_tells_where_it_failed(client: AsyncOmniClient) -> None:
+    stream = await client.submit({"prompt_token_ids": [65] * 5 + [FAIL_TOKEN]})
+    with pytest.raises(EngineError):
+        await stream.result()
+    for _ in range(100):
+        timeline = await client.timeline(stream.request_id)
+        if len(timeline.stages) == len(STAGES):
+            break
+        await asyncio.sleep(0.05)
+    assert timeline.outcome == "engine_error"
+    assert {stage.stage: stage.outcome for stage in timeline.stages} == {
+        "prompt": "engine_error", "thinker": "dropped", "talker": "dropped", "code2wav": "dropped"
+    }  # fmt: skip
+
+
+def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_both_lives(launch: Launch) -> None:
+    """The vocoder dies in the middle: the stages before it go on, and the talker sends again what it had sent."""
+    text = "abcdefghijklmnopqrstuvwxyz0123456789"
+    launcher = launch(disturbed_chain(step_seconds=0.03)).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        stream = client.submit(text)
+        until(lambda: "first_audio" in names(client.timeline(stream.request_id)), 10, "the first audio")
+        os.kill(launcher.pid_of("code2wav"), signal.SIGKILL)
+        assert stream.result().text == text
+        timeline = client.timeline(stream.request_id)
+        made = 'omni_stage_output_tokens_total{replica="0",stage="%s"}'
+        ended = 'omni_stage_requests_total{outcome="done",replica="0",stage="%s"}'
+        until(lambda: counters(launcher.endpoint).get(ended % "code2wav") == 1, 5, "the last snapshots")
+        seen = counters(launcher.endpoint)
+    assert (timeline.outcome, timeline.attempt, seen["omni_replays_total"]) == ("done", 1, 1)
+    lived = [(stage.stage, stage.attempt, stage.outcome) for stage in timeline.stages if stage.stage != "code2wav"]
+    assert sorted(lived) == sorted((stage, 0, "done") for stage in STAGES[:3])
+    (vocoder,) = [stage for stage in timeline.stages if stage.stage == "code2wav"]
+    assert (vocoder.attempt, vocoder.outcome, vocoder.hops[0].messages) == (1, "done", len(text))
+    assert names(timeline).count("bound") == 2
+    bound = [event.time for event in timeline.events if event.name == "bound"]
+    assert bound[0] <= min(stage.expected for stage in timeline.stages) < bound[1] <= vocoder.expected
+    assert bound[1] <= vocoder.hops[0].first_sent <= vocoder.hops[0].first_received, "when it was sent again"
+    talker = next(stage for stage in timeline.stages if stage.stage == "talker")
+    assert talker.first_output < bound[1]
+    assert [bar.stage for bar in chart(timeline).stages] == list(STAGES)
+    for stage in STAGES[:3]:
+        assert (seen[made % stage], seen[ended % stage]) == (len(text), 1), stage
+    edge = 'omni_edge_messages_total{source="talker/0",target="code2wav/0"}'
+    assert len(text) < seen[edge] <= 2 * len(text), "the edge has carried some of it twice"
+
+
+def names(timeline: RequestTimeline) -> list[str]:
+    return [event.name for event in timeline.events]
+
+
+async def test_unknown_requests_have_no_timeline(client: AsyncOmniClient) -> None:
+    with pytest.raises(InvalidRequest, match="no timeline of request 'x'"):
+        await client.timeline("x")
+    with pytest.raises(InvalidRequest, match="traceparent"):
+        await client.submit("hi", traceparent="00-abc")
+
+
+def test_trace_draws_the_last_request(echo: EchoLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with OmniClient(echo.endpoint) as client:
+        stream = client.submit("hello")
+        stream.result()
+    assert trace.main(["last", "--endpoint", echo.endpoint]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in (stream.request_id, "code2wav/0", "thinker/0 → talker/0", "first_audio"))
+    files = [tmp_path / "t.svg", tmp_path / "t.html"]
+    arguments = [stream.request_id, "--endpoint", echo.endpoint, "--svg", str(files[0]), "--html", str(files[1])]
+    assert trace.main(arguments) == 0
+    assert ElementTree.fromstring(files[0].read_bytes()).tag.endswith("svg")
+    assert stream.request_id in files[1].read_text()
+    assert trace.main(["nobody", "--endpoint", echo.endpoint]) == 1
+    assert "no timeline of request 'nobody'" in capsys.readouterr().err
+    assert trace.main(["last", "--endpoint", echo.endpoint, "--svg", str(tmp_path / "no" / "t.svg")]) == 1
+
+
+# -- top --------------------------------------------------------------------------------------------------------------
+
+
+def test_top_shows_every_replica_once(
+    echo: EchoLauncher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("OMNI_ACTORS_ENDPOINT", echo.endpoint)
+    with OmniClient(echo.endpoint) as client:
+        stream = client.submit({"prompt_token_ids": [65] * 1000})
+        assert top.main(["--once", "--interval", "0.6"]) == 0
+        stream.abort()
+        replicas = client.describe().stages
+    shown = capsys.readouterr().out
+    lines = [line.split() for line in shown.splitlines()]
+    for status in replicas:
+        (line,) = [line for line in lines if line[0] == f"{status.stage}/{status.replica}" and line[1] != "→"]
+        assert line[1:3] == ["ready", str(status.pid)]
+    assert "1 of 256 requests in flight" in shown
+    prompt = next(line for line in lines if line[0] == "prompt/0")
+    assert float(prompt[5]) > 10, f"tokens a second: {prompt}"
+    assert "thinker/0 → talker/0" in shown
+
+
+def test_top_says_who_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMNI_ACTORS_ENDPOINT", raising=False)
+    assert top.main(["--once"]) == 1
+    assert "OMNI_ACTORS_ENDPOINT" in capsys.readouterr().err
+
+
+# -- spans and the launcher's own endpoint ----------------------------------------------------------------------------
+
+
+class Collector:
+    """An OpenTelemetry collector as far as spans by HTTP go."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.services: set[str] = set()
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+                for resource in request.resource_spans:
+                    names = [item.value.string_value for item in resource.resource.attributes
+                             if item.key == "service.name"]  # fmt: skip
+                    collector.services.update(names)
+                    for scope in resource.scope_spans:
+                        collector.spans.extend(scope.spans)
+                self.send_response(200 if self.path == "/v1/traces" else 404)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def of(self, trace_id: str) -> list[Span]:
+        return [span for span in self.spans if span.trace_id.hex() == trace_id]
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.server.shutdown()
+    collector.server.server_close()
+
+
+def attributes(span: Span) -> dict[str, str | int]:
+    return {item.key: item.value.string_value or item.value.int_value for item in span.attributes}
+
+
+def test_spans_reach_a_collector_with_the_callers_trace(
+    launch: Launch, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    data = chain()
+    data["coordinator"] = {"heartbeat_interval": 0.1}
+    launcher = launch(data, "--metrics", "127.0.0.1:0").wait_ready()
+    ours, unsampled, failing = "a" * 32, "b" * 32, "c" * 32
+    parent = "d" * 16
+    with OmniClient(launcher.endpoint) as client:
+        client.generate("hello", traceparent=f"00-{ours}-{parent}-01")
+        client.generate("hello", traceparent=f"00-{unsampled}-{parent}-00")
+        with pytest.raises(EngineError):
+            client.generate({"prompt_token_ids": [FAIL_TOKEN]}, traceparent=f"00-{failing}-{parent}-01")
+        alone = client.submit("hello")
+        alone.result()
+        own_trace = client.timeline(alone.request_id).trace_id
+    until(lambda: len(collector.of(own_trace)) == 10, 5, lambda: f"spans: {[span.name for span in collector.spans]}")
+    assert collector.services == {"omni_actors/test"}
+
+    spans = {span.name: span for span in collector.of(ours)}
+    root = spans["request"]
+    assert root.parent_span_id.hex() == parent
+    assert [event.name for event in root.events][-1] == "ended"
+    hops = {f"{source}/0 to {target}/0": source for source, target in itertools.pairwise(STAGES)}
+    hops |= {"thinker/0 to coordinator": "thinker", "code2wav/0 to coordinator": "code2wav"}
+    assert set(spans) == {"request", *STAGES, *hops}
+    for stage in STAGES:
+        assert spans[stage].parent_span_id == root.span_id
+        assert attributes(spans[stage])["omni.output_tokens"] == 5
+    for name, source in hops.items():
+        assert spans[name].parent_span_id == spans[source].span_id, name
+        assert attributes(spans[name])["omni.messages"] == 5
+    for span in spans.values():
+        assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= root.end_time_unix_nano + 1000
+
+    assert not collector.of(unsampled)
+    (root,) = [span for span in collector.of(own_trace) if span.name == "request"]
+    assert not root.parent_span_id
+    until(lambda: collector.of(failing), 6, "the failed request's spans")
+    failed = {span.name: span for span in collector.of(failing)}
+    assert failed["request"].status.code == failed["prompt"].status.code == Status.STATUS_CODE_ERROR
+    assert failed["prompt"].status.message == "engine_error"
+
+    url = re.search(r"metrics on (\S+)", launcher.output)[1]
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        text = answer.read().decode()
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    assert re.search(r'^omni_requests_total\{code="ok",outcome="done"\} 3.0$', text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--metrics", "0.0.0.0:0"], "--metrics-insecure"),
+        (["--metrics", "nonsense"], "--metrics 'nonsense' is not of the form HOST:PORT"),
+        (["--set", "coordinator.otlp_protocol=smoke"], "otlp_protocol"),
+    ],
+)
+def test_wrong_settings_end_the_start(launch: Launch, arguments: list[str], words: str) -> None:
+    launcher = launch(chain(), *arguments)
+    assert launcher.wait_end() == 2
+    assert words in launcher.output
+
+
+def test_a_collector_that_is_away_holds_up_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    launcher = launch(chain()).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        assert client.generate("hello").text == "hello"
+    assert launcher.end() == 0
+
+
+# -- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_logs_have_one_format_and_no_content(launch: Launch, short_path: Path) -> None:
+    marker = "Zauberwort"
+    launcher = launch(chain(), "--run-dir", str(short_path / "run")).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        client.generate(marker)
+        tokens = [*marker.encode(), FAIL_TOKEN]
+        stream = client.submit({"prompt_token_ids": tokens})
+        with pytest.raises(EngineError):
+            stream.result()
+        with pytest.raises(OmniError):
+            client.generate(marker, voice=marker)
+    os.kill(launcher.pid_of("talker"), signal.SIGKILL)
+    until(lambda: launcher.output.count("talker/0 ready") == 2, 5, "a restart, which prints the log's tail")
+    assert launcher.end() == 0
+    logs = {path.name: path.read_text() for path in (short_path / "run" / "logs").rglob("*.log")}
+    assert len(logs) == len(STAGES)
+    for name, text in {**logs, "launcher": launcher.output}.items():
+        assert marker not in text, name
+        assert str(tokens)[1:-1] not in text, name
+    for name, text in logs.items():
+        assert text, name
+        assert not [line for line in text.splitlines() if not LOG_LINE.match(line)], name
+    (failed,) = [line for line in "".join(logs.values()).splitlines() if "request failed" in line]
+    assert f" request={stream.request_id} " in failed
+    assert any(" stage=talker/0 " in line for line in launcher.output.splitlines() if "ended: " in line)
