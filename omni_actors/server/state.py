@@ -36,7 +36,7 @@ class ServerState:
     ) -> None:
         self.settings = settings
         self.metrics = metrics
-        self.client = AsyncOmniClient(settings.endpoint)
+        self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
         self.files = Files(settings.files_bytes, settings.file_seconds)
         self.transcripts = Transcripts()
         self.media = MediaReader(
