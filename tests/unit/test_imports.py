@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "keeper": BASE | {"logs", "messages", "config", "coordinator_process", "node", "transport"},
     "agent": BASE | {"logs", "messages", "config", "codec", "node", "transport"},
     "node": BASE | {"logs", "messages", "config", "core", "stage", "transport"},
+    "leash": set(),
     "keys": BASE | {"transport"},
     "ctl": BASE | {"messages", "client"},
     "llm": BASE | {"messages", "client", "outputs", "transport"},
