@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,7 @@ import numpy
 import openai
 import pytest
 
+from omni_actors.client import OmniClient
 from omni_actors.errors import ConfigError
 from omni_actors.server.app import create_app
 from omni_actors.server.media import VIDEO_RATE, Files, read_video
@@ -162,6 +163,13 @@ def test_bodies_of_all_requests_together_are_bounded() -> None:
         assert asyncio.run(run(url)) == [503, 503]
 
 
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {seconds} s: {what}"
+        time.sleep(0.02)
+
+
 def test_a_client_that_reads_nothing_is_cut_off(echo: HttpPipeline) -> None:
     body = {"model": "echo", "stream": True, "modalities": ["text", "audio"],
             "messages": [{"role": "user", "content": "x" * 4000}]}  # fmt: skip
@@ -176,7 +184,10 @@ def test_a_client_that_reads_nothing_is_cut_off(echo: HttpPipeline) -> None:
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n" % len(data) + data
             )
-            time.sleep(3)
+            with OmniClient(echo.endpoint) as client:
+                wait_until(lambda: client.describe().in_flight == 1, "the request runs")
+                wait_until(lambda: client.describe().in_flight == 0, "the pipeline is done with it")
+            time.sleep(2.0)  # four times what the server waits for a piece to be read
             received = b""
             while piece := connection.recv(1 << 20):
                 received += piece

@@ -89,9 +89,9 @@ def test_stage_that_fails_at_start(launch: Launch) -> None:
 
 def test_stage_that_is_not_ready_in_time(launch: Launch) -> None:
     began = time.monotonic()
-    launcher = launch(slow(1, start_seconds=60.0), "--startup-timeout", "2.5")
-    assert launcher.wait_end(20) == 1
-    assert time.monotonic() - began < 12
+    launcher = launch(slow(1, start_seconds=60.0), "--startup-timeout", "6")
+    assert launcher.wait_end(30) == 1
+    assert time.monotonic() - began < 20
     assert "thinker/0 is not ready in time while loading" in launcher.output
     assert "prompt/0 ready" in launcher.output
 
