@@ -11,7 +11,7 @@ ARROW = re.compile(r"^ *(\S+) --> (\S+?)(?:: (\S+))?$", re.M)
 
 
 def on_config(config: Any) -> Any:
-    """`adr/` in the navigation stands for the pages of that folder; an entry without a page is left out."""
+    """`adr/` in the navigation stands for the pages of that folder."""
     docs = Path(config["docs_dir"])
     config["nav"] = [_expand(entry, docs) for entry in config["nav"]]
     return config
@@ -21,15 +21,10 @@ def _expand(entry: Any, docs: Path) -> Any:
     if isinstance(entry, dict):
         ((title, content),) = entry.items()
         if isinstance(content, list):
-            return {title: [_expand(item, docs) for item in content if _is_there(item, docs)]}
+            return {title: [_expand(item, docs) for item in content]}
         if content.endswith("/"):
             return {title: [f"{content}{path.name}" for path in sorted((docs / content).glob("*.md"))]}
     return entry
-
-
-def _is_there(entry: Any, docs: Path) -> bool:
-    path = next(iter(entry.values())) if isinstance(entry, dict) else entry
-    return isinstance(path, list) or (docs / path).exists()
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
