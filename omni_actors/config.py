@@ -21,6 +21,7 @@ import yaml
 from msgspec import Meta, Struct
 
 from omni_actors import envs, slurm
+from omni_actors.addresses import TCP, stays_on_host, tcp_host
 from omni_actors.errors import ConfigError
 from omni_actors.messages import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, Limits, StageParams
 
@@ -32,7 +33,6 @@ StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
 BUILT_IN_PROCESSORS = ("passthrough", "thinker2talker", "talker2code2wav")  # those of stage/processors.py
-LOOPBACK_PREFIXES = ("tcp://127.0.0.1:", "tcp://localhost:", "tcp://[::1]:")
 
 
 class StageKind(enum.StrEnum):
@@ -186,7 +186,8 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         run_dir: folder for sockets, logs and pid files; default: a new folder of this run, removed at exit.
-        listen: client endpoint: `ipc` (a socket in `run_dir`), or `tcp://127.0.0.1:PORT`.
+        listen: client endpoint: `ipc` (a socket in `run_dir`), or `tcp://ADDRESS:PORT`.
+        keys_dir: folder of CURVE keys, made by `omni_actors.keys`; without them TCP stays on this host.
         max_in_flight: requests admitted at a time; others are refused with `overloaded`.
         startup_timeout: seconds until every stage must be ready.
         shutdown_timeout: seconds that stages may take to stop before they are killed.
@@ -209,6 +210,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     run_dir: str | None = None
     listen: str = "ipc"
+    keys_dir: str | None = None
     max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     startup_timeout: Seconds = 600.0
     shutdown_timeout: Seconds = 8.0
@@ -386,7 +388,9 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     def digest(self) -> str:
         """Hash of everything that both ends of a connection must agree on: not of what is one host's own."""
-        coordinator = msgspec.structs.replace(self.coordinator, run_dir=None, record_dir=None, listen="ipc")
+        coordinator = msgspec.structs.replace(
+            self.coordinator, run_dir=None, record_dir=None, keys_dir=None, listen="ipc"
+        )
         cluster = msgspec.structs.replace(self.cluster, node_rank=0, node_addr=None, master_addr="-")
         shared = msgspec.structs.replace(self, coordinator=coordinator, cluster=cluster)
         return hashlib.sha256(msgspec.json.encode(shared, order="deterministic")).hexdigest()[:16]
@@ -433,6 +437,11 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
     pipeline = msgspec.structs.replace(
         pipeline, model=_resolve_model(pipeline.model, path.parent), stages=_in_graph_order(pipeline.stages)
     )
+    if pipeline.coordinator.keys_dir is not None:
+        from_yaml = sources.get("coordinator.keys_dir", "").startswith("yaml")
+        folder = (path.parent if from_yaml else Path()) / Path(pipeline.coordinator.keys_dir).expanduser()
+        coordinator = msgspec.structs.replace(pipeline.coordinator, keys_dir=str(folder.absolute()))
+        pipeline = msgspec.structs.replace(pipeline, coordinator=coordinator)
     _check_stages(pipeline, host_devices() if devices is None else devices)
     return LoadedConfig(pipeline, sources, path)
 
@@ -590,12 +599,7 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
         producers = [stage.name for stage in pipeline.stages if modality in stage.outputs]
         if len(producers) > 1:
             raise ConfigError(f"The stages {producers} all output {modality}; one stage owns a modality.")
-    listen = pipeline.coordinator.listen
-    if listen != "ipc" and not listen.startswith(LOOPBACK_PREFIXES):
-        raise ConfigError(
-            f"coordinator.listen: {listen!r} is neither 'ipc' nor an address of this host only.",
-            hint="Without keys only loopback is bound: use tcp://127.0.0.1:PORT.",
-        )
+    _check_listen(pipeline.coordinator)
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"
         for name in stage.sampling.given():
@@ -630,6 +634,17 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
         raise ConfigError(
             f"coordinator.heartbeat_timeout {coordinator.heartbeat_timeout:g} s must be at least twice "
             f"heartbeat_interval {coordinator.heartbeat_interval:g} s."
+        )
+
+
+def _check_listen(coordinator: CoordinatorConfig) -> None:
+    listen = coordinator.listen
+    if listen != "ipc" and (tcp_host(listen) or "*") == "*":
+        raise ConfigError(f"coordinator.listen: {listen!r} is neither 'ipc' nor {TCP}ADDRESS:PORT.")
+    if listen != "ipc" and coordinator.keys_dir is None and not stays_on_host(listen):
+        raise ConfigError(
+            f"coordinator.listen: other hosts reach {listen}, and there are no keys to keep strangers out.",
+            hint="Make keys: python -m omni_actors.keys DIR, and give --keys DIR; or use tcp://127.0.0.1:PORT.",
         )
 
 

@@ -69,6 +69,7 @@ from omni_actors.observe.meters import Meters
 from omni_actors.observe.watch import Exporter, Watch
 from omni_actors.transport.credit import EdgeFigures, Tally, Traffic, Window, wire_size
 from omni_actors.transport.cuts import Cuts
+from omni_actors.transport.keys import EVERYONE, load_keys
 from omni_actors.transport.link import Link
 from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.sockets import PeerGone, Sockets, try_send
@@ -126,8 +127,9 @@ class Coordinator:
         self._early: dict[tuple[str, int], tuple[Hop, Hello]] = {}  # whose nodes have not come yet
         self._closing = False
         limits = pipeline.limits
-        self._sockets = Sockets(max_message_bytes=limits.message_bytes)
-        self._clients, self.client_endpoint = self._sockets.router(endpoints.client)
+        keys = load_keys(pipeline.coordinator.keys_dir)
+        self._sockets = Sockets(max_message_bytes=limits.message_bytes, keys=keys)
+        self._clients, self.client_endpoint = self._sockets.router(endpoints.client, EVERYONE)
         self._control, self.control_endpoint = self._sockets.router(endpoints.control)
         self._results, self.results_endpoint = self._sockets.pull(endpoints.results)
         self._client_decoder: Decoder[ClientToCoordinator] = Decoder(ClientToCoordinator, limits)

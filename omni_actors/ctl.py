@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from omni_actors import envs
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout
 from omni_actors.messages import Operation, Report
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m omni_actors.ctl", description=__doc__)
     parser.add_argument("endpoint", help="where clients connect, as the launcher prints it")
+    parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
     operations = parser.add_subparsers(dest="operation", required=True)
     operations.add_parser("status", help="stages, links and requests in flight")
     for name, text in (
@@ -50,7 +52,7 @@ def _target(text: str) -> tuple[str, int]:
 
 
 async def _run(options: argparse.Namespace, operation: Operation, stage: str, replica: int) -> int:
-    async with AsyncOmniClient(options.endpoint) as client:
+    async with AsyncOmniClient(options.endpoint, keys=options.keys) as client:
         before = await client.operate(Operation.STATUS)
         report = await client.operate(operation, stage, replica)
         if operation is Operation.STATUS:

@@ -21,7 +21,8 @@ class Variable(NamedTuple):
 VARIABLES = (
     Variable("OMNI_ACTORS_MODEL", "model", "checkpoint folder or hub name"),
     Variable("OMNI_ACTORS_RUN_DIR", "coordinator.run_dir", "folder for sockets, logs and pid files"),
-    Variable("OMNI_ACTORS_LISTEN", "coordinator.listen", "client endpoint: 'ipc', or tcp://127.0.0.1:PORT"),
+    Variable("OMNI_ACTORS_LISTEN", "coordinator.listen", "client endpoint: 'ipc', or tcp://ADDRESS:PORT"),
+    Variable("OMNI_ACTORS_KEYS", "coordinator.keys_dir", "folder of CURVE keys, from omni_actors.keys"),
     Variable("OMNI_ACTORS_STARTUP_TIMEOUT", "coordinator.startup_timeout", "seconds until every stage must be ready"),
     Variable("OMNI_ACTORS_MAX_IN_FLIGHT", "coordinator.max_in_flight", "requests admitted at once"),
     Variable("OMNI_ACTORS_NNODES", "cluster.nnodes", "hosts that the pipeline is spread over"),
@@ -70,6 +71,11 @@ def endpoint(given: str | None) -> str:
 def api_key() -> str | None:
     """The key that HTTP requests must bring; `None` for no check."""
     return os.environ.get("OMNI_ACTORS_API_KEY", "").strip() or None
+
+
+def keys_dir() -> str | None:
+    """The folder of keys for programs that read no pipeline's YAML; `None` for no keys."""
+    return os.environ.get("OMNI_ACTORS_KEYS", "").strip() or None
 
 
 def media_hosts() -> tuple[str, ...]:

@@ -31,6 +31,7 @@ class ErrorCode(enum.StrEnum):
     CONFIG_ERROR = "config_error"
     STARTUP_ERROR = "startup_error"
     TIMEOUT = "timeout"
+    UNAUTHORIZED = "unauthorized"
 
 
 class Fault(enum.StrEnum):
@@ -207,3 +208,9 @@ class RequestTimeout(
     hint="Check that the coordinator runs and that the endpoint is right.",
 ):  # fmt: skip
     """The coordinator did not answer in time."""
+
+
+class Unauthorized(
+    OmniError, code=ErrorCode.UNAUTHORIZED, fault=Fault.OPERATOR, hint="Compare the folders of keys on both sides."
+):
+    """Keys are missing, wrong or not allowed. Made by the side that connects, never sent."""

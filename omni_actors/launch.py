@@ -29,6 +29,7 @@ from omni_actors.server import settings as server_settings
 from omni_actors.server.process import HttpProcess
 from omni_actors.server.settings import is_loopback, parse_address
 from omni_actors.transport.addresses import resolve, resolve_soon, towards
+from omni_actors.transport.keys import load_keys
 from omni_actors.transport.run_directory import RunDirectory
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         logs.configure("launcher")
         loaded = config.load(options.config, _overrides(options))
+        load_keys(loaded.pipeline.coordinator.keys_dir)  # a wrong folder is an error before anything starts
         if options.check:
             print(config.describe(loaded))
             return EXIT_OK
@@ -66,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help="print the effective configuration and start nothing")
     parser.add_argument("--model", help="checkpoint folder or hub name")
     parser.add_argument("--run-dir", help="folder for sockets and logs")
-    parser.add_argument("--listen", help="client endpoint: 'ipc', or tcp://127.0.0.1:PORT")
+    parser.add_argument("--listen", help="client endpoint: 'ipc', or tcp://ADDRESS:PORT")
+    parser.add_argument("--keys", metavar="DIR", help="CURVE keys, made by omni_actors.keys; needed off this host")
     parser.add_argument("--record", metavar="DIR", help="record every stage's messages, for omni_actors.replay")
     parser.add_argument("--startup-timeout", type=float, help="seconds until every stage must be ready")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
@@ -112,6 +115,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
         ("model", options.model),
         ("coordinator.run_dir", options.run_dir),
         ("coordinator.listen", options.listen),
+        ("coordinator.keys_dir", options.keys),
         ("coordinator.record_dir", options.record and Path(options.record).absolute()),
         ("coordinator.startup_timeout", options.startup_timeout),
         ("cluster.nnodes", options.nnodes),
@@ -144,7 +148,7 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
         if options.prompt is None or rank > 0:  # the same command runs on every node
             await launcher.serve()
             return EXIT_OK
-        return await launcher.until_stopped(_answer(launcher.endpoint, options))
+        return await launcher.until_stopped(_answer(launcher.endpoint, pipeline.coordinator.keys_dir, options))
     finally:
         await launcher.close()
 
@@ -270,6 +274,8 @@ class Launcher:
         """
         arguments = [f"--served-name={name}" for name in options.served_name]
         arguments += [f"--media-host={host}" for host in options.media_host]
+        if self._pipeline.coordinator.keys_dir is not None:
+            arguments.append(f"--keys={self._pipeline.coordinator.keys_dir}")
         self._http = HttpProcess(
             options.http, options.http_insecure, self.endpoint, arguments, self._run_directory.log_file("http"),
             self._pipeline.http,
@@ -353,12 +359,12 @@ class Launcher:
             self._run_directory.close()
 
 
-async def _answer(endpoint: str, options: argparse.Namespace) -> int:
+async def _answer(endpoint: str, keys: str | None, options: argparse.Namespace) -> int:
     """One request: text to stdout as it comes, audio to a file."""
     modalities = options.modalities.split(",") if options.modalities else _needed_modalities(options)
     pieces = []
     rate = 0
-    async with AsyncOmniClient(endpoint) as client:
+    async with AsyncOmniClient(endpoint, keys=keys) as client:
         stream = await client.submit(
             options.prompt,
             modalities=modalities,

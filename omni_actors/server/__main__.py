@@ -16,6 +16,7 @@ import setproctitle
 import uvicorn
 
 from omni_actors import envs, logs
+from omni_actors.addresses import is_loopback
 from omni_actors.errors import ConfigError
 from omni_actors.server import settings as server_settings
 from omni_actors.server.app import create_app
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--endpoint", required=True, help="client endpoint of the pipeline, as the launcher prints it")
     parser.add_argument("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen")
+    parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
     add_arguments(parser)
     parser.add_argument("--listener", type=int, help=argparse.SUPPRESS)  # the launcher's listening socket
     parser.add_argument("--launcher-pid", type=int, default=0, help=argparse.SUPPRESS)
@@ -108,10 +110,11 @@ def _join_logs() -> None:
 
 def _settings(options: argparse.Namespace, listener: socket.socket) -> ServerSettings:
     key = envs.api_key()
-    loopback = server_settings.is_loopback(listener.getsockname()[0])
+    loopback = is_loopback(listener.getsockname()[0])
     return ServerSettings(
         **server_settings.checked(server_settings.given_flags(options)),
         endpoint=options.endpoint,
+        keys=options.keys,
         api_key=key,
         check_host=loopback and key is None and not options.http_insecure,
         served_names=tuple(options.served_name),

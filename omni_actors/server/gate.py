@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from omni_actors.addresses import is_loopback
 from omni_actors.logs import get_logger
 from omni_actors.messages import TRACEPARENT
 from omni_actors.server.failures import HttpError
-from omni_actors.server.settings import ServerSettings, is_loopback
+from omni_actors.server.settings import ServerSettings
 
 logger = get_logger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import socket
 import ssl
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from omni_actors.addresses import is_loopback
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ConfigError
 
@@ -22,6 +22,7 @@ class ServerSettings(HttpConfig, frozen=True, kw_only=True):
 
     Args:
         endpoint: the coordinator's client endpoint.
+        keys: folder of CURVE keys for it.
         api_key: what requests must bring as `Authorization: Bearer KEY`; `None` for no check.
         check_host: refuse requests whose Host header is no loopback name. Without it, a web page that resolves its own
             name to 127.0.0.1 could use a server that has no key.
@@ -30,6 +31,7 @@ class ServerSettings(HttpConfig, frozen=True, kw_only=True):
     """
 
     endpoint: str
+    keys: str | None = None
     api_key: str | None = None
     check_host: bool = True
     served_names: tuple[str, ...] = ()
@@ -110,16 +112,6 @@ def parse_address(text: str, option: str = "--http") -> tuple[str, int]:
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{option} {text!r} is not of the form HOST:PORT.", hint="For instance 127.0.0.1:8000.")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:

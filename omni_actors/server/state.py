@@ -27,7 +27,7 @@ class ServerState:
 
     def __init__(self, settings: ServerSettings, fetcher: Fetcher | None = None) -> None:
         self.settings = settings
-        self.client = AsyncOmniClient(settings.endpoint)
+        self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
         self.files = Files(settings.files_bytes, settings.file_seconds)
         self.transcripts = Transcripts()
         self.media = MediaReader(

@@ -3,6 +3,10 @@
 Facts behind the values: a PUSH without peers accepts messages unless IMMEDIATE is set; a closed socket holds its
 process for ever unless LINGER is; an oversize message takes the good ones behind it along, so MAXMSGSIZE is only the
 last wall behind the codec's own limits; sockets belong to one thread, or to those that hold one lock.
+
+Security belongs to the endpoint: tcp:// is encrypted and asks for keys when there are some, and without keys stays on
+this host; ipc:// is a file in the run directory, which is ours alone. libzmq takes these options from the socket at
+each bind and connect, so that one socket may have endpoints of both kinds.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from collections.abc import Sequence
 
 import zmq
 
+from omni_actors.addresses import LOCAL_SCHEMES, stays_on_host, tcp_host
 from omni_actors.codec import Frame
-from omni_actors.errors import InvalidRequest, ProtocolError
+from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
+from omni_actors.transport.keys import LOCAL, MAKE_KEYS, MEMBERS, Doorkeeper, Keys
 
 HIGH_WATER_MARK = 1000  # messages; a last wall, not the flow control
 LAST_WORDS_MS = 500  # how long a closing socket may still send
@@ -95,11 +101,23 @@ def drain(socket: Socket, maximum: int = DRAIN_MESSAGES) -> list[list[Frame]]:
 
 
 class Sockets:
-    """Makes sockets of one context. Not thread-safe except for `context`, which is."""
+    """Makes sockets of one context. Not thread-safe except for `context`, which is; one thread binds.
 
-    def __init__(self, context: zmq.Context[Socket] | None = None, max_message_bytes: int = -1) -> None:
+    Args:
+        max_message_bytes: larger ones end the connection.
+        keys: for all TCP endpoints; without them these must be of loopback.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket] | None = None,
+        max_message_bytes: int = -1,
+        keys: Keys | None = None,
+    ) -> None:
         self.context = context or zmq.Context()
+        self.keys = keys
         self._max_message_bytes = max_message_bytes
+        self._doorkeeper: Doorkeeper | None = None
 
     def _socket(self, kind: int, linger_ms: int) -> Socket:
         socket = self.context.socket(kind)
@@ -117,44 +135,92 @@ class Sockets:
         """A PUSH to exactly one PULL. Never one PUSH over several replicas: it would spread requests at random."""
         socket = self._socket(zmq.PUSH, LAST_WORDS_MS)
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        _connect(socket, endpoint)
+        self._connect(socket, endpoint)
         return socket
 
     def pull(self, endpoint: str) -> tuple[Socket, str]:
-        """A bound PULL and the endpoint at which it is reached."""
+        """A bound PULL and the endpoint at which it is reached, with keys only by the pipeline's own processes."""
         socket = self._socket(zmq.PULL, 0)
-        return socket, _bind(socket, endpoint)
+        return socket, self.bind(socket, endpoint)
 
-    def router(self, endpoint: str) -> tuple[Socket, str]:
-        """A bound ROUTER that refuses to send to a peer that is gone or full instead of dropping silently."""
+    def router(self, endpoint: str, open_to: str = MEMBERS) -> tuple[Socket, str]:
+        """A bound ROUTER that refuses to send to a peer that is gone or full instead of dropping silently.
+
+        `open_to` is `MEMBERS` (the pipeline's own processes) or `EVERYONE` (and the clients allowed).
+        """
         socket = self._socket(zmq.ROUTER, LAST_WORDS_MS)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        return socket, _bind(socket, endpoint)
+        return socket, self.bind(socket, endpoint, open_to)
 
     def dealer(self, endpoint: str, identity: bytes) -> Socket:
         """A DEALER under a fixed identity."""
         socket = self._socket(zmq.DEALER, LAST_WORDS_MS)
         socket.setsockopt(zmq.IDENTITY, identity)
-        _connect(socket, endpoint)
+        self._connect(socket, endpoint)
         return socket
 
+    def bind(self, socket: Socket, endpoint: str, open_to: str = MEMBERS) -> str:
+        """One (more) endpoint of a socket; what it is really called (port 0 becomes a number).
 
-def _connect(socket: Socket, endpoint: str) -> None:
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        socket.close()
-        raise InvalidRequest(f"{endpoint!r} is no endpoint: {error}.") from error
+        Raises:
+            ConfigError: others could reach it, and there are no keys to keep them out.
+            ProtocolError: the address is taken or not ours.
+        """
+        try:
+            _check_form(endpoint, "Nothing is bound there")
+            if self.keys is not None and not self.keys.is_member and not endpoint.startswith(LOCAL_SCHEMES):
+                raise ConfigError(f"{self.keys.folder} holds a client's keys; an endpoint needs the pipeline's own.")
+            self._secure(socket, endpoint, open_to)
+            socket.bind(endpoint)
+        except OmniError:
+            socket.close()
+            raise
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ProtocolError(
+                f"Cannot bind {endpoint}: {error}.", hint="Is another pipeline using this address or run directory?"
+            ) from error
+        return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def _connect(self, socket: Socket, endpoint: str) -> None:
+        try:
+            _check_form(endpoint, "Nothing is sent there")
+            self._secure(socket, endpoint)
+            socket.connect(endpoint)
+        except OmniError:
+            socket.close()
+            raise
+        except zmq.ZMQError as error:
+            socket.close()
+            raise InvalidRequest(f"{endpoint!r} is no endpoint: {error}.") from error
+
+    def _secure(self, socket: Socket, endpoint: str, open_to: str | None = None) -> None:
+        """Options for the next bind (`open_to`) or connect of a socket."""
+        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        if self.keys is None or endpoint.startswith(LOCAL_SCHEMES):
+            socket.setsockopt(zmq.CURVE_SERVER, 0)  # which also takes back that the socket encrypts
+            if self.keys is None and not stays_on_host(endpoint):
+                raise ConfigError(f"{endpoint} is not on this host, and there are no keys.", hint=f"{MAKE_KEYS}.")
+            if self.keys is not None:
+                socket.setsockopt_string(zmq.ZAP_DOMAIN, LOCAL)
+                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
+            return
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
+        if open_to is None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self.keys.cluster)
+            return
+        if self._doorkeeper is None:
+            self._doorkeeper = Doorkeeper(self.context, self.keys)
+            self._doorkeeper.start()
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, open_to)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorkeeper nobody comes in, instead of everybody
 
 
-def _bind(socket: Socket, endpoint: str) -> str:
-    """Bind and return the real endpoint (port 0 becomes a number)."""
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        socket.close()
-        raise ProtocolError(
-            f"Cannot bind {endpoint}: {error}.", hint="Is another pipeline using this address or run directory?"
-        ) from error
-    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+def _check_form(endpoint: str, consequence: str) -> None:
+    if not endpoint.startswith(LOCAL_SCHEMES) and tcp_host(endpoint) is None:
+        raise InvalidRequest(
+            f"{endpoint!r} is no endpoint. {consequence}.", hint="An endpoint is ipc://PATH or tcp://HOST:PORT."
+        )

@@ -14,7 +14,7 @@ WANTED = {
           "malformed_media"},
     429: {"overloaded", "slow_client"},
     499: {"aborted"},
-    500: {"poison", "engine_error", "protocol_error", "config_error", "startup_error"},
+    500: {"poison", "engine_error", "protocol_error", "config_error", "startup_error", "unauthorized"},
     503: {"stage_unavailable", "stage_lost", "timeout"},
     504: {"deadline_exceeded"},
 }  # fmt: skip

@@ -12,10 +12,11 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "omni_actors"
 
 # Module or package -> those of omni_actors that it may import (beside its own package).
-BASE = {"errors", "envs"}
+BASE = {"errors", "envs", "addresses"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "envs": {"errors"},
+    "addresses": set(),
     "logs": BASE,
     "messages": BASE,
     "codec": BASE | {"messages"},
@@ -23,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": BASE | {"messages", "slurm"},
     "outputs": BASE | {"messages"},
     "core": BASE | {"messages", "config", "codec"},
-    "transport": BASE | {"messages", "config", "codec"},
+    "transport": BASE | {"logs", "messages", "config", "codec"},
     "observe": BASE | {"logs", "messages", "config", "core", "transport"},
     "stage": BASE | {"logs", "messages", "config", "codec", "core", "transport", "observe"},
     "prompts": BASE | {"messages", "codec", "outputs"},
@@ -35,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "keeper": BASE | {"logs", "messages", "config", "coordinator_process", "node", "transport"},
     "agent": BASE | {"logs", "messages", "config", "codec", "node", "transport"},
     "node": BASE | {"logs", "messages", "config", "core", "stage", "transport"},
+    "keys": BASE | {"transport"},
     "ctl": BASE | {"messages", "client"},
     "top": BASE | {"messages", "client", "observe"},
     "trace": BASE | {"messages", "client", "observe"},

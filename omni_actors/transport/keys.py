@@ -1,0 +1,239 @@
+"""CURVE keys in a folder, and the door-keeper that asks for them (ADR 0016).
+
+A pipeline has one pair of keys, which all of its processes on all nodes share, and any number of named clients with
+pairs of their own. Who holds the pipeline's pair may be any stage; a client's opens the client endpoint and no other.
+libzmq accepts every key, and the absence of a door-keeper, unless it is told not to: `Doorkeeper` and the options in
+transport/sockets.py belong together.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+import zmq.auth
+from zmq.utils import z85
+
+from omni_actors.errors import ConfigError
+from omni_actors.logs import get_logger
+
+logger = get_logger(__name__)
+
+CLUSTER, CLIENT = "cluster", "client"  # names of key files
+ALLOWED, HANDED_OUT = "allowed", "clients"  # folders
+PUBLIC, SECRET = ".key", ".key_secret"
+NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+MAKE_KEYS = "Make keys with `python -m omni_actors.keys DIR` and give `--keys DIR` (OMNI_ACTORS_KEYS)"
+
+# Who may come in at a socket: the ZAP domain.
+MEMBERS = "members"  # processes of the pipeline
+EVERYONE = "everyone"  # these and the clients allowed
+LOCAL = "local"  # whoever can open the socket file; only for endpoints that are one
+
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_VERSION = b"1.0"
+ZAP_FRAMES = 7  # version, request, domain, address, identity, mechanism, key
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a process knows: the pipeline's public key and its own pair. Keys are Z85 text, 40 bytes."""
+
+    folder: Path
+    cluster: bytes
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this is the pipeline's own pair, with which endpoints are bound."""
+        return self.public == self.cluster
+
+
+def load_keys(folder: str | Path | None) -> Keys | None:
+    """The keys in a folder made by `make_cluster` (for nodes) or `make_client`; `None` for `None`.
+
+    Raises:
+        ConfigError: the folder or a secret in it can be read by others, or something is missing or broken.
+    """
+    if folder is None:
+        return None
+    folder = Path(folder).expanduser().absolute()
+    if not zmq.has("curve"):
+        raise ConfigError("This build of libzmq cannot encrypt.", hint="Install pyzmq from PyPI.")
+    _check_private(folder, "folder")
+    cluster = _read(folder / f"{CLUSTER}{PUBLIC}")[0]
+    own = next((name for name in (CLUSTER, CLIENT) if (folder / f"{name}{SECRET}").exists()), None)
+    if own is None:
+        raise ConfigError(f"There is no secret key in {folder}.", hint=f"{MAKE_KEYS}.")
+    path = folder / f"{own}{SECRET}"
+    _check_private(path, "file")
+    public, secret = _read(path)
+    if secret is None or zmq.curve_public(secret) != public or (own == CLUSTER and public != cluster):
+        raise ConfigError(f"{path} does not hold the secret of its public key.", hint="Copy the whole folder again.")
+    return Keys(folder, cluster, public, secret)
+
+
+def _check_private(path: Path, what: str) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"Cannot use the keys in {path}: {error.strerror}.", hint=f"{MAKE_KEYS}.") from error
+    if what == "folder" and not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{path} is no folder of keys.", hint=f"{MAKE_KEYS}.")
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"Others may use the {what} {path} (mode {stat.S_IMODE(status.st_mode):04o}), so it keeps no secret.",
+            hint=f"If nobody has read it: chmod -R go= {path}. Otherwise make new keys.",
+        )
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"The {what} {path} belongs to another user.", hint="Keys belong to who runs the process.")
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    """(public, secret); errors never carry what is in the file."""
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+        for key in (public, secret):
+            if key is not None and (len(key) != 40 or len(z85.decode(key)) != 32):
+                raise ValueError(path)
+    except OSError as error:
+        reason = error.strerror or "it cannot be read"
+        raise ConfigError(f"Cannot read the key {path}: {reason}.", hint=f"{MAKE_KEYS}.") from error
+    except (ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f"{path} holds no key.", hint="Copy the file again.") from error
+    return public, secret
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Making
+
+
+def make_cluster(folder: Path) -> None:
+    """A pipeline's pair in a new folder. Raises `ConfigError` if there is one already."""
+    _make_folder(folder)
+    _make_pair(folder, CLUSTER)
+    _make_folder(folder / ALLOWED)
+
+
+def make_client(folder: Path, name: str) -> Path:
+    """Allow a client `name`; the folder to hand to it.
+
+    Raises:
+        ConfigError: no such pipeline's folder, or the name is taken or not a plain one.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is no name for a client.", hint="Use small letters, digits, '.', '_' and '-'.")
+    keys = load_keys(folder)
+    if keys is None or not keys.is_member:
+        raise ConfigError(f"{folder} is a client's folder; only a pipeline's can allow clients.", hint=f"{MAKE_KEYS}.")
+    handed = folder / HANDED_OUT / name
+    allowed = folder / ALLOWED / f"{name}{PUBLIC}"
+    for path in (handed, allowed):
+        if path.exists():
+            raise ConfigError(f"{path} exists already.", hint="Choose another name, or delete it first.")
+    _make_folder(folder / HANDED_OUT)
+    _make_folder(handed)
+    _make_pair(handed, CLIENT)
+    _copy(folder / f"{CLUSTER}{PUBLIC}", handed / f"{CLUSTER}{PUBLIC}")
+    _copy(handed / f"{CLIENT}{PUBLIC}", allowed)
+    return handed
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Cannot make the folder {folder}: {error.strerror}.") from error
+    _check_private(folder, "folder")
+
+
+def _make_pair(folder: Path, name: str) -> None:
+    """Nobody else gets at the files before their mode is set: the folder is closed to others."""
+    if (folder / f"{name}{SECRET}").exists() or (folder / f"{name}{PUBLIC}").exists():
+        raise ConfigError(f"There are keys in {folder} already.", hint="Nothing was changed. Choose a new folder.")
+    for path in zmq.auth.create_certificates(folder, name):
+        os.chmod(path, 0o600)
+
+
+def _copy(source: Path, target: Path) -> None:
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(source.read_bytes())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Asking for them
+
+
+class AllowList:
+    """The clients allowed now. Read again at every question: to delete a client's file is to lock it out."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    def name_of(self, domain: str, key: bytes) -> str | None:
+        """Who owns the public `key` (Z85), if that one may come in at a socket of this `domain`."""
+        if key == self._keys.cluster:
+            return CLUSTER
+        if domain != EVERYONE:
+            return None
+        for path in sorted((self._keys.folder / ALLOWED).glob(f"*{PUBLIC}")):
+            try:
+                if _read(path)[0] == key:
+                    return path.stem
+            except ConfigError as error:  # one broken file locks out one client
+                logger.warning("a key is left out: %s", error)
+        return None
+
+
+class Doorkeeper(threading.Thread):
+    """Answers libzmq's questions (ZAP, RFC 27) whether a peer's key may come in; lives as long as its context.
+
+    pyzmq's own authenticators need to be stopped before the context is terminated, by the thread that started them, and
+    an event loop in every stage. This one ends when the context does.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
+        super().__init__(name="doorkeeper", daemon=True)
+        self._allowed = AllowList(keys)
+        # A shadow: whoever destroys the context closes the sockets he made, not this one under our feet.
+        self._socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(ZAP_ENDPOINT)  # before the first endpoint is: nobody is turned away because we are late
+
+    def run(self) -> None:
+        try:
+            while True:
+                request = self._socket.recv_multipart()
+                self._socket.send_multipart(self._answer(request))
+        except zmq.ContextTerminated:
+            pass  # the end that is meant
+        except zmq.ZMQError:
+            logger.exception("the doorkeeper failed: from now on nobody is let in")
+        finally:
+            self._socket.close()
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """The reply to one question; whatever goes wrong is a no."""
+        number = request[1] if len(request) > 1 else b""
+        refusal = [ZAP_VERSION, number, b"400", b"No access", b"", b""]
+        if request[2:3] == [LOCAL.encode()] and request[5:] == [b"NULL"]:
+            return [ZAP_VERSION, number, b"200", b"OK", b"", b""]
+        if len(request) != ZAP_FRAMES or request[0] != ZAP_VERSION or request[5] != b"CURVE":
+            return refusal
+        domain, address = (frame.decode(errors="replace") for frame in request[2:4])
+        try:
+            name = self._allowed.name_of(domain, z85.encode(request[6]))
+        except Exception:
+            logger.exception("the allow-list cannot be read; %s is refused", address)
+            return refusal
+        if name is None:
+            logger.warning("refused a peer at %s: its key is not allowed here", address)
+            return refusal
+        return [ZAP_VERSION, number, b"200", b"OK", name.encode(), b""]
