@@ -116,6 +116,10 @@ class EchoLauncher:
         with OmniClient(self.endpoint) as client:
             return client.describe()
 
+    def describe_with(self, keys: Path) -> Description:
+        with OmniClient(self.endpoint, keys=keys) as client:
+            return client.describe()
+
     def pid_of(self, stage: str) -> int:
         return next(status.pid for status in self.describe().stages if status.stage == stage)
 

@@ -258,7 +258,20 @@ def test_only_loopback_is_bound(tmp_path: Path) -> None:
     for listen in ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.168.1.2:1", "5555", "ipc:///tmp/x"):
         text = refused(tmp_path, {**chain(), "coordinator": {"listen": listen}})
         assert "coordinator.listen" in text
-    load(tmp_path, {**chain(), "coordinator": {"listen": "tcp://127.0.0.1:5555"}})
+    for listen in ("tcp://127.0.0.1:5555", "tcp://127.0.0.2:0", "tcp://[::1]:5555"):
+        load(tmp_path, {**chain(), "coordinator": {"listen": listen}})
+
+
+def test_with_keys_other_hosts_may_connect(tmp_path: Path) -> None:
+    listen = {"listen": "tcp://192.168.1.2:1"}
+    ours = load(tmp_path, {**chain(), "coordinator": {**listen, "keys_dir": "keys"}}).pipeline
+    assert ours.coordinator.keys_dir == str(tmp_path / "keys")  # beside the YAML that says so
+    given = load(tmp_path, {**chain(), "coordinator": listen}, {"coordinator.keys_dir": "keys"}).pipeline
+    assert given.coordinator.keys_dir == str(Path("keys").absolute())
+    assert given.digest() == ours.digest()  # another host keeps them elsewhere
+    for wrong in ("tcp://*:5555", "5555", "tcp://host", "ipc:///tmp/x"):
+        text = refused(tmp_path, {**chain(), "coordinator": {"listen": wrong, "keys_dir": "keys"}})
+        assert "coordinator.listen" in text
 
 
 def test_impossible_devices(tmp_path: Path) -> None:

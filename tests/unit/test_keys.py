@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import queue
 import socket as sockets_of_python
 import time
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from omni_actors.addresses import is_loopback, stays_on_host, tcp_host
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, Unauthorized
 from omni_actors.keys import main
+from omni_actors.messages import Hello, Hop, Limits
+from omni_actors.stage.io_threads import Inbound, Stop
 from omni_actors.transport import handshake as handshake_module
+from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.handshake import Handshake, Verdict
 from omni_actors.transport.keys import EVERYONE, LOCAL, MEMBERS, Doorkeeper, Keys, load_keys, make_client, make_cluster
 from omni_actors.transport.sockets import Sockets, drain, try_send
@@ -394,6 +398,29 @@ async def test_a_client_that_is_let_in_waits_for_answers(folder: Path, contexts:
         with pytest.raises(RequestTimeout):  # nobody reads at the door
             await client.describe(timeout=0.5)
     assert drain(door.clients)
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_with_wrong_keys_ends_its_start(folder: Path, other: Path, contexts: list[Sockets]) -> None:
+    door = Door(contexts, folder)
+    for keys, said in ((other, "hangs up"), (None, "asks for keys")):
+        contexts.append(Sockets(keys=load_keys(keys)))
+        events: queue.SimpleQueue = queue.SimpleQueue()
+        inbound = Inbound(
+            contexts[-1], Hop("talker", 0, 1), door.control_endpoint, TCP, lambda inbox: Hello(1, "p", "c", 1, inbox),
+            events, Limits(), 0.05, os.getpid(), on_orphaned=lambda: None, arenas=ArenaReader(lambda: None),
+            on_credit=lambda receiver, credit: None,
+        )  # fmt: skip
+        inbound.start()
+        stop = events.get(timeout=REFUSED_SECONDS)
+        assert isinstance(stop, Stop)
+        assert stop.failed
+        assert said in stop.reason
+        inbound.finish()
+        inbound.join(5)
+    assert not drain(door.control)
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------

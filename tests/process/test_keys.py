@@ -1,0 +1,101 @@
+"""A whole pipeline behind keys: who has them is served, others are told why not, and no secret is shown anywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from omni_actors.client import OmniClient
+from omni_actors.errors import ConfigError, Unauthorized
+from omni_actors.transport.keys import make_client, make_cluster
+from tests.process.launcher import REPOSITORY, EchoLauncher, processes_of
+from tests.unit.builders import chain, write
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+
+
+def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLauncher]) -> None:
+    keys = short_path / "keys"
+    make_cluster(keys)
+    alice, bob = make_client(keys, "alice"), make_client(keys, "bob")
+    launcher = launch(chain(), "--keys", str(keys), "--listen", "tcp://127.0.0.1:0", "--http", "127.0.0.1:0")
+    launcher.wait_ready()
+
+    with OmniClient(launcher.endpoint, keys=alice) as client:
+        assert client.generate("hello").text == "hello"
+        (keys / "allowed" / "bob.key").unlink()
+        began = time.monotonic()
+        for given in (bob, None):
+            with OmniClient(launcher.endpoint, keys=given) as stranger, pytest.raises(Unauthorized):
+                stranger.describe()
+        assert time.monotonic() - began < 5
+        assert client.generate("still here").text == "still here"
+
+    done = run("omni_actors.ctl", launcher.endpoint, "--keys", str(keys), "status")
+    assert done.returncode == 0
+    assert "healthy" in done.stdout
+    done = run("omni_actors.ctl", launcher.endpoint, "status")
+    assert done.returncode == 1
+    assert "unauthorized" in done.stderr
+    assert "Traceback" not in done.stderr
+
+    # Nobody has to know the secrets to look at the processes, their logs, or what they say of themselves.
+    processes = processes_of(short_path)
+    shown = launcher.output + done.stderr + repr(launcher.describe_with(keys)) + " ".join(processes.values())
+    shown += "".join(Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace") for pid in processes)
+    shown += "".join(path.read_text() for path in short_path.rglob("*.log"))
+    assert "refused a peer at 127.0.0.1" in shown  # what is searched is what is meant
+    assert len(processes) >= 6
+    for path in keys.rglob("*.key_secret"):
+        secret = path.read_text().partition('secret-key = "')[2].partition('"')[0]
+        assert len(secret) == 40
+        assert secret not in shown
+
+
+def test_one_prompt_with_keys(short_path: Path) -> None:
+    make_cluster(short_path / "keys")
+    config = write(short_path, {**chain(), "coordinator": {"keys_dir": "keys", "listen": "tcp://127.0.0.1:0"}})
+    done = run("omni_actors.launch", str(config), "--prompt", "hello")
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--listen", "tcp://0.0.0.0:0"], "python -m omni_actors.keys DIR"),
+        (["--keys", "nowhere"], "No such file"),
+        (["--keys", "open"], "chmod -R go="),
+    ],
+)
+def test_what_cannot_start_says_why(short_path: Path, arguments: list[str], said: str) -> None:
+    make_cluster(short_path / "open")
+    (short_path / "open").chmod(0o755)
+    arguments = [str(short_path / word) if word == "open" else word for word in arguments]
+    done = run("omni_actors.launch", str(write(short_path, chain())), *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("configuration error: ")
+    assert said in done.stderr
+
+
+def test_check_shows_the_folder_and_no_key(short_path: Path) -> None:
+    make_cluster(short_path / "keys")
+    done = run("omni_actors.launch", str(write(short_path, chain())), "--check", "--keys", str(short_path / "keys"))
+    assert done.returncode == 0, done.stderr
+    assert str(short_path / "keys") in done.stdout
+    for path in (short_path / "keys").glob("cluster.*"):
+        for line in path.read_text().splitlines():
+            if "-key = " in line:
+                assert line.partition('"')[2].rstrip('"') not in done.stdout
+
+
+def test_a_client_needs_keys_off_this_host() -> None:
+    with pytest.raises(ConfigError, match="no keys"), OmniClient("tcp://192.0.2.1:5"):
+        pass
