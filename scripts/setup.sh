@@ -76,13 +76,13 @@ install_cpu() {
         pip install "torch==$TORCH_VERSION"
     fi
     say "installing omni_actors with the extras cpu, http and test"
-    pip install --editable "$repo_root[cpu,http,test]"
+    pip install --editable "${repo_root}[cpu,http,test]"
     "$venv/bin/python" "$repo_root/scripts/fix_torchvision.py"
 }
 
 install_cuda() {
     say "installing omni_actors with the extras cuda, http and test"
-    pip install --editable "$repo_root[cuda,http,test]"
+    pip install --editable "${repo_root}[cuda,http,test]"
 }
 
 prove_it_works() {

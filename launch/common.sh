@@ -1,0 +1,55 @@
+# shellcheck shell=bash
+# What the launchers share; sourced, never run. What a node does is decided in omni_actors/launch.py.
+#
+#   OMNI_DIR      folder of omni_actors, the same on all nodes (default: the one that this file is in)
+#   OMNI_PYTHON   interpreter there (default: its .venv, else python3)
+#   OMNI_PORT     port of the coordinator on the first node (default: 5570)
+set -euo pipefail
+
+OMNI_DIR=${OMNI_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
+if [[ -z "${OMNI_PYTHON:-}" ]]; then
+    OMNI_PYTHON=python3
+    [[ ! -x "$OMNI_DIR/.venv/bin/python" ]] || OMNI_PYTHON="$OMNI_DIR/.venv/bin/python"
+fi
+OMNI_PORT=${OMNI_PORT:-5570}
+
+say() { printf '%s: %s\n' "$(basename "$0" .sh)" "$*" >&2; }
+
+fail() {
+    say "$*"
+    exit 2
+}
+
+# The comment at the top of the script that was called.
+usage() { sed -n '2,$ {/^# shellcheck/q; /^#SBATCH/q; s/^# \{0,1\}//p}' "$0" >&2; }
+
+help_if_asked() {
+    case "${1:-}" in
+        "" | -h | --help)
+            usage
+            [[ -n "${1:-}" ]] && exit 0 || exit 2
+            ;;
+    esac
+}
+
+# ended PID: waits for a child and returns its exit code, also when signals (which count themselves) interrupt.
+signals=0
+ended() {
+    local code before=-1
+    while [[ $before != "$signals" ]]; do
+        before=$signals
+        code=0
+        wait "$1" || code=$?
+    done
+    return "$code"
+}
+
+# launch_command CONFIG NODES RANK MASTER [ARGUMENTS]: sets `command`.
+launch_command() {
+    local config=$1 nodes=$2 rank=$3 master=$4
+    shift 4
+    command=("$OMNI_PYTHON" -m omni_actors.launch "$config")
+    command+=(--nnodes "$nodes" --node-rank "$rank" --master-addr "$master" --master-port "$OMNI_PORT")
+    [[ "$rank" == 0 ]] || command+=(--headless)
+    command+=("$@")
+}
