@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # the wake-up is what counts
+        signal.signal(number, lambda *_: None)  # the wake-up is what counts; and the child ignores none
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     except OSError as error:

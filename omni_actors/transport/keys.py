@@ -127,7 +127,7 @@ def make_client(folder: Path, name: str) -> Path:
     Raises:
         ConfigError: no such pipeline's folder, or the name is taken or not a plain one.
     """
-    if not NAME.fullmatch(name):
+    if not NAME.fullmatch(name) or name == CLUSTER:
         raise ConfigError(f"{name!r} is no name for a client.", hint="Use small letters, digits, '.', '_' and '-'.")
     keys = load_keys(folder)
     if keys is None or not keys.is_member:

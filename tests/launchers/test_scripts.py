@@ -131,8 +131,7 @@ def test_no_node_outlives_a_killed_launcher(nodes: Callable[..., Started]) -> No
     assert cluster.output.count("stops in order") == 3
 
 
-def test_a_lost_connection_ends_its_node(nodes: Callable[..., Started]) -> None:
-    """What sshd does when the network is cut: the remote command's input closes."""
+def test_a_node_that_is_told_to_end_ends_all(nodes: Callable[..., Started]) -> None:
     cluster = nodes("ssh_nodes.sh", "hosts.txt", "c.yaml")
     cluster.until("called with", 3)
     leash = next(pid for pid, command in cluster.members().items() if "leash" in command and "--node-rank 1" in command)
@@ -149,6 +148,38 @@ def test_wrong_usage(nodes: Callable[..., Started], arguments: list[str], said: 
     cluster = nodes("ssh_nodes.sh", *arguments)
     assert cluster.end() == 2
     assert said in cluster.output
+
+
+LEASH = "import sys; from omni_actors import leash; leash.GRACE_SECONDS = 0.2; sys.exit(leash.main(sys.argv[1:]))"
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("exit 7", 7),  # by itself
+        ("echo up; exec sleep 60", 128 + signal.SIGTERM),  # when the input closes
+        ("trap '' TERM; echo up; while :; do sleep 0.1; done", 128 + signal.SIGKILL),  # it does not obey
+    ],
+)
+def test_the_leash(command: str, code: int) -> None:
+    arguments = [sys.executable, "-c", LEASH, "bash", "-c", command]
+    with subprocess.Popen(arguments, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
+        assert held.stdin is not None
+        assert held.stdout is not None
+        held.stdin.write(b"what comes in is of no interest\n")
+        held.stdin.flush()
+        if held.stdout.readline():
+            assert held.poll() is None
+            held.stdin.close()
+        assert held.wait(20) == code
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["/nowhere/at/all"], 127), ([], 2)])
+def test_a_leash_without_a_command(arguments: list[str], code: int) -> None:
+    command = [sys.executable, "-m", "omni_actors.leash", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.PIPE, capture_output=True, timeout=20, check=False)
+    assert done.returncode == code
+    assert done.stderr
 
 
 # -- slurm ------------------------------------------------------------------------------------------------------------

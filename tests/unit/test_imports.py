@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "keeper": BASE | {"logs", "messages", "config", "coordinator_process", "node", "transport"},
     "agent": BASE | {"logs", "messages", "config", "codec", "node", "transport"},
     "node": BASE | {"logs", "messages", "config", "core", "stage", "transport"},
+    "leash": set(),
     "keys": BASE | {"transport"},
     "ctl": BASE | {"messages", "client"},
     "top": BASE | {"messages", "client", "observe"},

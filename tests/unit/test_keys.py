@@ -109,7 +109,7 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture) -> 
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("name", ["", "../x", "Alice", "a/b", ".x", "x" * 65])
+@pytest.mark.parametrize("name", ["", "../x", "Alice", "a/b", ".x", "x" * 65, "cluster"])
 def test_names_of_clients_are_plain(folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="no name"):
         make_client(folder, name)
