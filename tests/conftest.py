@@ -12,7 +12,7 @@ import pytest
 from tests.pipelines import RunningPipeline
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-REAL_PROCESSES = {"process", "chaos", "http"}  # folders
+REAL_PROCESSES = {"process", "chaos", "http", "launchers", "nodes"}  # folders
 
 
 @pytest.fixture

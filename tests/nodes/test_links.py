@@ -1,0 +1,117 @@
+"""Encrypted links between two hosts: over a good cable, a bad one, and one that was cut for a while."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from omni_actors.transport.keys import make_cluster
+from tests.nodes.network import Network
+from tests.process.launcher import REPOSITORY, until
+
+PORT = 5570
+
+
+class Peer:
+    """`peer.py` on one of the hosts."""
+
+    def __init__(self, network: Network, host: int, output: Path, *arguments: str) -> None:
+        self._output = output
+        command = network.hosts[host].command(sys.executable, str(Path(__file__).with_name("peer.py")), *arguments)
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def until(self, text: str, seconds: float = 10.0) -> None:
+        until(lambda: text in self.output, seconds, lambda: f"{text}: {self.output[-500:]}")
+
+    @property
+    def numbers(self) -> list[int]:
+        return [int(line.split()[1]) for line in self.output.splitlines() if line.startswith("got ")]
+
+
+@pytest.fixture
+def peers(network: Network, tmp_path: Path) -> Iterator[Callable[..., tuple[Peer, Peer]]]:
+    """Starts a receiver on the first host and a sender on the second."""
+    make_cluster(tmp_path / "keys")
+    endpoint = f"tcp://{network.hosts[0].address}:{PORT}"
+    started: list[Peer] = []
+
+    def start(count: int) -> tuple[Peer, Peer]:
+        started.append(Peer(network, 0, tmp_path / "receiver", "receive", endpoint, str(tmp_path / "keys")))
+        started[0].until("listening")
+        started.append(Peer(network, 1, tmp_path / "sender", "send", endpoint, str(tmp_path / "keys"), str(count)))
+        return started[0], started[1]
+
+    yield start
+    for peer in started:
+        peer.process.kill()
+        peer.process.wait()
+
+
+def test_the_hosts_are_two(network: Network) -> None:
+    """Each has a network of its own, and this machine a third."""
+
+    def said(*command: str) -> str:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+
+    own = said("readlink", "/proc/self/ns/net")
+    assert len({own, *(said(*host.command("readlink", "/proc/self/ns/net")) for host in network.hosts)}) == 3
+    for host, other in (network.hosts, network.hosts[::-1]):
+        addresses = said(*host.command("ip", "-brief", "address"))
+        assert host.address in addresses
+        assert other.address not in addresses
+
+
+def test_messages_arrive(peers: Callable[..., tuple[Peer, Peer]], network: Network) -> None:
+    receiver, _ = peers(50)
+    until(lambda: len(receiver.numbers) == 50, 10, "50 messages")
+    assert receiver.numbers == list(range(50))
+    assert network.cable.carried > 50
+
+
+def test_a_slow_and_lossy_cable_loses_nothing(peers: Callable[..., tuple[Peer, Peer]], network: Network) -> None:
+    """200 ms there and back, and one packet in twenty gone."""
+    network.cable.delay, network.cable.loss = 0.1, 0.05
+    receiver, _ = peers(60)
+    until(lambda: len(receiver.numbers) == 60, 20, lambda: f"60 messages, not {len(receiver.numbers)}")
+    assert receiver.numbers == list(range(60))
+    assert network.cable.dropped
+
+
+def test_a_short_cut_loses_nothing(peers: Callable[..., tuple[Peer, Peer]], network: Network) -> None:
+    """Shorter than the heartbeats' patience: TCP repeats what was lost."""
+    receiver, _ = peers(150)
+    until(lambda: len(receiver.numbers) >= 20, 10, "the first messages")
+    network.cable.is_cut = True
+    time.sleep(1.0)
+    stood = len(receiver.numbers)
+    network.heal()
+    until(lambda: len(receiver.numbers) == 150, 10, lambda: f"150 messages, not {len(receiver.numbers)}")
+    assert receiver.numbers == list(range(150))
+    assert stood < 150
+
+
+def test_after_a_long_cut_it_connects_again(peers: Callable[..., tuple[Peer, Peer]], network: Network) -> None:
+    """zmq drops the connection; messages on the way are lost, later ones arrive, and keys are asked for anew."""
+    receiver, _ = peers(900)
+    until(lambda: len(receiver.numbers) >= 20, 10, "the first messages")
+    network.cable.is_cut = True
+    time.sleep(6.5)
+    stood = receiver.numbers
+    network.heal()
+    until(lambda: receiver.numbers[-1:] == [899], 15, lambda: f"the last message, not {receiver.numbers[-1:]}")
+    assert receiver.numbers == sorted(set(receiver.numbers))  # nothing twice, nothing out of order
+    assert len(receiver.numbers) > len(stood) + 100
