@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import numpy
 
-from omni_actors.addresses import TCP
 from omni_actors.codec import BadBody, BadHeader, BufferList, Decoder, encode
 from omni_actors.errors import InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.logs import get_logger
@@ -53,7 +52,6 @@ from omni_actors.outputs import OmniRequestOutput
 from omni_actors.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
 from omni_actors.streams import Audio, RequestStream, StreamItem, Text
 from omni_actors.transport.credit import wire_size
-from omni_actors.transport.handshake import Handshake
 from omni_actors.transport.keys import load_keys
 from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.sockets import Sockets, try_send
@@ -89,8 +87,6 @@ class AsyncOmniClient:
     def __init__(self, endpoint: str, limits: Limits | None = None, keys: str | Path | None = None) -> None:
         self._endpoint = endpoint
         self._keys = load_keys(keys)
-        self._handshake: Handshake | None = None
-        self._watching: SocketReader | None = None
         self._limits = limits or Limits()
         self._decoder: Decoder[CoordinatorToClient] = Decoder(CoordinatorToClient, self._limits)
         self._streams: dict[str, RequestStream] = {}
@@ -103,11 +99,9 @@ class AsyncOmniClient:
 
     async def __aenter__(self) -> AsyncOmniClient:
         sockets = Sockets(max_message_bytes=self._limits.message_bytes, keys=self._keys)
-        self._socket = sockets.dealer(self._endpoint, uuid.uuid4().bytes)
+        self._socket, self._handshake = sockets.watched_dealer(self._endpoint, uuid.uuid4().bytes)
         self._sockets = sockets
-        if self._endpoint.startswith(TCP):
-            self._handshake = Handshake(self._socket, self._endpoint, self._keys)
-            self._watching = SocketReader(self._handshake.socket, self._on_handshake)
+        self._watching = SocketReader(self._handshake.socket, self._on_handshake)
         self._reader = SocketReader(self._socket, self._on_message)
         self._watch = asyncio.create_task(self._watch_coordinator(), name="client watch")
         return self
@@ -132,9 +126,8 @@ class AsyncOmniClient:
         if self._grant_timer is not None:
             self._grant_timer.cancel()
         sockets, self._sockets = self._sockets, None
-        if self._watching is not None and self._handshake is not None:
-            self._watching.close()
-            self._handshake.close()
+        self._watching.close()
+        self._handshake.close()
         self._reader.close()
         self._socket.close()
         await asyncio.get_running_loop().run_in_executor(None, sockets.context.term)
@@ -284,8 +277,9 @@ class AsyncOmniClient:
     def _send(self, request_id: str, body: Body, buffers: BufferList | None = None, deadline: float = 0.0) -> None:
         if self._sockets is None:
             raise InvalidRequest("This client is not connected.", hint="Use it inside its context manager.")
-        if self._handshake is not None and self._handshake.verdict.refusal is not None:
-            raise self._handshake.verdict.refusal
+        refusal = self._handshake.verdict.refusal
+        if refusal is not None:
+            raise refusal
         header = Header("", request_id=request_id, deadline=deadline)
         frames = encode(header, body, buffers.buffers if buffers is not None else (), self._limits)
         if not try_send(self._socket, frames):
@@ -294,8 +288,6 @@ class AsyncOmniClient:
 
     def _on_handshake(self, frames: Sequence[bytes]) -> None:
         """The connection came up, or did not: then nobody waits for its answer any longer."""
-        if self._handshake is None:
-            return
         self._handshake.on(frames)
         refusal = self._handshake.verdict.refusal
         if refusal is None:

@@ -14,7 +14,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from omni_actors.errors import OmniError, Unauthorized
 from omni_actors.transport.keys import MAKE_KEYS, Keys
-from omni_actors.transport.sockets import Socket
 
 HANG_UPS = 3  # in a row,
 HANG_UP_SECONDS = 2.0  # and over this time, mean more than a peer that was just going away
@@ -58,9 +57,16 @@ class Verdict:
             if self._hang_ups == 1:
                 self._first = now
             if self._hang_ups >= HANG_UPS and now - self._first >= HANG_UP_SECONDS:
-                known = f"Compare cluster.key in {self._keys.folder} with its own." if self._keys else ""
-                hint = f"Check that the endpoint is right. {known}".strip()
-                self._refuse("hangs up during the handshake: it has other keys, or is no pipeline", hint, final=False)
+                self._refuse_by_hanging_up()
+
+    def _refuse_by_hanging_up(self) -> None:
+        """Its last words, if it had any, may have been lost with the connection."""
+        if self._keys is None:
+            reason, hint = "it asks for keys, and none were given", "Give the folder of keys for it"
+        else:
+            reason, hint = "it has other keys", f"Compare cluster.key in {self._keys.folder} with its own"
+        hint += ", and check that the endpoint is right."
+        self._refuse(f"hangs up during the handshake: {reason}, or it is no pipeline", hint, final=False)
 
     def _refuse(self, what: str, hint: str, final: bool) -> None:
         self._refused = (f"The peer at {self._endpoint} {what}.", hint)
@@ -68,18 +74,22 @@ class Verdict:
 
 
 class Handshake:
-    """Watches a connecting socket. Belongs to the socket's thread; close it before the socket.
+    """Watches a socket from before it connects: a refusal may come, and be the last event, within a millisecond.
 
-    Only TCP is watched: on other endpoints nobody is asked for keys.
+    Made by `Sockets`. Belongs to the socket's thread; close it before the socket.
     """
 
     def __init__(
-        self, socket: Socket, endpoint: str, keys: Keys | None, clock: Callable[[], float] = time.monotonic
+        self,
+        socket: zmq.Socket[bytes],
+        endpoint: str,
+        keys: Keys | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watched = socket
         self._clock = clock
         self.verdict = Verdict(endpoint, keys)
-        self.socket: Socket = socket.get_monitor_socket(WATCHED)
+        self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(WATCHED)  # readable when there is news
         self.socket.setsockopt(zmq.LINGER, 0)
 
     def take(self) -> OmniError | None:

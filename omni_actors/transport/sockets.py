@@ -19,6 +19,7 @@ import zmq
 from omni_actors.addresses import LOCAL_SCHEMES, stays_on_host, tcp_host
 from omni_actors.codec import Frame
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
+from omni_actors.transport.handshake import Handshake
 from omni_actors.transport.keys import LOCAL, MAKE_KEYS, MEMBERS, Doorkeeper, Keys
 
 HIGH_WATER_MARK = 1000  # messages; a last wall, not the flow control
@@ -155,9 +156,24 @@ class Sockets:
 
     def dealer(self, endpoint: str, identity: bytes) -> Socket:
         """A DEALER under a fixed identity."""
+        socket = self._dealer(identity)
+        self._connect(socket, endpoint)
+        return socket
+
+    def watched_dealer(self, endpoint: str, identity: bytes) -> tuple[Socket, Handshake]:
+        """The same, and what tells why its peer cannot be reached."""
+        socket = self._dealer(identity)
+        handshake = Handshake(socket, endpoint, self.keys)
+        try:
+            self._connect(socket, endpoint)
+        except OmniError:
+            handshake.close()
+            raise
+        return socket, handshake
+
+    def _dealer(self, identity: bytes) -> Socket:
         socket = self._socket(zmq.DEALER, LAST_WORDS_MS)
         socket.setsockopt(zmq.IDENTITY, identity)
-        self._connect(socket, endpoint)
         return socket
 
     def bind(self, socket: Socket, endpoint: str, open_to: str = MEMBERS) -> str:
