@@ -37,9 +37,9 @@ from omni_actors.messages import (
     StartReplica,
 )
 from omni_actors.node import LocalNode
-from omni_actors.transport.monitor import Departures
+from omni_actors.transport.keys import load_keys
 from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.sockets import Socket, Sockets, try_send
+from omni_actors.transport.sockets import Sockets, try_send
 
 logger = logs.get_logger(__name__)
 
@@ -80,12 +80,13 @@ class Agent:
         self.launched = asyncio.Event()
         self._next_report = time.monotonic() + REPORT_SECONDS
         self.left_alone = time.monotonic()  # since when no coordinator was heard of
-        self._welcomed = False
+        self._welcomed = self._ever_welcomed = False
         self._ended = False  # the coordinator has ended the pipeline
         self._decoder: Decoder[CoordinatorToNode] = Decoder(CoordinatorToNode, pipeline.limits)
         self._starts: asyncio.Queue[Hop | None] = asyncio.Queue()
         self._starting: set[Hop] = set()
-        self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes)
+        keys = load_keys(pipeline.coordinator.keys_dir)
+        self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes, keys=keys)
         node.on_exit = self._on_exit
         self._connect()
         self._starter = asyncio.create_task(self._start_all(), name="starter")
@@ -113,10 +114,9 @@ class Agent:
 
     def _connect(self) -> None:
         """With a socket of its own for each hello: what an older one still holds must not follow it."""
-        self._socket: Socket = self._sockets.dealer(self._endpoint, f"node/{self._rank}".encode())
-        self._departures = Departures(self._socket)
+        self._socket, self._handshake = self._sockets.watched_dealer(self._endpoint, f"node/{self._rank}".encode())
         self._reader = SocketReader(self._socket, self._on_message)
-        self._departure_reader = SocketReader(self._departures.socket, lambda frames: self._reconnect("it is gone"))
+        self._handshake_reader = SocketReader(self._handshake.socket, self._on_connection)
         self._welcomed = False
         hello = NodeHello(
             protocol=PROTOCOL_VERSION,
@@ -128,10 +128,21 @@ class Agent:
         self._send(hello)
 
     def _disconnect(self) -> None:
-        self._departure_reader.close()
+        self._handshake_reader.close()
         self._reader.close()
-        self._departures.close()
+        self._handshake.close()
         self._socket.close()
+
+    def _on_connection(self, frames: Sequence[bytes]) -> None:
+        """The connection came up, was refused, or was lost."""
+        self._handshake.on(frames)
+        refusal = self._handshake.verdict.refusal
+        if refusal is not None and (self._handshake.verdict.final or not self._ever_welcomed):
+            if not self._ended:
+                self._ended = True
+                self._on_shutdown(str(refusal), True)
+        elif self._handshake.verdict.departed:
+            self._reconnect("it is gone")
 
     def _reconnect(self, why: str) -> None:
         if self._ended or self._beater.done():
@@ -186,7 +197,7 @@ class Agent:
             return
         self.left_alone = time.monotonic()
         if isinstance(body, NodeWelcome):
-            self._welcomed = True
+            self._welcomed = self._ever_welcomed = True
             if not self._patient:
                 say(f"node {self._rank} is connected to the coordinator at {self._endpoint}")
         elif isinstance(body, Renew):

@@ -32,7 +32,7 @@ from omni_actors.stage.events import Control, Event, Lost, Pulse, Received, Reje
 from omni_actors.stage.inbox import Inbox
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.credit import wire_size
-from omni_actors.transport.monitor import Departures
+from omni_actors.transport.handshake import Handshake
 from omni_actors.transport.sockets import Socket, Sockets, descriptor, drain, try_send
 from omni_actors.transport.wake import WakeableQueue
 
@@ -114,25 +114,24 @@ class Inbound(threading.Thread):
 
     def _run(self) -> None:
         name = f"{self._identity.stage}/{self._identity.replica}/{self._identity.epoch}"
-        control = self._sockets.dealer(self._control_endpoint, name.encode())
-        departures = Departures(control)
+        control, handshake = self._sockets.watched_dealer(self._control_endpoint, name.encode())
         launcher = -1
         try:
             launcher = os.pidfd_open(self._launcher_pid)
             socket, endpoint = self._sockets.pull(self._inbox_endpoint)
             self._inbox.open(socket, self._decode)
             self._send(control, self._hello(endpoint))
-            self._loop(control, departures, launcher)
+            self._loop(control, handshake, launcher)
         finally:
             if launcher >= 0:
                 os.close(launcher)
             self._inbox.close()
-            departures.close()
+            handshake.close()
             control.close()
 
-    def _loop(self, control: Socket, departures: Departures, launcher: int) -> None:
+    def _loop(self, control: Socket, handshake: Handshake, launcher: int) -> None:
         epoll = self._inbox.epoll
-        others = {launcher, self._outbox.fileno(), descriptor(control), descriptor(departures.socket)}
+        others = {launcher, self._outbox.fileno(), descriptor(control), descriptor(handshake.socket)}
         for watched in others:
             epoll.register(watched, select.EPOLLIN)
         next_beat = 0.0
@@ -157,8 +156,15 @@ class Inbound(threading.Thread):
                 counts = {**self.pulse.counts, **self.rejected()}
                 self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts, sent=self._clock()))
             self._receive_control(control)  # always: what is sent above may use up the descriptor's signal
-            if departures.seen():  # after the last words of the control connection
-                self._inbox.put(Lost("the coordinator is not connected any more"))
+            self._look_at(handshake)  # after the last words of the control connection
+
+    def _look_at(self, handshake: Handshake) -> None:
+        refusal = handshake.take()
+        if refusal is not None and (handshake.verdict.final or not self._welcomed):
+            self._inbox.put(Stop(str(refusal), failed=True))
+        elif handshake.verdict.departed:
+            handshake.verdict.departed = False
+            self._inbox.put(Lost("the coordinator is not connected any more"))
 
     def _send(self, control: Socket, body: Body) -> None:
         header = Header("", stage=self._identity.stage, replica=self._identity.replica, epoch=self._identity.epoch)

@@ -41,6 +41,7 @@ from omni_actors.stage.record import Recorder
 from omni_actors.stage.turns import POLL_SECONDS, GiveWay, Sign
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.credit import Tally
+from omni_actors.transport.keys import load_keys
 from omni_actors.transport.sockets import Sockets
 
 logger = logs.get_logger(__name__)
@@ -75,7 +76,8 @@ class Session:
         self._identity = identity
         self._born = born
         self._events = Inbox()
-        self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes)
+        keys = load_keys(pipeline.coordinator.keys_dir)
+        self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes, keys=keys)
         flow = pipeline.flow
         sends = bool(pipeline.downstream(identity.stage)) and flow.arena_bytes > 0
         self._arena = Arena(flow.arena_bytes) if sends else None

@@ -1,4 +1,4 @@
-"""Why a connection does not come up: libzmq says nothing to the sender, only to a socket's monitor.
+"""Why a connection does not come up, and that it was lost: libzmq tells neither the sender, only a socket's monitor.
 
 A peer that refuses our key ends the attempt for good: libzmq does not try again. A peer that cannot even read our
 handshake (other keys, or no pipeline at all) hangs up, and libzmq tries for ever.
@@ -22,6 +22,7 @@ WATCHED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
 )
 
 
@@ -35,6 +36,8 @@ class Verdict:
         self._first = 0.0
         self._refused: tuple[str, str] | None = None
         self.final = False  # whether the socket is of no use any more
+        self._up = False
+        self.departed = False  # whether a connection that was up has been lost; whoever reads it may take it back
 
     @property
     def refusal(self) -> OmniError | None:
@@ -44,7 +47,9 @@ class Verdict:
     def on(self, event: int, now: float) -> None:
         """Take note of a monitor event."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._hang_ups, self._refused = 0, None
+            self._hang_ups, self._refused, self._up = 0, None, True
+        elif event == zmq.EVENT_DISCONNECTED:  # follows on a handshake that failed, too
+            self._up, self.departed = False, self.departed or self._up
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._refuse("does not allow this key", "Ask its operator whether the key was revoked.", final=True)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and self._keys is None:

@@ -161,7 +161,7 @@ class Sockets:
         return socket
 
     def watched_dealer(self, endpoint: str, identity: bytes) -> tuple[Socket, Handshake]:
-        """The same, and what tells why its peer cannot be reached."""
+        """The same, and what tells why its peer cannot be reached, or that it was lost."""
         socket = self._dealer(identity)
         handshake = Handshake(socket, endpoint, self.keys)
         try:

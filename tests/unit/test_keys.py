@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import queue
 import socket as sockets_of_python
 import time
 from collections.abc import Iterator
@@ -19,7 +18,9 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, Unauthorized
 from omni_actors.keys import main
 from omni_actors.messages import Hello, Hop, Limits
-from omni_actors.stage.io_threads import Inbound, Stop
+from omni_actors.stage.events import Stop
+from omni_actors.stage.inbound import Inbound
+from omni_actors.stage.inbox import Inbox
 from omni_actors.transport import handshake as handshake_module
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.handshake import HANG_UP_SECONDS, Handshake, Verdict
@@ -414,14 +415,14 @@ def test_a_stage_with_wrong_keys_ends_its_start(folder: Path, other: Path, conte
     door = Door(contexts, folder)
     for keys, said in ((other, "hangs up"), (None, "asks for keys")):
         contexts.append(Sockets(keys=load_keys(keys)))
-        events: queue.SimpleQueue = queue.SimpleQueue()
+        inbox = Inbox()
         inbound = Inbound(
             contexts[-1], Hop("talker", 0, 1), door.control_endpoint, TCP, lambda inbox: Hello(1, "p", "c", 1, inbox),
-            events, Limits(), 0.05, os.getpid(), on_orphaned=lambda: None, arenas=ArenaReader(lambda: None),
+            inbox, Limits(), 0.05, os.getpid(), on_orphaned=lambda: None, arenas=ArenaReader(lambda: None),
             on_credit=lambda receiver, credit: None,
         )  # fmt: skip
         inbound.start()
-        stop = events.get(timeout=REFUSED_SECONDS)
+        stop = next(iter(inbox.take(REFUSED_SECONDS)), None)
         assert isinstance(stop, Stop)
         assert stop.failed
         assert said in stop.reason
