@@ -111,5 +111,6 @@ class Handshake:
         self.verdict.on(int(parse_monitor_message(list(frames))["event"]), self._clock())
 
     def close(self) -> None:
-        self._watched.disable_monitor()
+        if not self._watched.closed:
+            self._watched.disable_monitor()
         self.socket.close()
