@@ -97,7 +97,10 @@ def drain(socket: Socket, maximum: int = DRAIN_MESSAGES) -> list[list[Frame]]:
     messages: list[list[Frame]] = []
     # To ask first costs half of being refused, which makes an exception.
     while len(messages) < maximum and int(socket.getsockopt(zmq.EVENTS)) & READABLE:
-        messages.append(receive_views(socket))
+        try:
+            messages.append(receive_views(socket))
+        except zmq.Again:  # what made it readable was not for us: a peer that left, or its credentials
+            break
     return messages
 
 

@@ -209,6 +209,21 @@ def test_the_right_keys_open_the_right_doors(folder: Path, contexts: list[Socket
         assert "does not allow this key" in str(refusal)
 
 
+def test_a_connection_alone_is_no_message(folder: Path, contexts: list[Sockets]) -> None:
+    """libzmq hands on who has come in as if it were a message, and takes it back when it is to be received."""
+    door = Door(contexts, folder)
+    contexts.append(Sockets(keys=load_keys(folder)))
+    mine = contexts[-1]._socket(zmq.PUSH, 0)
+    handshake = Handshake(mine, door.results_endpoint, contexts[-1].keys)
+    contexts[-1]._connect(mine, door.results_endpoint)
+    assert handshake.socket.poll(5000)
+    assert handshake.take() is None
+    time.sleep(0.05)
+    assert not door.results.poll(0)
+    assert drain(door.results) == []
+    handshake.close()
+
+
 def test_deleting_a_file_locks_a_client_out(
     tmp_path: Path, contexts: list[Sockets], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -474,7 +489,7 @@ def test_domains_are_what_the_doorkeeper_is_asked(folder: Path, contexts: list[S
     keeper = Doorkeeper(contexts[0].context, keys)
     key = zmq.utils.z85.decode(keys.cluster)
     good = [b"1.0", b"7", MEMBERS.encode(), b"1.2.3.4", b"", b"CURVE", key]
-    assert keeper._answer(good)[1:5] == [b"7", b"200", b"OK", b"cluster"]
+    assert keeper._answer(good)[1:5] == [b"7", b"200", b"OK", b""]
     for position, value in ((0, b"2.0"), (5, b"NULL"), (6, b"short"), (6, bytes(32))):
         assert keeper._answer([*good[:position], value, *good[position + 1 :]])[2] == b"400"
     # What comes over a socket file needs no keys, and nothing else may say that it comes that way.
