@@ -26,6 +26,7 @@ from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.handshake import HANG_UP_SECONDS, Handshake, Verdict
 from omni_actors.transport.keys import EVERYONE, LOCAL, MEMBERS, Doorkeeper, Keys, load_keys, make_client, make_cluster
 from omni_actors.transport.sockets import Sockets, drain, try_send
+from tests.unit.test_transport import until
 
 REFUSED_SECONDS = 5.0  # within which one is told
 TCP = "tcp://127.0.0.1:0"
@@ -209,19 +210,21 @@ def test_the_right_keys_open_the_right_doors(folder: Path, contexts: list[Socket
         assert "does not allow this key" in str(refusal)
 
 
-def test_a_connection_alone_is_no_message(folder: Path, contexts: list[Sockets]) -> None:
-    """libzmq hands on who has come in as if it were a message, and takes it back when it is to be received."""
+def test_what_is_readable_can_be_read(folder: Path, contexts: list[Sockets]) -> None:
+    """libzmq hands on who has come in as if it were a message, and takes it back when that is to be received.
+
+    It shows while the first message of a connection has not come completely.
+    """
     door = Door(contexts, folder)
     contexts.append(Sockets(keys=load_keys(folder)))
-    mine = contexts[-1]._socket(zmq.PUSH, 0)
-    handshake = Handshake(mine, door.results_endpoint, contexts[-1].keys)
-    contexts[-1]._connect(mine, door.results_endpoint)
-    assert handshake.socket.poll(5000)
-    assert handshake.take() is None
-    time.sleep(0.05)
-    assert not door.results.poll(0)
-    assert drain(door.results) == []
-    handshake.close()
+    mine = contexts[-1].push(door.results_endpoint)
+    message = [b"first", bytes(16 << 20)]
+    until(lambda: try_send(mine, message))
+    deadline = time.monotonic() + 10
+    while not door.results.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        assert time.monotonic() < deadline
+    assert door.results.recv_multipart(zmq.NOBLOCK) == message
+    mine.close(linger=0)
 
 
 def test_deleting_a_file_locks_a_client_out(
