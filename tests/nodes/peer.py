@@ -10,7 +10,7 @@ import time
 
 from omni_actors.transport.keys import load_keys
 from omni_actors.transport.link import Link
-from omni_actors.transport.sockets import Sockets, arrivals
+from omni_actors.transport.sockets import Sockets, drain
 
 INTERVAL = 0.01
 
@@ -29,8 +29,8 @@ def receive(sockets: Sockets, endpoint: str) -> None:
     print("listening", flush=True)
     while True:
         inbox.poll(1000)
-        for frames in arrivals(inbox):
-            print(f"got {frames[0].decode()} {time.monotonic():.3f}", flush=True)
+        for frames in drain(inbox):
+            print(f"got {bytes(frames[0]).decode()} {time.monotonic():.3f}", flush=True)
 
 
 def send(sockets: Sockets, endpoint: str, count: int) -> None:
