@@ -3,7 +3,7 @@
 #
 #   OMNI_DIR      folder of omni_actors, the same on all nodes (default: the one that this file is in)
 #   OMNI_PYTHON   interpreter there (default: its .venv, else python3)
-#   OMNI_PORT     port of the coordinator on the first node (default: 5570)
+#   OMNI_PORT     port of the coordinator on the first node (default: 29600)
 set -euo pipefail
 
 OMNI_DIR=${OMNI_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
@@ -11,7 +11,7 @@ if [[ -z "${OMNI_PYTHON:-}" ]]; then
     OMNI_PYTHON=python3
     [[ ! -x "$OMNI_DIR/.venv/bin/python" ]] || OMNI_PYTHON="$OMNI_DIR/.venv/bin/python"
 fi
-OMNI_PORT=${OMNI_PORT:-5570}
+OMNI_PORT=${OMNI_PORT:-29600}
 
 say() { printf '%s: %s\n' "$(basename "$0" .sh)" "$*" >&2; }
 

@@ -17,6 +17,15 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_address(host: str) -> bool:
+    """Whether `host` is no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def tcp_host(endpoint: str) -> str | None:
     """The host of `tcp://HOST:PORT` without brackets; `None` for what has not this form."""
     host, separator, port = endpoint.removeprefix(TCP).rpartition(":")

@@ -21,7 +21,7 @@ import yaml
 from msgspec import Meta, Struct
 
 from omni_actors import envs, slurm
-from omni_actors.addresses import TCP, stays_on_host, tcp_host
+from omni_actors.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
 from omni_actors.errors import ConfigError
 from omni_actors.messages import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, Limits, StageParams
 
@@ -599,7 +599,7 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
         producers = [stage.name for stage in pipeline.stages if modality in stage.outputs]
         if len(producers) > 1:
             raise ConfigError(f"The stages {producers} all output {modality}; one stage owns a modality.")
-    _check_listen(pipeline.coordinator)
+    _check_exposure(pipeline.coordinator, pipeline.cluster)
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"
         for name in stage.sampling.given():
@@ -637,14 +637,20 @@ def _check_stages(pipeline: PipelineConfig, devices: int) -> None:
         )
 
 
-def _check_listen(coordinator: CoordinatorConfig) -> None:
+def _check_exposure(coordinator: CoordinatorConfig, cluster: ClusterConfig) -> None:
+    """What other hosts reach needs keys. Names are resolved, and refused, only when something is bound."""
     listen = coordinator.listen
     if listen != "ipc" and (tcp_host(listen) or "*") == "*":
         raise ConfigError(f"coordinator.listen: {listen!r} is neither 'ipc' nor {TCP}ADDRESS:PORT.")
-    if listen != "ipc" and coordinator.keys_dir is None and not stays_on_host(listen):
+    exposed = []
+    if listen != "ipc" and not stays_on_host(listen):
+        exposed.append(f"coordinator.listen: other hosts reach {listen}")
+    if cluster.nnodes > 1 and is_address(cluster.master_addr) and not is_loopback(cluster.master_addr):
+        exposed.append(f"cluster.master_addr: other hosts reach {cluster.master_addr}")
+    if exposed and coordinator.keys_dir is None:
         raise ConfigError(
-            f"coordinator.listen: other hosts reach {listen}, and there are no keys to keep strangers out.",
-            hint="Make keys: python -m omni_actors.keys DIR, and give --keys DIR; or use tcp://127.0.0.1:PORT.",
+            f"{exposed[0]}, and there are no keys to keep strangers out.",
+            hint="Make keys: python -m omni_actors.keys DIR, and give --keys DIR; or stay on loopback (127.0.0.0/8).",
         )
 
 

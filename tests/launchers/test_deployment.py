@@ -74,7 +74,7 @@ def test_a_pod_starts_its_node(tmp_path: Path, rank: int) -> None:
     last = ["--http", "0.0.0.0:8000"] if rank == 0 else ["--headless"]
     assert said == [
         "-m", "omni_actors.launch", "/config/pipeline.yaml", "--nnodes", "2", "--node-rank", str(rank),
-        "--master-addr", "omni-0.omni", "--master-port", "5570", "--keys", str(tmp_path / "keys"), *last,
+        "--master-addr", "omni-0.omni", "--master-port", "29600", "--keys", str(tmp_path / "keys"), *last,
     ]  # fmt: skip
     keys = load_keys(tmp_path / "keys")  # which refuses what others can read
     assert keys is not None

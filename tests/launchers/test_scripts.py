@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launchers.conftest import REPOSITORY, Started
+from tests.unit.builders import chain, write
 
 SCRIPTS = sorted(
     path for pattern in ("launch/*.sh", "launch/*.sbatch", "scripts/*.sh") for path in REPOSITORY.glob(pattern)
@@ -209,3 +210,17 @@ def test_slurm_outside_of_a_job(nodes: Callable[..., Started]) -> None:
     job = nodes("slurm.sbatch", "c.yaml", OMNI_DIR=str(REPOSITORY))
     assert job.end() == 2
     assert "no Slurm job" in job.output
+
+
+def test_slurm_with_real_nodes(start: Callable[..., Started], short_path: Path) -> None:
+    """Rank, number of nodes and the first node's address are found in Slurm's variables alone."""
+    data = chain()
+    for stage in data["stages"][2:]:
+        stage["node"] = 1
+    config = write(short_path, data)
+    job = start("slurm.sbatch", str(config), **{**JOB, "SLURM_JOB_ID": str(os.getpid())})
+    job.until("node 1 serves")
+    job.until("ready after")
+    assert "talker/0, code2wav/0 on node 1" in job.output
+    job.process.terminate()
+    assert job.end() == 0

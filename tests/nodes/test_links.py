@@ -1,11 +1,10 @@
-"""Encrypted links between two hosts: over a good cable, a bad one, and one that was cut for a while."""
+"""Encrypted links between two hosts, over a good cable and a bad one. Cut ones: test_launches.py."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from omni_actors.transport.keys import make_cluster
 from tests.nodes.network import Network
 from tests.process.launcher import REPOSITORY, until
 
-PORT = 5570
+PORT = 29601
 
 
 class Peer:
@@ -89,29 +88,3 @@ def test_a_slow_and_lossy_cable_loses_nothing(peers: Callable[..., tuple[Peer, P
     until(lambda: len(receiver.numbers) == 60, 20, lambda: f"60 messages, not {len(receiver.numbers)}")
     assert receiver.numbers == list(range(60))
     assert network.cable.dropped
-
-
-def test_a_short_cut_loses_nothing(peers: Callable[..., tuple[Peer, Peer]], network: Network) -> None:
-    """Shorter than the heartbeats' patience: TCP repeats what was lost."""
-    receiver, _ = peers(150)
-    until(lambda: len(receiver.numbers) >= 20, 10, "the first messages")
-    network.cable.is_cut = True
-    time.sleep(1.0)
-    stood = len(receiver.numbers)
-    network.heal()
-    until(lambda: len(receiver.numbers) == 150, 10, lambda: f"150 messages, not {len(receiver.numbers)}")
-    assert receiver.numbers == list(range(150))
-    assert stood < 150
-
-
-def test_after_a_long_cut_it_connects_again(peers: Callable[..., tuple[Peer, Peer]], network: Network) -> None:
-    """zmq drops the connection; messages on the way are lost, later ones arrive, and keys are asked for anew."""
-    receiver, _ = peers(900)
-    until(lambda: len(receiver.numbers) >= 20, 10, "the first messages")
-    network.cable.is_cut = True
-    time.sleep(6.5)
-    stood = receiver.numbers
-    network.heal()
-    until(lambda: receiver.numbers[-1:] == [899], 15, lambda: f"the last message, not {receiver.numbers[-1:]}")
-    assert receiver.numbers == sorted(set(receiver.numbers))  # nothing twice, nothing out of order
-    assert len(receiver.numbers) > len(stood) + 100

@@ -274,6 +274,16 @@ def test_with_keys_other_hosts_may_connect(tmp_path: Path) -> None:
         assert "coordinator.listen" in text
 
 
+def test_several_hosts_need_keys(tmp_path: Path) -> None:
+    cluster = {"nnodes": 2, "master_addr": "10.0.0.1"}
+    text = refused(tmp_path, {**chain(), "cluster": cluster})
+    assert "cluster.master_addr" in text
+    assert "omni_actors.keys" in text
+    load(tmp_path, {**chain(), "cluster": cluster, "coordinator": {"keys_dir": "keys"}})
+    for fine in ({**cluster, "nnodes": 1}, {**cluster, "master_addr": "127.0.0.2"}, {**cluster, "master_addr": "gpu1"}):
+        load(tmp_path, {**chain(), "cluster": fine})
+
+
 def test_impossible_devices(tmp_path: Path) -> None:
     assert "no device 1; this host has no GPU" in refused(tmp_path, with_stage(1, devices=[1]))
     assert "this host has devices 0 to 1" in refused(tmp_path, with_stage(1, devices=[2]), devices=2)

@@ -1,0 +1,247 @@
+"""A whole pipeline over two hosts: encrypted, over a good, a slow and lossy, and a cut network."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import yaml
+
+from omni_actors.client import AsyncOmniClient
+from omni_actors.errors import OmniError
+from omni_actors.transport.keys import make_cluster
+from tests.chaos.load import ask_and_check, replicas, text_of
+from tests.nodes.network import Network
+from tests.process.conftest import end_all
+from tests.process.launcher import READY, REPOSITORY, processes_of, until
+from tests.unit.builders import chain
+
+PORT = 29600
+TYPED_SECONDS = 5.0  # after which a request over a broken network has failed with a reason, or goes on
+
+
+class Cluster:
+    """The launchers of one pipeline, one on each host. Clients come over the socket file of the first."""
+
+    def __init__(self, network: Network, folder: Path, data: Any) -> None:
+        self._network = network
+        self._folder = folder
+        self._config = folder / "pipeline.yaml"
+        self._config.write_text(yaml.safe_dump(data, sort_keys=False))
+        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, rank: int, keys: Path, *arguments: str) -> None:
+        host = self._network.hosts[rank]
+        folder = self._folder / f"host{rank}"
+        folder.mkdir(exist_ok=True)
+        command = [
+            sys.executable, "-m", "omni_actors.launch", str(self._config), "--nnodes", "2", "--node-rank", str(rank),
+            "--master-addr", self._network.hosts[0].address, "--master-port", str(PORT),
+            "--run-dir", str(folder / "run"), "--keys", str(keys), *arguments,
+        ]  # fmt: skip
+        with (folder / "output").open("wb") as output:
+            self.launchers[rank] = subprocess.Popen(
+                host.command(*command), cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY)},
+            )  # fmt: skip
+
+    def output(self, rank: int) -> str:
+        return (self._folder / f"host{rank}" / "output").read_text(errors="replace")
+
+    def wait_ready(self, seconds: float = 60.0) -> None:
+        def ready() -> bool:
+            assert all(launcher.poll() is None for launcher in self.launchers.values()), self.outputs()
+            return READY.search(self.output(0)) is not None
+
+        until(ready, seconds, self.outputs)
+
+    def outputs(self) -> str:
+        return "\n".join(f"--- host {rank}\n{self.output(rank)[-3000:]}" for rank in self.launchers)
+
+    @property
+    def endpoint(self) -> str:
+        found = READY.search(self.output(0))
+        assert found is not None
+        return found[1]
+
+    def end(self) -> None:
+        for rank in sorted(self.launchers, reverse=True):
+            if self.launchers[rank].poll() is None:
+                os.killpg(self.launchers[rank].pid, signal.SIGTERM)
+        for launcher in self.launchers.values():
+            launcher.wait(15)
+        until(lambda: not processes_of(self._folder), 5, lambda: f"left behind: {processes_of(self._folder)}")
+
+
+@pytest.fixture
+def cluster(network: Network, short_path: Path) -> Iterator[Callable[[Any], Cluster]]:
+    made: list[Cluster] = []
+
+    def make(data: Any) -> Cluster:
+        made.append(Cluster(network, short_path, data))
+        return made[-1]
+
+    try:
+        yield make
+        network.heal()
+        for one in made:
+            one.end()
+    finally:
+        end_all(short_path)
+
+
+def on_two_hosts(data: dict[str, Any]) -> dict[str, Any]:
+    """Prompt and thinker stay on the first host, talker and vocoder go to the second."""
+    for stage in data["stages"][2:]:
+        stage["node"] = 1
+    return data
+
+
+def spread() -> dict[str, Any]:
+    """Echo stages on two hosts, whose losses are noticed soon."""
+    data = on_two_hosts(chain())
+    data["coordinator"] = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0}
+    return data
+
+
+async def test_through_slow_and_cut_networks(
+    cluster: Callable[[Any], Cluster], network: Network, short_path: Path
+) -> None:
+    keys = short_path / "keys"
+    make_cluster(keys)
+    pipeline = cluster(spread())
+    pipeline.start(1, keys)
+    pipeline.start(0, keys)
+    pipeline.wait_ready()
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        carried = network.cable.carried
+        await ask_and_check(client, text_of(1))
+        assert network.cable.carried > carried
+        before = {name: status.pid for name, status in (await replicas(client)).items()}
+
+        network.cable.delay, network.cable.loss = 0.1, 0.05
+        await asyncio.gather(*(ask_and_check(client, text_of(number)) for number in range(20)))
+        network.heal()
+
+        # Cut in the middle of the work: every request ends, with its answer or with a reason.
+        asking = [asyncio.create_task(ask_and_check(client, text_of(number))) for number in range(20)]
+        await asyncio.sleep(0.05)
+        network.cable.is_cut = True
+        began = time.monotonic()
+        outcomes = await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), 4 * TYPED_SECONDS)
+        waited = time.monotonic() - began
+        wrong = [item for item in outcomes if isinstance(item, BaseException) and not isinstance(item, OmniError)]
+        assert not wrong, wrong
+        assert waited < TYPED_SECONDS, f"{waited:.1f} s: {outcomes}"
+
+        # And mended: the same processes serve again.
+        network.heal()
+        deadline = time.monotonic() + 15
+        while True:
+            try:
+                await ask_and_check(client, text_of(99))
+                break
+            except OmniError:
+                assert time.monotonic() < deadline, pipeline.outputs()
+                await asyncio.sleep(0.1)
+        assert {name: status.pid for name, status in (await replicas(client)).items()} == before
+
+
+async def test_the_tiny_model_speaks_over_a_slow_network(
+    cluster: Callable[[Any], Cluster], network: Network, short_path: Path, tiny_checkpoint: Path
+) -> None:
+    """Rows, codec tokens and sound through CURVE; the same sound as before the network became slow."""
+    keys = short_path / "keys"
+    make_cluster(keys)
+    data = on_two_hosts(yaml.safe_load((REPOSITORY / "stage_configs" / "tiny_qwen2_5_omni.yaml").read_text()))
+    pipeline = cluster({**data, "model": str(tiny_checkpoint)})
+    for rank in (1, 0):
+        pipeline.start(rank, keys)
+    pipeline.wait_ready(180)
+    params = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 32}}
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        first = await client.generate("Hello.", seed=3, params=params, timeout=120)
+        assert first.audio is not None
+        assert len(first.audio) > 0
+        network.cable.delay, network.cable.loss = 0.1, 0.05
+        again = await client.generate("Hello.", seed=3, params=params, timeout=120)
+        assert (again.text, again.token_ids) == (first.text, first.token_ids)
+        assert again.audio is not None
+        assert numpy.allclose(again.audio, first.audio, atol=1e-4)
+
+
+def test_a_node_with_other_keys_ends_with_the_reason(cluster: Callable[[Any], Cluster], short_path: Path) -> None:
+    make_cluster(short_path / "keys")
+    make_cluster(short_path / "other")
+    pipeline = cluster(spread())
+    pipeline.start(0, short_path / "keys")
+    until(lambda: "missing" in pipeline.output(0) or "starting" in pipeline.output(0), 15, pipeline.outputs)
+    pipeline.start(1, short_path / "other")
+    assert pipeline.launchers[1].wait(20) == 1
+    assert "hangs up during the handshake" in pipeline.output(1)
+    assert pipeline.launchers[0].poll() is None  # nobody from outside ends a launch
+
+
+# An ssh that goes to one of the network's hosts; sshd would start the command in a session of its own, too.
+SSH = """#!/usr/bin/env bash
+while [[ $1 == -* ]]; do shift 2; done
+host=$1
+shift
+case $host in
+{cases}
+esac
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_ssh_launcher(network: Network, short_path: Path, fails: bool) -> None:
+    """The script, the launchers and the network are real, only ssh is not."""
+    make_cluster(short_path / "keys")
+    cases = [f"{host.address}) exec setsid --wait {shlex.join(host.command('bash', '-c'))} \"$*\" ;;"
+             for host in network.hosts]  # fmt: skip
+    (short_path / "ssh").write_text(SSH.replace("{cases}", "\n".join(cases)))
+    (short_path / "ssh").chmod(0o755)
+    (short_path / "hosts").write_text("\n".join(host.address for host in network.hosts))
+    data = spread()
+    data["stages"][2]["engine"] = {"fail_start": True} if fails else {}
+    (short_path / "pipeline.yaml").write_text(yaml.safe_dump(data))
+    began = time.monotonic()
+    with (short_path / "output").open("wb") as output:
+        script = subprocess.Popen(
+            [REPOSITORY / "launch" / "ssh_nodes.sh", "hosts", str(short_path / "pipeline.yaml"), "--keys",
+             str(short_path / "keys")],
+            cwd=short_path, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "PATH": f"{short_path}:{os.environ['PATH']}", "OMNI_PYTHON": sys.executable,
+                 "TMPDIR": str(short_path)},
+        )  # fmt: skip
+
+    def said() -> str:
+        return (short_path / "output").read_text(errors="replace")
+
+    try:
+        if fails:
+            assert script.wait(20) == 1
+            assert time.monotonic() - began < 2 * TYPED_SECONDS  # the start of the processes included
+            assert "[1 10.77.0.2] error (startup_error): talker/0 died" in said()
+            assert "a node ended with exit code 1; ending all" in said()
+        else:
+            until(lambda: "ready after" in said(), 30, said)
+            os.killpg(script.pid, signal.SIGINT)
+            assert script.wait(20) == 0, said()
+            assert said().count("stopping (SIGTERM)") == 2
+        until(lambda: not processes_of(short_path), 5, lambda: f"left behind: {processes_of(short_path)}")
+    finally:
+        script.kill()
+        script.wait()
+        end_all(short_path)
