@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 from omni_actors.client import OmniClient
 from omni_actors.errors import ConfigError, Unauthorized
 from omni_actors.transport.keys import make_client, make_cluster
-from tests.process.launcher import REPOSITORY, EchoLauncher, processes_of
+from tests.process.launcher import REPOSITORY, EchoLauncher, processes_of, until
 from tests.unit.builders import chain, write
 
 
@@ -38,6 +41,14 @@ def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLaunch
                 stranger.describe()
         assert time.monotonic() - began < 5
         assert client.generate("still here").text == "still here"
+
+    def health() -> int:  # the HTTP server is a client, too
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status
+        return 0
+
+    url = re.findall(r"HTTP on (\S+)", launcher.output)[0]
+    until(lambda: health() == 200, 10, "the HTTP server reaches the pipeline")
 
     done = run("omni_actors.ctl", launcher.endpoint, "--keys", str(keys), "status")
     assert done.returncode == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from omni_actors import client as client_module
 from omni_actors.addresses import is_loopback, stays_on_host, tcp_host
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, Unauthorized
@@ -177,6 +178,11 @@ def test_broken_folders_are_named_without_their_content(tmp_path: Path, folder: 
     with pytest.raises(ConfigError, match="does not hold the secret"):
         load_keys(tmp_path / "k")
     short = 'metadata\ncurve\n    public-key = "tooshort"\n'
+    pair = f'public-key = "{load_keys(folder).public.decode()}"'
+    secret.write_text(good.replace(good[good.index("public-key") : good.index("secret-key")].strip(), pair))
+    (tmp_path / "k" / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
+    with pytest.raises(ConfigError, match="does not hold the secret"):
+        load_keys(tmp_path / "k")
     for broken in ("", short, good.replace('public-key = "', 'public-key = "é')):
         secret.write_text(broken)
         with pytest.raises(ConfigError, match="holds no key") as caught:
@@ -400,8 +406,9 @@ def test_addresses() -> None:
 
 @pytest.mark.parametrize("keys", ["none", "other", "revoked"])
 async def test_a_client_is_told_at_once_and_for_every_wait(
-    tmp_path: Path, folder: Path, other: Path, contexts: list[Sockets], keys: str
+    tmp_path: Path, folder: Path, other: Path, contexts: list[Sockets], keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(client_module, "PING_SECONDS", 60.0)  # which would find it out, too, but later
     door = Door(contexts, folder)
     given = {"none": None, "other": other / "clients" / "carol", "revoked": tmp_path / "revoked"}[keys]
     if keys == "revoked":
@@ -482,6 +489,13 @@ def test_many_are_a_refusal_until_it_comes_up() -> None:
     assert not refused.final
     refused.on(CAME_UP, 3.0)
     assert refused.refusal is None
+
+
+def test_only_a_connection_that_was_up_is_lost() -> None:
+    gone = zmq.EVENT_DISCONNECTED
+    assert not verdict((0.0, HUNG_UP), (0.0, gone)).departed
+    assert verdict((0.0, CAME_UP), (1.0, gone)).departed
+    assert verdict((0.0, CAME_UP), (1.0, gone), (2.0, CAME_UP)).departed  # until somebody has read it
 
 
 def test_domains_are_what_the_doorkeeper_is_asked(folder: Path, contexts: list[Sockets]) -> None:
