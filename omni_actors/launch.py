@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import soundfile
 
 from omni_actors import __version__, config, logs
+from omni_actors.addresses import is_loopback
 from omni_actors.agent import Agent
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.core import placement
@@ -27,7 +28,7 @@ from omni_actors.node import LocalNode
 from omni_actors.observe.endpoint import MetricsEndpoint
 from omni_actors.server import settings as server_settings
 from omni_actors.server.process import HttpProcess
-from omni_actors.server.settings import is_loopback, parse_address
+from omni_actors.server.settings import parse_address
 from omni_actors.transport.addresses import resolve, resolve_soon, towards
 from omni_actors.transport.keys import load_keys
 from omni_actors.transport.run_directory import RunDirectory
@@ -295,7 +296,8 @@ class Launcher:
                 f"--metrics {host}: metrics have no key, whoever reaches the address reads them.",
                 hint="Use 127.0.0.1, or add --metrics-insecure if that is meant.",
             )
-        client = self._metrics_client = await AsyncOmniClient(self.endpoint).__aenter__()
+        client = AsyncOmniClient(self.endpoint, keys=self._pipeline.coordinator.keys_dir)
+        self._metrics_client = await client.__aenter__()
         self._metrics = MetricsEndpoint(host, port, client.metrics)
         say(f"metrics on {self._metrics.url}")
 
