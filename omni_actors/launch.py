@@ -296,7 +296,8 @@ class Launcher:
                 f"--metrics {host}: metrics have no key, whoever reaches the address reads them.",
                 hint="Use 127.0.0.1, or add --metrics-insecure if that is meant.",
             )
-        client = self._metrics_client = await AsyncOmniClient(self.endpoint).__aenter__()
+        client = AsyncOmniClient(self.endpoint, keys=self._pipeline.coordinator.keys_dir)
+        self._metrics_client = await client.__aenter__()
         self._metrics = MetricsEndpoint(host, port, client.metrics)
         say(f"metrics on {self._metrics.url}")
 

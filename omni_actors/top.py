@@ -89,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m omni_actors.top", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("endpoint", nargs="?", help="where clients connect (default: OMNI_ACTORS_ENDPOINT)")
+    parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
     parser.add_argument("--once", action="store_true", help="show it once, with the rates of one interval, and end")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
     return parser
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 async def _run(endpoint: str, options: argparse.Namespace) -> None:
     interval = max(0.1, options.interval)
     console = Console()
-    async with AsyncOmniClient(endpoint) as client:
+    async with AsyncOmniClient(endpoint, keys=options.keys) as client:
         before = await look(client)
         if options.once:
             await asyncio.sleep(interval)

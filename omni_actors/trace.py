@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 no such request or nobody answers, 2 wrong usage)."""
     options = _parser().parse_args(arguments)
     try:
-        drawn = chart(asyncio.run(_ask(envs.endpoint(options.endpoint), options.request)))
+        drawn = chart(asyncio.run(_ask(envs.endpoint(options.endpoint), options.keys, options.request)))
         for path, text in ((options.svg, svg), (options.html, page)):
             if path is not None:
                 _write(path, text(drawn))
@@ -44,13 +44,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m omni_actors.trace", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("request", help=f"id of a request that runs or of one of the last 200, or {LAST!r}")
     parser.add_argument("--endpoint", help="where clients connect (default: OMNI_ACTORS_ENDPOINT)")
+    parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the picture instead")
     return parser
 
 
-async def _ask(endpoint: str, request_id: str) -> RequestTimeline:
-    async with AsyncOmniClient(endpoint) as client:
+async def _ask(endpoint: str, keys: str | None, request_id: str) -> RequestTimeline:
+    async with AsyncOmniClient(endpoint, keys=keys) as client:
         if request_id != LAST:
             return await client.timeline(request_id)
         recent = await client.recent(1)

@@ -29,7 +29,8 @@ def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLaunch
     keys = short_path / "keys"
     make_cluster(keys)
     alice, bob = make_client(keys, "alice"), make_client(keys, "bob")
-    launcher = launch(chain(), "--keys", str(keys), "--listen", "tcp://127.0.0.1:0", "--http", "127.0.0.1:0")
+    ports = [f"--{name}=127.0.0.1:0" for name in ("http", "metrics")]
+    launcher = launch(chain(), "--keys", str(keys), "--listen", "tcp://127.0.0.1:0", *ports)
     launcher.wait_ready()
 
     with OmniClient(launcher.endpoint, keys=alice) as client:
@@ -53,6 +54,13 @@ def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLaunch
     done = run("omni_actors.ctl", launcher.endpoint, "--keys", str(keys), "status")
     assert done.returncode == 0
     assert "healthy" in done.stdout
+    for looking in (("omni_actors.top", launcher.endpoint, "--once"),
+                    ("omni_actors.trace", "last", "--endpoint", launcher.endpoint)):  # fmt: skip
+        assert run(*looking, "--keys", str(keys)).returncode == 0
+        assert "unauthorized" in run(*looking).stderr
+    scraped = re.findall(r"metrics on (\S+)", launcher.output)[0]
+    with urllib.request.urlopen(scraped, timeout=5) as answer:
+        assert b"omni" in answer.read()
     done = run("omni_actors.ctl", launcher.endpoint, "status")
     assert done.returncode == 1
     assert "unauthorized" in done.stderr
