@@ -84,6 +84,7 @@ def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> N
     expect(page.locator("body")).to_have_attribute("data-playing", "false")
     page.locator(".play").click()
     expect(page.locator("body")).to_have_attribute("data-playing", "true")
+    expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")  # its own endpoint, no routed answer
     assert lanes(page) == ["prompt", "thinker", "talker", "code2wav", "this page"]
     expect(page.locator("#figures")).to_contain_text("First sound")
     expect(page.locator("#error")).to_be_hidden()
