@@ -311,7 +311,7 @@ def test_memory_shares_must_fit(tmp_path: Path) -> None:
 
 
 def test_host_devices_follow_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config.Path, "glob", lambda self, pattern: [Path("/dev/nvidia0"), Path("/dev/nvidia1")])
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0"), Path("/dev/nvidia1")])
     assert config.host_devices() == 2
     for visible, count in (("", 0), ("-1", 0), ("1", 1), ("0,1,2", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

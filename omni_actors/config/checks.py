@@ -1,0 +1,167 @@
+"""What a pipeline must be beside well-formed: checked before anything starts."""
+
+from __future__ import annotations
+
+from omni_actors.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
+from omni_actors.config.classes import check_allowed, check_importable
+from omni_actors.config.devices import memory_plan, tensor_parallel_size
+from omni_actors.config.keys import suggest
+from omni_actors.config.schema import (
+    BUILT_IN_PROCESSORS,
+    PARAMS_BY_KIND,
+    ClusterConfig,
+    CoordinatorConfig,
+    DecodeConfig,
+    PipelineConfig,
+    StageConfig,
+    StageKind,
+)
+from omni_actors.errors import ConfigError
+
+
+def check_stages(pipeline: PipelineConfig, devices: int) -> None:
+    for plugin in pipeline.plugins:
+        check_allowed(plugin, "plugins")
+    entries = [stage.name for stage in pipeline.stages if stage.inputs is None]
+    if len(entries) != 1:
+        raise ConfigError(f"Exactly one stage has no inputs and takes the prompt; here: {entries or 'none'}.")
+    if not pipeline.modalities:
+        raise ConfigError("No stage has outputs: at least one stage needs outputs: [text] or [audio].")
+    for modality in pipeline.modalities:
+        producers = [stage.name for stage in pipeline.stages if modality in stage.outputs]
+        if len(producers) > 1:
+            raise ConfigError(f"The stages {producers} all output {modality}; one stage owns a modality.")
+    _check_exposure(pipeline.coordinator, pipeline.cluster)
+    for stage in pipeline.stages:
+        where = f"stages.{stage.name}"
+        for name in stage.sampling.given():
+            allowed = PARAMS_BY_KIND[stage.kind]
+            if name not in allowed:
+                raise ConfigError(
+                    f"{where}.sampling.{name} does not apply to a stage of kind {stage.kind}.{suggest(name, allowed)}"
+                )
+        for other in stage.gives_way_to:
+            if other == stage.name or all(known.name != other for known in pipeline.stages):
+                names = [known.name for known in pipeline.stages if known is not stage]
+                raise ConfigError(f"{where}.gives_way_to: there is no other stage {other!r}.{suggest(other, names)}")
+        _check_engine_class(stage, f"{where}.engine_class")
+        if stage.decode is not None:
+            _check_decode(stage.kind, stage.decode, f"{where}.decode")
+        if stage.inputs is not None:
+            _check_processor(stage.inputs.processor, f"{where}.inputs.processor")
+            if len(set(stage.source_names)) != len(stage.source_names):
+                raise ConfigError(f"{where}.inputs.from names a stage twice: {list(stage.source_names)}.")
+        if not stage.outputs and not pipeline.downstream(stage.name):
+            raise ConfigError(f"{where}: its output goes nowhere; give it outputs, or make it the input of a stage.")
+        _check_nodes(stage, where, pipeline.cluster)
+        if pipeline.cluster.node_rank in stage.nodes:  # of the others only they themselves know
+            _check_devices(stage, where, devices)
+    if pipeline.cluster.node_rank >= pipeline.cluster.nnodes:
+        raise ConfigError(
+            f"cluster.node_rank: there is no node {pipeline.cluster.node_rank}; {_known_nodes(pipeline.cluster)}."
+        )
+    _check_memory_shares(pipeline, devices)
+    coordinator = pipeline.coordinator
+    if coordinator.heartbeat_timeout < 2 * coordinator.heartbeat_interval:
+        raise ConfigError(
+            f"coordinator.heartbeat_timeout {coordinator.heartbeat_timeout:g} s must be at least twice "
+            f"heartbeat_interval {coordinator.heartbeat_interval:g} s."
+        )
+
+
+def _check_exposure(coordinator: CoordinatorConfig, cluster: ClusterConfig) -> None:
+    """What other hosts reach needs keys. Names are resolved, and refused, only when something is bound."""
+    listen = coordinator.listen
+    if listen != "ipc" and (tcp_host(listen) or "*") == "*":
+        raise ConfigError(f"coordinator.listen: {listen!r} is neither 'ipc' nor {TCP}ADDRESS:PORT.")
+    exposed = []
+    if listen != "ipc" and not stays_on_host(listen):
+        exposed.append(f"coordinator.listen: other hosts reach {listen}")
+    if cluster.nnodes > 1 and is_address(cluster.master_addr) and not is_loopback(cluster.master_addr):
+        exposed.append(f"cluster.master_addr: other hosts reach {cluster.master_addr}")
+    if exposed and coordinator.keys_dir is None:
+        raise ConfigError(
+            f"{exposed[0]}, and there are no keys to keep strangers out.",
+            hint="Make keys: python -m omni_actors.keys DIR, and give --keys DIR; or stay on loopback (127.0.0.0/8).",
+        )
+
+
+def _check_decode(kind: StageKind, decode: DecodeConfig, where: str) -> None:
+    """What needs no model to be seen; the model checks the rest against its own defaults."""
+    if kind is not StageKind.DIFFUSION:
+        raise ConfigError(f"{where} does not apply to a stage of kind {kind}; only diffusion stages decode.")
+    blocks = (decode.first_blocks, decode.largest_blocks, decode.look_ahead_blocks)
+    if decode.policy == "whole" and any(count is not None for count in blocks):
+        raise ConfigError(f"{where}.policy 'whole' has no chunks; remove the numbers of blocks.")
+    if decode.first_blocks and decode.largest_blocks and decode.largest_blocks < decode.first_blocks:
+        raise ConfigError(
+            f"{where}.largest_blocks ({decode.largest_blocks}) is less than first_blocks ({decode.first_blocks})."
+        )
+
+
+def _check_engine_class(stage: StageConfig, where: str) -> None:
+    if (stage.engine_class is not None) != (stage.kind is StageKind.CUSTOM):
+        raise ConfigError(f"{where} is for stages of kind custom, and those need it; this one is of kind {stage.kind}.")
+    if stage.engine_class is not None:
+        if "." not in stage.engine_class:
+            raise ConfigError(f"{where}: {stage.engine_class!r} is no dotted path of a class.")
+        check_importable(stage.engine_class, where)
+
+
+def _check_processor(name: str, where: str) -> None:
+    check_importable(name, where)
+    if "." not in name and name not in BUILT_IN_PROCESSORS:
+        raise ConfigError(f"{where}: unknown name {name!r}.{suggest(name, BUILT_IN_PROCESSORS)}")
+
+
+def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
+    if stage.devices is None:
+        return
+    if len(set(stage.devices)) != len(stage.devices):
+        raise ConfigError(f"{where}.devices names a device twice: {stage.devices}.")
+    size = tensor_parallel_size(stage)
+    if len(stage.devices) % size:
+        raise ConfigError(
+            f"{where}.devices names {len(stage.devices)} GPUs, but a replica takes {size}.",
+            hint=f"Name {size} GPUs for each replica of a node, or change engine.tensor_parallel_size.",
+        )
+    for device in stage.devices:
+        if device >= devices:
+            have = f"devices 0 to {devices - 1}" if devices else "no GPU"
+            raise ConfigError(f"{where}.devices: there is no device {device}; this host has {have}.")
+
+
+def _check_nodes(stage: StageConfig, where: str, cluster: ClusterConfig) -> None:
+    for rank in stage.nodes:
+        if rank >= cluster.nnodes:
+            raise ConfigError(
+                f"{where}.node: there is no node {rank}; {_known_nodes(cluster)}.",
+                hint="Set cluster.nnodes, or --nnodes.",
+            )
+    if len(set(stage.nodes)) != len(stage.nodes):
+        raise ConfigError(f"{where}.node names a node twice: {list(stage.nodes)}.")
+    if len(stage.nodes) > stage.replicas:
+        raise ConfigError(
+            f"{where}.node names {len(stage.nodes)} nodes, but there are {stage.replicas} replicas.",
+            hint=f"Set {where}.replicas.",
+        )
+
+
+def _known_nodes(cluster: ClusterConfig) -> str:
+    return f"cluster.nnodes is {cluster.nnodes}, so there are nodes 0 to {cluster.nnodes - 1}"
+
+
+def _check_memory_shares(pipeline: PipelineConfig, devices: int) -> None:
+    """The shares of one GPU must fit; explicit `kv_cache_memory_bytes` are not counted, vLLM checks those itself."""
+    for (rank, device), shares in memory_plan(pipeline, devices).items():
+        total = sum(share for _, share in shares)
+        if total > 1.0:
+            listed = ", ".join(f"{name} {share:g}" for name, share in shares)
+            raise ConfigError(
+                f"{device_name(pipeline, rank, device)} is promised {total:.2f} of its memory: {listed}.",
+                hint="Lower engine.gpu_memory_utilization of these stages, or move one to another device.",
+            )
+
+
+def device_name(pipeline: PipelineConfig, rank: int, device: int) -> str:
+    return f"GPU {device} of node {rank}" if pipeline.cluster.nnodes > 1 else f"GPU {device}"

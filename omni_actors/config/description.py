@@ -1,0 +1,61 @@
+"""The effective configuration as text, for `--check`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from omni_actors.config.checks import device_name
+from omni_actors.config.devices import host_devices, memory_plan, replica_devices
+from omni_actors.config.keys import flatten
+from omni_actors.config.loading import LoadedConfig
+
+
+def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
+    """The effective configuration, one value a line with its source, then placement and memory plan."""
+    devices = host_devices() if devices is None else devices
+    pipeline = loaded.pipeline
+    flat = {
+        key: value
+        for key, value in flatten(msgspec.to_builtins(pipeline)).items()
+        if value is not None or key in loaded.sources
+    }
+    width = max(len(key) for key in flat)
+    shown = {key: _show(value) for key, value in flat.items()}
+    value_width = min(60, max(len(text) for text in shown.values()))
+    lines = [f"pipeline {pipeline.name} ({loaded.path}), configuration {pipeline.digest()}"]
+    lines += [
+        f"  {key:<{width}}  {text:<{value_width}}  [{_source_of(key, loaded.sources)}]" for key, text in shown.items()
+    ]
+    lines.append("placement")
+    for stage in pipeline.stages:
+        taken = {device for index in range(stage.replicas) for device in replica_devices(stage, index, devices)}
+        where = ", ".join(f"GPU {device}" for device in sorted(taken)) or "CPU"
+        if pipeline.cluster.nnodes > 1:
+            where += f" of node {', '.join(str(rank) for rank in stage.nodes)}"
+        lines.append(f"  {stage.name}: {stage.replicas} x {stage.kind} on {where}, takes input from "
+                     f"{', '.join(stage.source_names) or 'the client'}")  # fmt: skip
+    cluster = pipeline.cluster
+    if cluster.nnodes > 1:
+        master = f"tcp://{cluster.master_addr}:{cluster.master_port}"
+        lines.append(f"node {cluster.node_rank} of {cluster.nnodes}; the coordinator listens for nodes at {master}")
+    for (rank, device), shares in memory_plan(pipeline, devices).items():
+        total = sum(share for _, share in shares)
+        name = device_name(pipeline, rank, device)
+        lines.append(f"memory of {name}: " + " + ".join(f"{n} {s:g}" for n, s in shares) + f" = {total:.2f}")
+    return "\n".join(lines)
+
+
+def _show(value: Any) -> str:
+    return str(msgspec.json.encode(value).decode())
+
+
+def _source_of(key: str, sources: Mapping[str, str]) -> str:
+    """The source of a key, or of the mapping that holds it."""
+    while key:
+        if key in sources:
+            return sources[key]
+        key = key.rpartition(".")[0]
+    return "default"

@@ -1,0 +1,71 @@
+"""GPUs of this host, of a stage and of its replicas, and the shares of their memory."""
+
+from __future__ import annotations
+
+import collections
+import os
+from pathlib import Path
+
+from omni_actors.config.schema import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    PipelineConfig,
+    StageConfig,
+    StageKind,
+)
+from omni_actors.errors import ConfigError
+
+
+def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int], list[tuple[str, float]]]:
+    """(node, GPU) -> (stage, share of its memory) for the stages that vLLM sizes by `gpu_memory_utilization`.
+
+    `devices` is the number of this host's GPUs; another node is taken to have GPUs if this one has, or if it is named.
+    """
+    plan: dict[tuple[int, int], list[tuple[str, float]]] = {}
+    for stage in pipeline.stages:
+        if stage.kind is not StageKind.AUTOREGRESSIVE or "kv_cache_memory_bytes" in stage.engine:
+            continue
+        share = stage.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            where = f"stages.{stage.name}.engine.gpu_memory_utilization"
+            raise ConfigError(f"{where} must be a number above 0 and up to 1, got {share!r}.")
+        replicas = collections.Counter(
+            (stage.node_of(index), device)
+            for index in range(stage.replicas)
+            for device in replica_devices(stage, index, devices)
+        )
+        for place, count in replicas.items():
+            plan.setdefault(place, []).append((stage.name, share * count))
+    return plan
+
+
+def tensor_parallel_size(stage: StageConfig) -> int:
+    """How many GPUs a replica takes."""
+    size = stage.engine.get("tensor_parallel_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1  # what is wrong with it the engine says
+
+
+def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
+    """GPUs of one replica on its node: as many as it needs, those of the stage one replica after the other."""
+    placed, size = stage_devices(stage, devices), tensor_parallel_size(stage)
+    if not placed:
+        return []
+    before = sum(stage.node_of(other) == stage.node_of(index) for other in range(index))
+    first = before % max(1, len(placed) // size) * size
+    return placed[first : first + size]
+
+
+def stage_devices(stage: StageConfig, devices: int) -> list[int]:
+    """GPUs of a stage: those named, else the first one, else none where the host has none or none is needed."""
+    if stage.devices is not None:
+        return stage.devices
+    needs_device = stage.kind in (StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)
+    return [0] if devices and needs_device else []
+
+
+def host_devices() -> int:
+    """Number of NVIDIA GPUs that this process may use, without initialising CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if visible is None:
+        return present
+    return min(present, len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]))
