@@ -91,6 +91,7 @@ class AutoregressiveEngine(StageEngine):
                 for event in self.step():
                     if isinstance(event, ErrorEvent):
                         raise event.error
+        self.take_scheduled()  # nobody asked for these
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         request_id = request.request_id

@@ -511,7 +511,7 @@ def test_held_requests_take_no_place_in_the_batch(talker, answers, monkeypatch):
     talker.finished("free")
     # The prompt and the step of the one reply row, then nothing more.
     assert sum("held" in batch for batch in batches) == 2
-    assert talker.tokens("held") == answer.codec_tokens[:2]
+    assert talker.tokens("held") == [], "less than a block of the vocoder"
     counts = talker.engine.counts()
     assert (counts["requests"], counts["held"], counts["pending_rows"]) == (1, 1, 0)
     assert counts["row_bytes"] > 0

@@ -222,6 +222,8 @@ def test_the_ssh_launcher(network: Network, short_path: Path, fails: bool) -> No
             [REPOSITORY / "launch" / "ssh_nodes.sh", "hosts", str(short_path / "pipeline.yaml"), "--keys",
              str(short_path / "keys")],
             cwd=short_path, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            # A shell cannot trap what it was started to ignore, as jobs in the background are.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env={**os.environ, "PATH": f"{short_path}:{os.environ['PATH']}", "OMNI_PYTHON": sys.executable,
                  "TMPDIR": str(short_path)},
         )  # fmt: skip
