@@ -139,12 +139,12 @@ def test_multimodal_prompts_equal_transformers(
 def test_the_talker_speaks_while_the_thinker_thinks(tiny_pipeline: RunningPipeline) -> None:
     with OmniClient(tiny_pipeline.endpoint) as client:
         output = client.generate(
-            TEXTS[1], params={"thinker": {"max_tokens": 32}, "talker": {"max_tokens": 24}}, seed=1, timeout=120
+            TEXTS[1], params={"thinker": {"max_tokens": 96}, "talker": {"max_tokens": 24}}, seed=1, timeout=120
         )
     # Both clocks start when the coordinator announces the request to all stages at once. The talker first gives out
-    # twelve tokens, a block of the vocoder, for which the thinker has to give as many of its 32.
+    # twelve tokens, a block of the vocoder, for which the thinker has to give as many of its 96.
     assert output.usage["talker"].first_output < 0.8 * output.usage["thinker"].finished
-    assert output.usage["thinker"].output_tokens == 32
+    assert output.usage["thinker"].output_tokens == 96
 
 
 def test_text_streams_and_modalities_are_respected(tiny_pipeline: RunningPipeline) -> None:
