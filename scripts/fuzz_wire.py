@@ -63,7 +63,8 @@ def captured(folder: Path) -> tuple[list[list[bytes]], int]:
         stream.abort()
     pipeline.wait_idle()
     pipeline.end()
-    (recording,) = (folder / "recording").glob(f"{TARGET}-*")
+    # A stage that registers again, as it may while the pipeline ends, begins another one.
+    recording = max((folder / "recording").glob(f"{TARGET}-*"), key=lambda path: path.stat().st_size)
     origin, entries = read(recording)
     messages = [entry.frames for entry in entries if entry.direction == INBOUND]
     credit = Credit(messages=3, bytes=1000, released=(1, 2, 3), mapped=True)
