@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
+from omni_actors.errors import OmniError
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
     Body,
@@ -26,6 +27,7 @@ from omni_actors.messages import (
     Limits,
     Peers,
     Renew,
+    Snapshot,
     Welcome,
 )
 from omni_actors.stage.events import Control, Event, Lost, Pulse, Received, Rejected, Stop, sender_of
@@ -168,7 +170,15 @@ class Inbound(threading.Thread):
 
     def _send(self, control: Socket, body: Body) -> None:
         header = Header("", stage=self._identity.stage, replica=self._identity.replica, epoch=self._identity.epoch)
-        if not try_send(control, encode(header, body, limits=self._limits)):
+        try:
+            frames = encode(header, body, limits=self._limits)
+        except OmniError as error:
+            if not isinstance(body, Snapshot):
+                raise
+            # Figures count from the session's beginning, so the next ones make up for these; timelines are lost.
+            logger.warning("figures are not sent: %s", error)
+            return
+        if not try_send(control, frames):
             logger.warning("the coordinator takes no control messages; dropped a %s", type(body).__name__)
 
     def _receive_control(self, control: Socket) -> None:
