@@ -114,7 +114,6 @@ class LocalNode:
         model_replicas = sum(self._pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here)
         afar = is_reached_from_afar(self._pipeline, identity.stage, identity.replica)
         inbox = self._run_directory.endpoint(f"{identity.stage}-{identity.replica}")
-        on_cpu = not placed and stage.kind in MODEL_KINDS
         return ReplicaSpec(
             pipeline_json=msgspec.json.encode(self._pipeline),
             stage=identity.stage,
@@ -123,12 +122,12 @@ class LocalNode:
             control_endpoint=self._control_endpoint,
             inbox_endpoint=f"tcp://{self._address}:0" if afar else inbox,
             devices=tuple(placed),
-            threads=max(1, (os.cpu_count() or 1) // model_replicas) if on_cpu else 0,
+            threads=_threads(stage.kind in MODEL_KINDS, bool(placed), model_replicas),
             launcher_pid=os.getpid(),
             log_file=str(self._run_directory.log_file(f"{identity.stage}/{identity.replica}")),
             run_dir=str(self._run_directory.path),
             run_dir_is_temporary=self._run_directory.temporary,
-            environment=tuple(stage.environment.items()),
+            environment=tuple((name, str(value)) for name, value in stage.environment.items()),
         )
 
     def _ended(self, identity: Hop) -> None:
@@ -174,6 +173,17 @@ class LocalNode:
         """SIGKILL to all, now."""
         for process in self._processes.values():
             process.kill()
+
+
+def _threads(computes: bool, has_device: bool, replicas: int) -> int:
+    """Threads that torch may use on the processor in a stage; 0 to leave it alone.
+
+    Beside a device the processor only copies: threads that wait for each other there take longer than the copy, the
+    more so as each stage has them. Without one, the `replicas` of this host share the cores.
+    """
+    if not computes:
+        return 0
+    return 1 if has_device else max(1, (os.cpu_count() or 1) // replicas)
 
 
 def _same(one: Hop, other: Hop) -> bool:

@@ -124,7 +124,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
             without it; a request over it begins further up.
         on_replica_loss: what becomes of the requests that a lost replica held.
         decode: how the stage decodes, for diffusion stages only.
-        environment: variables that the stage's process sets before it touches a device.
+        environment: variables that the stage's process sets before it touches a device, OMP_NUM_THREADS among them.
         gives_way_to: stages to which this one leaves a shared device while requests of theirs wait for their first
             output (see stage/turns.py).
     """
@@ -148,7 +148,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     on_replica_loss: LossPolicy = LossPolicy.REPLAY
     retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     decode: DecodeConfig | None = None
-    environment: dict[VariableName, str] = {}
+    environment: dict[VariableName, str | int] = {}
     gives_way_to: list[StageName] = []
 
     @property

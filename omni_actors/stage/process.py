@@ -87,7 +87,7 @@ def _prepare_process(spec: ReplicaSpec) -> None:
     os.environ.update(spec.environment)
     if spec.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in spec.devices)
-    if spec.threads:
+    if spec.threads and "OMP_NUM_THREADS" not in dict(spec.environment):
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     logs.configure(f"{spec.name} epoch={spec.epoch}")
 

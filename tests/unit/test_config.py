@@ -239,7 +239,7 @@ def test_parameters_must_fit_the_kind_of_stage(tmp_path: Path) -> None:
         ({"gives_way_to": ["thinkr"]}, ["'thinkr'", "Did you mean 'thinker'"]),
         ({"gives_way_to": ["code2wav"]}, ["no other stage 'code2wav'"]),
         ({"environment": {"lower": "1"}}, ["environment"]),
-        ({"environment": {"NUMBER": 1}}, ["environment"]),
+        ({"environment": {"LIST": [1]}}, ["environment"]),
     ],
 )
 def test_decoding_turns_and_environment(tmp_path: Path, fields: dict, words: list[str]) -> None:
@@ -248,10 +248,11 @@ def test_decoding_turns_and_environment(tmp_path: Path, fields: dict, words: lis
 
 
 def test_decoding_turns_and_environment_that_fit(tmp_path: Path) -> None:
-    fields = {"decode": {"largest_blocks": 4}, "gives_way_to": ["thinker"], "environment": {"CUDA_X": "1"}}
+    environment = {"CUDA_X": "1", "CUDA_Y": 90}
+    fields = {"decode": {"largest_blocks": 4}, "gives_way_to": ["thinker"], "environment": environment}
     stage = load(tmp_path, with_stage(3, kind="diffusion", **fields)).pipeline.stage("code2wav")
     assert (stage.decode.policy, stage.decode.largest_blocks, stage.decode.first_blocks) == ("chunks", 4, None)
-    assert (stage.gives_way_to, stage.environment) == (["thinker"], {"CUDA_X": "1"})
+    assert (stage.gives_way_to, stage.environment) == (["thinker"], environment)
 
 
 def test_only_loopback_is_bound(tmp_path: Path) -> None:

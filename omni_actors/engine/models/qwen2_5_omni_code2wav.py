@@ -386,7 +386,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         size = self.config.dit_config.block_size // self.config.dit_config.repeats
         blocks = len(payload.noise)
         padded = payload.token_ids + (0,) * (blocks * size - len(payload.token_ids))
-        tokens = torch.tensor(padded, device=self.device)
+        tokens = self._to_device(torch.tensor(padded))
         voice = self._voices[payload.voice]
         branches = [
             (voice.speaker, voice.conditioning),
@@ -398,8 +398,14 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             shape = self.dit.kept_shape(payload.intervals, payload.branches)
             keep = torch.empty(shape, dtype=self.dit.dtype, device=self.device)
         frames = len(payload.token_ids) * self.config.dit_config.repeats
-        state = payload.noise.to(self.device, non_blocking=True)
+        state = self._to_device(payload.noise)
         self._requests[request_id] = _Latents(payload, frames, state, fixed, keep)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy from memory that is not pinned would wait for all that the device has been given to do."""
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
     def remove(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

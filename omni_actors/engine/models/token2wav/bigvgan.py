@@ -15,6 +15,7 @@ from omni_actors.engine.models.token2wav.kernels import anti_aliased_snake
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
 
+FLOOR_DB, REFERENCE_DB = -115, -20  # of the mel amplitudes, as transformers' BigVGAN takes them
 ACTIVATION_REACH = 5  # samples on either side that an anti-aliased activation looks at
 
 
@@ -45,19 +46,29 @@ class Vocoder:
         self.model = model
         self.context = receptive_frames(model.config)
         self.samples_per_frame = math.prod(model.config.upsample_rates)
+        self._least_amplitude = torch.tensor(FLOOR_DB / 20 * math.log(10)).exp().item()
 
     @torch.inference_mode()
     def __call__(self, mel: torch.Tensor) -> torch.Tensor:
         """`mel` f32 [requests, mel_dim, frames] to f32 [requests, samples], on the same device."""
         model = self.model
         kernels = model.num_residual_blocks
-        hidden = model.conv_pre(model.process_mel_spectrogram(mel))
+        hidden = model.conv_pre(self._decibels(mel))
         for index, (upsample,) in enumerate(model.ups):
             hidden = upsample(hidden)
             blocks = model.resblocks[index * kernels : (index + 1) * kernels]
             hidden = sum(block(hidden) for block in blocks) / kernels
         hidden = model.conv_post(model.activation_post(hidden))
         return hidden.clamp(-1.0, 1.0)[:, 0]
+
+    def _decibels(self, mel: torch.Tensor) -> torch.Tensor:
+        """Logarithms of amplitudes to decibels scaled to -1..1, f32.
+
+        As transformers' `process_mel_spectrogram`, which makes a tensor on the device from a number: there the host
+        waits for all that was queued before.
+        """
+        decibels = 20 * torch.log10(mel.exp().clamp(min=self._least_amplitude)) + REFERENCE_DB
+        return (2 * ((decibels - FLOOR_DB) / -FLOOR_DB) - 1).clamp(-1, 1)
 
 
 class _Convolution:
@@ -117,7 +128,7 @@ class FusedVocoder(Vocoder):
     @torch.inference_mode()
     def __call__(self, mel: torch.Tensor) -> torch.Tensor:
         kernels = self.model.num_residual_blocks
-        hidden = self.model.process_mel_spectrogram(mel)[:, :, None].to(self._dtype)
+        hidden = self._decibels(mel)[:, :, None].to(self._dtype)
         hidden = self._pre(hidden.contiguous(memory_format=torch.channels_last))
         for index, upsample in enumerate(self._ups):
             source = upsample(hidden)

@@ -29,7 +29,8 @@ _Reach = tuple[int, int]  # blocks that a layer looks back, and ahead
 _Window = tuple[torch.Tensor, torch.Tensor]  # `keys` and `valid` of `block_attention`
 
 EVALUATIONS = 4  # of the network, per interval
-GRAPH_ROWS = (6, 8, 12, 18, 24, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384)
+# Up to 16 chunks of 17 blocks with both branches; more rows run without a graph.
+GRAPH_ROWS = (6, 8, 12, 18, 24, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, *range(256, 545, 32))
 MODULATIONS_KEPT = 64  # intervals whose modulations are kept: several usual schedules
 
 
