@@ -226,11 +226,16 @@ class _TextSide:
     rows: list[torch.Tensor]
     complete: bool
 
+    def is_past(self, position: int) -> bool:
+        """Whether nothing but padding is added from this position on."""
+        return self.complete and position > self.prompt_rows + len(self.rows)
+
 
 class TalkerModelState(DefaultModelState, StreamedInputState):
     """Adds the text side to the input embeddings of every step.
 
     The rows wait in host memory, where they arrived; one copy per step brings those of the whole batch to the device.
+    Speech goes on for long after its text: the row for that is there already.
     """
 
     supports_prompt_embeds = True
@@ -239,6 +244,7 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
         super().__init__(*args, **kwargs)
         self._text: dict[str, _TextSide] = {}
         self._fixed_rows = self.model.text_rows.to("cpu", self.dtype).unbind()
+        self._pad_row = self.model.text_rows[_TEXT_PAD].to(self.dtype)  # on the device
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         payload = payload_of(new_req_data)
@@ -275,10 +281,13 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
         embeddings = super().prepare_inputs_embeds(scheduled_encoder_inputs, input_batch, req_states)
         starts = input_batch.num_computed_tokens_np[: input_batch.num_reqs].tolist()
         offsets = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].tolist()
+        texts = [self._text.get(request_id) for request_id in input_batch.req_ids]
+        if all(text is not None and text.is_past(start) for text, start in zip(texts, starts, strict=True)):
+            embeddings[: offsets[-1]] += self._pad_row
+            return embeddings
         rows: list[torch.Tensor] = []
         places: list[int] = []
-        for index, request_id in enumerate(input_batch.req_ids):
-            text = self._text.get(request_id)
+        for index, text in enumerate(texts):
             if text is None:
                 continue
             first = starts[index] - text.prompt_rows
