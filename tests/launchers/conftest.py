@@ -14,31 +14,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Leaves the options and the host away, as sshd's side would see it. Its standard input is the launcher's, as ssh's is.
-SSH = """#!/usr/bin/env bash
-while [[ $1 == -* ]]; do shift 2; done
-echo "$1" >> "$STUBS/hosts"
-shift
-exec bash -c "$*"
-"""
-SRUN = """#!/usr/bin/env bash
-echo "$*" >> "$STUBS/srun"
-while [[ $1 == -* ]]; do shift; done
-pids=()
-for ((rank = 0; rank < SLURM_NNODES; rank++)); do
-    SLURM_NODEID=$rank "$@" &
-    pids+=($!)
-done
-trap 'kill -TERM "${pids[@]}" 2> /dev/null; stopped=1' TERM
-code=0
-wait -n || { code=$?; kill -TERM "${pids[@]}" 2> /dev/null; }
-[[ -z ${stopped:-} ]] || code=0
-for pid in "${pids[@]}"; do wait "$pid" || true; done
-exit "$code"
-"""
-SCONTROL = """#!/usr/bin/env bash
-[[ "$1 $2" == "show hostnames" ]] && printf '127.0.0.2\\n127.0.0.3\\n'
-"""
+STUBS = Path(__file__).parent / "stubs"
 
 
 class Started:
@@ -56,7 +32,8 @@ class Started:
                 start_new_session=True,
                 env={
                     **os.environ,
-                    "PATH": f"{folder}:{os.environ['PATH']}",
+                    "PATH": f"{STUBS}:{os.environ['PATH']}",
+                    "PYTHON": sys.executable,
                     "STUBS": str(folder),
                     "TMPDIR": str(folder),
                     "OMNI_PYTHON": sys.executable,
@@ -105,9 +82,6 @@ class Started:
 @pytest.fixture
 def start(short_path: Path) -> Iterator[Callable[..., Started]]:
     """Starts launchers with `ssh`, `srun` and `scontrol` of this machine; nothing of them may be left at the end."""
-    for name, text in (("ssh", SSH), ("srun", SRUN), ("scontrol", SCONTROL)):
-        (short_path / name).write_text(text)
-        (short_path / name).chmod(0o755)
     started: list[Started] = []
 
     def begin(script: str, *arguments: str, **environment: str) -> Started:
