@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,24 @@ def quality(chunks: list[np.ndarray], whole: np.ndarray) -> dict[str, float]:
     return {name: round(value, 6) for name, value in report.items()}
 
 
+def host_waits(engine: DiffusionEngine, options: argparse.Namespace) -> int:
+    """How often the host waits for the device where it need not, while four requests run (torch's own operators)."""
+    waits = 0
+
+    def count(message: object, *_: object, **__: object) -> None:
+        nonlocal waits
+        waits += "synchronizing CUDA operation" in str(message)
+
+    speak(engine, 4, options.tokens, options.steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = count
+        torch.cuda.set_sync_debug_mode("warn")
+        speak(engine, 4, options.tokens, options.steps)
+        torch.cuda.set_sync_debug_mode("default")
+    return waits
+
+
 def main(options: argparse.Namespace) -> None:
     reference: np.ndarray | None = None
     for precision in options.precision:
@@ -115,6 +134,7 @@ def main(options: argparse.Namespace) -> None:
                 line[f"first_ms_{batch}"] = round(1000 * first_s, 1)
                 line[f"audio_s_per_s_{batch}"] = round(batch * audio / total, 2)
             if torch.cuda.is_available():
+                line["host_waits"] = host_waits(engine, options)
                 line["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
             print(json.dumps(line), flush=True)
             engine.shutdown()

@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from omni_actors.config import PipelineConfig, StageKind, host_devices, replica_devices
-from omni_actors.core.placement import is_reached_from_afar, replicas_of
+from omni_actors.core.placement import is_reached_from_afar, replicas_of, threads_of
 from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger
 from omni_actors.messages import Hop
@@ -122,7 +122,7 @@ class LocalNode:
             control_endpoint=self._control_endpoint,
             inbox_endpoint=f"tcp://{self._address}:0" if afar else inbox,
             devices=tuple(placed),
-            threads=_threads(stage.kind in MODEL_KINDS, bool(placed), model_replicas),
+            threads=threads_of(bool(placed), model_replicas, os.cpu_count() or 1) if stage.kind in MODEL_KINDS else 0,
             launcher_pid=os.getpid(),
             log_file=str(self._run_directory.log_file(f"{identity.stage}/{identity.replica}")),
             run_dir=str(self._run_directory.path),
@@ -173,17 +173,6 @@ class LocalNode:
         """SIGKILL to all, now."""
         for process in self._processes.values():
             process.kill()
-
-
-def _threads(computes: bool, has_device: bool, replicas: int) -> int:
-    """Threads that torch may use on the processor in a stage; 0 to leave it alone.
-
-    Beside a device the processor only copies: threads that wait for each other there take longer than the copy, the
-    more so as each stage has them. Without one, the `replicas` of this host share the cores.
-    """
-    if not computes:
-        return 0
-    return 1 if has_device else max(1, (os.cpu_count() or 1) // replicas)
 
 
 def _same(one: Hop, other: Hop) -> bool:

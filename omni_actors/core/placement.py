@@ -31,3 +31,12 @@ def is_reached_from_afar(pipeline: PipelineConfig, stage: str, index: int) -> bo
     neighbours = {rank for name in pipeline.downstream(stage) for rank in pipeline.stage(name).nodes}
     neighbours |= {rank for name in config.source_names for rank in pipeline.stage(name).nodes}
     return bool((neighbours | {0}) - {config.node_of(index)})
+
+
+def threads_of(has_device: bool, replicas: int, cores: int) -> int:
+    """Threads that torch may use on the processor in one of the `replicas` with a model on a host.
+
+    Beside a device the processor only copies: threads that wait for each other take longer than the copy, the more so
+    as each stage has them. Without one, the replicas share the cores.
+    """
+    return 1 if has_device else max(1, cores // replicas)

@@ -215,3 +215,11 @@ def test_devices_must_come_in_groups(tmp_path: Path) -> None:
     stage = {"kind": "autoregressive", "devices": [0, 1, 2], "engine": {"tensor_parallel_size": 2}}
     with pytest.raises(ConfigError, match="names 3 GPUs, but a replica takes 2"):
         load(tmp_path, spread(2, talker=stage), devices=4)
+
+
+@pytest.mark.parametrize(
+    ("has_device", "replicas", "cores", "threads"),
+    [(True, 1, 16, 1), (True, 4, 2, 1), (False, 3, 16, 5), (False, 4, 2, 1)],
+)
+def test_threads_of_a_stage(has_device: bool, replicas: int, cores: int, threads: int) -> None:
+    assert placement.threads_of(has_device, replicas, cores) == threads
