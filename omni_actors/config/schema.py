@@ -125,8 +125,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         on_replica_loss: what becomes of the requests that a lost replica held.
         decode: how the stage decodes, for diffusion stages only.
         environment: variables that the stage's process sets before it touches a device, OMP_NUM_THREADS among them.
-        gives_way_to: stages to which this one leaves a shared device while requests of theirs wait for their first
-            output (see stage/turns.py).
+        gives_way_to: stages to which this one leaves a device that they share while requests of theirs wait for their
+            first output (see stage/turns.py).
     """
 
     name: StageName

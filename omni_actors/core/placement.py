@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omni_actors.config import PipelineConfig
+from omni_actors.config import PipelineConfig, replica_devices
 
 
 def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
@@ -31,6 +31,23 @@ def is_reached_from_afar(pipeline: PipelineConfig, stage: str, index: int) -> bo
     neighbours = {rank for name in pipeline.downstream(stage) for rank in pipeline.stage(name).nodes}
     neighbours |= {rank for name in config.source_names for rank in pipeline.stage(name).nodes}
     return bool((neighbours | {0}) - {config.node_of(index)})
+
+
+def goes_first(pipeline: PipelineConfig, stage: str, index: int, devices: int) -> list[tuple[str, int]]:
+    """Replicas to which one gives way (`gives_way_to`): those that share a device with it, or its host's processor.
+
+    Args:
+        devices: of this host, where the replica runs.
+    """
+    config = pipeline.stage(stage)
+    own = replica_devices(config, index, devices)
+
+    def shares(other: str, number: int) -> bool:
+        theirs = replica_devices(pipeline.stage(other), number, devices)
+        return bool(set(own) & set(theirs)) or not (own or theirs)
+
+    here = replicas_of(pipeline, config.node_of(index))
+    return [(other, number) for other, number in here if other in config.gives_way_to and shares(other, number)]
 
 
 def threads_of(has_device: bool, replicas: int, cores: int) -> int:

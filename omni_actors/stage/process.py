@@ -50,6 +50,7 @@ class ReplicaSpec(NamedTuple):
     log_file: str
     run_dir: str
     run_dir_is_temporary: bool
+    goes_first: tuple[tuple[str, int], ...] = ()  # replicas that it gives way to
     environment: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -106,8 +107,7 @@ class StageProcess:
         self._stage = self._pipeline.stage(spec.stage)
         run_dir = Path(spec.run_dir)
         self._sign = Sign(run_dir, spec.stage, spec.replica)
-        first = [self._pipeline.stage(name) for name in self._stage.gives_way_to]
-        self._give_way = GiveWay(run_dir, [(stage.name, number) for stage in first for number in range(stage.replicas)])
+        self._give_way = GiveWay(run_dir, spec.goes_first)
         self._engine: StageEngine | None = None
         self._processor: type[InputProcessor] | None = None
         self._ready_after = 0.0
