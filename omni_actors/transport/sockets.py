@@ -20,7 +20,7 @@ from omni_actors.addresses import LOCAL_SCHEMES, stays_on_host, tcp_host
 from omni_actors.codec import Frame
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
 from omni_actors.transport.handshake import Handshake
-from omni_actors.transport.keys import LOCAL, MAKE_KEYS, MEMBERS, PEER_KEY, Doorkeeper, Keys
+from omni_actors.transport.keys import LOCAL, MAKE_KEYS, MEMBERS, Doorkeeper, Keys
 
 HIGH_WATER_MARK = 1000  # messages; a last wall, not the flow control
 LAST_WORDS_MS = 500  # how long a closing socket may still send
@@ -76,20 +76,6 @@ def receive(socket: Socket) -> list[bytes]:
     # Whether more follow comes with a frame; to ask the socket, as pyzmq's own loop does, costs as much as to receive.
     frame = socket.recv(_WITHOUT_WAITING, copy=False)
     frames = [frame.bytes]
-    while frame.more:
-        frame = socket.recv(_WITHOUT_WAITING, copy=False)
-        frames.append(frame.bytes)
-    return frames
-
-
-def receive_known(socket: Socket) -> list[bytes]:
-    """As `receive`, with the public key (Z85) of the peer's connection in front; b"" where none was asked for."""
-    frame = socket.recv(_WITHOUT_WAITING, copy=False)
-    try:
-        key = str(frame.get(PEER_KEY)).encode()
-    except zmq.ZMQError:  # libzmq knows no such property
-        key = b""
-    frames = [key, frame.bytes]
     while frame.more:
         frame = socket.recv(_WITHOUT_WAITING, copy=False)
         frames.append(frame.bytes)
