@@ -229,6 +229,7 @@ class AsyncOmniClient:
 
         Raises:
             InvalidRequest, ProtocolError: there is no such replica, or it is in a state in which that cannot be done.
+            Unauthorized: to change something takes an operator's key.
             RequestTimeout: nobody answers.
         """
         report = await self._ask(Operate(operation=operation, stage=stage, replica=replica), timeout)

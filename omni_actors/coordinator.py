@@ -25,7 +25,7 @@ from omni_actors.core.nodes import Greeting, greeting
 from omni_actors.core.replicas import Replica
 from omni_actors.core.states import ReplicaEvent, ReplicaState
 from omni_actors.core.supervision import Supervision
-from omni_actors.errors import InvalidRequest, OmniError, SlowClient, StageLost
+from omni_actors.errors import InvalidRequest, OmniError, SlowClient, StageLost, Unauthorized
 from omni_actors.logs import get_logger
 from omni_actors.messages import (
     PROTOCOL_VERSION,
@@ -69,9 +69,9 @@ from omni_actors.observe.meters import Meters
 from omni_actors.observe.watch import Exporter, Watch
 from omni_actors.transport.credit import EdgeFigures, Tally, Traffic, Window, wire_size
 from omni_actors.transport.cuts import Cuts
-from omni_actors.transport.keys import EVERYONE, load_keys
+from omni_actors.transport.keys import EVERYONE, KeyOwner, KeyOwners, load_keys
 from omni_actors.transport.link import Link
-from omni_actors.transport.reader import SocketReader
+from omni_actors.transport.reader import SocketReader, receive_known
 from omni_actors.transport.sockets import PeerGone, Sockets, try_send
 
 logger = get_logger(__name__)
@@ -79,6 +79,7 @@ logger = get_logger(__name__)
 TICK_SECONDS = 0.1
 FORGET_CLIENT_SECONDS = 600.0  # after which a client without requests that owes credit is taken for gone
 SWEEP_SECONDS = 10.0
+NO_OPERATOR = "Use an operator's folder of keys, made with `python -m omni_actors.keys DIR --operator NAME`."
 CLIENTS = "clients"  # all of them together, as the receiver of an edge
 OF_NODES = (NodeHello, NodeBeat, NodeLeaving, ReplicaEnded)
 
@@ -128,6 +129,7 @@ class Coordinator:
         self._closing = False
         limits = pipeline.limits
         keys = load_keys(pipeline.coordinator.keys_dir)
+        self._key_owners = KeyOwners(keys)
         self._sockets = Sockets(max_message_bytes=limits.message_bytes, keys=keys)
         self._clients, self.client_endpoint = self._sockets.router(endpoints.client, EVERYONE)
         self._control, self.control_endpoint = self._sockets.router(endpoints.control)
@@ -142,7 +144,7 @@ class Coordinator:
         self._client_links: dict[bytes, Link] = {}
         self._next_sweep = 0.0
         self._tally: Tally[Hop] = Tally(pipeline.flow.edge_messages, pipeline.flow.edge_bytes)
-        self._client_reader = SocketReader(self._clients, self._on_client, self._flush_clients)
+        self._client_reader = SocketReader(self._clients, self._on_client, self._flush_clients, receive_known)
         self._control_reader = SocketReader(self._control, self._on_control)
         self._results_reader = SocketReader(self._results, self._on_result)
         self._ticker = asyncio.create_task(self._tick(), name="coordinator tick")
@@ -225,7 +227,7 @@ class Coordinator:
     # -- inbound ------------------------------------------------------------------------------------------------------
 
     def _on_client(self, frames: Sequence[bytes]) -> None:
-        client, *rest = frames
+        key, client, *rest = frames
         now = time.time()
         try:
             envelope = self._client_decoder.decode(rest)
@@ -236,7 +238,10 @@ class Coordinator:
             self._do(self.state.reject(client, error.header, error.error, now))
             return
         header, body = envelope.header, envelope.body
-        if isinstance(body, Submit):
+        owner = self._key_owners.of(key)
+        if owner is None:
+            self._lock_out(client, header, body, now)
+        elif isinstance(body, Submit):
             self._do(self.state.submit(client, header, body, envelope.buffers, now))
         elif isinstance(body, Abort):
             self._do(self.state.abort(client, header.request_id, now))
@@ -245,9 +250,19 @@ class Coordinator:
         elif isinstance(body, Describe):
             self._do([ToClient(client, header.request_id, 0, self.describe(client))])
         elif isinstance(body, Operate):
-            self._do([ToClient(client, header.request_id, 0, self._operate(client, body))])
+            self._do([ToClient(client, header.request_id, 0, self._operate(client, owner, body))])
         elif isinstance(body, Observe):
             self._do([ToClient(client, header.request_id, 0, self._observe(body))])
+
+    def _lock_out(self, client: bytes, header: Header, body: Body, now: float) -> None:
+        """Its key was taken from the allowed ones while it was connected: it gets nothing more than this answer."""
+        self._dropped["client_locked_out"] = count = self._dropped["client_locked_out"] + 1
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: it may go on for long
+            logger.warning("refused a client that is connected: its key is not allowed any more (%d so far)", count)
+        error = Unauthorized("This key is not allowed any more.", hint="Ask the pipeline's operator for another.")
+        self._do(self.state.end_client(client, error, now))
+        if not isinstance(body, Credit):  # which nobody answers
+            self._do(self.state.reject(client, header, error, now))
 
     # -- observers ----------------------------------------------------------------------------------------------------
 
@@ -289,8 +304,11 @@ class Coordinator:
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
-    def _operate(self, client: bytes, order: Operate) -> Report | Failed:
+    def _operate(self, client: bytes, owner: KeyOwner, order: Operate) -> Report | Failed:
         try:
+            if order.operation is not Operation.STATUS and not owner.may_operate:
+                logger.warning("refused to %s: the client %s is no operator", order.operation, owner.name)
+                raise Unauthorized(f"The key of {owner.name} may not {order.operation}.", hint=NO_OPERATOR)
             text = self._obey(order)
         except OmniError as error:
             return Failed.from_error(error)
@@ -611,7 +629,7 @@ class Coordinator:
         link.give_up()
         link.moved = time.monotonic()
         error = SlowClient(f"The client reads too slowly: {why}.")
-        self._do(self.state.client_slow(client, error, time.time()))
+        self._do(self.state.end_client(client, error, time.time()))
 
     def _lose_client(self, client: bytes, why: str) -> None:
         """Give a client's messages and requests up; should it come back, the answer to its ping tells it so."""

@@ -213,4 +213,4 @@ class RequestTimeout(
 class Unauthorized(
     OmniError, code=ErrorCode.UNAUTHORIZED, fault=Fault.OPERATOR, hint="Compare the folders of keys on both sides."
 ):
-    """Keys are missing, wrong or not allowed. Made by the side that connects, never sent."""
+    """Keys are missing, wrong or not allowed, or do not allow what was asked for."""

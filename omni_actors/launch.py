@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import soundfile
 
 from omni_actors import __version__, config, logs
-from omni_actors.addresses import is_loopback
+from omni_actors.addresses import is_loopback, resolve, resolve_soon, towards
 from omni_actors.agent import Agent
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.core import placement
@@ -29,7 +29,6 @@ from omni_actors.observe.endpoint import MetricsEndpoint
 from omni_actors.server import settings as server_settings
 from omni_actors.server.process import HttpProcess
 from omni_actors.server.settings import parse_address
-from omni_actors.transport.addresses import resolve, resolve_soon, towards
 from omni_actors.transport.keys import load_keys
 from omni_actors.transport.run_directory import RunDirectory
 

@@ -213,6 +213,9 @@ class MediaEncoding(enum.StrEnum):
     FILE = "file"  # u8 [bytes] of a WAV/FLAC/OGG/MP3 or PNG/JPEG/WEBP file
 
 
+MEDIA_MODALITIES = ("audio", "image", "video")
+
+
 class Media(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One audio, image or video that a prompt refers to."""
 

@@ -281,8 +281,8 @@ class Coordination:
         self._observer.refused(error)
         return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
 
-    def client_slow(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
-        """Too much waits for a client that does not read: its requests end, and it is told when it reads again."""
+    def end_client(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
+        """A client reads too slowly, or may not go on: its requests end, and it is told so."""
         return [instruction for request in self._requests.of(client) for instruction in self._fail(request, error, now)]
 
     def client_gone(self, client: bytes, now: float) -> list[Instruction]:

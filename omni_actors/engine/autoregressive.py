@@ -13,16 +13,13 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from omni_actors.engine.adapter import AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
-from omni_actors.engine.statistics import device_bytes
+from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError
 from omni_actors.messages import FinishReason, HostTensor, StageParams
 from omni_actors.stage.interface import (
     EngineEvent,
     EngineFacts,
-    EngineStatistics,
     ErrorEvent,
-    FinishedEvent,
-    StageEngine,
     StageInputs,
     StageRequest,
 )
@@ -50,7 +47,7 @@ class _Running:
     output_tokens: int = 0
 
 
-class AutoregressiveEngine(StageEngine):
+class AutoregressiveEngine(VllmEngine[_Running]):
     """Runs one AR model in this process.
 
     Raises:
@@ -64,8 +61,7 @@ class AutoregressiveEngine(StageEngine):
         if not issubclass(adapter_class, AutoregressiveAdapter):
             raise ConfigError(f"{spec.adapter} is no AutoregressiveAdapter.")
         self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, spec.params)
-        self.core = VllmCore(vllm_config)
-        self._requests: dict[str, _Running] = {}
+        super().__init__(VllmCore(vllm_config))
 
     @property
     def facts(self) -> EngineFacts:
@@ -95,8 +91,7 @@ class AutoregressiveEngine(StageEngine):
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         request_id = request.request_id
-        if request_id in self._requests:
-            raise InvalidRequest(f"Request {request_id!r} is already running.")
+        self._check_new(request_id)
         admission = self.adapter.admit(request, inputs)
         if (stream := admission.stream) is not None:
             self.core.scheduler.open_stream(
@@ -128,9 +123,6 @@ class AutoregressiveEngine(StageEngine):
         if self._requests.pop(request_id, None) is not None:
             self.core.abort([request_id])
 
-    def runnable(self) -> bool:
-        return self.core.runnable()
-
     def step(self) -> Sequence[EngineEvent]:
         events: list[EngineEvent] = []
         try:
@@ -153,34 +145,9 @@ class AutoregressiveEngine(StageEngine):
                 raise EngineError(f"vLLM ended the request: {output.finish_reason}.")
             events = list(running.outputs.convert(output))
         except OmniError as error:
-            self.abort(request_id)
-            return [ErrorEvent(request_id, error)]
+            return [self._failed(request_id, error)]
         running.output_tokens += len(output.new_token_ids)
         if output.finish_reason is not None:
-            del self._requests[request_id]
             reason = _REASONS[output.finish_reason]
-            events.append(FinishedEvent(request_id, reason, running.input_tokens, running.output_tokens))
+            events.append(self._finished(request_id, reason, running.input_tokens, running.output_tokens))
         return events
-
-    def counts(self) -> dict[str, int]:
-        running, waiting = self.core.scheduler.get_request_counts()
-        return {
-            "requests": len(self._requests),
-            "running": running,
-            "waiting": waiting,
-            **self.core.scheduler.omni_counts(),
-            **self.core.worker_counts(),
-        }
-
-    def take_scheduled(self) -> Sequence[tuple[str, float]]:
-        return self.core.take_scheduled()
-
-    def statistics(self) -> EngineStatistics:
-        return self.core.statistics()
-
-    def device_bytes(self) -> int:
-        return device_bytes()
-
-    def shutdown(self) -> None:
-        self._requests.clear()
-        self.core.shutdown()

@@ -12,18 +12,15 @@ from vllm.sampling_params import SamplingParams
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore, make_request
 from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, DiffusionModelRunner, DiffusionStream
-from omni_actors.engine.statistics import device_bytes
 from omni_actors.engine.tensors import to_host
+from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.messages import FinishReason, HostTensor
 from omni_actors.stage.interface import (
     AudioEvent,
     EngineEvent,
     EngineFacts,
-    EngineStatistics,
     ErrorEvent,
-    FinishedEvent,
-    StageEngine,
     StageInputs,
     StageRequest,
 )
@@ -44,7 +41,7 @@ class _Running:
     sounded: bool = False
 
 
-class DiffusionEngine(StageEngine):
+class DiffusionEngine(VllmEngine[_Running]):
     """Serves a `DiffusionModelRunner` whose output is `audio` f32 [samples].
 
     A request is a `DiffusionStream`; each of its jobs is a request of vLLM of its own, one at a time, so that all that
@@ -56,10 +53,9 @@ class DiffusionEngine(StageEngine):
     """
 
     def __init__(self, arguments: OmniEngineArgs) -> None:
-        self.core = VllmCore(arguments.create_engine_config())
+        super().__init__(VllmCore(arguments.create_engine_config()))
         self._runner: DiffusionModelRunner = self.core.worker.model_runner
         self._facts = self._runner.facts
-        self._requests: dict[str, _Running] = {}
         self._jobs: dict[str, str] = {}  # id of a job in the core -> request
 
     @property
@@ -67,8 +63,7 @@ class DiffusionEngine(StageEngine):
         return self._facts
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
-        if request.request_id in self._requests:
-            raise InvalidRequest(f"Request {request.request_id!r} is already running.")
+        self._check_new(request.request_id)
         running = self._requests[request.request_id] = _Running(request, self._runner.open(request, inputs))
         self._submit(running)
 
@@ -120,9 +115,6 @@ class DiffusionEngine(StageEngine):
             self.core.abort([running.job_id])
         running.stream.close()
 
-    def runnable(self) -> bool:
-        return self.core.runnable()
-
     def step(self) -> Sequence[EngineEvent]:
         try:
             outputs = self.core.step()
@@ -152,10 +144,8 @@ class DiffusionEngine(StageEngine):
             if not running.sounded:
                 raise EngineError("The model ended the request without a waveform.")
         except OmniError as error:
-            self.abort(request_id)
-            return [ErrorEvent(request_id, error)]
-        del self._requests[request_id]
-        done = FinishedEvent(request_id, FinishReason.STOP, running.stream.input_tokens, running.steps)
+            return [self._failed(request_id, error)]
+        done = self._finished(request_id, FinishReason.STOP, running.stream.input_tokens, running.steps)
         return [*events, done]
 
     def _audio(self, request_id: str, running: _Running, result: dict[str, Any]) -> list[EngineEvent]:
@@ -169,28 +159,11 @@ class DiffusionEngine(StageEngine):
         running.sounded = True
         return [AudioEvent(request_id, to_host(audio), self._facts.sample_rate)]
 
-    def counts(self) -> dict[str, int]:
-        running, waiting = self.core.scheduler.get_request_counts()
-        return {
-            "requests": len(self._requests),
-            "running": running,
-            "waiting": waiting,
-            **self.core.scheduler.omni_counts(),
-            **self.core.worker_counts(),
-        }
-
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
         """A request is scheduled when the first of its jobs is."""
-        scheduled = self.core.take_scheduled()
+        scheduled = super().take_scheduled()
         return [(job_id.removesuffix(FIRST_JOB), moment) for job_id, moment in scheduled if job_id.endswith(FIRST_JOB)]
 
-    def statistics(self) -> EngineStatistics:
-        return self.core.statistics()
-
-    def device_bytes(self) -> int:
-        return device_bytes()
-
     def shutdown(self) -> None:
-        self._requests.clear()
         self._jobs.clear()
-        self.core.shutdown()
+        super().shutdown()

@@ -16,11 +16,10 @@ import soxr
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from omni_actors.errors import InvalidPayload, InvalidRequest, MalformedMedia, OmniError, UnknownModality
-from omni_actors.messages import DType, HostTensor, Media, MediaEncoding
+from omni_actors.messages import MEDIA_MODALITIES, DType, HostTensor, Media, MediaEncoding
 
 AUDIO_RATE: Final = 16_000  # Hz, what the audio encoder was trained with
 DEFAULT_VIDEO_RATE: Final = 2.0  # frames per second that the model's processor assumes when none is given
-MODALITIES: Final = ("audio", "image", "video")
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP")
 _NUMPY_DTYPES: Final = {DType.F32: np.float32, DType.U8: np.uint8}
 
@@ -70,8 +69,9 @@ def check_media(media: Media, tensor: HostTensor, limits: MediaLimits, index: in
         MalformedMedia: it is empty.
     """
     what = f"media {index} ({media.modality})"
-    if media.modality not in MODALITIES:
-        raise UnknownModality(f"media {index} has the modality {media.modality!r}; it must be one of {MODALITIES}.")
+    if media.modality not in MEDIA_MODALITIES:
+        known = ", ".join(MEDIA_MODALITIES)
+        raise UnknownModality(f"media {index} has the modality {media.modality!r}; it must be one of {known}.")
     tensor.validate(what)
     if 0 in tensor.shape:
         raise MalformedMedia(f"{what} is empty.")

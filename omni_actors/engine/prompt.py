@@ -23,10 +23,10 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.media import MODALITIES, DecodedMedia, MediaLimits, check_media, decode_media
+from omni_actors.engine.media import DecodedMedia, MediaLimits, check_media, decode_media
 from omni_actors.engine.tensors import FRAME_PREFIX
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, OmniError, PromptTooLong
-from omni_actors.messages import DType, FinishReason, HostTensor, Prompt, unpack_token_ids
+from omni_actors.messages import MEDIA_MODALITIES, DType, FinishReason, HostTensor, Prompt, unpack_token_ids
 from omni_actors.stage.interface import (
     EngineEvent,
     EngineFacts,
@@ -84,7 +84,7 @@ class PromptEngine(StageEngine):
         self._max_tokens: int = config.model_config.max_model_len - 1  # leaves room for one token of reply
         self._placeholders: dict[str, int] = {
             modality: self._tokenizer.convert_tokens_to_ids(getattr(self._processor, f"{modality}_token"))
-            for modality in MODALITIES
+            for modality in MEDIA_MODALITIES
         }
         vision = config.model_config.hf_config.thinker_config.vision_config
         self._positions_per_second: int = getattr(vision, "tokens_per_second", 25)

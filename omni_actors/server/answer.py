@@ -154,18 +154,14 @@ DONE_EVENT = b"data: [DONE]\n\n"
 def usage_of(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
     """OpenAI's usage out of what the stages report.
 
-    Prompt tokens are those that the text stage read, completion tokens what it wrote, plus the audio tokens of the
-    stage before the one that makes the samples. `stages` is our own addition: seconds count from the moment at which
-    the request was opened in all stages.
+    Prompt tokens are those that the text stage read, completion tokens what it wrote, plus the audio tokens. `stages`
+    is our own addition: seconds count from the moment at which the request was opened in all stages.
     """
     text_stage = description.outputs.get("text", "")
     text = usage.get(text_stage)
     order = list(dict.fromkeys(status.stage for status in description.stages))
-    audio_tokens = 0
-    audio_stage = description.outputs.get("audio", "")
-    if audio_stage in usage and order.index(audio_stage) > 0:
-        before = order[order.index(audio_stage) - 1]
-        audio_tokens = usage[before].output_tokens if before != text_stage and before in usage else 0
+    speaker = _speaker(order, text_stage, description.outputs.get("audio", ""))
+    audio_tokens = usage[speaker].output_tokens if speaker in usage else 0
     prompt_tokens = text.input_tokens if text else 0
     text_tokens = text.output_tokens if text else 0
     return {
@@ -185,6 +181,19 @@ def usage_of(usage: Mapping[str, StageUsage], description: Description) -> dict[
             if stage in usage
         },
     }
+
+
+def _speaker(order: list[str], text_stage: str, audio_stage: str) -> str:
+    """The stage that writes tokens for sound: the one after the text, or without text before the sound; else "".
+
+    What comes after it, up to the sound, counts in steps or pieces.
+    """
+    if audio_stage not in order:
+        return ""
+    if text_stage not in order:
+        return order[order.index(audio_stage) - 1] if order.index(audio_stage) else ""
+    between = order[order.index(text_stage) + 1 : order.index(audio_stage)]
+    return between[0] if between else ""
 
 
 def finish_reason(usage: Mapping[str, StageUsage], description: Description) -> str:

@@ -17,6 +17,7 @@ import soundfile
 from numpy.typing import NDArray
 from PIL import Image
 
+from omni_actors.messages import MEDIA_MODALITIES
 from omni_actors.server.failures import HttpError, bad_field
 from omni_actors.server.fetch import Fetcher
 from omni_actors.server.schemas import (
@@ -34,7 +35,6 @@ from omni_actors.server.settings import ServerSettings
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 VIDEO_RATE = 2.0  # frames per second that are kept: what Qwen2.5-Omni was trained on
 VIDEO_SIDE = 640  # longest side of a frame that is kept
-MODALITY_OF_TYPE = {"audio": "audio", "image": "image", "video": "video"}  # first half of a MIME type
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ class MediaReader:
 def modality_of(url: str, param: str) -> str:
     """"audio", "image" or "video", as a data: URI says."""
     kind = url[5:].partition("/")[0].lower() if url[:5].lower() == "data:" else ""
-    if kind not in MODALITY_OF_TYPE:
+    if kind not in MEDIA_MODALITIES:
         raise bad_field(param, "This needs a data: URI of an audio, image or video type.")
-    return MODALITY_OF_TYPE[kind]
+    return kind
 
 
 def sniff(data: bytes, param: str) -> str:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+import msgspec
+
 from omni_actors.messages import Snapshot
 from omni_actors.observe import table
 from omni_actors.observe.figures import edge_figures, process_figures
@@ -17,6 +19,8 @@ from omni_actors.stage.actor import Stage
 from omni_actors.stage.interface import EngineStatistics, StageEngine
 from omni_actors.stage.meter import StageMeter
 from omni_actors.transport.credit import EdgeFigures
+
+LONGER_COUNT_BYTES = 2  # msgpack says in 3 bytes, not in 1, how many timelines follow
 
 
 class Baseline:
@@ -55,13 +59,15 @@ def snapshot(
     rejected: Mapping[str, int],
     edges: Mapping[str, EdgeFigures],
     held: Mapping[str, int],
+    limit: int,
 ) -> Snapshot:
-    """All metrics of this session.
+    """All metrics of this session, and as many timelines of ended requests as go with them into one message.
 
     Args:
         rejected: messages that did not decode, by reason.
         edges: by receiver, as "talker/0" or "coordinator".
         held: counts of the sockets' threads: `arena_bytes`, `dropped_arena_full`.
+        limit: bytes of a message's body.
     """
     meters, labels = meter.meters, meter.labels
     counts = actor.held()  # does not ask the engine, whose workers may be gone when the last snapshot is made
@@ -77,7 +83,9 @@ def snapshot(
     edge_figures(meters, "/".join(labels), edges)
     process_figures(meters, labels, baseline.processor_time)
     _engine_figures(meters, labels, baseline)
-    return Snapshot(samples=meters.samples(), histograms=meters.histogram_samples(), ended=meter.take_unreported())
+    figures = Snapshot(samples=meters.samples(), histograms=meters.histogram_samples())
+    room = limit - len(msgspec.msgpack.encode(figures)) - LONGER_COUNT_BYTES
+    return msgspec.structs.replace(figures, ended=meter.take_unreported(room))
 
 
 def _engine_figures(meters: Meters, labels: tuple[str, ...], baseline: Baseline) -> None:

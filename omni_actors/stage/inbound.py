@@ -175,7 +175,8 @@ class Inbound(threading.Thread):
         except OmniError as error:
             if not isinstance(body, Snapshot):
                 raise
-            # Figures count from the session's beginning, so the next ones make up for these; timelines are lost.
+            # The timelines in it were made to fit (stage/figures.py), so the limit is too small for the figures alone.
+            # Nobody's request depends on them.
             logger.warning("figures are not sent: %s", error)
             return
         if not try_send(control, frames):

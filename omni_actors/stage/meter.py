@@ -8,6 +8,8 @@ from __future__ import annotations
 import collections
 from dataclasses import dataclass, field
 
+import msgspec
+
 from omni_actors.messages import EndedWork, StageTimeline
 from omni_actors.observe import table
 from omni_actors.observe.clocks import AnchoredClock, StoppedClock
@@ -136,8 +138,19 @@ class StageMeter:
 
     # -- for the snapshot ---------------------------------------------------------------------------------------------
 
-    def take_unreported(self) -> tuple[EndedWork, ...]:
-        """Timelines of requests that ended without a `StageDone`, each once."""
-        taken = tuple(self._unreported)
-        self._unreported.clear()
-        return taken
+    def take_unreported(self, room: int) -> tuple[EndedWork, ...]:
+        """Timelines of requests that ended without a `StageDone`, each once, the oldest first.
+
+        Args:
+            room: bytes that they may take in a message. The others wait, except one that has no room even alone.
+        """
+        taken: list[EndedWork] = []
+        while self._unreported:
+            size = len(msgspec.msgpack.encode(self._unreported[0]))
+            if size > room and taken:
+                break
+            work = self._unreported.popleft()
+            if size <= room:
+                room -= size
+                taken.append(work)
+        return tuple(taken)

@@ -16,6 +16,7 @@ import msgspec
 import setproctitle
 
 from omni_actors import logs
+from omni_actors.addresses import is_tcp
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
 from omni_actors.errors import OmniError, StartupError
 from omni_actors.messages import Fatal, Hop, Loading
@@ -25,7 +26,6 @@ from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.processors import PROCESSORS, InputProcessor
 from omni_actors.stage.session import Session
 from omni_actors.stage.turns import GiveWay, Sign
-from omni_actors.transport.addresses import is_tcp
 from omni_actors.transport.run_directory import clear_abandoned
 
 logger = logs.get_logger(__name__)

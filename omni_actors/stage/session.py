@@ -228,7 +228,8 @@ class Session:
 
     def _tell_figures(self, actor: Stage, baseline: Baseline, outbound: Outbound) -> None:
         rejected = self._inbound.rejected_by_reason()
-        self.tell(snapshot(self._meter, actor, baseline, rejected, outbound.edges(), outbound.counts()))
+        edges, held, limit = outbound.edges(), outbound.counts(), self._pipeline.limits.body_bytes
+        self.tell(snapshot(self._meter, actor, baseline, rejected, edges, held, limit))
 
     def _take_events(self, actor: Stage, outbound: Outbound, gives_way: bool) -> None:
         """All events that are there; waits for the first one when the engine has nothing to do or others go first."""

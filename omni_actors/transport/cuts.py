@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from omni_actors.transport.addresses import is_tcp
+from omni_actors.addresses import is_tcp
 from omni_actors.transport.monitor import Departures
 from omni_actors.transport.sockets import Socket
 

@@ -1,7 +1,8 @@
-"""CURVE keys in a folder, and the door-keeper that asks for them (ADR 0016).
+"""CURVE keys in a folder, and the door-keeper that asks for them (ADR 0016, 0019).
 
 A pipeline has one pair of keys, which all of its processes on all nodes share, and any number of named clients with
 pairs of their own. Who holds the pipeline's pair may be any stage; a client's opens the client endpoint and no other.
+Some of the clients are operators: they may also change what runs.
 libzmq accepts every key, and the absence of a door-keeper, unless it is told not to: `Doorkeeper` and the options in
 transport/sockets.py belong together.
 """
@@ -12,8 +13,11 @@ import os
 import re
 import stat
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 import zmq.auth
@@ -25,7 +29,7 @@ from omni_actors.logs import get_logger
 logger = get_logger(__name__)
 
 CLUSTER, CLIENT = "cluster", "client"  # names of key files
-ALLOWED, HANDED_OUT = "allowed", "clients"  # folders
+ALLOWED, OPERATORS, HANDED_OUT = "allowed", "operators", "clients"  # folders
 PUBLIC, SECRET = ".key", ".key_secret"
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 MAKE_KEYS = "Make keys with `python -m omni_actors.keys DIR` and give `--keys DIR` (OMNI_ACTORS_KEYS)"
@@ -38,6 +42,8 @@ LOCAL = "local"  # whoever can open the socket file; only for endpoints that are
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
 ZAP_FRAMES = 7  # version, request, domain, address, identity, mechanism, key
+PEER_KEY = "Omni-Key"  # the property of a message under which libzmq tells the public key of its connection
+REVOKED_SECONDS = 1.0  # after which a key whose file was deleted counts for nothing on a connection that stands
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,8 @@ def make_cluster(folder: Path) -> None:
     _make_folder(folder / ALLOWED)
 
 
-def make_client(folder: Path, name: str) -> Path:
-    """Allow a client `name`; the folder to hand to it.
+def make_client(folder: Path, name: str, operator: bool = False) -> Path:
+    """Allow a client `name`, who may change what runs if it is an `operator`; the folder to hand to it.
 
     Raises:
         ConfigError: no such pipeline's folder, or the name is taken or not a plain one.
@@ -133,12 +139,12 @@ def make_client(folder: Path, name: str) -> Path:
     if keys is None or not keys.is_member:
         raise ConfigError(f"{folder} is a client's folder; only a pipeline's can allow clients.", hint=f"{MAKE_KEYS}.")
     handed = folder / HANDED_OUT / name
-    allowed = folder / ALLOWED / f"{name}{PUBLIC}"
-    for path in (handed, allowed):
+    allowed = folder / (OPERATORS if operator else ALLOWED) / f"{name}{PUBLIC}"
+    for path in (handed, *(folder / place / f"{name}{PUBLIC}" for place in (ALLOWED, OPERATORS))):
         if path.exists():
             raise ConfigError(f"{path} exists already.", hint="Choose another name, or delete it first.")
-    _make_folder(folder / HANDED_OUT)
-    _make_folder(handed)
+    for path in (allowed.parent, handed.parent, handed):
+        _make_folder(path)
     _make_pair(handed, CLIENT)
     _copy(folder / f"{CLUSTER}{PUBLIC}", handed / f"{CLUSTER}{PUBLIC}")
     _copy(handed / f"{CLIENT}{PUBLIC}", allowed)
@@ -171,25 +177,65 @@ def _copy(source: Path, target: Path) -> None:
 # Asking for them
 
 
+class KeyOwner(NamedTuple):
+    """Who is at the other end of a connection. The default: whoever can open the endpoint, as there are no keys."""
+
+    name: str = ""
+    may_operate: bool = True
+
+
 class AllowList:
     """The clients allowed now. Read again at every question: to delete a client's file is to lock it out."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
+        self._broken: set[Path] = set()
+
+    def owners(self) -> dict[bytes, KeyOwner]:
+        """Who may come in, by public key (Z85)."""
+        found = {self._keys.cluster: KeyOwner(CLUSTER)}
+        for folder in (OPERATORS, ALLOWED):
+            for path in sorted((self._keys.folder / folder).glob(f"*{PUBLIC}")):
+                try:
+                    found.setdefault(_read(path)[0], KeyOwner(path.stem, folder == OPERATORS))
+                except ConfigError as error:  # one broken file locks out one client
+                    if path not in self._broken:
+                        logger.warning("a key is left out: %s", error)
+                    self._broken.add(path)
+        return found
 
     def name_of(self, domain: str, key: bytes) -> str | None:
         """Who owns the public `key` (Z85), if that one may come in at a socket of this `domain`."""
         if key == self._keys.cluster:
             return CLUSTER
-        if domain != EVERYONE:
-            return None
-        for path in sorted((self._keys.folder / ALLOWED).glob(f"*{PUBLIC}")):
-            try:
-                if _read(path)[0] == key:
-                    return path.stem
-            except ConfigError as error:  # one broken file locks out one client
-                logger.warning("a key is left out: %s", error)
-        return None
+        owner = self.owners().get(key) if domain == EVERYONE else None
+        return owner.name if owner is not None else None
+
+
+class KeyOwners:
+    """Who sends a message, asked for each: the files are read at most once in `REVOKED_SECONDS` for each key.
+
+    Args:
+        keys: `None` for a pipeline without; then everybody is somebody.
+    """
+
+    def __init__(self, keys: Keys | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._allowed = AllowList(keys) if keys is not None else None
+        self._clock = clock
+        self._known: dict[bytes, KeyOwner | None] = {}
+        self._outdated = 0.0
+
+    def of(self, key: bytes) -> KeyOwner | None:
+        """The owner of a connection's `key`, b"" for a connection without; `None`: it is not allowed any more."""
+        if not key or self._allowed is None:
+            return KeyOwner()
+        now = self._clock()
+        if now >= self._outdated:
+            self._known.clear()
+            self._outdated = now + REVOKED_SECONDS
+        if key not in self._known:
+            self._known[key] = self._allowed.owners().get(key)
+        return self._known[key]
 
 
 class Doorkeeper(threading.Thread):
@@ -229,7 +275,8 @@ class Doorkeeper(threading.Thread):
             return refusal
         domain, address = (frame.decode(errors="replace") for frame in request[2:4])
         try:
-            name = self._allowed.name_of(domain, z85.encode(request[6]))
+            key = z85.encode(request[6])
+            name = self._allowed.name_of(domain, key)
         except Exception:
             logger.exception("the allow-list cannot be read; %s is refused", address)
             return refusal
@@ -237,6 +284,11 @@ class Doorkeeper(threading.Thread):
             logger.warning("refused a peer at %s: its key is not allowed here", address)
             return refusal
         logger.debug("%s is let in from %s", name, address)
-        # Without the name: libzmq puts one in front of the connection's messages, where it makes a socket readable
-        # that has nothing to read.
-        return [ZAP_VERSION, number, b"200", b"OK", b"", b""]
+        # Without the name as a user id: libzmq puts one in front of the connection's messages, where it makes a socket
+        # readable that has nothing to read. A property comes with each message.
+        return [ZAP_VERSION, number, b"200", b"OK", b"", _property(PEER_KEY, key)]
+
+
+def _property(name: str, value: bytes) -> bytes:
+    """One property as ZMTP writes it."""
+    return len(name).to_bytes(1, "big") + name.encode() + len(value).to_bytes(4, "big") + value

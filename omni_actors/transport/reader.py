@@ -11,15 +11,31 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from omni_actors.transport.keys import PEER_KEY
 from omni_actors.transport.sockets import Socket, receive
 
 BATCH = 256  # messages before other tasks get a turn
 
 
+def receive_known(socket: Socket) -> list[bytes]:
+    """The next message, with the public key (Z85) of the peer's connection in front; b"" where none was asked for.
+
+    Raises:
+        zmq.Again: there is none.
+    """
+    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    try:
+        key = str(frames[0].get(PEER_KEY)).encode()
+    except zmq.ZMQError:  # libzmq knows no such property
+        key = b""
+    return [key, *(frame.bytes for frame in frames)]
+
+
 class SocketReader:
     """Calls `on_message(frames)` for every message until `close`, and `on_quiet()` when all that had come was read.
 
-    A socket that takes messages again after it was full ends in a call of `on_quiet`, too.
+    A socket that takes messages again after it was full ends in a call of `on_quiet`, too. `receive` reads one message
+    or raises `zmq.Again`.
     """
 
     def __init__(
@@ -27,10 +43,12 @@ class SocketReader:
         socket: Socket,
         on_message: Callable[[Sequence[bytes]], None],
         on_quiet: Callable[[], None] = lambda: None,
+        receive: Callable[[Socket], Sequence[bytes]] = receive,
     ) -> None:
         self._socket = socket
         self._on_message = on_message
         self._on_quiet = on_quiet
+        self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._closed = False
@@ -53,7 +71,7 @@ class SocketReader:
             if self._closed:
                 return
             try:
-                frames = receive(self._socket)
+                frames = self._receive(self._socket)
             except zmq.Again:
                 self._on_quiet()
                 return

@@ -15,6 +15,7 @@ import pytest
 
 from omni_actors.client import OmniClient
 from omni_actors.errors import ConfigError, Unauthorized
+from omni_actors.messages import Operation
 from omni_actors.transport.keys import make_client, make_cluster
 from tests.process.launcher import REPOSITORY, EchoLauncher, processes_of, until
 from tests.unit.builders import chain, write
@@ -77,6 +78,44 @@ def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLaunch
         secret = path.read_text().partition('secret-key = "')[2].partition('"')[0]
         assert len(secret) == 40
         assert secret not in shown
+
+
+def test_only_operators_change_what_runs_and_who_is_locked_out_hears_so(
+    short_path: Path, launch: Callable[..., EchoLauncher]
+) -> None:
+    keys = short_path / "keys"
+    make_cluster(keys)
+    alice, olga = make_client(keys, "alice"), make_client(keys, "olga", operator=True)
+    data = chain()
+    data["stages"][1]["engine"] = {"step_seconds": 0.05}
+    launcher = launch(data, "--keys", str(keys), "--listen", "tcp://127.0.0.1:0").wait_ready()
+
+    with OmniClient(launcher.endpoint, keys=alice) as client:
+        assert client.generate("hello").text == "hello"
+        assert client.operate(Operation.STATUS).description.healthy, "anybody may look"
+        for order in ((Operation.DRAIN, "talker"), (Operation.RESTART, "talker"), (Operation.SHUTDOWN,)):
+            with pytest.raises(Unauthorized, match=r"alice may not .* --operator NAME"):
+                client.operate(*order)
+        states = {status.state for status in launcher.describe_with(keys).stages}
+        assert states == {"ready"}
+
+        stream = client.submit("x" * 300, modalities=["text"])  # takes longer than it is allowed to
+        next(iter(stream))
+        (keys / "allowed" / "alice.key").unlink()
+        with pytest.raises(Unauthorized, match="not allowed any more"):
+            stream.result()
+        for question in (client.describe, lambda: client.generate("again"), lambda: client.operate(Operation.STATUS)):
+            with pytest.raises(Unauthorized, match="not allowed any more"):
+                question()
+    until(lambda: not launcher.describe_with(keys).in_flight, 5, "nothing of it is left")
+    assert launcher.describe_with(keys).counts["dropped_client_locked_out"] >= 3
+
+    with OmniClient(launcher.endpoint, keys=olga) as operator:
+        assert "drains" in operator.operate(Operation.DRAIN, "talker").text
+        states = {status.stage: status.state for status in launcher.describe_with(keys).stages}
+        assert states["talker"] == "draining"
+        operator.operate(Operation.SHUTDOWN)
+    assert launcher.wait_end() == 0
 
 
 def test_one_prompt_with_keys(short_path: Path) -> None:

@@ -230,6 +230,36 @@ async def test_a_failed_request_tells_where_it_failed(client: AsyncOmniClient) -
     }  # fmt: skip
 
 
+def test_many_requests_that_fail_at_once_do_not_end_a_stage(launch: Launch) -> None:
+    """What the stages say of them is more than a message may hold: it comes with several."""
+    data = chain()
+    data["coordinator"] = {"heartbeat_interval": 0.2}
+    data["limits"] = {"body_bytes": 12_000}
+    launcher = launch(data).wait_ready()
+    before = {stage.stage: (stage.pid, stage.epoch) for stage in launcher.describe().stages}
+
+    async def fail_many() -> dict[str, str]:
+        async with AsyncOmniClient(launcher.endpoint) as client:
+            streams = [await client.submit({"prompt_token_ids": [65, FAIL_TOKEN]}) for _ in range(100)]
+            ends = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
+            assert {type(end) for end in ends} == {EngineError}
+            told: dict[str, str] = {}
+            for _ in range(100):
+                for stream in streams:
+                    if stream.request_id not in told:
+                        timeline = await client.timeline(stream.request_id)
+                        if len(timeline.stages) == len(STAGES):
+                            told[stream.request_id] = timeline.outcome
+                if len(told) == len(streams):
+                    break
+                await asyncio.sleep(0.1)
+            return told
+
+    assert list(asyncio.run(fail_many()).values()) == ["engine_error"] * 100
+    assert {stage.stage: (stage.pid, stage.epoch) for stage in launcher.describe().stages} == before
+    assert "figures are not sent" not in launcher.output
+
+
 def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_both_lives(launch: Launch) -> None:
     """The vocoder dies in the middle: the stages before it go on, and the talker sends again what it had sent."""
     text = "abcdefghijklmnopqrstuvwxyz0123456789"

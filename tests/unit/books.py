@@ -13,7 +13,7 @@ from omni_actors.errors import OmniError
 from omni_actors.messages import Done, Expect, Failed, Header, Hop, StageDone, Submit
 
 EVENTS = (
-    "submit", "reopen", "abort", "reject", "client_slow", "client_gone", "from_stage", "reject_from_stage",
+    "submit", "reopen", "abort", "reject", "end_client", "client_gone", "from_stage", "reject_from_stage",
     "replica_lost", "tick", "shut_down",
 )  # fmt: skip
 

@@ -1015,7 +1015,7 @@ def test_slow_client_loses_its_requests_and_hears_of_it() -> None:
     for client, name in ((ALICE, "a1"), (ALICE, "a2"), (b"bob", "b1")):
         state.submit(client, Header("", name), submit(), [], NOW)
     assert state.clients() == {ALICE, b"bob"}
-    instructions = state.client_slow(ALICE, SlowClient("too slow"), NOW)
+    instructions = state.end_client(ALICE, SlowClient("too slow"), NOW)
     told = [item for item in instructions if isinstance(item, ToClient)]
     assert {(item.client, item.request_id, item.body.code) for item in told} == {
         (ALICE, "a1", ErrorCode.SLOW_CLIENT), (ALICE, "a2", ErrorCode.SLOW_CLIENT)

@@ -16,7 +16,7 @@ BASE = {"errors", "envs", "addresses"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "envs": {"errors"},
-    "addresses": set(),
+    "addresses": {"errors"},
     "logs": BASE,
     "messages": BASE,
     "codec": BASE | {"messages"},

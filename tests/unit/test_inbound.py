@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,7 +19,10 @@ from omni_actors.messages import (
     Hello,
     Hop,
     Limits,
+    Ready,
     Renew,
+    Sample,
+    Snapshot,
     StageToCoordinator,
     Welcome,
     pack_token_ids,
@@ -45,7 +49,7 @@ def launcher() -> Iterator[subprocess.Popen]:
 class Harness:
     """An `Inbound` thread and the coordinator's end of its control connection."""
 
-    def __init__(self, folder: Path, launcher_pid: int, inbox: str = "inbox") -> None:
+    def __init__(self, folder: Path, launcher_pid: int, inbox: str = "inbox", limits: Limits | None = None) -> None:
         self.sockets = Sockets()
         self.control, endpoint = self.sockets.router(f"ipc://{folder}/control")
         self.inbox = Inbox()
@@ -53,14 +57,14 @@ class Harness:
         self.credit: list = []
         self.inbound = Inbound(
             Sockets(), IDENTITY, endpoint, f"ipc://{folder}/{inbox}", lambda inbox: Hello(1, "p", "c", 1, inbox),
-            self.inbox, Limits(), 0.05, launcher_pid, on_orphaned=lambda: setattr(self, "orphaned", True),
+            self.inbox, limits or Limits(), 0.05, launcher_pid, on_orphaned=lambda: setattr(self, "orphaned", True),
             arenas=ArenaReader(lambda: None), on_credit=lambda receiver, credit: self.credit.append((receiver, credit)),
             clock=lambda: 1234.5,
         )  # fmt: skip
         self.inbound.start()
 
     def await_hello(self) -> list:
-        """Its first frames; the identity of the connection is the first of them."""
+        """The next message to the coordinator, first its hello; the connection's identity is the first frame."""
         until(lambda: self.control.poll(0))
         return self.control.recv_multipart()
 
@@ -110,6 +114,22 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     assert isinstance(received, Received)
     assert harness.inbound.rejected() == {"rejected_frame_count": 1, "rejected_invalid_payload": 1, "total_received": 3}
     assert harness.inbound.rejected_by_reason() == {"frame_count": 1, "invalid_payload": 1}
+    harness.close()
+
+
+def test_figures_over_the_limit_are_left_out_and_other_messages_go_on(
+    short_path: Path, launcher: subprocess.Popen, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipeline whose limit is too small for a stage's figures alone is served all the same."""
+    logging.getLogger("omni_actors").propagate = True
+    harness = Harness(short_path, launcher.pid, limits=Limits(body_bytes=1000))
+    harness.await_hello()
+    harness.inbound.tell(Snapshot(samples=tuple(Sample("omni_x", ("a" * 100,), 1.0) for _ in range(20))))
+    harness.inbound.tell(Ready(seconds=1.0))
+    _, *frames = harness.await_hello()
+    assert isinstance(Decoder(StageToCoordinator).decode(frames).body, Ready)
+    assert "figures are not sent" in caplog.text
+    assert harness.next(0.1) is None
     harness.close()
 
 

@@ -23,9 +23,24 @@ from omni_actors.stage.events import Stop
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
 from omni_actors.transport import handshake as handshake_module
+from omni_actors.transport import keys as keys_module
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.handshake import HANG_UP_SECONDS, Handshake, Verdict
-from omni_actors.transport.keys import EVERYONE, LOCAL, MEMBERS, Doorkeeper, Keys, load_keys, make_client, make_cluster
+from omni_actors.transport.keys import (
+    EVERYONE,
+    LOCAL,
+    MEMBERS,
+    REVOKED_SECONDS,
+    AllowList,
+    Doorkeeper,
+    KeyOwner,
+    KeyOwners,
+    Keys,
+    load_keys,
+    make_client,
+    make_cluster,
+)
+from omni_actors.transport.reader import receive_known
 from omni_actors.transport.sockets import Sockets, drain, try_send
 from tests.unit.test_transport import until
 
@@ -214,6 +229,63 @@ def test_the_right_keys_open_the_right_doors(folder: Path, contexts: list[Socket
         refusal = knock(contexts, alice, endpoint, socket)
         assert isinstance(refusal, Unauthorized)
         assert "does not allow this key" in str(refusal)
+
+
+def test_messages_come_with_the_key_of_their_connection(
+    folder: Path, short_path: Path, contexts: list[Sockets]
+) -> None:
+    """Whatever the peer calls itself; and without a key over a socket file."""
+    door = Door(contexts, folder)
+    local = door.sockets.bind(door.clients, f"ipc://{short_path}/s")
+    alice = folder / "clients" / "alice"
+    for keys, endpoint in ((alice, door.client_endpoint), (folder, door.client_endpoint), (None, local)):
+        contexts.append(Sockets(keys=load_keys(keys)))
+        mine = contexts[-1].dealer(endpoint, b"cluster")
+        until(lambda mine=mine: try_send(mine, [b"one", b"two"]))
+        until(lambda: door.clients.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        given = load_keys(keys)
+        assert receive_known(door.clients) == [given.public if given else b"", b"cluster", b"one", b"two"]
+        mine.close(linger=0)
+
+
+def test_who_may_operate(tmp_path: Path) -> None:
+    assert main([str(tmp_path / "k"), "--client", "alice", "--operator", "olga"]) == 0
+    ours = load_keys(tmp_path / "k")
+    handed = tmp_path / "k" / "clients"
+    now = 0.0
+    owners = KeyOwners(ours, lambda: now)
+
+    def of(name: str) -> KeyOwner | None:
+        keys = load_keys(handed / name)
+        assert keys is not None
+        return owners.of(keys.public)
+
+    assert ours is not None
+    assert owners.of(ours.public) == KeyOwner("cluster", may_operate=True)
+    assert owners.of(b"") == KeyOwners(None).of(b"") == KeyOwner("", may_operate=True)
+    assert of("alice") == KeyOwner("alice", may_operate=False)
+    assert of("olga") == KeyOwner("olga", may_operate=True)
+    assert owners.of(b"x" * 40) is None
+    make_client(tmp_path / "k", "bob")
+    assert of("bob") == KeyOwner("bob", may_operate=False), "a new one is known at once"
+    (tmp_path / "k" / "allowed" / "alice.key").unlink()
+    assert of("alice") is not None, "the files are not read for every message"
+    now += REVOKED_SECONDS
+    assert of("alice") is None
+    for taken in ("olga", "bob"):
+        for operator in (False, True):
+            with pytest.raises(ConfigError, match="exists already"):
+                make_client(tmp_path / "k", taken, operator)
+
+
+def test_the_files_are_read_once_a_second_for_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much a client sends that is locked out."""
+    reads: list[int] = []
+    everybody = AllowList.owners
+    monkeypatch.setattr(keys_module.AllowList, "owners", lambda self: (reads.append(1), everybody(self))[1])
+    owners = KeyOwners(load_keys(folder), lambda: 0.0)
+    assert {owners.of(b"x" * 40) for _ in range(100)} == {None}
+    assert len(reads) == 1
 
 
 def test_what_is_readable_can_be_read(folder: Path, contexts: list[Sockets]) -> None:
@@ -506,7 +578,7 @@ def test_domains_are_what_the_doorkeeper_is_asked(folder: Path, contexts: list[S
     keeper = Doorkeeper(contexts[0].context, keys)
     key = zmq.utils.z85.decode(keys.cluster)
     good = [b"1.0", b"7", MEMBERS.encode(), b"1.2.3.4", b"", b"CURVE", key]
-    assert keeper._answer(good)[1:5] == [b"7", b"200", b"OK", b""]
+    assert keeper._answer(good)[1:] == [b"7", b"200", b"OK", b"", b"\x08Omni-Key\x00\x00\x00\x28" + keys.cluster]
     for position, value in ((0, b"2.0"), (5, b"NULL"), (6, b"short"), (6, bytes(32))):
         assert keeper._answer([*good[:position], value, *good[position + 1 :]])[2] == b"400"
     # What comes over a socket file needs no keys, and nothing else may say that it comes that way.

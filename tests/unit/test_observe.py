@@ -13,6 +13,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
+from omni_actors.codec import encode
 from omni_actors.errors import EngineError, InvalidPayload, Overloaded, StageLost
 from omni_actors.messages import (
     AudioChunk,
@@ -23,6 +24,7 @@ from omni_actors.messages import (
     HistogramSample,
     Hop,
     HopTimeline,
+    Limits,
     RequestTimeline,
     Sample,
     Snapshot,
@@ -46,11 +48,14 @@ from omni_actors.observe.otlp import SpanExport
 from omni_actors.observe.requests import KEPT, SETTLE_SECONDS, Finished, RequestLog
 from omni_actors.observe.table import TABLE, Kind
 from omni_actors.observe.watch import Watch
+from omni_actors.stage import figures
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.figures import Baseline
 from omni_actors.stage.interface import EngineStatistics
+from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
 from omni_actors.transport.credit import EdgeFigures, Traffic
 from tests.unit.builders import pipeline, submit
+from tests.unit.test_actor import StageUnderTest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
@@ -247,6 +252,53 @@ def test_a_session_tells_only_what_came_after_its_beginning() -> None:
     assert baseline.statistics() == EngineStatistics(3, 0, 0.5, 2, 20, 2)
     assert 0 <= baseline.processor_time < 5
     assert Baseline(EchoEngine(pipeline().stage("talker"))).statistics() is None
+
+
+def told(meter: StageMeter, limit: int) -> Snapshot:
+    """The next snapshot of a stage that counts with `meter`."""
+    engine = EchoEngine(pipeline().stage("talker"))
+    actor = StageUnderTest("talker", engine, meter=meter).actor
+    return figures.snapshot(meter, actor, Baseline(engine), {}, {}, {}, limit)
+
+
+def end_many(meter: StageMeter, count: int, sources: int = 1) -> list[str]:
+    """Requests that fail; the names of the last ones, of which a meter keeps the timelines."""
+    names = [f"request-{index:04}" for index in range(count)]
+    for name in names:
+        track = meter.expected(name, 0, has_input=False)
+        for source in range(sources):
+            meter.received(track, f"thinker/{source}", 999.0, 100)
+        meter.failed(track, "engine_error")
+    return names[-KEPT_TIMELINES:]
+
+
+def test_a_snapshot_fits_its_message_and_the_other_timelines_come_with_the_next_ones() -> None:
+    meter = StageMeter("talker", 0, 5, AnchoredClock(Clock(1000.0), Clock(0.0)))
+    end_many(meter, 1)
+    figures_alone = told(meter, 0)  # the figures are sent even where there is no room for a timeline
+    assert figures_alone.samples
+    assert not figures_alone.ended
+    limits = Limits(body_bytes=len(encode(Header(""), figures_alone)[2]) + 12_000)
+    names = end_many(meter, KEPT_TIMELINES + 10)
+    seen: list[str] = []
+    for _ in range(KEPT_TIMELINES):
+        one = told(meter, limits.body_bytes)
+        size = len(encode(Header(""), one, limits=limits)[2])  # which raises if it does not fit
+        seen += [work.request_id for work in one.ended]
+        if len(seen) == len(names):
+            break
+        assert one.ended
+        assert size > limits.body_bytes - 300, "as many as fit"
+    assert seen == names
+    assert told(meter, 1 << 20).ended == ()
+
+
+def test_a_timeline_that_fits_in_no_message_does_not_keep_the_others_back() -> None:
+    meter = StageMeter("talker", 0, 5, AnchoredClock(Clock(1000.0), Clock(0.0)))
+    end_many(meter, 1, sources=60)
+    names = end_many(meter, 3)
+    assert [work.request_id for work in meter.take_unreported(2000)] == names
+    assert meter.take_unreported(1 << 20) == ()
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------

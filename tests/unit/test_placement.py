@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from omni_actors import config, launch, slurm
+from omni_actors import addresses, config, launch, slurm
+from omni_actors.addresses import resolve, resolve_soon, towards
 from omni_actors.core import placement
 from omni_actors.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
 from omni_actors.messages import ArenaAddress
-from omni_actors.transport import addresses
-from omni_actors.transport.addresses import resolve, resolve_soon, towards
 from tests.unit.builders import chain, load, write
 
 

@@ -129,7 +129,7 @@ def test_what_is_sent_again_is_no_output_and_says_when_it_was_sent_again() -> No
     assert isinstance(refused.body, Failed)
     ends = {labels: value for (name, labels), value in meter.meters.values.items() if name == table.STAGE_REQUESTS.name}
     assert ends == {("talker", "0", "done"): 1}, "an attempt ends once"
-    assert meter.take_unreported() == ()
+    assert meter.take_unreported(1 << 20) == ()
 
 
 def test_much_is_sent_a_few_messages_a_step_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

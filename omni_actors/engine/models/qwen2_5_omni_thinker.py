@@ -25,11 +25,10 @@ from omni_actors.engine.runner import EmitRows
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.tensors import FRAME_PREFIX, to_host
 from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest
-from omni_actors.messages import DType, HostTensor, StageParams
+from omni_actors.messages import MEDIA_MODALITIES, DType, HostTensor, StageParams
 from omni_actors.stage.interface import EngineEvent, StageInputs, StageRequest, StreamEvent, TextEvent
 
 ARCHITECTURE = "OmniActorsQwen2_5OmniThinker"
-MODALITIES = frozenset({"audio", "image", "video"})
 MAX_FRAMES = 4096
 
 
@@ -165,8 +164,8 @@ def check_feature(feature: MultiModalFeatureSpec, prompt_tokens: int, merge_size
     request of the batch.
     """
     place = feature.mm_position
-    if feature.modality not in MODALITIES:
-        raise InvalidPayload(f"Media are of {sorted(MODALITIES)}; got {feature.modality!r}.")
+    if feature.modality not in MEDIA_MODALITIES:
+        raise InvalidPayload(f"Media are of {', '.join(MEDIA_MODALITIES)}; got {feature.modality!r}.")
     if place.offset < 0 or place.length < 1 or place.offset + place.length > prompt_tokens:
         raise InvalidPayload(
             f"{feature.modality}: the placeholder [{place.offset}, {place.offset + place.length}) lies outside the "

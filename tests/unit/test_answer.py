@@ -1,0 +1,53 @@
+"""What HTTP says of an answer: its usage."""
+
+from __future__ import annotations
+
+import pytest
+
+from omni_actors.messages import Description, FinishReason, StageStatus, StageUsage
+from omni_actors.server.answer import usage_of
+
+# What each stage read and wrote. A vocoder writes steps, a stage that changes sound pieces of it.
+WORK = {
+    "prompt": (0, 5), "thinker": (5, 7), "talker": (9, 40), "code2wav": (40, 100), "leveller": (3, 3)
+}  # fmt: skip
+
+
+def usage(order: list[str], outputs: dict[str, str], ran: list[str]) -> dict:
+    stages = tuple(StageStatus(name, replica, 1, "ready", 1, 0) for name in order for replica in (0, 1))
+    description = Description(
+        "p", "m", tuple(outputs), (), 24_000, True, in_flight=1, max_in_flight=1, stages=stages, outputs=outputs
+    )
+    told = {
+        name: StageUsage(FinishReason.STOP, input_tokens=WORK[name][0], output_tokens=WORK[name][1]) for name in ran
+    }
+    return usage_of(told, description)
+
+
+@pytest.mark.parametrize(
+    ("order", "outputs", "audio_tokens"),
+    [
+        (["prompt", "thinker", "talker", "code2wav"], {"text": "thinker", "audio": "code2wav"}, 40),
+        (["prompt", "thinker", "talker", "code2wav", "leveller"], {"text": "thinker", "audio": "leveller"}, 40),
+        (["prompt", "talker", "code2wav"], {"audio": "code2wav"}, 40),
+        (["prompt", "thinker", "code2wav"], {"text": "thinker", "audio": "code2wav"}, 0),
+        (["prompt", "thinker"], {"text": "thinker"}, 0),
+    ],
+)
+def test_audio_tokens_are_what_was_written_for_the_sound(
+    order: list[str], outputs: dict[str, str], audio_tokens: int
+) -> None:
+    said = usage(order, outputs, order)
+    text_tokens = 7 if "text" in outputs else 0
+    assert said["completion_tokens_details"] == {"text_tokens": text_tokens, "audio_tokens": audio_tokens}
+    assert said["completion_tokens"] == text_tokens + audio_tokens
+    assert said["prompt_tokens"] == (5 if "text" in outputs else 0)
+    assert said["total_tokens"] == said["prompt_tokens"] + said["completion_tokens"]
+    assert list(said["stages"]) == order
+
+
+def test_an_answer_without_sound_has_no_audio_tokens() -> None:
+    order = ["prompt", "thinker", "talker", "code2wav"]
+    said = usage(order, {"text": "thinker", "audio": "code2wav"}, ["prompt", "thinker"])
+    assert said["completion_tokens_details"] == {"text_tokens": 7, "audio_tokens": 0}
+    assert list(said["stages"]) == ["prompt", "thinker"]
