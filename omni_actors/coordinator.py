@@ -339,6 +339,7 @@ class Coordinator:
             text = f"{replica.name} is {replica.state}; only a ready one drains."
             raise InvalidRequest(text, hint="Try again later.")
         replica.on(ReplicaEvent.DRAIN)
+        replica.drain_wanted = True
         if order.operation is Operation.RESTART:
             replica.restart_wanted = True
             replica.drain_until = time.monotonic() + self.pipeline.coordinator.default_timeout
@@ -493,6 +494,8 @@ class Coordinator:
             replica.phase = body.phase
         elif isinstance(body, Ready):
             replica.on(ReplicaEvent.READY)
+            if replica.drain_wanted:  # before it registered again
+                replica.on(ReplicaEvent.DRAIN)
             self.supervision.ready(replica, time.monotonic())
             replica.phase, replica.seconds = "ready", body.seconds
             replica.voices, replica.sample_rate = body.voices, body.sample_rate

@@ -50,6 +50,7 @@ class Replica:
     moved: float = 0.0
     restart_at: float = 0.0
     restart_wanted: bool = False  # somebody asked for it; it is no fault
+    drain_wanted: bool = False  # somebody asked for it: holds for this process, however often it registers
     drain_until: float = 0.0
     stopping: bool = False  # it was told to end
     blameless: bool = False  # it was lost with its node or its link: no request did that
@@ -146,6 +147,9 @@ class ReplicaTable:
             before.on_change = None
         born = epoch if born is None else born
         replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, born, node)
+        if before is not None and before.born == born:  # the same process
+            replica.drain_wanted, replica.drain_until = before.drain_wanted, before.drain_until
+            replica.restart_wanted = before.restart_wanted
         self._by_stage.setdefault(stage, {})[index] = replica
         self._heaps.setdefault(stage, [])
         replica.on_change = self._note

@@ -124,6 +124,7 @@ async def test_a_node_that_is_out_of_reach_comes_back_without_loading(
         running = [asyncio.create_task(ask_and_check(client, text_of(number))) for number in range(8)]
         while not (await replicas(client))["talker/1"].in_flight:  # noqa: ASYNC110 - the state is another process's
             await asyncio.sleep(0.01)
+        await client.operate(Operation.DRAIN, "code2wav", 1)
         cut = time.monotonic()
         hosts.signal(1, signal.SIGSTOP)
         await asyncio.gather(*running)
@@ -132,11 +133,11 @@ async def test_a_node_that_is_out_of_reach_comes_back_without_loading(
         await ask_and_check(client, "without it")
         hosts.signal(1, signal.SIGCONT)
         restored = time.monotonic()
-        await wait_states(client, 10, talker_1="ready", code2wav_1="ready")
+        await wait_states(client, 10, talker_1="ready", code2wav_1="draining")  # what was drained stays so
         back = time.monotonic() - restored
         await ask_many(client, 8)
         assert await pids(client) == before
-        assert (await client.describe()).healthy
+        assert (await replicas(client))["code2wav/1"].state == "draining"
     with capsys.disabled():
         print(f"\na node out of reach: its requests were answered {resumed:.1f} s later; back {back:.1f} s after")
     assert resumed < 6.0
