@@ -35,8 +35,8 @@ class World:
         self.supervision.spawned(replica, now)
         return replica
 
-    def ready(self, now: float = T) -> Replica:
-        replica = self.spawn(now=now)
+    def ready(self, now: float = T, epoch: int = 1) -> Replica:
+        replica = self.spawn(epoch=epoch, now=now)
         replica.on(ReplicaEvent.HELLO)
         replica.on(ReplicaEvent.READY)
         self.supervision.ready(replica, now)
@@ -136,8 +136,8 @@ def test_backoff_doubles_and_ends() -> None:
 
 def test_a_restart_that_was_asked_for_counts_nothing() -> None:
     world = World()
-    for _ in range(10):
-        replica = world.ready()
+    for epoch in range(1, 11):
+        replica = world.ready(epoch=epoch)
         replica.on(ReplicaEvent.DRAIN)
         assert world.supervision.drained(T) == []
         replica.restart_wanted, replica.drain_until = True, T + 5
