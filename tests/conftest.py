@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from tests import guard
 from tests.pipelines import RunningPipeline
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The models are tiny and the processes many: threads of one model that wait for each other cost more than they bring.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 REAL_PROCESSES = {"process", "chaos", "http", "launchers", "nodes"}  # folders
+
+
+def pytest_configure() -> None:
+    """Nothing that tests start outlives them, however they end."""
+    guard.begin()
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,11 +11,6 @@ from tests.reference import Reference, ReferenceResult, one_thread, vocoder_nois
 
 PROMPTS = ("hello", "What is the capital of France?", "Tell me a story about a dog.")
 VOICES = ("Chelsie", "Ethan")
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_checkpoint: Path) -> Reference:
-    return Reference(tiny_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +91,7 @@ def test_media_influence_outputs_and_their_embeddings_count_as_zero(reference):
 
     def ask(kind: str, **media) -> ReferenceResult:
         content = [{"type": kind}, {"type": "text", "text": "What is this?"}]
-        return reference.generate(reference.inputs([{"role": "user", "content": content}], **media))
+        return reference.generate(reference.inputs([{"role": "user", "content": content}], **media), speaks=False)
 
     heard = [ask("audio", audios=[(tone, 16000)]) for tone in tones]
     seen = [ask("image", images=[image]) for image in pictures]
@@ -130,12 +123,12 @@ def test_noise_is_injected(reference):
 def test_end_tokens(reference, answers):
     whole = answers["hello", "Chelsie"]
     text_end, codec_end = whole.thinker_tokens[9], whole.codec_tokens[20]
-    result = answer(reference, "hello", thinker_eos=[text_end])
+    result = answer(reference, "hello", thinker_eos=[text_end], speaks=False)
     assert result.thinker_tokens == whole.thinker_tokens[: whole.thinker_tokens.index(text_end) + 1]
-    result = answer(reference, "hello", talker_eos=[codec_end])
+    result = answer(reference, "hello", talker_eos=[codec_end], speaks=False)
     assert result.talker_tokens[-1] == codec_end
     assert result.codec_tokens == result.talker_tokens[:-1] == whole.codec_tokens[: whole.codec_tokens.index(codec_end)]
-    result = answer(reference, "hello", thinker_eos=[], talker_eos=[])
+    result = answer(reference, "hello", thinker_eos=[], talker_eos=[], speaks=False)
     assert result.thinker_tokens == whole.thinker_tokens
     assert result.talker_tokens == result.codec_tokens == whole.codec_tokens
 
