@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -97,31 +98,24 @@ async def test_a_replica_that_was_given_up_can_be_started(launch: Launch) -> Non
         await ask_and_check(client, "back")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (("restart", "talkr/0"), 1, "There is no replica talkr/0"),
-        (("drain", "talker/7"), 1, "there are prompt/0, thinker/0"),
-        (("drain", "talker"), 1, "names no replica"),
-        (("explode",), 2, "invalid choice"),
-    ],
-)
-def test_mistakes(operated: EchoLauncher, arguments: tuple[str, ...], code: int, words: str) -> None:
-    done = ctl(operated, *arguments)
-    assert done.returncode == code
-    assert words in done.stderr
-    assert operated.describe().healthy
+MISTAKES = [
+    (("restart", "talkr/0"), 1, "There is no replica talkr/0"),
+    (("drain", "talker/7"), 1, "there are prompt/0, thinker/0"),
+    (("drain", "talker"), 1, "names no replica"),
+    (("explode",), 2, "invalid choice"),
+]
 
 
-@pytest.fixture
-def operated(launch: Launch) -> EchoLauncher:
-    return launch(disturbed_chain()).wait_ready()
-
-
-def test_shutdown(operated: EchoLauncher, short_path) -> None:
-    assert ctl(operated, "shutdown").stdout == "The pipeline shuts down.\n"
-    assert operated.wait_end() == 0
-    assert "an operator asked for it" in operated.output
+async def test_mistakes_and_shutdown(launch: Launch, short_path: Path) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    done = await asyncio.gather(*(asyncio.to_thread(ctl, launcher, *arguments) for arguments, _, _ in MISTAKES))
+    for (arguments, code, words), answer in zip(MISTAKES, done, strict=True):
+        assert answer.returncode == code, arguments
+        assert words in answer.stderr, arguments
+    assert launcher.describe().healthy
+    assert ctl(launcher, "shutdown").stdout == "The pipeline shuts down.\n"
+    assert launcher.wait_end() == 0
+    assert "an operator asked for it" in launcher.output
     assert_nothing_left(short_path, 1.0)
 
 

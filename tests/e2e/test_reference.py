@@ -15,7 +15,12 @@ VOICES = ("Chelsie", "Ethan")
 
 @pytest.fixture(scope="module")
 def answers(reference: Reference) -> dict[tuple[str, str], ReferenceResult]:
-    return {(prompt, voice): answer(reference, prompt, voice=voice) for prompt in PROMPTS for voice in VOICES}
+    """Only the first prompt's are spoken: `test_the_promised_figures` listens to all of them."""
+    return {
+        (prompt, voice): answer(reference, prompt, voice=voice, speaks=prompt == PROMPTS[0])
+        for prompt in PROMPTS
+        for voice in VOICES
+    }
 
 
 def answer(reference: Reference, prompt: str, **options) -> ReferenceResult:
@@ -30,8 +35,9 @@ def test_outputs_vary(answers, prompt, voice):
     assert len(set(result.thinker_tokens)) >= 10
     assert len(result.codec_tokens) == 64
     assert len(set(result.codec_tokens)) >= 10
-    assert 0.05 < result.waveform.abs().max() < 0.95
-    assert result.waveform.shape == (64 * 480,)
+    if prompt == PROMPTS[0]:
+        assert 0.05 < result.waveform.abs().max() < 0.95
+        assert result.waveform.shape == (64 * 480,)
 
 
 def test_the_promised_figures(tiny_checkpoint):
