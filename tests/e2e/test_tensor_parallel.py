@@ -36,7 +36,9 @@ def test_two_workers_answer_like_one_and_die_with_their_stage(tiny_checkpoint: P
             one = answer(driver, stage)
             driver.engine.shutdown()
             assert spread.stdout is not None
-            two = json.loads(next(line for line in spread.stdout if line.startswith("{")))
+            said = next((line for line in spread.stdout if line.startswith("{")), "")
+            assert said, "it ended without an answer; why stands above"
+            two = json.loads(said)
             assert len(two["workers"]) >= 2
             assert all(is_running(pid) for pid in two["workers"])
             if end == "in order":
