@@ -163,7 +163,9 @@ async def test_drain_survives_a_loss_and_ends_at_its_deadline(launch: Launch) ->
     assert launcher.wait_end() == 0
 
 
-def test_second_signal_does_not_wait_for_the_drain(launch: Launch) -> None:
+def test_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omni_actors.client.PING_SECONDS", 0.1)
+    monkeypatch.setattr("omni_actors.client.ANSWER_SECONDS", 1.0)
     data = disturbed_chain(0.01)
     data["coordinator"]["drain_timeout"] = 60.0
     launcher = launch(data).wait_ready()
