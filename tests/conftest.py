@@ -6,13 +6,25 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import guard
 from tests.pipelines import RunningPipeline
 
+if TYPE_CHECKING:
+    from tests.http.servers import HttpPipeline
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The models are tiny and the processes many: threads of one model that wait for each other cost more than they bring.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 REAL_PROCESSES = {"process", "chaos", "http", "launchers", "nodes"}  # folders
+
+
+def pytest_configure() -> None:
+    """Nothing that tests start outlives them, however they end."""
+    guard.begin()
 
 
 @pytest.fixture
@@ -41,10 +53,18 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_pipeline(tiny_checkpoint: Path) -> Iterator[RunningPipeline]:
-    """The tiny Qwen2.5-Omni pipeline with all its processes, started once per session of tests."""
-    with RunningPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": tiny_checkpoint}) as pipeline:
+def tiny_http(tiny_checkpoint: Path) -> Iterator[HttpPipeline]:
+    """The tiny Qwen2.5-Omni pipeline with all its processes and an HTTP server, started once per session of tests."""
+    from tests.http.servers import HttpPipeline  # whoever runs a unit test need not wait for the clients' libraries
+
+    with HttpPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": tiny_checkpoint}) as pipeline:
         yield pipeline
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(tiny_http: HttpPipeline) -> RunningPipeline:
+    """The same one, for tests to which its HTTP server does not matter."""
+    return tiny_http
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

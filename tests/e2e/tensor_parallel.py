@@ -1,14 +1,13 @@
-"""Thinker and talker on one and on two workers: `python -m tests.e2e.tensor_parallel CHECKPOINT`; a line of JSON.
+"""A stage on two workers: `python -m tests.e2e.tensor_parallel CHECKPOINT STAGE` prints its answers, a line of JSON.
 
 A process of its own, because vLLM starts its workers by spawning: they import this file first and with it what makes
-vLLM run here. With `--hang` it prints the workers' process ids instead and waits.
+vLLM run here. When it has said what it has to say it keeps its workers until its input closes.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 
 from omni_actors.engine.platform import prepare
 
@@ -35,9 +34,8 @@ def inputs_of(stage: str, index: int) -> tuple[StageInputs, torch.Tensor | None]
     return StageInputs(tensors=tensors, complete=False), rows[length + 3 :]
 
 
-def answer(checkpoint: str, stage: str, workers: int) -> dict[str, object]:
+def answer(driver: Driver, stage: str) -> dict[str, object]:
     """Tokens and the sum of the rows of three requests that join one after the other; what is left; who worked."""
-    driver = Driver(make_engine(checkpoint, stage, asynchronous=True, tensor_parallel_size=workers))
     for index in range(len(LENGTHS)):
         inputs, later = inputs_of(stage, index)
         driver.start(f"r{index}", inputs, max_tokens=16, temperature=0.0)
@@ -56,28 +54,20 @@ def answer(checkpoint: str, stage: str, workers: int) -> dict[str, object]:
          for tensor in getattr(event, "tensors", {}).values()]
         for name in names
     ]  # fmt: skip
-    result = {
+    return {
         "tokens": [driver.tokens(name) for name in names],
         "rows": [sum(part) for part in rows],
         "left": driver.engine.counts(),
-        "workers": len(psutil.Process().children(recursive=True)),
+        "workers": [child.pid for child in psutil.Process().children(recursive=True)],
     }
+
+
+def main(checkpoint: str, stage: str) -> None:
+    driver = Driver(make_engine(checkpoint, stage, asynchronous=True, tensor_parallel_size=2))
+    print(json.dumps(answer(driver, stage)), flush=True)
+    sys.stdin.read()
     driver.engine.shutdown()
-    return result
-
-
-def hang(checkpoint: str) -> None:
-    make_engine(checkpoint, "thinker", tensor_parallel_size=2)
-    workers = [child.pid for child in psutil.Process().children(recursive=True)]
-    print(json.dumps(workers), flush=True)
-    time.sleep(120)
 
 
 if __name__ == "__main__":
-    if "--hang" in sys.argv:
-        hang(sys.argv[1])
-    else:
-        result = {
-            stage: [answer(sys.argv[1], stage, workers) for workers in (1, 2)] for stage in ("thinker", "talker")
-        }
-        print(json.dumps(result))
+    main(*sys.argv[1:])

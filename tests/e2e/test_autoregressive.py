@@ -36,16 +36,11 @@ MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asy
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_checkpoint: Path) -> Reference:
-    return Reference(tiny_checkpoint)
-
-
-@pytest.fixture(scope="module")
 def answers(reference: Reference) -> list[ReferenceResult]:
     """One answer per prompt, the voices in turn."""
     return [
         reference.generate(
-            reference.inputs([{"role": "user", "content": prompt}]), voice=VOICES[index % 2], num_steps=2
+            reference.inputs([{"role": "user", "content": prompt}]), voice=VOICES[index % 2], speaks=False
         )
         for index, prompt in enumerate(PROMPTS)
     ]
@@ -262,7 +257,7 @@ def media_answer(reference, tiny_checkpoint):
         {"type": "text", "text": "What is this?"},
     ]
     text = reference.prompt([{"role": "user", "content": content}])
-    answer = reference.generate(reference.inputs(text, audios=[(samples, 16000)], images=[image]), num_steps=2)
+    answer = reference.generate(reference.inputs(text, audios=[(samples, 16000)], images=[image]), speaks=False)
     inputs = encode_media_prompt(tiny_checkpoint, text, {"audio": (samples, 16000), "image": image})
     return inputs, answer
 

@@ -68,11 +68,6 @@ def arguments(
     return OmniEngineArgs(config, "diffusion", engine=engine, asynchronous=asynchronous)
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_checkpoint: Path) -> Reference:
-    return Reference(tiny_checkpoint)
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def shared_engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
     engine = DiffusionEngine(arguments(tiny_checkpoint, asynchronous=request.param))

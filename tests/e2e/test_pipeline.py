@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import numpy
 import pytest
@@ -45,11 +44,6 @@ def picture(seed: int = 0) -> numpy.ndarray:
 
 def film() -> numpy.ndarray:
     return numpy.random.default_rng(7).integers(0, 255, (8, 112, 112, 3), dtype=numpy.uint8)
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_checkpoint: Path) -> Reference:
-    return Reference(tiny_checkpoint)
 
 
 def expected(reference: Reference, inputs: object, voice: str, thinker: int, talker: int, seed: int) -> ReferenceResult:

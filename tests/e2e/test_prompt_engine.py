@@ -108,11 +108,6 @@ def chat(*parts: str | int, media: tuple[Item, ...] = (), role: str = "user") ->
     return prompt, [tensor for _, tensor in media]
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_checkpoint: Path) -> Reference:
-    return Reference(tiny_checkpoint)
-
-
 def arguments(checkpoint: Path, kind: str) -> OmniEngineArgs:
     options = {"max_model_len": MAX_MODEL_LEN, "dtype": "float32"}
     if kind == "autoregressive":

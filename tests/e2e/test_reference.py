@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -16,13 +14,13 @@ VOICES = ("Chelsie", "Ethan")
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_checkpoint: Path) -> Reference:
-    return Reference(tiny_checkpoint)
-
-
-@pytest.fixture(scope="module")
 def answers(reference: Reference) -> dict[tuple[str, str], ReferenceResult]:
-    return {(prompt, voice): answer(reference, prompt, voice=voice) for prompt in PROMPTS for voice in VOICES}
+    """Only the first prompt's are spoken: `test_the_promised_figures` listens to all of them."""
+    return {
+        (prompt, voice): answer(reference, prompt, voice=voice, speaks=prompt == PROMPTS[0])
+        for prompt in PROMPTS
+        for voice in VOICES
+    }
 
 
 def answer(reference: Reference, prompt: str, **options) -> ReferenceResult:
@@ -37,8 +35,9 @@ def test_outputs_vary(answers, prompt, voice):
     assert len(set(result.thinker_tokens)) >= 10
     assert len(result.codec_tokens) == 64
     assert len(set(result.codec_tokens)) >= 10
-    assert 0.05 < result.waveform.abs().max() < 0.95
-    assert result.waveform.shape == (64 * 480,)
+    if prompt == PROMPTS[0]:
+        assert 0.05 < result.waveform.abs().max() < 0.95
+        assert result.waveform.shape == (64 * 480,)
 
 
 def test_the_promised_figures(tiny_checkpoint):
@@ -98,7 +97,7 @@ def test_media_influence_outputs_and_their_embeddings_count_as_zero(reference):
 
     def ask(kind: str, **media) -> ReferenceResult:
         content = [{"type": kind}, {"type": "text", "text": "What is this?"}]
-        return reference.generate(reference.inputs([{"role": "user", "content": content}], **media))
+        return reference.generate(reference.inputs([{"role": "user", "content": content}], **media), speaks=False)
 
     heard = [ask("audio", audios=[(tone, 16000)]) for tone in tones]
     seen = [ask("image", images=[image]) for image in pictures]
@@ -130,12 +129,12 @@ def test_noise_is_injected(reference):
 def test_end_tokens(reference, answers):
     whole = answers["hello", "Chelsie"]
     text_end, codec_end = whole.thinker_tokens[9], whole.codec_tokens[20]
-    result = answer(reference, "hello", thinker_eos=[text_end])
+    result = answer(reference, "hello", thinker_eos=[text_end], speaks=False)
     assert result.thinker_tokens == whole.thinker_tokens[: whole.thinker_tokens.index(text_end) + 1]
-    result = answer(reference, "hello", talker_eos=[codec_end])
+    result = answer(reference, "hello", talker_eos=[codec_end], speaks=False)
     assert result.talker_tokens[-1] == codec_end
     assert result.codec_tokens == result.talker_tokens[:-1] == whole.codec_tokens[: whole.codec_tokens.index(codec_end)]
-    result = answer(reference, "hello", thinker_eos=[], talker_eos=[])
+    result = answer(reference, "hello", thinker_eos=[], talker_eos=[], speaks=False)
     assert result.thinker_tokens == whole.thinker_tokens
     assert result.talker_tokens == result.codec_tokens == whole.codec_tokens
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,37 +14,45 @@ import pytest
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.errors import ConfigError
+from tests.e2e.stage_driver import Driver, make_engine
+from tests.e2e.tensor_parallel import answer
+from tests.pipelines import REPOSITORY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-COMMAND = [sys.executable, "-m", "tests.e2e.tensor_parallel"]
 # vLLM gives each of its CPU workers a NUMA node of its own unless told which cores to take.
-ENVIRONMENT = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0|0"}
+CORES = sorted(os.sched_getaffinity(0))
+ENVIRONMENT = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}"}
 
 
-def test_two_workers_answer_like_one(tiny_checkpoint: Path) -> None:
-    command = [*COMMAND, str(tiny_checkpoint)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(done.stdout.strip().splitlines()[-1])
-    for stage, (one, two) in result.items():
-        assert [len(tokens) for tokens in two["tokens"]] == [16, 16, 16], stage
-        assert two["tokens"] == one["tokens"], stage
-        assert two["rows"] == pytest.approx(one["rows"], rel=1e-5), stage
-        assert not any(two["left"].values()), stage
-        assert two["workers"] >= one["workers"] + 2, stage
-    assert all(total > 0 for total in result["thinker"][1]["rows"])
-
-
-def test_workers_do_not_outlive_their_stage(tiny_checkpoint: Path) -> None:
-    command = [*COMMAND, str(tiny_checkpoint), "--hang"]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as stage:
-        lines = iter(stage.stdout.readline, "")
-        workers = json.loads(next(line for line in lines if line.startswith("[") and line.strip().endswith("]")))
-        assert len(workers) >= 2
-        stage.send_signal(signal.SIGKILL)
+@pytest.mark.parametrize(("stage", "end"), [("thinker", "killed"), ("talker", "in order")])
+def test_two_workers_answer_like_one_and_die_with_their_stage(tiny_checkpoint: Path, stage: str, end: str) -> None:
+    command = [sys.executable, "-m", "tests.e2e.tensor_parallel", str(tiny_checkpoint), stage]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as spread:
+        try:
+            driver = Driver(make_engine(tiny_checkpoint, stage, asynchronous=True))
+            one = answer(driver, stage)
+            driver.engine.shutdown()
+            assert spread.stdout is not None
+            said = next((line for line in spread.stdout if line.startswith("{")), "")
+            assert said, "it ended without an answer; why stands above"
+            two = json.loads(said)
+            assert len(two["workers"]) >= 2
+            assert all(is_running(pid) for pid in two["workers"])
+            if end == "in order":
+                spread.communicate()
+                assert spread.returncode == 0
+        finally:
+            spread.kill()
+    assert [len(tokens) for tokens in two["tokens"]] == [16, 16, 16]
+    assert two["tokens"] == one["tokens"]
+    assert two["rows"] == pytest.approx(one["rows"], rel=1e-5)
+    assert stage == "talker" or all(total > 0 for total in two["rows"])
+    assert not any(two["left"].values())
     deadline = time.monotonic() + 5.0
-    while (left := [pid for pid in workers if is_running(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in two["workers"] if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
 

@@ -43,10 +43,3 @@ def slow(slow_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
     """20 tokens a second, two requests at a time; idle again after each test."""
     yield slow_pipeline
     slow_pipeline.assert_idle()
-
-
-@pytest.fixture(scope="session")
-def tiny_http(tiny_checkpoint: Path) -> Iterator[HttpPipeline]:
-    """The tiny Qwen2.5-Omni with an HTTP server."""
-    with HttpPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": tiny_checkpoint}) as pipeline:
-        yield pipeline

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -336,12 +337,12 @@ def test_launcher_refuses_wrong_addresses() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        result = launch("--http", f"127.0.0.1:{taken.getsockname()[1]}")
-        assert (result.returncode, "Cannot listen" in result.stderr) == (2, True), result.stderr
-    result = launch("--http", "0.0.0.0:0")
-    assert (result.returncode, "OMNI_ACTORS_API_KEY" in result.stderr) == (2, True), result.stderr
-    result = launch("--http", "127.0.0.1:port")
-    assert result.returncode == 2
+        addresses = (f"127.0.0.1:{taken.getsockname()[1]}", "0.0.0.0:0", "127.0.0.1:port")
+        with ThreadPoolExecutor() as pool:
+            in_use, without_key, no_port = pool.map(lambda address: launch("--http", address), addresses)
+    assert (in_use.returncode, "Cannot listen" in in_use.stderr) == (2, True), in_use.stderr
+    assert (without_key.returncode, "OMNI_ACTORS_API_KEY" in without_key.stderr) == (2, True), without_key.stderr
+    assert no_port.returncode == 2
 
 
 def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:

@@ -86,6 +86,15 @@ print(cpu_triton.enable_interpreter(), os.environ.get('TRITON_INTERPRET'))
     assert run(code).splitlines()[-1] == "False None"
 
 
+def test_the_interpreter_checks_no_more_than_compiled_kernels_do():
+    code = """
+import omni_actors.engine
+from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
+print(InterpreterOptions().sanitize_overflow, interpreter_builder.options.sanitize_overflow)
+"""
+    assert run(code) == "True False"
+
+
 def test_preloading_leaves_nothing_that_forbids_a_fork():
     code = """
 import threading, torch, gc, omni_actors.engine.preload

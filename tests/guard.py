@@ -1,0 +1,77 @@
+"""Ends what tests have started when pytest itself is killed: `guard.py PID MARK`, a process beside pytest.
+
+pytest that is interrupted tears its fixtures down; one that gets SIGTERM or SIGKILL does not, and launchers, browsers
+and hosts of network namespaces would live on. All of them carry MARK in the environment that they were started with.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+NAME = "OMNI_TEST_SESSION"
+GRACE_SECONDS = 10.0  # for launchers to end their stages in order
+
+
+_begun: list[subprocess.Popen[bytes]] = []
+
+
+def begin() -> None:
+    """Mark the processes that this one will start, and watch over them until this one has ended."""
+    mark = os.environ[NAME] = f"{os.getpid()}-{time.monotonic_ns()}"
+    command = [sys.executable, "-S", __file__, str(os.getpid()), mark]  # -S: without site no coverage of its own
+    _begun.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes that were started with the mark, but for this one."""
+    wanted = f"{NAME}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:  # it has just ended, or it is not ours
+                continue
+    return found
+
+
+def end(mark: str) -> None:
+    """SIGTERM to all; SIGKILL to those that are left in the end."""
+    began = time.monotonic()
+    told: set[int] = set()
+    while (left := marked(mark)) and time.monotonic() < began + 2 * GRACE_SECONDS:
+        late = time.monotonic() > began + GRACE_SECONDS
+        for pid in left:
+            if late or pid not in told:
+                signal_to(pid, signal.SIGKILL if late else signal.SIGTERM)
+        told.update(left)
+        time.sleep(0.1)
+
+
+def signal_to(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def main() -> None:
+    watched, mark = int(sys.argv[1]), sys.argv[2]
+    try:
+        pidfd = os.pidfd_open(watched)
+    except ProcessLookupError:  # it has ended already
+        end(mark)
+        return
+    select.select([pidfd], [], [])
+    end(mark)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""What tests have started ends with pytest, also when nobody tears the fixtures down."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines import REPOSITORY
+from tests.process.launcher import assert_nothing_left, processes_of
+
+SESSION = """
+import sys
+from pathlib import Path
+from tests import guard
+from tests.process.launcher import EchoLauncher
+from tests.unit.builders import chain
+
+guard.begin()
+EchoLauncher(Path(sys.argv[1]), chain()).wait_ready()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_ends_with_the_session_that_started_it(short_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", SESSION, str(short_path)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as session:
+        assert session.stdout is not None
+        assert session.stdout.readline() == b"ready\n"
+        assert len(processes_of(short_path)) >= 5
+        session.send_signal(number)
+    assert_nothing_left(short_path, 8.0)
