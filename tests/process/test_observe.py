@@ -66,7 +66,12 @@ async def test_what_requests_cost_is_counted_where_it_is(client: AsyncOmniClient
     def grown(look: Look, metric: Metric, *labels: str, suffix: str = "") -> float:
         return look.value(metric, *labels, suffix=suffix) - before.value(metric, *labels, suffix=suffix)
 
-    now = await settled(client, lambda look: grown(look, table.STAGE_REQUESTS, "code2wav", "0", "done") == 2)
+    def told(look: Look) -> bool:
+        """Each stage tells of itself, and at its own time."""
+        done = all(grown(look, table.STAGE_REQUESTS, stage, "0", "done") == 2 for stage in STAGES)
+        return done and grown(look, table.STAGE_REQUESTS, "prompt", "0", "engine_error") == 1
+
+    now = await settled(client, told)
     assert grown(now, table.REQUESTS, "done", "ok") == 2
     assert grown(now, table.REQUESTS, "failed", "engine_error") == 1
     assert grown(now, table.TEXT_TOKENS) == 20
