@@ -299,7 +299,7 @@ class Coordinator:
     def _edge_figures(self) -> dict[str, EdgeFigures]:
         figures = {target: traffic.figures() for target, traffic in self._traffic.items()}
         for hop, link in self._links.items():
-            figures[f"{hop.stage}/{hop.replica}"] = link.figures()
+            figures[hop.name] = link.figures()
         return figures
 
     # -- operators ----------------------------------------------------------------------------------------------------
@@ -707,7 +707,7 @@ class Coordinator:
         self._grant(everything=True)
         for hop in self._cuts.found(time.monotonic()):
             self._cuts.forget(hop)
-            logger.warning("the link to %s/%d was cut: it is to register again", hop.stage, hop.replica)
+            logger.warning("the link to %s was cut: it is to register again", hop.name)
             self._send_control(_identity(hop), Renew())
         for hop, link in self._links.items():
             link.flush()
@@ -755,6 +755,6 @@ def _about(replica: Replica) -> dict[str, str]:
 
 
 def _takes_no_messages(hop: Hop) -> StageLost:
-    return StageLost(f"{hop.stage}/{hop.replica} takes no messages.", stage=hop.stage)
+    return StageLost(f"{hop.name} takes no messages.", stage=hop.stage)
 
 

@@ -289,6 +289,11 @@ class Hop(Struct, frozen=True, array_like=True):
     replica: Annotated[int, Meta(ge=0, le=65535)]
     epoch: Count
 
+    @property
+    def name(self) -> str:
+        """As "talker/0"."""
+        return f"{self.stage}/{self.replica}"
+
 
 MAX_BLOCKS = 16  # per message; further buffers travel as frames
 MAX_ATTEMPT = 255

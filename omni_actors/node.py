@@ -73,7 +73,7 @@ class LocalNode:
     async def kill_former(self, identity: Hop) -> None:
         """End other processes of the same replica: two of them would share its devices."""
         for former in [hop for hop in self._processes if _same(hop, identity)]:
-            logger.warning("killing %s/%d of epoch %d, which is replaced", former.stage, former.replica, former.epoch)
+            logger.warning("killing %s of epoch %d, which is replaced", former.name, former.epoch)
             self.kill_replica(former)
             for _ in range(int(KILL_SECONDS / 0.02)):
                 if former not in self._processes:
@@ -93,7 +93,7 @@ class LocalNode:
         self._processes[identity] = process
         self._none_left.clear()
         loop.add_reader(process.sentinel, self._ended, identity)
-        logger.debug("%s/%d is process %s", identity.stage, identity.replica, process.pid)
+        logger.debug("%s is process %s", identity.name, process.pid)
 
     def refuse_starts(self) -> None:
         """Start nothing more."""
@@ -124,7 +124,7 @@ class LocalNode:
             devices=tuple(placed),
             threads=threads_of(bool(placed), model_replicas, os.cpu_count() or 1) if stage.kind in MODEL_KINDS else 0,
             launcher_pid=os.getpid(),
-            log_file=str(self._run_directory.log_file(f"{identity.stage}/{identity.replica}")),
+            log_file=str(self._run_directory.log_file(identity.name)),
             run_dir=str(self._run_directory.path),
             run_dir_is_temporary=self._run_directory.temporary,
             goes_first=tuple(goes_first(self._pipeline, identity.stage, identity.replica, devices)),
@@ -143,7 +143,7 @@ class LocalNode:
 
     def log_tail(self, identity: Hop) -> str:
         """The last lines of a replica's log."""
-        path = self._run_directory.log_file(f"{identity.stage}/{identity.replica}")
+        path = self._run_directory.log_file(identity.name)
         try:
             lines = path.read_text(errors="replace").splitlines()
         except OSError as error:
@@ -156,7 +156,7 @@ class LocalNode:
             process.terminate()
         await self._all_ended(timeout)
         for identity, process in self._processes.items():
-            logger.warning("%s/%d did not stop; killing it", identity.stage, identity.replica)
+            logger.warning("%s did not stop; killing it", identity.name)
             process.kill()
         await self._all_ended(KILL_SECONDS)
 

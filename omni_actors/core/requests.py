@@ -24,7 +24,7 @@ class Loss:
     computing: bool
 
     def __str__(self) -> str:
-        return f"{self.hop.stage}/{self.hop.replica} (epoch {self.hop.epoch}): {self.why}"
+        return f"{self.hop.name} (epoch {self.hop.epoch}): {self.why}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ActiveRequest:
             self.request_id,
             self.state,
             self.attempt,
-            tuple(f"{hop.stage}/{hop.replica}" for hop in self.route),
+            tuple(hop.name for hop in self.route),
             tuple(self.usage),
             self.deadline - now,
             tuple(str(loss) for loss in self.losses),

@@ -136,7 +136,7 @@ class RequestLog(Observer):
             now = self._clock()
             live.attempt = attempt
             live.bound.update(dict.fromkeys(begun, now))
-            names = " ".join(f"{hop.stage}/{hop.replica}" for hop in route)
+            names = " ".join(hop.name for hop in route)
             live.events.append(TimelineEvent("bound", now, names[:1024]))
 
     def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:

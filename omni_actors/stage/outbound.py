@@ -312,7 +312,7 @@ class Outbound(threading.Thread):
     def _look_for_cuts(self, now: float) -> None:
         for receiver in self._cuts.found(now):
             self._cuts.forget(receiver)
-            name = f"{receiver.stage}/{receiver.replica}" if receiver is not None else "the coordinator"
+            name = receiver.name if receiver is not None else "the coordinator"
             self._on_event(Lost(f"the link to {name} was cut"))
 
     def _last_words(self) -> None:
@@ -355,7 +355,7 @@ class Outbound(threading.Thread):
         for hop in [hop for hop in self._links if hop not in wanted]:
             self._cuts.forget(hop)
             self._drop(self._links.pop(hop))
-            del self._edges[_name(hop)]
+            del self._edges[hop.name]
             self._mapped.pop(hop, None)
         if self._arena is not None:
             for hop in (self._consumers - wanted.keys()) - self._readers:
@@ -363,7 +363,7 @@ class Outbound(threading.Thread):
         self._consumers = wanted.keys() | self._readers
         for hop, inbox in wanted.items():
             if hop not in self._links:
-                self._links[hop] = self._link(inbox, _name(hop))
+                self._links[hop] = self._link(inbox, hop.name)
                 self._cuts.watch(hop, self._links[hop].socket, inbox)
                 self._newest[(hop.stage, hop.replica)] = hop.epoch
         early, self._early = self._early, []
@@ -470,7 +470,7 @@ class Outbound(threading.Thread):
                 link.traffic.shared_bytes += block.length
 
     def _lose(self, request_id: str, receiver: Hop, what: str) -> None:
-        error = StageLost(f"{_name(receiver)} {what}.")
+        error = StageLost(f"{receiver.name} {what}.")
         self._on_event(Undelivered(request_id, receiver, error))
 
     def _is_coming(self, hop: Hop) -> bool:
@@ -521,10 +521,6 @@ class Outbound(threading.Thread):
         if credit.through is not None and credit.held is not None:
             known = credit.through not in self._consumers
             self._arena.hold_only(receiver, credit.through, credit.held, known)
-
-
-def _name(receiver: Hop) -> str:
-    return f"{receiver.stage}/{receiver.replica}"
 
 
 def _payload(message: Outgoing) -> int:
