@@ -71,8 +71,8 @@ from omni_actors.transport.credit import EdgeFigures, Tally, Traffic, Window, wi
 from omni_actors.transport.cuts import Cuts
 from omni_actors.transport.keys import EVERYONE, KeyOwner, KeyOwners, load_keys
 from omni_actors.transport.link import Link
-from omni_actors.transport.reader import SocketReader, receive_known
-from omni_actors.transport.sockets import PeerGone, Sockets, try_send
+from omni_actors.transport.reader import SocketReader
+from omni_actors.transport.sockets import PeerGone, Sockets, receive_known, try_send
 
 logger = get_logger(__name__)
 

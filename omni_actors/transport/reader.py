@@ -11,24 +11,9 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from omni_actors.transport.keys import PEER_KEY
 from omni_actors.transport.sockets import Socket, receive
 
 BATCH = 256  # messages before other tasks get a turn
-
-
-def receive_known(socket: Socket) -> list[bytes]:
-    """The next message, with the public key (Z85) of the peer's connection in front; b"" where none was asked for.
-
-    Raises:
-        zmq.Again: there is none.
-    """
-    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-    try:
-        key = str(frames[0].get(PEER_KEY)).encode()
-    except zmq.ZMQError:  # libzmq knows no such property
-        key = b""
-    return [key, *(frame.bytes for frame in frames)]
 
 
 class SocketReader:

@@ -20,7 +20,7 @@ from omni_actors.addresses import LOCAL_SCHEMES, stays_on_host, tcp_host
 from omni_actors.codec import Frame
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
 from omni_actors.transport.handshake import Handshake
-from omni_actors.transport.keys import LOCAL, MAKE_KEYS, MEMBERS, Doorkeeper, Keys
+from omni_actors.transport.keys import LOCAL, MAKE_KEYS, MEMBERS, PEER_KEY, Doorkeeper, Keys
 
 HIGH_WATER_MARK = 1000  # messages; a last wall, not the flow control
 LAST_WORDS_MS = 500  # how long a closing socket may still send
@@ -67,29 +67,37 @@ def descriptor(socket: Socket) -> int:
     return int(socket.getsockopt(zmq.FD))
 
 
+def _receive(socket: Socket) -> list[zmq.Frame]:
+    """The next message. Raises `zmq.Again`: there is none."""
+    # Whether more follow comes with a frame; to ask the socket, as pyzmq's own loop does, costs as much as to receive.
+    frames = [socket.recv(_WITHOUT_WAITING, copy=False)]
+    while frames[-1].more:
+        frames.append(socket.recv(_WITHOUT_WAITING, copy=False))
+    return frames
+
+
 def receive(socket: Socket) -> list[bytes]:
     """The next message.
 
     Raises:
         zmq.Again: there is none.
     """
-    # Whether more follow comes with a frame; to ask the socket, as pyzmq's own loop does, costs as much as to receive.
-    frame = socket.recv(_WITHOUT_WAITING, copy=False)
-    frames = [frame.bytes]
-    while frame.more:
-        frame = socket.recv(_WITHOUT_WAITING, copy=False)
-        frames.append(frame.bytes)
-    return frames
+    return [frame.bytes for frame in _receive(socket)]
 
 
 def receive_views(socket: Socket) -> list[Frame]:
     """As `receive`, but large frames are views of zmq's own memory."""
-    frame = socket.recv(_WITHOUT_WAITING, copy=False)
-    frames: list[Frame] = [frame.bytes]
-    while frame.more:
-        frame = socket.recv(_WITHOUT_WAITING, copy=False)
-        frames.append(frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer)
-    return frames
+    return [frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer for frame in _receive(socket)]
+
+
+def receive_known(socket: Socket) -> list[bytes]:
+    """As `receive`, with the public key (Z85) of the peer's connection in front; b"" where none was asked for."""
+    frames = _receive(socket)
+    try:
+        key = str(frames[0].get(PEER_KEY)).encode()
+    except zmq.ZMQError:  # libzmq knows no such property
+        key = b""
+    return [key, *(frame.bytes for frame in frames)]
 
 
 def drain(socket: Socket, maximum: int = DRAIN_MESSAGES) -> list[list[Frame]]:

@@ -40,8 +40,7 @@ from omni_actors.transport.keys import (
     make_client,
     make_cluster,
 )
-from omni_actors.transport.reader import receive_known
-from omni_actors.transport.sockets import Sockets, drain, try_send
+from omni_actors.transport.sockets import Sockets, drain, receive_known, try_send
 from tests.unit.test_transport import until
 
 REFUSED_SECONDS = 5.0  # within which one is told
