@@ -26,7 +26,7 @@ from omni_actors.core.replicas import Replica
 from omni_actors.core.states import ReplicaEvent, ReplicaState
 from omni_actors.core.supervision import Supervision
 from omni_actors.errors import InvalidRequest, OmniError, SlowClient, StageLost, Unauthorized
-from omni_actors.logs import get_logger
+from omni_actors.logs import get_logger, is_worth_a_line
 from omni_actors.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -257,7 +257,7 @@ class Coordinator:
     def _lock_out(self, client: bytes, header: Header, body: Body, now: float) -> None:
         """Its key was taken from the allowed ones while it was connected: it gets nothing more than this answer."""
         self._dropped["client_locked_out"] = count = self._dropped["client_locked_out"] + 1
-        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: it may go on for long
+        if is_worth_a_line(count):
             logger.warning("refused a client that is connected: its key is not allowed any more (%d so far)", count)
         error = Unauthorized("This key is not allowed any more.", hint="Ask the pipeline's operator for another.")
         self._do(self.state.end_client(client, error, now))

@@ -56,3 +56,8 @@ def say(text: str) -> None:
 
 def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith("omni_actors") else f"omni_actors.{name}")
+
+
+def is_worth_a_line(count: int) -> bool:
+    """Whether to log the `count`-th of a kind: the 1st, 2nd, 4th, 8th, ..., so that a flood does not fill the disk."""
+    return count & (count - 1) == 0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
 from omni_actors.errors import OmniError
-from omni_actors.logs import get_logger
+from omni_actors.logs import get_logger, is_worth_a_line
 from omni_actors.messages import (
     Body,
     CoordinatorToStage,
@@ -209,7 +209,7 @@ class Inbound(threading.Thread):
             envelope = self._decoder.decode(frames)
         except BadHeader as error:
             count = self._decoder.rejected[error.reason]
-            if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: a flood must not fill the disk
+            if is_worth_a_line(count):
                 logger.warning("dropped a message with a bad header: %s (%d so far)", error.reason, count)
             return None
         except BadBody as error:
