@@ -6,6 +6,8 @@ from omni_actors.config import PipelineConfig
 from omni_actors.errors import ConfigError
 from omni_actors.observe.watch import Exporter
 
+INSTALL_HINT = "pip install 'omni_actors[trace]'"
+
 
 def span_export(pipeline: PipelineConfig) -> Exporter | None:
     """Where spans go. Raises `ConfigError` if they should go somewhere, and what that takes is not installed."""
@@ -17,6 +19,6 @@ def span_export(pipeline: PipelineConfig) -> Exporter | None:
     except ImportError as error:
         raise ConfigError(
             f"coordinator.otlp_endpoint is set, and OpenTelemetry is not installed: {error}.",
-            hint="pip install 'omni_actors[trace]', or unset OTEL_EXPORTER_OTLP_ENDPOINT.",
+            hint=f"{INSTALL_HINT}, or unset OTEL_EXPORTER_OTLP_ENDPOINT.",
         ) from error
     return SpanExport.to(pipeline.name, coordinator.otlp_endpoint, coordinator.otlp_protocol)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from omni_actors.messages import HopTimeline
-from omni_actors.observe.meters import Histogram
+from omni_actors.observe import table
+from omni_actors.observe.meters import Histogram, Meters
 
 
 @dataclass(slots=True)
@@ -35,3 +36,11 @@ class HopTrack:
         return HopTimeline(
             source, self.messages, self.bytes, self.first_sent, self.first_received, self.last_sent, self.last_received
         )
+
+
+def track_of(tracks: dict[str, HopTrack], meters: Meters, source: str, target: str) -> HopTrack:
+    """The one of a request's `tracks` for messages from `source`; made with the first of them."""
+    found = tracks.get(source)
+    if found is None:
+        found = tracks[source] = HopTrack(meters.histogram(table.EDGE_LATENCY, source, target))
+    return found

@@ -29,10 +29,10 @@ from omni_actors import __version__
 from omni_actors.config import OtlpProtocol
 from omni_actors.errors import ConfigError
 from omni_actors.observe.chart import Chart, HopBar, StageBar, chart
+from omni_actors.observe.export import INSTALL_HINT
 from omni_actors.observe.requests import Finished
 
 CLOSE_SECONDS = 2.0  # for the last spans; the library itself would wait for half a minute
-INSTALL_HINT = "pip install 'omni_actors[trace]'"
 
 
 class _GivenIds(RandomIdGenerator):

@@ -28,8 +28,9 @@ from omni_actors.messages import (
     TimelineEvent,
 )
 from omni_actors.observe import table
+from omni_actors.observe.chart import PHASES
 from omni_actors.observe.clocks import ClockOffset
-from omni_actors.observe.hops import HopTrack
+from omni_actors.observe.hops import HopTrack, track_of
 from omni_actors.observe.meters import Meters
 
 KEPT = 200  # timelines of requests that have ended
@@ -39,7 +40,7 @@ SETTLE_SECONDS = 2.5  # after which all stages have told how a failed request en
 TOKEN_BYTES = 4
 SAMPLE_BYTES = 4
 
-MOMENTS = ("expected", "first_input", "started", "first_step", "first_output", "last_output", "ended")
+MOMENTS = ("expected", *(moment for _, moment in PHASES))  # of a stage's timeline
 
 
 @dataclass
@@ -150,10 +151,7 @@ class RequestLog(Observer):
         if live is None:
             return
         source = f"{header.stage}/{header.replica}"
-        hop = live.deliveries.get(source)
-        if hop is None:
-            latency = self._meters.histogram(table.EDGE_LATENCY, source, table.COORDINATOR[0])
-            hop = live.deliveries[source] = HopTrack(latency)
+        hop = track_of(live.deliveries, self._meters, source, table.COORDINATOR[0])
         hop.add(body.sent, self._clock(), _payload(body), self.offset(source))
 
     def delivered(self, request_id: str, body: TextDelta | AudioChunk) -> None:

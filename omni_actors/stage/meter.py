@@ -13,7 +13,7 @@ import msgspec
 from omni_actors.messages import EndedWork, StageTimeline
 from omni_actors.observe import table
 from omni_actors.observe.clocks import AnchoredClock, StoppedClock
-from omni_actors.observe.hops import HopTrack
+from omni_actors.observe.hops import HopTrack, track_of
 from omni_actors.observe.meters import Meters
 
 KEPT_TIMELINES = 256  # of requests that ended here without a `StageDone`, until the next snapshot
@@ -69,11 +69,7 @@ class StageMeter:
         now = self.clock()
         if not track.first_input:
             track.first_input = now
-        hop = track.hops.get(source)
-        if hop is None:
-            latency = self.meters.histogram(table.EDGE_LATENCY, source, self._name)
-            hop = track.hops[source] = HopTrack(latency)
-        hop.add(sent, now, size)
+        track_of(track.hops, self.meters, source, self._name).add(sent, now, size)
 
     def started(self, track: Track) -> None:
         """The engine has the request."""
