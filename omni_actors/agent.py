@@ -142,6 +142,7 @@ class Agent:
                 self._ended = True
                 self._on_shutdown(str(refusal), True)
         elif self._handshake.verdict.departed:
+            self._reader.drain()  # its last words may be that this node is to stop
             self._reconnect("it is gone")
 
     def _reconnect(self, why: str) -> None:

@@ -157,11 +157,13 @@ class Inbound(threading.Thread):
                 next_beat = time.monotonic() + self._heartbeat_interval
                 counts = {**self.pulse.counts, **self.rejected()}
                 self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts, sent=self._clock()))
-            self._receive_control(control)  # always: what is sent above may use up the descriptor's signal
-            self._look_at(handshake)  # after the last words of the control connection
+            refusal = handshake.take()
+            # Always: what is sent above may use up the descriptor's signal. And after the look at the connection: if
+            # that is lost, all of the coordinator's last words can be read by now, and they count.
+            self._receive_control(control)
+            self._judge(handshake, refusal)
 
-    def _look_at(self, handshake: Handshake) -> None:
-        refusal = handshake.take()
+    def _judge(self, handshake: Handshake, refusal: OmniError | None) -> None:
         if refusal is not None and (handshake.verdict.final or not self._welcomed):
             self._inbox.put(Stop(str(refusal), failed=True))
         elif handshake.verdict.departed:

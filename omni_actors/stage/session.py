@@ -258,11 +258,16 @@ class Session:
         elif isinstance(event, Undelivered):
             self._emit(outbound, actor.undelivered(event.request_id, event.receiver, event.error))
         elif isinstance(event, Stop | Lost):
-            self._end = event
+            self._end_with(event)
         elif isinstance(event.body, Peers):
             outbound.set_peers(event.body)
         elif isinstance(event.body, Shutdown):
-            self._end = Stop(event.body.reason)
+            self._end_with(Stop(event.body.reason))
+
+    def _end_with(self, end: Stop | Lost) -> None:
+        """A coordinator that ends says so and leaves: that it has left may not undo what it said."""
+        if not isinstance(self._end, Stop):
+            self._end = end
 
     def _emit(self, outbound: Outbound, messages: Sequence[Outgoing], idle: bool = False) -> None:
         if self._recorder is not None:

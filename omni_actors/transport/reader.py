@@ -38,7 +38,7 @@ class SocketReader:
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._closed = False
         self._scheduled = False
-        self._loop.add_reader(self._descriptor, self._drain)
+        self._loop.add_reader(self._descriptor, self.drain)
         self.poke()
 
     def poke(self) -> None:
@@ -49,9 +49,10 @@ class SocketReader:
 
     def _run_scheduled(self) -> None:
         self._scheduled = False
-        self._drain()
+        self.drain()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Read what has come, without waiting; if that is more than a batch, the rest soon."""
         for _ in range(BATCH):
             if self._closed:
                 return

@@ -22,6 +22,7 @@ from omni_actors.messages import (
     Ready,
     Renew,
     Sample,
+    Shutdown,
     Snapshot,
     StageToCoordinator,
     Welcome,
@@ -31,7 +32,7 @@ from omni_actors.stage.events import Control, Event, Lost, Received, Rejected, S
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
 from omni_actors.transport.arena import ArenaReader
-from omni_actors.transport.sockets import Sockets, drain, try_send
+from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.unit.test_transport import until
 
 IDENTITY = Hop("thinker", 0, 5)
@@ -139,6 +140,27 @@ def test_a_coordinator_that_dies_or_forgets_ends_the_session(short_path: Path, l
     harness.tell(Renew())
     assert harness.next(2) == Lost("the coordinator does not know this replica")
     harness.control.close()
+    assert harness.next(2) == Lost("the coordinator is not connected any more")
+    harness.close()
+
+
+def test_last_words_of_a_coordinator_count_though_it_has_left(
+    short_path: Path, launcher: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both come at once, and just after the control connection was looked at."""
+    harness = Harness(short_path, launcher.pid)
+    harness.await_hello()
+    receive = harness.inbound._receive_control
+
+    def speak_and_leave(control: Socket) -> None:
+        receive(control)
+        if not harness.control.closed:
+            harness.tell(Shutdown(reason="the launcher stops"))
+            harness.control.close()
+            time.sleep(0.2)
+
+    monkeypatch.setattr(harness.inbound, "_receive_control", speak_and_leave)
+    assert harness.next(2) == Control(Shutdown(reason="the launcher stops"))
     assert harness.next(2) == Lost("the coordinator is not connected any more")
     harness.close()
 

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from omni_actors.messages import Hop
+from omni_actors.codec import encode
+from omni_actors.messages import Header, Hop, Shutdown, Welcome
 from omni_actors.node import LocalNode
 from omni_actors.stage.echo import EchoEngine
-from omni_actors.stage.process import ReplicaSpec, StageProcess
+from omni_actors.stage.process import ReplicaSpec, StageProcess, build_engine
 from omni_actors.stage.turns import Sign
 from omni_actors.transport.run_directory import RunDirectory
+from omni_actors.transport.sockets import Sockets
 from tests.unit.builders import chain, load, pipeline
+from tests.unit.test_transport import until
 
 
-def test_an_engine_that_fails_to_end_keeps_nothing_open(
-    short_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = pipeline()
-    spec = ReplicaSpec(
-        pipeline_json=msgspec.json.encode(config),
+@pytest.fixture
+def spec(short_path: Path) -> ReplicaSpec:
+    return ReplicaSpec(
+        pipeline_json=msgspec.json.encode(pipeline()),
         stage="thinker",
         replica=0,
         epoch=1,
@@ -36,24 +42,62 @@ def test_an_engine_that_fails_to_end_keeps_nothing_open(
         run_dir=str(short_path),
         run_dir_is_temporary=False,
     )
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """A stage's process sets its own."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
-    stage = msgspec.structs.replace(config.stage("thinker"), engine={"fail_shutdown": "it does not want to end"})
-    try:
-        process = StageProcess(spec)
-        session = process._session
-        session._inbound.start()
-        process._engine = EchoEngine(stage)
-        process._close("a test")
-        assert "it does not want to end" in caplog.text
-        assert not session._inbound.is_alive()
-        assert session._sockets.context.closed
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(session._arena.address.descriptor)
-        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "nobody will be ended for taking too long"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_an_engine_that_fails_to_end_keeps_nothing_open(spec: ReplicaSpec, caplog: pytest.LogCaptureFixture) -> None:
+    stage = msgspec.structs.replace(pipeline().stage("thinker"), engine={"fail_shutdown": "it does not want to end"})
+    process = StageProcess(spec)
+    session = process._session
+    session._inbound.start()
+    process._engine = EchoEngine(stage)
+    process._close("a test")
+    assert "it does not want to end" in caplog.text
+    assert not session._inbound.is_alive()
+    assert session._sockets.context.closed
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(session._arena.address.descriptor)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "nobody will be ended for taking too long"
+
+
+def test_a_coordinator_that_ends_takes_the_stage_along(
+    spec: ReplicaSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so and leaves while the engine loads: the stage sees both at once, and does not register again."""
+    logging.getLogger("omni_actors").propagate = True
+    caplog.set_level(logging.INFO, "omni_actors")
+    sockets = Sockets()
+    control, _ = sockets.router(spec.control_endpoint)
+
+    def coordinate() -> None:
+        until(lambda: control.poll(0))
+        name = control.recv_multipart()[0]
+        for body in (Welcome(results=f"ipc://{spec.run_dir}/results"), Shutdown(reason="the launcher stops")):
+            control.send_multipart([name, *encode(Header(""), body)])
+
+    def build_slowly(*arguments: Any) -> EchoEngine:
+        control.close()
+        time.sleep(0.2)
+        return build_engine(*arguments)
+
+    process = StageProcess(spec)
+    monkeypatch.setattr("omni_actors.stage.process.build_engine", build_slowly)
+    coordinator = threading.Thread(target=coordinate)
+    coordinator.start()
+    assert process.run() == 0
+    coordinator.join(5)
+    sockets.context.destroy(linger=0)
+    assert "stopping: the launcher stops" in caplog.text
+    assert "registering again" not in caplog.text
 
 
 def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
@@ -63,13 +107,8 @@ def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
     config = load(short_path, data).pipeline
     spec = LocalNode(config, RunDirectory(str(short_path)), "ipc:///control")._spec(Hop("talker", 0, 7))
     assert spec.environment == (("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_SHARE", "80"))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
-    try:
-        talker = StageProcess(spec)
-        assert not talker._give_way.now()
-        Sign(short_path, "thinker", 0).show(wanted=True)
-        talker._give_way._search_at = 0.0
-        assert talker._give_way.now(), "its thinker's requests wait for their first output"
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    talker = StageProcess(spec)
+    assert not talker._give_way.now()
+    Sign(short_path, "thinker", 0).show(wanted=True)
+    talker._give_way._search_at = 0.0
+    assert talker._give_way.now(), "its thinker's requests wait for their first output"
