@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import graphlib
+
 from omni_actors.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
 from omni_actors.config.classes import check_allowed, check_importable
 from omni_actors.config.devices import memory_plan, tensor_parallel_size
@@ -32,6 +34,7 @@ def check_stages(pipeline: PipelineConfig, devices: int) -> None:
         if len(producers) > 1:
             raise ConfigError(f"The stages {producers} all output {modality}; one stage owns a modality.")
     _check_exposure(pipeline.coordinator, pipeline.cluster)
+    _check_turns(pipeline)
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"
         for name in stage.sampling.given():
@@ -40,10 +43,6 @@ def check_stages(pipeline: PipelineConfig, devices: int) -> None:
                 raise ConfigError(
                     f"{where}.sampling.{name} does not apply to a stage of kind {stage.kind}.{suggest(name, allowed)}"
                 )
-        for other in stage.gives_way_to:
-            if other == stage.name or all(known.name != other for known in pipeline.stages):
-                names = [known.name for known in pipeline.stages if known is not stage]
-                raise ConfigError(f"{where}.gives_way_to: there is no other stage {other!r}.{suggest(other, names)}")
         _check_engine_class(stage, f"{where}.engine_class")
         if stage.decode is not None:
             _check_decode(stage.kind, stage.decode, f"{where}.decode")
@@ -84,6 +83,21 @@ def _check_exposure(coordinator: CoordinatorConfig, cluster: ClusterConfig) -> N
             f"{exposed[0]}, and there are no keys to keep strangers out.",
             hint="Make keys: python -m omni_actors.keys DIR, and give --keys DIR; or stay on loopback (127.0.0.0/8).",
         )
+
+
+def _check_turns(pipeline: PipelineConfig) -> None:
+    """Who gives way to whom; two that give way to each other would both wait."""
+    for stage in pipeline.stages:
+        for other in stage.gives_way_to:
+            if other == stage.name or all(known.name != other for known in pipeline.stages):
+                names = [known.name for known in pipeline.stages if known is not stage]
+                where = f"stages.{stage.name}.gives_way_to"
+                raise ConfigError(f"{where}: there is no other stage {other!r}.{suggest(other, names)}")
+    try:
+        graphlib.TopologicalSorter({stage.name: stage.gives_way_to for stage in pipeline.stages}).prepare()
+    except graphlib.CycleError as error:
+        circle = ", ".join(sorted(set(error.args[1])))
+        raise ConfigError(f"gives_way_to: the stages {circle} would wait for one another.") from None
 
 
 def _check_decode(kind: StageKind, decode: DecodeConfig, where: str) -> None:

@@ -119,6 +119,9 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             self.abort(request_id)  # without these rows it could never end
             raise
 
+    def waits_for_input(self, request_id: str) -> bool:
+        return bool(self.core.scheduler.waits_for_input(request_id))
+
     def abort(self, request_id: str) -> None:
         if self._requests.pop(request_id, None) is not None:
             self.core.abort([request_id])

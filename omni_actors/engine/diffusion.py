@@ -84,6 +84,10 @@ class DiffusionEngine(VllmEngine[_Running]):
         if running.job_id is None:
             self._submit(running)
 
+    def waits_for_input(self, request_id: str) -> bool:
+        running = self._requests.get(request_id)
+        return running is not None and running.job_id is None
+
     def _submit(self, running: _Running) -> None:
         """Hand the next job of a request to the core, if its input is here."""
         job = running.stream.next_job()

@@ -127,6 +127,11 @@ class OmniSchedulerMixin:
             return True
         return request.num_computed_tokens - request.num_prompt_tokens < stream.received
 
+    def waits_for_input(self, request_id: str) -> bool:
+        """Whether a request goes on only when rows come. False for ids that are not known."""
+        request = self.requests.get(request_id)
+        return request is not None and not self._ready(request)
+
     # -- vLLM's interface
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

@@ -229,8 +229,11 @@ class Stage:
         return len(self._whole) > self._backlog_requests and self._engine.runnable()
 
     def urgent(self) -> bool:
-        """Whether requests that the engine has wait for their first output."""
-        return any(work.started and not work.first_output for work in self._work.values())
+        """Whether the engine computes the first output of requests, or will when it is their turn."""
+        return any(
+            work.started and not work.first_output and not self._engine.waits_for_input(work.request_id)
+            for work in self._work.values()
+        )
 
     def held(self) -> dict[str, int]:
         """What this stage holds now beside its engine; all zero when it is idle."""

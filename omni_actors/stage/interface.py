@@ -161,6 +161,10 @@ class StageEngine(ABC):
     def runnable(self) -> bool:
         """Whether `step` would do something now; otherwise the loop may sleep until the next input."""
 
+    def waits_for_input(self, request_id: str) -> bool:
+        """Whether a started request goes on only when `extend` brings more of its input."""
+        return False
+
     @abstractmethod
     def step(self) -> Sequence[EngineEvent]:
         """Do one step of work for all requests that can go on."""

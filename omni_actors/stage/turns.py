@@ -3,6 +3,7 @@
 A device runs the kernels of several processes in turns, so a vocoder that is busy anyway makes every thinker's prefill
 two or three times as long, and with it everybody's first token. A stage with `gives_way_to: [thinker]` leaves out its
 steps while a thinker on the same device has such requests: for at most half of the time, so that it never starves.
+Requests whose own input is not there yet do not count: to wait would only keep it from coming.
 
 The sign is eight bytes of memory per replica, mapped from a file in the run directory: until when (on the clock that
 all processes of a host share) the replica wants the device. It expires by itself if its owner dies or hangs.

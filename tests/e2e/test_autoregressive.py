@@ -511,6 +511,7 @@ def test_held_requests_take_no_place_in_the_batch(talker, answers, monkeypatch):
     assert (counts["requests"], counts["held"], counts["pending_rows"]) == (1, 1, 0)
     assert counts["row_bytes"] > 0
     assert not talker.engine.runnable()
+    assert talker.engine.waits_for_input("held")
     steps = len(batches)
     assert talker.engine.step() == []
     assert len(batches) == steps

@@ -197,7 +197,9 @@ def test_sound_comes_before_the_last_token(engine: DiffusionEngine):
         speech.step()
     assert not speech.heard["r"]
     assert not engine.runnable(), "without its look-ahead the first chunk is not begun"
+    assert engine.waits_for_input("r")
     speech.feed("r", 1)
+    assert not engine.waits_for_input("r")
     while engine.runnable():
         speech.step()
     assert speech.when["r"] == [2 * BLOCK]

@@ -76,6 +76,7 @@ class RecordingEngine(StageEngine):
         self.held: set[str] = set()
         self.events: list[EngineEvent] = []
         self.refuse: Exception | None = None
+        self.starved: set[str] = set()
 
     @property
     def facts(self) -> EngineFacts:
@@ -98,6 +99,9 @@ class RecordingEngine(StageEngine):
 
     def runnable(self) -> bool:
         return bool(self.events)
+
+    def waits_for_input(self, request_id: str) -> bool:
+        return request_id in self.starved
 
     def step(self) -> Sequence[EngineEvent]:
         events, self.events = self.events, []
@@ -418,6 +422,9 @@ def test_streamed_tokens_extend_a_running_request() -> None:
     stage.expect()
     stage.chunk(seq=0, token_ids=pack_token_ids([1, 2]))
     assert stage.actor.urgent(), "it waits for its first output"
+    stage.engine.starved.add("r1")
+    assert not stage.actor.urgent(), "whoever gives way would only keep its input from coming"
+    stage.engine.starved.clear()
     stage.chunk(seq=1, token_ids=pack_token_ids([3]), start=2)
     stage.chunk(seq=2, final=True, start=3)
     assert [call[0] for call in stage.engine.calls] == ["start", "extend", "extend"]

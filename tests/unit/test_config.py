@@ -247,6 +247,15 @@ def test_decoding_turns_and_environment(tmp_path: Path, fields: dict, words: lis
     assert all(word in text for word in words), text
 
 
+def test_stages_that_would_give_way_to_one_another(tmp_path: Path) -> None:
+    data = chain()
+    data["stages"][1]["gives_way_to"] = ["code2wav"]
+    data["stages"][2]["gives_way_to"] = ["thinker"]
+    data["stages"][3]["gives_way_to"] = ["talker"]
+    text = refused(tmp_path, data)
+    assert "the stages code2wav, talker, thinker would wait for one another" in text
+
+
 def test_decoding_turns_and_environment_that_fit(tmp_path: Path) -> None:
     environment = {"CUDA_X": "1", "CUDA_Y": 90}
     fields = {"decode": {"largest_blocks": 4}, "gives_way_to": ["thinker"], "environment": environment}

@@ -261,9 +261,11 @@ def test_a_request_without_its_row_waits_outside_the_batch():
     scheduler.add_request(stream_request("b"))  # an ordinary request
     batches = [sorted(scheduler.schedule().num_scheduled_tokens) for _ in range(4)]
     assert batches == [["a", "b"], ["a", "b"], ["b"], ["b"]]
+    assert [scheduler.waits_for_input(name) for name in ("a", "b", "unknown")] == [True, False, False]
     assert scheduler.omni_counts() == {"streams": 1, "held": 1, "pending_rows": 0, "row_bytes": 8}
     scheduler.push_rows("a", torch.zeros(2, 3), complete=False)
     assert scheduler.omni_counts()["pending_rows"] == 2
+    assert not scheduler.waits_for_input("a")
     output = scheduler.schedule()
     assert sorted(output.num_scheduled_tokens) == ["a", "b"]
     assert [len(rows) for rows in output.omni_row_updates["a"].rows] == [2]
