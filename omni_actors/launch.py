@@ -180,6 +180,7 @@ class Launcher:
     def __init__(self, pipeline: config.PipelineConfig, addresses: Addresses = ON_ONE_HOST) -> None:
         self._pipeline = pipeline
         self._stop = asyncio.Event()
+        self._signalled = False
         self._owns_process = False
         self._failure: StartupError | None = None
         self._http: HttpProcess | None = None
@@ -216,11 +217,12 @@ class Launcher:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._stop.is_set():
+        if self._signalled:
             self._kill_coordinator()
             self._node.kill()
             self._run_directory.close()
             os._exit(128 + number)
+        self._signalled = True  # only then is "once more" meant: the pipeline may be ending for another reason
         say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
         self._stop.set()
 

@@ -188,6 +188,18 @@ def test_a_node_without_a_coordinator_keeps_its_models_for_a_while(launch: Launc
     assert_nothing_left(short_path, 3.0)
 
 
+def test_a_signal_to_a_node_that_ends_already_is_its_first(launch: Launch, short_path: Path) -> None:
+    """Launchers (ssh, Slurm) end the other nodes when the coordinator's has ended, which these know already."""
+    hosts = Hosts(launch, short_path, spread_chain(shutdown_timeout=1.5))
+    first, other = hosts.start_both()
+    os.kill(next(pid for pid, name in hosts.processes(1).items() if name == "omni:talker/1"), signal.SIGSTOP)
+    assert first.end() == 0
+    other.process.send_signal(signal.SIGTERM)
+    until(lambda: "once more to stop at once" in other.output, 1, "the signal is heard")
+    assert other.wait_end(5) == 0
+    assert_nothing_left(short_path)
+
+
 def test_a_stage_that_fails_on_another_node_ends_the_launch_on_all(launch: Launch, short_path: Path) -> None:
     data = spread_chain()
     data["stages"][3].update({"replicas": 1, "node": 1, "engine": {"fail_start": "made of cheese"}})
