@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ from omni_actors.transport.keys import load_keys
 from omni_actors.transport.run_directory import RunDirectory
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+STOPS = (signal.SIGINT, signal.SIGTERM)
+ONE_WISH_SECONDS = 1.0  # Slurm's scancel, for one, tells the nodes to end, and the job's script that does so, too
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -180,7 +183,7 @@ class Launcher:
     def __init__(self, pipeline: config.PipelineConfig, addresses: Addresses = ON_ONE_HOST) -> None:
         self._pipeline = pipeline
         self._stop = asyncio.Event()
-        self._signalled = False
+        self._signalled_at: float | None = None  # not whether it ends: it may do so for another reason
         self._owns_process = False
         self._failure: StartupError | None = None
         self._http: HttpProcess | None = None
@@ -204,8 +207,8 @@ class Launcher:
     def own_process(self) -> None:
         """What a launcher may do that has a process to itself.
 
-        First SIGINT or SIGTERM: orderly end. Second: at once. The fork server's socket goes into the run directory, so
-        that it is cleared away with it even after a SIGKILL.
+        First SIGINT or SIGTERM: orderly end. A later one: at once. The fork server's socket goes into the run
+        directory, so that it is cleared away with it even after a SIGKILL.
         """
         usual, tempfile.tempdir = tempfile.tempdir, str(self._run_directory.path)
         multiprocessing.util.get_temp_dir()  # made once per process, here; multiprocessing removes it at priority -100
@@ -213,18 +216,21 @@ class Launcher:
         multiprocessing.util.Finalize(None, self._run_directory.close, exitpriority=-200)
         self._owns_process = True
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+        # Not the loop's own handlers: it takes those away when it ends, and the process has still to come to its end.
+        for number in STOPS:
+            signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._on_signal, signal.Signals(number)))
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._signalled:
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+            say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
+            self._stop.set()
+        elif now > self._signalled_at + ONE_WISH_SECONDS:
             self._kill_coordinator()
             self._node.kill()
             self._run_directory.close()
             os._exit(128 + number)
-        self._signalled = True  # only then is "once more" meant: the pipeline may be ending for another reason
-        say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
-        self._stop.set()
 
     def _kill_coordinator(self) -> None:
         if self._keeper is not None:
@@ -358,8 +364,13 @@ class Launcher:
         if self._http is not None:
             stops.append(self._http.stop())
         await asyncio.gather(*stops)
-        if not self._owns_process:  # otherwise at the exit of the process, after the fork server's socket
+        if not self._owns_process:
             self._run_directory.close()
+            return
+        # The run directory is cleared at the exit of the process, after the fork server's socket. All has ended: a
+        # signal that comes in the time until then is not to change the exit code.
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _answer(endpoint: str, keys: str | None, options: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient, OmniClient
 from omni_actors.errors import OmniError, StageUnavailable
+from omni_actors.launch import ONE_WISH_SECONDS
 from tests.chaos.load import Load, ask_and_check, disturbed_chain, replicas, text_of
 from tests.process.launcher import REPOSITORY, EchoLauncher, assert_nothing_left, until
 
@@ -174,8 +175,23 @@ def test_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch: 
         until(lambda: client.describe().in_flight == 1, 5, "admitted")
         launcher.process.send_signal(signal.SIGTERM)
         until(lambda: "stopping" in launcher.output, 5, "heard")
+        time.sleep(ONE_WISH_SECONDS)
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.wait_end(3) == 128 + signal.SIGTERM
         stream.abort()
         with pytest.raises(OmniError):
             stream.result()
+
+
+def test_signals_of_one_moment_are_one(launch: Launch) -> None:
+    """Slurm's scancel tells the nodes, and the job's script, which tells them, too."""
+    data = disturbed_chain(0.01)
+    data["coordinator"]["drain_timeout"] = 30.0
+    launcher = launch(data).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        stream = client.submit("x" * 50)
+        until(lambda: client.describe().in_flight == 1, 5, "admitted")
+        launcher.process.send_signal(signal.SIGTERM)
+        until(lambda: "stopping" in launcher.output, 5, "heard")
+        assert launcher.end(signal.SIGINT, 20) == 0
+        assert stream.result().text == "x" * 50, "what was in flight could end"

@@ -228,6 +228,21 @@ def test_signal_while_the_fork_server_imports(launch: Launch, short_path: Path) 
     assert not [entry for entry in short_path.iterdir() if entry.is_dir() and entry.name.startswith("omni-")]
 
 
+def test_a_signal_after_the_end_changes_no_exit_code(launch: Launch, short_path: Path) -> None:
+    """Whoever started it tells it to end, for another node has ended; until then it has, but for the interpreter."""
+    script = short_path / "late.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from omni_actors import launch\n"
+        "if __name__ == '__main__':\n"
+        "    code = launch.main()\n"
+        "    for number in (signal.SIGTERM, signal.SIGINT): os.kill(os.getpid(), number)\n"
+        "    sys.exit(code)\n"
+    )
+    launcher = launch(chain(), "--prompt", "a", program=[str(script)])
+    assert launcher.wait_end(20) == 0, launcher.output
+
+
 def test_an_import_that_fails_in_the_fork_server_is_named(
     launch: Launch, short_path: Path, tiny_checkpoint: Path
 ) -> None:
