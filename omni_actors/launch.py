@@ -35,7 +35,7 @@ from omni_actors.transport.run_directory import RunDirectory
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 STOPS = (signal.SIGINT, signal.SIGTERM)
-ONE_WISH_SECONDS = 1.0  # Slurm's scancel, for one, tells the nodes to end, and the job's script that does so, too
+ONE_WISH_SECONDS = 0.5  # Slurm's scancel, for one, tells the nodes to end, and the job's script that does so, too
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -175,7 +175,7 @@ def test_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch: 
         until(lambda: client.describe().in_flight == 1, 5, "admitted")
         launcher.process.send_signal(signal.SIGTERM)
         until(lambda: "stopping" in launcher.output, 5, "heard")
-        time.sleep(ONE_WISH_SECONDS)
+        time.sleep(ONE_WISH_SECONDS + 0.1)
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.wait_end(3) == 128 + signal.SIGTERM
         stream.abort()

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import soundfile
 
+from omni_actors import launch as launch_module
 from omni_actors import llm
 from omni_actors.client import AsyncOmniClient, OmniClient
 from omni_actors.errors import (
@@ -286,7 +287,7 @@ def test_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
         if command.startswith("omni:"):
             os.kill(pid, signal.SIGSTOP)  # they cannot end in order
     launcher.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(launch_module.ONE_WISH_SECONDS + 0.1)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(3) == 128 + signal.SIGINT
