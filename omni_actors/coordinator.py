@@ -12,20 +12,23 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 import omni_actors
-from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
+from omni_actors.codec import BadBody, BadHeader, Decoder, encode
 from omni_actors.config import PipelineConfig
+from omni_actors.coordinator_clients import ClientLinks
+from omni_actors.coordinator_orders import Orders
+from omni_actors.coordinator_stages import StageLinks
 from omni_actors.core.coordination import Coordination, Instruction, ToClient
 from omni_actors.core.nodes import Greeting, greeting
 from omni_actors.core.replicas import Replica
 from omni_actors.core.states import ReplicaEvent, ReplicaState
 from omni_actors.core.supervision import Supervision
-from omni_actors.errors import InvalidRequest, OmniError, SlowClient, StageLost, Unauthorized
+from omni_actors.errors import OmniError, Unauthorized
 from omni_actors.logs import get_logger, is_worth_a_line
 from omni_actors.messages import (
     PROTOCOL_VERSION,
@@ -35,7 +38,6 @@ from omni_actors.messages import (
     Credit,
     Describe,
     Description,
-    EdgeStatus,
     Failed,
     Fatal,
     FromStage,
@@ -51,12 +53,10 @@ from omni_actors.messages import (
     Observation,
     Observe,
     Operate,
-    Operation,
     Peers,
     Ready,
     Renew,
     ReplicaEnded,
-    Report,
     Shutdown,
     Snapshot,
     StageToCoordinator,
@@ -67,19 +67,14 @@ from omni_actors.messages import (
 from omni_actors.observe.exposition import render
 from omni_actors.observe.meters import Meters
 from omni_actors.observe.watch import Exporter, Watch
-from omni_actors.transport.credit import EdgeFigures, Tally, Traffic, Window, wire_size
-from omni_actors.transport.cuts import Cuts
-from omni_actors.transport.keys import EVERYONE, KeyOwner, KeyOwners, load_keys
-from omni_actors.transport.link import Link
+from omni_actors.transport.credit import EdgeFigures, Traffic
+from omni_actors.transport.keys import EVERYONE, KeyOwners, load_keys
 from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.sockets import PeerGone, Sockets, receive_known, try_send
 
 logger = get_logger(__name__)
 
 TICK_SECONDS = 0.1
-FORGET_CLIENT_SECONDS = 600.0  # after which a client without requests that owes credit is taken for gone
-SWEEP_SECONDS = 10.0
-NO_OPERATOR = "Use an operator's folder of keys, made with `python -m omni_actors.keys DIR --operator NAME`."
 CLIENTS = "clients"  # all of them together, as the receiver of an edge
 OF_NODES = (NodeHello, NodeBeat, NodeLeaving, ReplicaEnded)
 
@@ -118,7 +113,6 @@ class Coordinator:
             pipeline, new_seed=lambda: secrets.randbits(63), observer=self._watch.requests
         )
         self.supervision = Supervision(pipeline, self.state.replicas)
-        self._on_shutdown = on_shutdown
         self.idle = asyncio.Event()  # nothing is in flight
         self.idle.set()
         self.fatal: dict[Hop, str] = {}  # last words of replicas
@@ -139,12 +133,12 @@ class Coordinator:
             StageToCoordinator | NodeToCoordinator, limits
         )
         self._results_decoder: Decoder[FromStage] = Decoder(FromStage, limits)
-        self._links: dict[Hop, Link] = {}
-        self._cuts: Cuts[Hop] = Cuts()
-        self._client_links: dict[bytes, Link] = {}
-        self._next_sweep = 0.0
-        self._tally: Tally[Hop] = Tally(pipeline.flow.edge_messages, pipeline.flow.edge_bytes)
-        self._client_reader = SocketReader(self._clients, self._on_client, self._flush_clients, receive_known)
+        self._client_links = ClientLinks(
+            self._clients, pipeline, self.state, self._do, self._traffic.setdefault(CLIENTS, Traffic()), self._dropped
+        )
+        self._stages = StageLinks(self._sockets, pipeline, self.state, self._fail, self._traffic, self._dropped)
+        self._orders = Orders(pipeline, self.state, self.supervision, self._stages, on_change, on_shutdown)
+        self._client_reader = SocketReader(self._clients, self._on_client, self._client_links.flush, receive_known)
         self._control_reader = SocketReader(self._control, self._on_control)
         self._results_reader = SocketReader(self._results, self._on_result)
         self._ticker = asyncio.create_task(self._tick(), name="coordinator tick")
@@ -179,7 +173,7 @@ class Coordinator:
         self._lose(replica, why, restart=False)
 
     def _lose(self, replica: Replica, why: str, restart: bool) -> None:
-        self._unlink(replica.hop)
+        self._stages.close(replica.hop)
         self._watch.gone(replica.stage, replica.index)
         self._do(self.state.replica_lost(replica, time.time(), why, restart))
         if not self._closing:
@@ -216,8 +210,7 @@ class Coordinator:
         await asyncio.gather(self._ticker, return_exceptions=True)
         for reader in (self._client_reader, self._control_reader, self._results_reader):
             reader.close()
-        for hop in list(self._links):
-            self._unlink(hop)
+        self._stages.close_all()
         for socket in (self._clients, self._control, self._results):
             socket.close()
         loop = asyncio.get_running_loop()
@@ -246,11 +239,13 @@ class Coordinator:
         elif isinstance(body, Abort):
             self._do(self.state.abort(client, header.request_id, now))
         elif isinstance(body, Credit):
-            self._on_client_credit(client, body)
+            self._client_links.granted(client, body)
+            self._client_reader.poke()
         elif isinstance(body, Describe):
             self._do([ToClient(client, header.request_id, 0, self.describe(client))])
         elif isinstance(body, Operate):
-            self._do([ToClient(client, header.request_id, 0, self._operate(client, owner, body))])
+            answer = self._orders.answer(owner, body, lambda: self.describe(client))
+            self._do([ToClient(client, header.request_id, 0, answer)])
         elif isinstance(body, Observe):
             self._do([ToClient(client, header.request_id, 0, self._observe(body))])
 
@@ -297,71 +292,7 @@ class Coordinator:
         )
 
     def _edge_figures(self) -> dict[str, EdgeFigures]:
-        figures = {target: traffic.figures() for target, traffic in self._traffic.items()}
-        for hop, link in self._links.items():
-            figures[hop.name] = link.figures()
-        return figures
-
-    # -- operators ----------------------------------------------------------------------------------------------------
-
-    def _operate(self, client: bytes, owner: KeyOwner, order: Operate) -> Report | Failed:
-        try:
-            if order.operation is not Operation.STATUS and not owner.may_operate:
-                logger.warning("refused to %s: the client %s is no operator", order.operation, owner.name)
-                raise Unauthorized(f"The key of {owner.name} may not {order.operation}.", hint=NO_OPERATOR)
-            text = self._obey(order)
-        except OmniError as error:
-            return Failed.from_error(error)
-        now = time.time()
-        return Report(
-            text=text,
-            description=self.describe(client),
-            edges=tuple(self._edge(replica) for replica in self.state.replicas),
-            requests=self.state.requests(now),
-        )
-
-    def _obey(self, order: Operate) -> str:
-        if order.operation is Operation.STATUS:
-            return ""
-        if order.operation is Operation.SHUTDOWN:
-            # After the answer has been sent.
-            asyncio.get_running_loop().call_soon(self._on_shutdown)
-            return "The pipeline shuts down."
-        replica = self.state.replicas.current(order.stage, order.replica)
-        if replica is None:
-            known = ", ".join(replica.name for replica in self.state.replicas)
-            raise InvalidRequest(f"There is no replica {order.stage}/{order.replica}; there are {known}.")
-        if order.operation is Operation.RESTART and replica.state is ReplicaState.DEAD:
-            self.supervision.revive(replica, time.monotonic())
-            self._on_change(replica)
-            return f"{replica.name} is started again."
-        if replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
-            text = f"{replica.name} is {replica.state}; only a ready one drains."
-            raise InvalidRequest(text, hint="Try again later.")
-        replica.on(ReplicaEvent.DRAIN)
-        replica.drain_wanted = True
-        if order.operation is Operation.RESTART:
-            replica.restart_wanted = True
-            replica.drain_until = time.monotonic() + self.pipeline.coordinator.default_timeout
-        logger.info("drains", extra=_about(replica))
-        self._on_change(replica)
-        return f"{replica.name} drains; it holds {len(replica.requests)} requests."
-
-    def _edge(self, replica: Replica) -> EdgeStatus:
-        link, now = self._links.get(replica.hop), time.monotonic()
-        window = link.window if link is not None else None
-        return EdgeStatus(
-            replica.stage,
-            replica.index,
-            replica.epoch,
-            window.messages_out if window is not None else 0,
-            window.bytes_out if window is not None else 0,
-            link.backlog if link is not None else 0,
-            self.supervision.restarts(replica),
-            now - replica.heard,
-            now - replica.moved,
-            replica.phase,
-        )
+        return {target: traffic.figures() for target, traffic in self._traffic.items()} | self._stages.figures()
 
     def _on_result(self, frames: Sequence[bytes]) -> None:
         now = time.time()
@@ -370,56 +301,15 @@ class Coordinator:
         except BadHeader as error:
             logger.warning("dropped a result with a bad header: %s", error.reason)
         except BadBody as error:
-            self._take(error.header, frames)
+            self._stages.took(error.header, frames)
             self._do(self.state.reject_from_stage(error.header, error.error, now))
         else:
             header, body = envelope.header, envelope.body
             if isinstance(body, Credit):
-                self._on_stage_credit(Hop(header.stage, header.replica, header.epoch), body)
+                self._stages.granted(Hop(header.stage, header.replica, header.epoch), body)
                 return
-            self._take(header, frames)
+            self._stages.took(header, frames)
             self._do(self.state.from_stage(header, body, envelope.buffers, now))
-
-    # -- credit -------------------------------------------------------------------------------------------------------
-
-    def _take(self, header: Header, frames: Sequence[Frame]) -> None:
-        """A result was taken; its stage may send another."""
-        if not header.stage:
-            return  # of nobody
-        if self._tally.take(Hop(header.stage, header.replica, header.epoch), wire_size(frames)):
-            self._grant(everything=False)
-
-    def _grant(self, everything: bool) -> None:
-        for hop, messages, size in self._tally.collect(everything):
-            link = self._links.get(hop)
-            if link is not None:
-                credit = Credit(messages=messages, bytes=size)
-                link.send_urgent("", encode(Header(""), credit, limits=self.pipeline.limits))
-
-    def _on_stage_credit(self, hop: Hop, credit: Credit) -> None:
-        link = self._links.get(hop)
-        if link is None:
-            self._dropped["credit_of_unknown_replica"] += 1
-            return
-        link.granted(credit.messages, credit.bytes)
-        self._note_congestion(hop, link)
-
-    def _note_congestion(self, hop: Hop, link: Link) -> None:
-        """Admission looks at it.
-
-        A socket that refuses is no sign of a slow stage, which holds us up by credit, but of one that may be lost: the
-        supervision will know soon, and what waits here is replayed then.
-        """
-        replica = self.state.replicas.find(hop.stage, hop.replica, hop.epoch)
-        if replica is not None:
-            replica.congested = link.congested and not link.refused
-
-    def _on_client_credit(self, client: bytes, credit: Credit) -> None:
-        link = self._client_links.get(client)
-        if link is not None:
-            with self._reaching(client):
-                link.granted(credit.messages, credit.bytes)
-            self._client_reader.poke()
 
     def _on_control(self, frames: Sequence[bytes]) -> None:
         identity, *rest = frames
@@ -514,7 +404,7 @@ class Coordinator:
         replica.on(ReplicaEvent.HELLO)
         replica.pid, replica.inbox = hello.pid, hello.inbox
         replica.arena = hello.arena
-        self._link(replica)
+        self._stages.open(replica)
         self._tell(replica, Welcome(results=self.results_endpoint))
         self._announce_peers()
 
@@ -523,25 +413,6 @@ class Coordinator:
         ours = (PROTOCOL_VERSION, omni_actors.__version__, self.pipeline.digest())
         theirs = (hello.protocol, hello.package, hello.config)
         return "" if ours == theirs else f"protocol, package and configuration are {theirs} there and {ours} here"
-
-    def _link(self, replica: Replica) -> None:
-        flow = self.pipeline.flow
-        link = self._links[replica.hop] = Link(
-            self._sockets.push(replica.inbox),
-            time.monotonic,
-            window=Window(flow.edge_messages, flow.edge_bytes),
-            traffic=self._traffic.setdefault(replica.name, Traffic()),
-        )
-        self._cuts.watch(replica.hop, link.socket, replica.inbox)
-        # What waited for the connection or for a slow stage leaves at once, not on the next tick.
-        asyncio.get_running_loop().add_reader(link.descriptor, link.wake)
-
-    def _unlink(self, hop: Hop) -> None:
-        link = self._links.pop(hop, None)
-        if link is not None:
-            asyncio.get_running_loop().remove_reader(link.descriptor)
-            self._cuts.forget(hop)
-            link.close()
 
     def _announce_peers(self) -> None:
         """Every stage learns the addresses of the stages after and before it."""
@@ -565,118 +436,18 @@ class Coordinator:
     def _do(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, ToClient):
-                self._send_to_client(instruction)
+                self._client_links.send(instruction)
             else:
-                self._send_to_stage(instruction.hop, self._header(instruction), instruction.body, instruction.buffers)
+                self._stages.send(instruction)
         self._client_reader.poke()  # sending may have swallowed the descriptor's edge
         if self.state.in_flight:
             self.idle.clear()
         else:
             self.idle.set()
 
-    @staticmethod
-    def _header(instruction: Instruction) -> Header:
-        if isinstance(instruction, ToClient):
-            return Header("", request_id=instruction.request_id, seq=instruction.seq)
-        return Header(
-            "", request_id=instruction.request_id, attempt=instruction.attempt, deadline=instruction.deadline
-        )
-
-    def _send_to_client(self, message: ToClient) -> None:
-        client = message.client
-        frames = encode(self._header(message), message.body, message.buffers, self.pipeline.limits)
-        link = self._client_links.get(client)
-        if link is None:
-            link = self._client_links[client] = self._client_link()
-        with self._reaching(client):
-            if not link.send(message.request_id, [client, *frames], wire_size(frames)):
-                self._end_slow_client(client, link, "more waited for it than may wait")
-
-    def _client_link(self) -> Link:
-        flow = self.pipeline.flow
-        return Link(
-            self._clients,
-            time.monotonic,
-            flow.client_stall_seconds,
-            Window(flow.client_window_messages, flow.client_window_bytes),
-            needs_credit=True,
-            outbox_messages=flow.client_messages,
-            outbox_bytes=flow.client_bytes,
-            traffic=self._traffic.setdefault(CLIENTS, Traffic()),
-        )
-
-    @contextlib.contextmanager
-    def _reaching(self, client: bytes) -> Iterator[None]:
-        """A client that cannot be reached any more is given up."""
-        try:
-            yield
-        except PeerGone:
-            self._lose_client(client, "it is not connected")
-
-    def _flush_clients(self) -> None:
-        for client, link in list(self._client_links.items()):
-            if not link.backlog:
-                continue
-            with self._reaching(client):
-                link.flush()
-                if link.stalled():
-                    self._end_slow_client(client, link, "it took nothing for too long")
-
-    def _end_slow_client(self, client: bytes, link: Link, why: str) -> None:
-        """Give up what waits for a client and end its requests; it hears of it when it reads again."""
-        if not self.state.requests_of(client):  # it has not even taken that
-            self._lose_client(client, "it reads nothing")
-            return
-        logger.warning("ended the requests of a slow client: %s", why)
-        self._dropped["client_slow"] += 1
-        link.give_up()
-        link.moved = time.monotonic()
-        error = SlowClient(f"The client reads too slowly: {why}.")
-        self._do(self.state.end_client(client, error, time.time()))
-
-    def _lose_client(self, client: bytes, why: str) -> None:
-        """Give a client's messages and requests up; should it come back, the answer to its ping tells it so."""
-        logger.warning("lost a client: %s; its requests end", why)
-        self._dropped["client_lost"] += 1
-        self._client_links.pop(client, None)
-        self._do(self.state.client_gone(client, time.time()))
-
-    def _sweep_clients(self) -> None:
-        """Forget clients that have nothing in flight; most have closed by now."""
-        now = time.monotonic()
-        if now < self._next_sweep:
-            return
-        self._next_sweep = now + SWEEP_SECONDS
-        busy = self.state.clients()
-        for client, link in list(self._client_links.items()):
-            idle = client not in busy and not link.backlog
-            if idle and (link.settled or link.moved + FORGET_CLIENT_SECONDS < now):
-                del self._client_links[client]
-
-    def _send_to_stage(self, hop: Hop, header: Header, body: Body, buffers: Sequence[Frame]) -> None:
-        link = self._links.get(hop)
-        try:
-            frames = encode(header, body, buffers, self.pipeline.limits)
-        except OmniError as error:  # a hair larger than what the client sent, and so over the limit
-            self._reject_later(header.request_id, hop, error, header.attempt)
-            return
-        if link is None:
-            self._reject_later(header.request_id, hop, _takes_no_messages(hop), header.attempt)
-            return
-        if isinstance(body, Abort):  # must not wait, and what it overtakes is not wanted any more
-            link.forget(header.request_id)
-            link.send_urgent(header.request_id, frames)
-        elif not link.send(header.request_id, frames):
-            self._reject_later(header.request_id, hop, _takes_no_messages(hop), header.attempt)
-        self._note_congestion(hop, link)
-
-    def _reject_later(self, request_id: str, hop: Hop, error: OmniError, attempt: int) -> None:
-        """Fail an attempt on the next turn of the loop, outside of the instructions that are being done now."""
-        header = Header(
-            "", request_id=request_id, stage=hop.stage, replica=hop.replica, epoch=hop.epoch, attempt=attempt
-        )
-        loop = asyncio.get_running_loop()
-        loop.call_soon(lambda: self._do(self.state.reject_from_stage(header, error, time.time())))
+    def _fail(self, header: Header, error: OmniError) -> None:
+        """An attempt did not reach its stage."""
+        self._do(self.state.reject_from_stage(header, error, time.time()))
 
     def _tell(self, replica: Replica, body: Body) -> None:
         self._send_control(_identity(replica.hop), body)
@@ -701,20 +472,14 @@ class Coordinator:
 
     def _on_tick(self) -> None:
         self._do(self.state.tick(time.time()))
-        self._flush_clients()
-        self._sweep_clients()
+        self._client_links.flush()
+        self._client_links.sweep()
         self._watch.tick()
-        self._grant(everything=True)
-        for hop in self._cuts.found(time.monotonic()):
-            self._cuts.forget(hop)
+        self._stages.grant(everything=True)
+        for hop in self._stages.cut():
             logger.warning("the link to %s was cut: it is to register again", hop.name)
             self._send_control(_identity(hop), Renew())
-        for hop, link in self._links.items():
-            link.flush()
-            if link.stalled():
-                for request_id in link.give_up():
-                    attempt = self.state.attempt_of(request_id, hop.stage)
-                    self._reject_later(request_id, hop, _takes_no_messages(hop), attempt)
+        self._stages.tick()
 
     def _counts(self) -> dict[str, int]:
         counts = {"replays": self.state.replays, "retained_bytes": self.state.retained_bytes}
@@ -752,9 +517,3 @@ def _identity(hop: Hop) -> bytes:
 def _about(replica: Replica) -> dict[str, str]:
     """For a log line."""
     return {"stage": replica.name}
-
-
-def _takes_no_messages(hop: Hop) -> StageLost:
-    return StageLost(f"{hop.name} takes no messages.", stage=hop.stage)
-
-
