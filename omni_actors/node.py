@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 import msgspec
 import psutil
 
-from omni_actors.config import PipelineConfig, StageKind, host_devices, replica_devices
+from omni_actors.config import PipelineConfig, StageKind, host_devices, replica_devices, visible_devices
 from omni_actors.core.placement import goes_first, is_reached_from_afar, replicas_of, threads_of
 from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger
@@ -121,7 +121,7 @@ class LocalNode:
             epoch=identity.epoch,
             control_endpoint=self._control_endpoint,
             inbox_endpoint=f"tcp://{self._address}:0" if afar else inbox,
-            devices=tuple(placed),
+            devices=tuple(visible_devices(placed)),
             threads=threads_of(bool(placed), model_replicas, os.cpu_count() or 1) if stage.kind in MODEL_KINDS else 0,
             launcher_pid=os.getpid(),
             log_file=str(self._run_directory.log_file(identity.name)),

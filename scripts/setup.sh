@@ -86,8 +86,14 @@ install_cuda() {
 }
 
 prove_it_works() {
-    HF_HUB_OFFLINE=1 "$venv/bin/python" - <<'PYTHON'
+    HF_HUB_OFFLINE=1 "$venv/bin/python" - "$flavour" <<'PYTHON'
+import sys
+
 import torch
+
+if sys.argv[1] == "cuda" and torch.version.cuda is None:
+    sys.exit(f"setup: pip took torch {torch.__version__}, which is built without CUDA: see `pip config list` for where from")
+
 import torchvision
 import transformers
 from transformers import Qwen2VLVideoProcessor

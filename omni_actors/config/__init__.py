@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omni_actors.config.classes import check_allowed, check_importable, resolve_class
 from omni_actors.config.description import describe
-from omni_actors.config.devices import host_devices, memory_plan, replica_devices, stage_devices
+from omni_actors.config.devices import host_devices, memory_plan, replica_devices, stage_devices, visible_devices
 from omni_actors.config.keys import flatten, suggest
 from omni_actors.config.loading import LoadedConfig, load
 from omni_actors.config.schema import (
@@ -53,4 +53,5 @@ __all__ = [
     "resolve_class",
     "stage_devices",
     "suggest",
+    "visible_devices",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from omni_actors.config.schema import (
@@ -64,8 +66,24 @@ def stage_devices(stage: StageConfig, devices: int) -> list[int]:
 
 def host_devices() -> int:
     """Number of NVIDIA GPUs that this process may use, without initialising CUDA."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if visible is None:
-        return present
-    return min(present, len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]))
+    visible = _visible()
+    return present if visible is None else min(present, len(visible))
+
+
+def visible_devices(devices: Sequence[int]) -> list[str]:
+    """GPUs, counted among those that this process may use, as `CUDA_VISIBLE_DEVICES` has to name them for a child.
+
+    A scheduler (Slurm) or a neighbour may have left us the GPUs 4 and 5 only: our GPU 0 is 4 then.
+    """
+    visible = _visible()
+    return [str(device) if visible is None else visible[device] for device in devices]
+
+
+def _visible() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names, numbers or UUIDs; `None` where it is not set."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    names = (name.strip() for name in value.split(","))
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # nor does CUDA look any further

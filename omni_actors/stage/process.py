@@ -44,7 +44,7 @@ class ReplicaSpec(NamedTuple):
     epoch: int
     control_endpoint: str
     inbox_endpoint: str  # tcp with port 0, or a path to which the epoch is added
-    devices: tuple[int, ...]
+    devices: tuple[str, ...]  # all GPUs that it is to see, as CUDA_VISIBLE_DEVICES names them
     threads: int  # CPU threads for torch, 0 to leave it alone
     launcher_pid: int
     log_file: str
@@ -87,7 +87,7 @@ def _prepare_process(spec: ReplicaSpec) -> None:
     os.close(log)
     os.environ.update(spec.environment)
     if spec.devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in spec.devices)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
     if spec.threads and "OMP_NUM_THREADS" not in dict(spec.environment):
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     logs.configure(f"{spec.name} epoch={spec.epoch}")

@@ -323,9 +323,13 @@ def test_memory_shares_must_fit(tmp_path: Path) -> None:
 def test_host_devices_follow_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0"), Path("/dev/nvidia1")])
     assert config.host_devices() == 2
-    for visible, count in (("", 0), ("-1", 0), ("1", 1), ("0,1,2", 2)):
+    assert config.visible_devices([1, 0]) == ["1", "0"]
+    for visible, count in (("", 0), ("-1", 0), ("1", 1), ("0,1,2", 2), ("1,-1,0", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert config.host_devices() == count
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-8f1c")
+    assert config.visible_devices([0]) == ["4"]
+    assert config.visible_devices([1, 0]) == ["GPU-8f1c", "4"]
 
 
 # -- precedence and sources -------------------------------------------------------------------------------------------

@@ -30,7 +30,12 @@ ALLOWED: dict[str, set[str]] = {
     "prompts": BASE | {"messages", "codec", "outputs"},
     "streams": BASE | {"messages", "outputs"},
     "client": BASE | {"logs", "messages", "codec", "outputs", "prompts", "streams", "transport"},
-    "coordinator": BASE | {"logs", "messages", "config", "codec", "core", "transport", "observe"},
+    "coordinator_clients": BASE | {"logs", "messages", "config", "codec", "core", "transport"},
+    "coordinator_stages": BASE | {"messages", "config", "codec", "core", "transport"},
+    "coordinator_orders": BASE | {"logs", "messages", "config", "core", "transport", "coordinator_stages"},
+    "coordinator": BASE
+    | {"logs", "messages", "config", "codec", "core", "transport", "observe"}
+    | {"coordinator_clients", "coordinator_stages", "coordinator_orders"},
     "supervisor": BASE | {"logs", "messages", "config", "core", "coordinator", "observe"},
     "coordinator_process": BASE | {"logs", "messages", "config", "coordinator", "supervisor", "transport", "observe"},
     "keeper": BASE | {"logs", "messages", "config", "coordinator_process", "node", "transport"},

@@ -100,6 +100,18 @@ def test_a_coordinator_that_ends_takes_the_stage_along(
     assert "registering again" not in caplog.text
 
 
+def test_a_process_sees_its_gpu_among_those_that_were_left_to_us(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omni_actors.node.host_devices", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    data = chain()
+    data["stages"][2] |= {"devices": [1]}
+    config = load(short_path, data, devices=2).pipeline
+    spec = LocalNode(config, RunDirectory(str(short_path / "run")), "ipc:///control")._spec(Hop("talker", 0, 7))
+    assert spec.devices == ("5",)
+
+
 def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
     data = chain()
     environment = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_SHARE": 80}
