@@ -6,7 +6,7 @@ import graphlib
 
 from omni_actors.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
 from omni_actors.config.classes import check_allowed, check_importable
-from omni_actors.config.devices import memory_plan, tensor_parallel_size
+from omni_actors.config.devices import gpus_of_replica, memory_plan, stage_devices
 from omni_actors.config.keys import suggest
 from omni_actors.config.schema import (
     BUILT_IN_PROCESSORS,
@@ -129,17 +129,17 @@ def _check_processor(name: str, where: str) -> None:
 
 
 def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
-    if stage.devices is None:
-        return
-    if len(set(stage.devices)) != len(stage.devices):
-        raise ConfigError(f"{where}.devices names a device twice: {stage.devices}.")
-    size = tensor_parallel_size(stage)
-    if len(stage.devices) % size:
+    placed = stage_devices(stage, devices)
+    if len(set(placed)) != len(placed):
+        raise ConfigError(f"{where}.devices names a device twice: {placed}.")
+    size = gpus_of_replica(stage)
+    if len(placed) % size:
         raise ConfigError(
-            f"{where}.devices names {len(stage.devices)} GPUs, but a replica takes {size}.",
-            hint=f"Name {size} GPUs for each replica of a node, or change engine.tensor_parallel_size.",
+            f"{where}.devices names {len(placed)} GPUs, but a replica takes {size}.",
+            hint=f"Name {size} GPUs for each replica of a node, or change engine.tensor_parallel_size or "
+            "engine.pipeline_parallel_size.",
         )
-    for device in stage.devices:
+    for device in placed:
         if device >= devices:
             have = f"devices 0 to {devices - 1}" if devices else "no GPU"
             raise ConfigError(f"{where}.devices: there is no device {device}; this host has {have}.")

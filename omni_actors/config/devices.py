@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,15 +41,16 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
     return plan
 
 
-def tensor_parallel_size(stage: StageConfig) -> int:
+def gpus_of_replica(stage: StageConfig) -> int:
     """How many GPUs a replica takes."""
-    size = stage.engine.get("tensor_parallel_size", 1)
-    return size if isinstance(size, int) and size > 0 else 1  # what is wrong with it the engine says
+    sizes = (stage.engine.get(f"{how}_parallel_size", 1) for how in ("tensor", "pipeline"))
+    # What is wrong with a size the engine says.
+    return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
 
 
 def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
     """GPUs of one replica on its node: as many as it needs, those of the stage one replica after the other."""
-    placed, size = stage_devices(stage, devices), tensor_parallel_size(stage)
+    placed, size = stage_devices(stage, devices), gpus_of_replica(stage)
     if not placed:
         return []
     before = sum(stage.node_of(other) == stage.node_of(index) for other in range(index))
@@ -57,11 +59,11 @@ def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
 
 
 def stage_devices(stage: StageConfig, devices: int) -> list[int]:
-    """GPUs of a stage: those named, else the first one, else none where the host has none or none is needed."""
+    """GPUs of a stage: those named, else the first ones, else none where the host has none or none is needed."""
     if stage.devices is not None:
         return stage.devices
     needs_device = stage.kind in (StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)
-    return [0] if devices and needs_device else []
+    return list(range(gpus_of_replica(stage))) if devices and needs_device else []
 
 
 def host_devices() -> int:

@@ -113,8 +113,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         replicas: processes that run this stage.
         node: rank of the node that runs it; of a list, the replicas take one after the other.
         devices: GPU numbers of its host, counted among those that CUDA_VISIBLE_DEVICES leaves there; default: the first
-            one for stages with a model. The replicas of a node take one after the other, or as many as
-            `engine.tensor_parallel_size` says.
+            ones for stages with a model. The replicas of a node take one after the other, or as many as
+            `engine.tensor_parallel_size` and `pipeline_parallel_size` say.
         startup_timeout: seconds until a replica must be ready; default: that of the coordinator.
         budget_bytes: embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
         restarts: how often a lost replica is started again within `coordinator.restart_window`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,12 +108,13 @@ class OmniEngineArgs:
         for name, value in spec.required.items():
             if self.engine.get(name, value) != value:
                 raise ConfigError(f"engine.{name} must be {value!r} for the {self.model_config.model_stage}.")
+        parallel = self._parallel_sizes()
         arguments = {**_DEFAULTS, **spec.engine, **self.engine, **spec.required}
         arguments |= {
             "model": self.model_config.model,
             "hf_overrides": spec.hf_overrides,
-            "distributed_executor_backend": executor_backend(self._tensor_parallel_size()),
-            "tensor_parallel_size": self._tensor_parallel_size(),
+            "distributed_executor_backend": executor_backend(math.prod(parallel.values())),
+            **parallel,
             "additional_config": {
                 "omni": {**dataclasses.asdict(self.model_config), "kind": self.kind, "runner": spec.runner}
             },
@@ -132,18 +134,19 @@ class OmniEngineArgs:
             config.scheduler_config.scheduler_cls = self._scheduler(asynchronous=True)
         return config
 
-    def _tensor_parallel_size(self) -> int:
-        """Raises `ConfigError` for ways to spread a stage over GPUs that it does not know."""
+    def _parallel_sizes(self) -> dict[str, int]:
+        """Over how many GPUs each layer, and over how many the layers are spread. Raises `ConfigError`."""
+        sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), 1)
         if self.kind == "prompt":  # has the thinker's arguments and runs no model
-            return 1
-        size = self.engine.get("tensor_parallel_size", 1)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"engine.tensor_parallel_size must be a whole number from 1 on; got {size!r}.")
-        if size > 1 and self.kind == "diffusion":
-            raise ConfigError("A diffusion stage runs on one GPU.", hint="Give it replicas instead.")
-        if self.engine.get("pipeline_parallel_size", 1) != 1:
-            raise ConfigError("engine.pipeline_parallel_size must be 1.", hint="The stages are the pipeline.")
-        return size
+            return sizes
+        for name in sizes:
+            size = self.engine.get(name, 1)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"engine.{name} must be a whole number from 1 on; got {size!r}.")
+            if size > 1 and self.kind == "diffusion":
+                raise ConfigError("A diffusion stage runs on one GPU.", hint="Give it replicas instead.")
+            sizes[name] = size
+        return sizes
 
     def _classes(self, platform: Platform) -> dict[str, str]:
         if self.kind == "prompt":  # only reads the configuration, runs no core

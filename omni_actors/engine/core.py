@@ -101,7 +101,7 @@ class VllmCore:
 
     @property
     def worker(self) -> Any:
-        """The worker, where it is in this process, as it always is but under tensor parallelism."""
+        """The worker, where it is in this process, as it always is where there is only one."""
         return self._core.model_executor.driver_worker.worker
 
     def worker_counts(self) -> dict[str, int]:

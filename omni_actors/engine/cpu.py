@@ -65,7 +65,8 @@ class OmniCPURunner(OmniRunnerMixin, CPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.sampler = CPUSampler(self.sampler)
+        if self.sampler is not None:  # only where the last layers are
+            self.sampler = CPUSampler(self.sampler)
 
 
 class OmniCPUWorker(OmniWorkerBase, CPUWorker):

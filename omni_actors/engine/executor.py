@@ -1,4 +1,4 @@
-"""Where a stage's workers run: inside the stage process, or, under tensor parallelism, in one process for each GPU."""
+"""Where a stage's workers run: inside the stage process, or, if there are several, in one process for each GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ IN_PROCESS = "omni_actors.engine.executor.OmniUniProcExecutor"
 PROCESSES = "mp"
 
 
-def executor_backend(tensor_parallel_size: int) -> str:
+def executor_backend(workers: int) -> str:
     """vLLM's `distributed_executor_backend` for so many GPUs."""
-    if tensor_parallel_size == 1:
+    if workers == 1:
         return IN_PROCESS
     # A stage process has threads and sockets, which a fork would carry along half alive.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

@@ -81,11 +81,14 @@ class OmniRunnerMixin(OmniRunnerBase):
     Rows out: requests with an `EmitRows` payload get, per step, `last hidden state + token embedding` of every
     position computed in it, the embedding left out at multimodal prompt positions: what the talker of Qwen2.5-Omni
     takes. Rows in: `SchedulerOutput.omni_row_updates` goes to the ModelState, if it is a `StreamedInputState`.
+
+    Under pipeline parallelism the last rank has the hidden states and gives the rows, the first one takes them in; the
+    model sees to it that both can embed tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._emitting: set[str] = set()
+        self._emitting: dict[str, list[Any]] = {}  # request -> its media, if its rows are wanted
 
     @property
     def _streamed_input(self) -> StreamedInputState | None:
@@ -97,7 +100,7 @@ class OmniRunnerMixin(OmniRunnerBase):
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             if isinstance(payload_of(request), EmitRows):
-                self._emitting.add(request.req_id)
+                self._emitting[request.req_id] = request.mm_features
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().update_requests(scheduler_output)
@@ -109,7 +112,7 @@ class OmniRunnerMixin(OmniRunnerBase):
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         # vLLM treats preempted requests as finished too; only these have really ended.
         for request_id in scheduler_output.finished_req_ids:
-            self._emitting.discard(request_id)
+            self._emitting.pop(request_id, None)
             if self._streamed_input is not None:
                 self._streamed_input.drop_request(request_id)
         super().finish_requests(scheduler_output)
@@ -119,7 +122,7 @@ class OmniRunnerMixin(OmniRunnerBase):
         output = super().sample_tokens(*args, **kwargs)
         if state is None or output is None or state.hidden_states is None:
             return output
-        if self._emitting.isdisjoint(state.input_batch.req_ids):
+        if self._emitting.keys().isdisjoint(state.input_batch.req_ids):
             return output
         return self._emit(output, state.input_batch, state.hidden_states)
 
@@ -147,19 +150,16 @@ class OmniRunnerMixin(OmniRunnerBase):
         positions = {
             index: HostCopy({"positions": self._prompt_positions(batch, index)}, stream)
             for index, request_id in enumerate(batch.req_ids)
-            if spans[index] is not None and starts[index] == 0 and self._media_of(request_id)
+            if spans[index] is not None and starts[index] == 0 and self._emitting[request_id]
         }
         return EmittedRows(output, HostCopy({"rows": rows}, stream), spans, positions)
-
-    def _media_of(self, request_id: str) -> list[Any]:
-        return self.encoder_cache.mm_features.get(request_id, []) if self.encoder_cache is not None else []
 
     def _media_positions(self, batch: InputBatch, starts: list[int], offsets: list[int]) -> torch.Tensor | None:
         """Mask [n_tokens] of the positions filled by media, or None. Generated tokens never are, whatever their id."""
         mask: np.ndarray | None = None
         for index, request_id in enumerate(batch.req_ids):
             start, end = starts[index], starts[index] + offsets[index + 1] - offsets[index]
-            for feature in self._media_of(request_id):
+            for feature in self._emitting.get(request_id, ()):
                 place = feature.mm_position
                 first, last = max(start, place.offset), min(end, place.offset + place.length)
                 if first >= last:

@@ -39,7 +39,7 @@ class OmniWorkerBase:
     model_runner: OmniRunnerBase
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, in a process that knows our models: under tensor parallelism each worker has one of its own."""
+        """vLLM's, in a process that knows our models: where there are several workers, each has one of its own."""
         if self.vllm_config.parallel_config.world_size > 1:
             _die_with_the_stage()
         options = omni_options(self.vllm_config)

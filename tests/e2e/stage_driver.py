@@ -7,13 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.autoregressive import AutoregressiveEngine
 from omni_actors.engine.factory import build_engine
 from omni_actors.engine.tensors import to_host, to_torch
 from omni_actors.errors import OmniError
-from omni_actors.messages import HostTensor, StageParams
+from omni_actors.messages import DType, HostTensor, StageParams
 from omni_actors.stage.interface import (
     EngineEvent,
     ErrorEvent,
@@ -126,3 +129,22 @@ def talker_inputs(
     if positions is not None:
         tensors["mrope_positions"] = to_host(positions)
     return StageInputs(tensors=tensors, complete=replies is None)
+
+
+def encode_media_prompt(checkpoint: Path, text: str, media: dict) -> StageInputs:
+    """What the prompt stage sends for a multimodal prompt."""
+    arguments = OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), "prompt", SMALL)
+    processor = InputProcessor(arguments.create_engine_config())
+    request = processor.process_inputs(
+        "someone-else",
+        {"prompt": text, "multi_modal_data": media},
+        SamplingParams(max_tokens=1, temperature=1.0),
+        supported_tasks=("generate",),
+    )
+    frames = [bytes(frame) for frame in MsgpackEncoder().encode(request)]
+    return StageInputs(
+        token_ids=request.prompt_token_ids,
+        tensors={
+            f"vllm.{index}": HostTensor(DType.U8, (len(frame),), frame) for index, frame in enumerate(frames)
+        },
+    )

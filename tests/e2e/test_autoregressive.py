@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from omni_actors.errors import (
 )
 from omni_actors.messages import DType, FinishReason, HostTensor, StageParams
 from omni_actors.stage.interface import StageInputs, StreamEvent, TextEvent
-from tests.e2e.stage_driver import SMALL, Driver, make_engine, talker_inputs, token_inputs
+from tests.e2e.stage_driver import SMALL, Driver, encode_media_prompt, make_engine, talker_inputs, token_inputs
 from tests.reference import Reference, ReferenceResult
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -218,29 +217,6 @@ def test_requests_without_rows_share_a_prefix_and_those_with_rows_compute_it(thi
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Thinker: media
-
-
-def encode_media_prompt(checkpoint: Path, text: str, media: dict) -> StageInputs:
-    """What the prompt stage sends for a multimodal prompt."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.serial_utils import MsgpackEncoder
-
-    arguments = OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), "prompt", SMALL)
-    processor = InputProcessor(arguments.create_engine_config())
-    request = processor.process_inputs(
-        "someone-else",
-        {"prompt": text, "multi_modal_data": media},
-        SamplingParams(max_tokens=1, temperature=1.0),
-        supported_tasks=("generate",),
-    )
-    frames = [bytes(frame) for frame in MsgpackEncoder().encode(request)]
-    return StageInputs(
-        token_ids=request.prompt_token_ids,
-        tensors={
-            f"vllm.{index}": HostTensor(DType.U8, (len(frame),), frame) for index, frame in enumerate(frames)
-        },
-    )
 
 
 @pytest.fixture(scope="module")

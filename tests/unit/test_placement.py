@@ -210,10 +210,20 @@ def test_replicas_of_a_node_take_its_devices_one_after_the_other(
     )
 
 
-def test_devices_must_come_in_groups(tmp_path: Path) -> None:
-    stage = {"kind": "autoregressive", "devices": [0, 1, 2], "engine": {"tensor_parallel_size": 2}}
+@pytest.mark.parametrize("how", ["tensor", "pipeline"])
+def test_devices_must_come_in_groups(tmp_path: Path, how: str) -> None:
+    stage = {"kind": "autoregressive", "devices": [0, 1, 2], "engine": {f"{how}_parallel_size": 2}}
     with pytest.raises(ConfigError, match="names 3 GPUs, but a replica takes 2"):
         load(tmp_path, spread(2, talker=stage), devices=4)
+
+
+def test_a_replica_of_several_gpus_takes_the_first_ones(tmp_path: Path) -> None:
+    engine = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "gpu_memory_utilization": 0.3}
+    data = spread(1, talker={"kind": "autoregressive", "engine": engine})
+    talker = load(tmp_path, data, devices=4).pipeline.stage("talker")
+    assert config.replica_devices(talker, 0, 4) == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="there is no device 3; this host has devices 0 to 2"):
+        load(tmp_path, data, devices=3)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import SupportsMRoPE
+from vllm.model_executor.models.interfaces import SupportsMRoPE, SupportsPP
 from vllm.model_executor.models.llama import LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
@@ -109,7 +109,7 @@ class TalkerDecoder(LlamaModel):
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
 
-class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
+class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
     """The talker as a vLLM model."""
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -178,7 +178,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | IntermediateTensors:
-        if inputs_embeds is None:
+        if inputs_embeds is None and intermediate_tensors is None:
             inputs_embeds = self.codec_embedding(input_ids)
         return self.decoder(None, positions, intermediate_tensors, inputs_embeds=inputs_embeds)
 

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -37,6 +41,17 @@ def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
     if hasattr(config, "thinker_config"):  # vLLM first tries the function on an empty configuration
         config.architectures = [ARCHITECTURE]
     return config
+
+
+class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
+    """vLLM's, able to embed tokens also where its last layers are: rows of the talker hold a token's embedding."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        decoder = self.language_model.model
+        if get_pp_group().is_last_rank and isinstance(decoder.embed_tokens, PPMissingLayer):
+            config = decoder.config
+            decoder.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
 
 
 class ThinkerOutputs(RequestOutputs):
@@ -203,7 +218,7 @@ def count_embeddings(modality: str, data: Mapping[str, Any], merge_size: int) ->
 SPEC = ModelSpec(
     kind="autoregressive",
     hf_overrides=thinker_config,
-    vllm_models={ARCHITECTURE: Qwen2_5OmniThinkerForConditionalGeneration},
+    vllm_models={ARCHITECTURE: Qwen2_5OmniThinker},
     engine={"enable_prefix_caching": True},  # used by requests that want no rows
     # The defaults of transformers' Qwen2_5OmniForConditionalGeneration.generate.
     params=StageParams(max_tokens=1024, temperature=0.0),

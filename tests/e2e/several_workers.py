@@ -1,4 +1,6 @@
-"""A stage on two workers: `python -m tests.e2e.tensor_parallel CHECKPOINT STAGE` prints its answers, a line of JSON.
+"""A stage on several workers: `python -m tests.e2e.several_workers CHECKPOINT STAGE JSON` prints its answers in JSON.
+
+JSON: fields of vLLM's EngineArgs that say how it is spread.
 
 A process of its own, because vLLM starts its workers by spawning: they import this file first and with it what makes
 vLLM run here. When it has said what it has to say it keeps its workers until its input closes.
@@ -8,19 +10,22 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 from omni_actors.engine.platform import prepare
 
 prepare()
 
+import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from omni_actors.engine.tensors import to_host, to_torch  # noqa: E402
 from omni_actors.stage.interface import StageInputs  # noqa: E402
-from tests.e2e.stage_driver import Driver, make_engine  # noqa: E402
+from tests.e2e.stage_driver import Driver, encode_media_prompt, make_engine  # noqa: E402
 
 LENGTHS = (5, 33, 90)
+MEDIA_PROMPT = "<|audio_bos|><|AUDIO|><|audio_eos|><|vision_bos|><|IMAGE|><|vision_eos|>What is this?"
 
 
 def inputs_of(stage: str, index: int) -> tuple[StageInputs, torch.Tensor | None]:
@@ -31,11 +36,19 @@ def inputs_of(stage: str, index: int) -> tuple[StageInputs, torch.Tensor | None]
         return StageInputs(token_ids=torch.randint(3, 200, (length,), generator=generator).tolist()), None
     rows = torch.randn(length + 20, 128, generator=generator)
     tensors = {"prompt_rows": to_host(rows[:length]), "reply_rows": to_host(rows[length : length + 3])}
+    if index == 1:  # as of a prompt with media
+        tensors["mrope_positions"] = to_host(torch.stack([torch.arange(length - 1) // part for part in (1, 2, 3)]))
     return StageInputs(tensors=tensors, complete=False), rows[length + 3 :]
 
 
-def answer(driver: Driver, stage: str) -> dict[str, object]:
-    """Tokens and the sum of the rows of three requests that join one after the other; what is left; who worked."""
+def media_prompt(checkpoint: str) -> StageInputs:
+    samples = (np.sin(np.arange(16000) * 0.05) * 0.3).astype(np.float32)
+    pixels = np.random.default_rng(0).integers(0, 255, (84, 112, 3), dtype=np.uint8)
+    return encode_media_prompt(Path(checkpoint), MEDIA_PROMPT, {"audio": (samples, 16000), "image": pixels})
+
+
+def answer(driver: Driver, checkpoint: str, stage: str) -> dict[str, object]:
+    """Tokens and the sums of the rows of requests that join one after the other; what is left; who worked."""
     for index in range(len(LENGTHS)):
         inputs, later = inputs_of(stage, index)
         driver.start(f"r{index}", inputs, max_tokens=16, temperature=0.0)
@@ -44,11 +57,14 @@ def answer(driver: Driver, stage: str) -> dict[str, object]:
             driver.engine.extend(f"r{index}", to_host(later[:7]), complete=False)
             driver.step()
             driver.engine.extend(f"r{index}", to_host(later[7:]), complete=True)
+    names = [f"r{index}" for index in range(len(LENGTHS))]
+    if stage == "thinker":
+        names.append("media")
+        driver.start("media", media_prompt(checkpoint), max_tokens=16, temperature=0.0)
     driver.start("gone", inputs_of(stage, 0)[0], max_tokens=16, temperature=0.0)
     driver.step()
     driver.engine.abort("gone")
     driver.run()
-    names = [f"r{index}" for index in range(len(LENGTHS))]
     rows = [
         [float(to_torch(tensor).float().abs().sum()) for event in driver.events[name]
          for tensor in getattr(event, "tensors", {}).values()]
@@ -62,9 +78,9 @@ def answer(driver: Driver, stage: str) -> dict[str, object]:
     }
 
 
-def main(checkpoint: str, stage: str) -> None:
-    driver = Driver(make_engine(checkpoint, stage, asynchronous=True, tensor_parallel_size=2))
-    print(json.dumps(answer(driver, stage)), flush=True)
+def main(checkpoint: str, stage: str, spread: str) -> None:
+    driver = Driver(make_engine(Path(checkpoint), stage, asynchronous=True, **json.loads(spread)))
+    print(json.dumps(answer(driver, checkpoint, stage)), flush=True)
     sys.stdin.read()
     driver.engine.shutdown()
 

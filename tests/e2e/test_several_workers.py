@@ -14,8 +14,8 @@ import pytest
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.errors import ConfigError
+from tests.e2e.several_workers import answer
 from tests.e2e.stage_driver import Driver, make_engine
-from tests.e2e.tensor_parallel import answer
 from tests.pipelines import REPOSITORY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -25,15 +25,26 @@ CORES = sorted(os.sched_getaffinity(0))
 ENVIRONMENT = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}"}
 
 
-@pytest.mark.parametrize(("stage", "end"), [("thinker", "killed"), ("talker", "in order")])
-def test_two_workers_answer_like_one_and_die_with_their_stage(tiny_checkpoint: Path, stage: str, end: str) -> None:
-    command = [sys.executable, "-m", "tests.e2e.tensor_parallel", str(tiny_checkpoint), stage]
+@pytest.mark.parametrize(
+    ("how", "stage", "end"),
+    [
+        ("tensor", "thinker", "killed"),
+        ("tensor", "talker", "in order"),
+        ("pipeline", "thinker", "in order"),
+        ("pipeline", "talker", "killed"),
+    ],
+)
+def test_two_workers_answer_like_one_and_die_with_their_stage(
+    tiny_checkpoint: Path, how: str, stage: str, end: str
+) -> None:
+    spread_by = json.dumps({f"{how}_parallel_size": 2})
+    command = [sys.executable, "-m", "tests.e2e.several_workers", str(tiny_checkpoint), stage, spread_by]
     with subprocess.Popen(
         command, cwd=REPOSITORY, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as spread:
         try:
             driver = Driver(make_engine(tiny_checkpoint, stage, asynchronous=True))
-            one = answer(driver, stage)
+            one = answer(driver, str(tiny_checkpoint), stage)
             driver.engine.shutdown()
             assert spread.stdout is not None
             said = next((line for line in spread.stdout if line.startswith("{")), "")
@@ -46,7 +57,7 @@ def test_two_workers_answer_like_one_and_die_with_their_stage(tiny_checkpoint: P
                 assert spread.returncode == 0
         finally:
             spread.kill()
-    assert [len(tokens) for tokens in two["tokens"]] == [16, 16, 16]
+    assert [len(tokens) for tokens in two["tokens"]] == [16] * (4 if stage == "thinker" else 3)
     assert two["tokens"] == one["tokens"]
     assert two["rows"] == pytest.approx(one["rows"], rel=1e-5)
     assert stage == "talker" or all(total > 0 for total in two["rows"])
@@ -70,7 +81,8 @@ def is_running(pid: int) -> bool:
         ("diffusion", "code2wav", {"tensor_parallel_size": 2}, "one GPU"),
         ("autoregressive", "talker", {"tensor_parallel_size": 0}, "whole number"),
         ("autoregressive", "talker", {"tensor_parallel_size": True}, "whole number"),
-        ("autoregressive", "talker", {"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ("autoregressive", "talker", {"pipeline_parallel_size": "2"}, "pipeline_parallel_size must be a whole"),
+        ("diffusion", "code2wav", {"pipeline_parallel_size": 2}, "one GPU"),
     ],
 )
 def test_other_ways_to_spread_a_stage_are_refused(tiny_checkpoint: Path, kind, stage, engine, match) -> None:
