@@ -195,7 +195,7 @@ class AsyncOmniClient:
         try:
             self._send(request_id, body, buffers, deadline)
         except OmniError:
-            del self._streams[request_id]
+            self._streams.pop(request_id, None)
             raise
         return stream
 
@@ -284,7 +284,10 @@ class AsyncOmniClient:
         header = Header("", request_id=request_id, deadline=deadline)
         frames = encode(header, body, buffers.buffers if buffers is not None else (), self._limits)
         if not try_send(self._socket, frames):
-            raise RequestTimeout(f"The coordinator at {self._endpoint} takes no messages.")
+            self._watching.drain()  # a peer that refused us has ended the connection, and it may not be read yet
+            raise self._handshake.verdict.refusal or RequestTimeout(
+                f"The coordinator at {self._endpoint} takes no messages."
+            )
         self._reader.poke()
 
     def _on_handshake(self, frames: Sequence[bytes]) -> None:

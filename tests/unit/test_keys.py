@@ -496,6 +496,24 @@ async def test_a_client_is_told_at_once_and_for_every_wait(
             await client.submit("again", modalities=["text"])
 
 
+@pytest.mark.parametrize("keys", ["none", "revoked"])
+async def test_a_client_that_was_refused_before_it_asks_is_told_why(
+    tmp_path: Path, folder: Path, contexts: list[Sockets], keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not read so yet, for its loop had no turn since; while zmq ends the connection it takes nothing."""
+    door = Door(contexts, folder)
+    given = None
+    if keys == "revoked":
+        make_cluster(tmp_path / "x")
+        given = make_client(tmp_path / "x", "dave")
+        (given / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
+    async with AsyncOmniClient(door.client_endpoint, keys=given) as client:
+        time.sleep(0.5)  # noqa: ASYNC251 - the loop shall not read meanwhile
+        monkeypatch.setattr(client_module, "try_send", lambda *_: False)
+        with pytest.raises(Unauthorized):
+            await client.submit("hello", modalities=["text"])
+
+
 async def test_a_client_that_is_let_in_waits_for_answers(folder: Path, contexts: list[Sockets]) -> None:
     door = Door(contexts, folder)
     async with AsyncOmniClient(door.client_endpoint, keys=folder / "clients" / "alice") as client:
