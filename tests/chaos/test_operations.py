@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_actors.client import AsyncOmniClient, OmniClient
+from omni_actors.client import AsyncOmniClient, OmniClient, SyncRequestStream
 from omni_actors.errors import OmniError, StageUnavailable
 from omni_actors.launch import ONE_WISH_SECONDS
 from tests.chaos.load import Load, ask_and_check, disturbed_chain, replicas, text_of
@@ -164,17 +164,28 @@ async def test_drain_survives_a_loss_and_ends_at_its_deadline(launch: Launch) ->
     assert launcher.wait_end() == 0
 
 
+def drains_for(launch: Launch, seconds: float) -> EchoLauncher:
+    """A pipeline that lets requests in flight end for so long."""
+    data = disturbed_chain(0.01)
+    data["coordinator"]["drain_timeout"] = seconds
+    return launch(data).wait_ready()
+
+
+def told_to_stop_with(launcher: EchoLauncher, client: OmniClient, prompt: str) -> SyncRequestStream:
+    """A request that is in flight while the launcher hears its first signal."""
+    stream = client.submit(prompt)
+    until(lambda: client.describe().in_flight == 1, 5, "admitted")
+    launcher.process.send_signal(signal.SIGTERM)
+    until(lambda: "stopping" in launcher.output, 5, "heard")
+    return stream
+
+
 def test_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omni_actors.client.PING_SECONDS", 0.1)
     monkeypatch.setattr("omni_actors.client.ANSWER_SECONDS", 1.0)
-    data = disturbed_chain(0.01)
-    data["coordinator"]["drain_timeout"] = 60.0
-    launcher = launch(data).wait_ready()
+    launcher = drains_for(launch, 60.0)
     with OmniClient(launcher.endpoint) as client:
-        stream = client.submit("x" * 2000)
-        until(lambda: client.describe().in_flight == 1, 5, "admitted")
-        launcher.process.send_signal(signal.SIGTERM)
-        until(lambda: "stopping" in launcher.output, 5, "heard")
+        stream = told_to_stop_with(launcher, client, "x" * 2000)
         time.sleep(ONE_WISH_SECONDS + 0.1)
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.wait_end(3) == 128 + signal.SIGTERM
@@ -185,13 +196,8 @@ def test_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch: 
 
 def test_signals_of_one_moment_are_one(launch: Launch) -> None:
     """Slurm's scancel tells the nodes, and the job's script, which tells them, too."""
-    data = disturbed_chain(0.01)
-    data["coordinator"]["drain_timeout"] = 30.0
-    launcher = launch(data).wait_ready()
+    launcher = drains_for(launch, 30.0)
     with OmniClient(launcher.endpoint) as client:
-        stream = client.submit("x" * 50)
-        until(lambda: client.describe().in_flight == 1, 5, "admitted")
-        launcher.process.send_signal(signal.SIGTERM)
-        until(lambda: "stopping" in launcher.output, 5, "heard")
+        stream = told_to_stop_with(launcher, client, "x" * 50)
         assert launcher.end(signal.SIGINT, 20) == 0
         assert stream.result().text == "x" * 50, "what was in flight could end"

@@ -31,10 +31,10 @@ said() {
     echo "waited in vain for ${2:-1} x '$1':" && cat output && return 1
 }
 
-# ends_with CODE: it ends within ten seconds (half of one, but for a machine that does much else) and leaves no process.
+# ends_with CODE: it ends within five seconds and leaves no process behind.
 ends_with() {
     local turn code=0
-    for ((turn = 0; turn < 200; turn++)); do
+    for ((turn = 0; turn < 100; turn++)); do
         kill -0 "$launcher" 2> /dev/null || break
         sleep 0.05
     done

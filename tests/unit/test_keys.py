@@ -475,17 +475,21 @@ def test_addresses() -> None:
 # -- clients ----------------------------------------------------------------------------------------------------------
 
 
+def revoked_client(tmp_path: Path, folder: Path) -> Path:
+    """Keys of a client that knows the pipeline of `folder` and is not among those that it allows."""
+    make_cluster(tmp_path / "x")
+    given = make_client(tmp_path / "x", "dave")
+    (given / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
+    return given
+
+
 @pytest.mark.parametrize("keys", ["none", "other", "revoked"])
 async def test_a_client_is_told_at_once_and_for_every_wait(
     tmp_path: Path, folder: Path, other: Path, contexts: list[Sockets], keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "PING_SECONDS", 60.0)  # which would find it out, too, but later
     door = Door(contexts, folder)
-    given = {"none": None, "other": other / "clients" / "carol", "revoked": tmp_path / "revoked"}[keys]
-    if keys == "revoked":
-        make_cluster(tmp_path / "x")
-        make_client(tmp_path / "x", "dave").rename(given)
-        (given / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
+    given = {"none": None, "other": other / "clients" / "carol", "revoked": revoked_client(tmp_path, folder)}[keys]
     async with AsyncOmniClient(door.client_endpoint, keys=given) as client:
         began = time.monotonic()
         stream = await client.submit("hello", modalities=["text"])
@@ -502,11 +506,7 @@ async def test_a_client_that_was_refused_before_it_asks_is_told_why(
 ) -> None:
     """It has not read so yet, for its loop had no turn since; while zmq ends the connection it takes nothing."""
     door = Door(contexts, folder)
-    given = None
-    if keys == "revoked":
-        make_cluster(tmp_path / "x")
-        given = make_client(tmp_path / "x", "dave")
-        (given / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
+    given = {"none": None, "revoked": revoked_client(tmp_path, folder)}[keys]
     async with AsyncOmniClient(door.client_endpoint, keys=given) as client:
         time.sleep(0.5)  # noqa: ASYNC251 - the loop shall not read meanwhile
         monkeypatch.setattr(client_module, "try_send", lambda *_: False)
