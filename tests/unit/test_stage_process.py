@@ -84,17 +84,18 @@ def test_a_coordinator_that_ends_takes_the_stage_along(
         for body in (Welcome(results=f"ipc://{spec.run_dir}/results"), Shutdown(reason="the launcher stops")):
             control.send_multipart([name, *encode(Header(""), body)])
 
+    coordinator = threading.Thread(target=coordinate)
+
     def build_slowly(*arguments: Any) -> EchoEngine:
+        coordinator.join()  # it has spoken
         control.close()
         time.sleep(0.2)
         return build_engine(*arguments)
 
     process = StageProcess(spec)
     monkeypatch.setattr("omni_actors.stage.process.build_engine", build_slowly)
-    coordinator = threading.Thread(target=coordinate)
     coordinator.start()
     assert process.run() == 0
-    coordinator.join(5)
     sockets.context.destroy(linger=0)
     assert "stopping: the launcher stops" in caplog.text
     assert "registering again" not in caplog.text
