@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket as sockets_of_python
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from omni_actors.transport.keys import (
     LOCAL,
     MEMBERS,
     REVOKED_SECONDS,
+    ZAP_ENDPOINT,
     AllowList,
     Doorkeeper,
     KeyOwner,
@@ -367,8 +369,16 @@ def test_without_a_doorkeeper_nobody_comes_in(
     folder: Path, contexts: list[Sockets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """libzmq's default would let everybody in."""
-    monkeypatch.setattr(Doorkeeper, "run", lambda self: self._socket.close())
+    left = threading.Event()
+
+    def leave(doorkeeper: Doorkeeper) -> None:
+        doorkeeper._socket.unbind(ZAP_ENDPOINT)  # at once; `close` alone leaves it to a thread of libzmq
+        doorkeeper._socket.close()
+        left.set()
+
+    monkeypatch.setattr(Doorkeeper, "run", leave)
     door = Door(contexts, folder)
+    assert left.wait(5)
     refusal = knock(contexts, folder, door.control_endpoint, door.control)
     assert isinstance(refusal, Unauthorized)
     assert "hangs up" in str(refusal)
