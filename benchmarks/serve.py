@@ -17,7 +17,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ import msgspec
 import workload
 from workload import Sample
 
-from omni_actors import config
+from omni_actors import config, top
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.launch import Launcher
+from omni_actors.observe import table
+
+SNAPSHOT_SECONDS = 1.0  # twice the heartbeat, until the stages' counts of a load are all there
 
 
 class Asker:
@@ -74,14 +78,34 @@ def stage_times(samples: Sequence[Sample]) -> str:
     return "  stages, ms: " + ", ".join(parts)
 
 
+def busy(rates: top.Rates) -> str:
+    """What every replica did during a load: steps, and shares of the time: in them, held back, on a processor."""
+    parts = []
+    for stage, replica in rates.now.labels(table.STEP_SECONDS, "_count"):
+        name = (stage, replica)
+        count, seconds = (rates.rate(table.STEP_SECONDS, *name, suffix=suffix) for suffix in ("_count", "_sum"))
+        turn, credit = (rates.rate(table.HELD_BACK, *name, reason) for reason in ("turn", "credit"))
+        shares = f"{seconds:.0%} in steps, {turn:.0%} gives way, {credit:.0%} no credit"
+        parts.append(
+            f"  {stage}/{replica}: {count:.0f} steps a second of {1000 * seconds / count if count else 0:.2f} ms, "
+            f"{shares}, processor {rates.rate(table.CPU_SECONDS, *name):.0%}"
+        )
+    return "\n".join(parts)
+
+
 async def measure(endpoint: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All loads against a running pipeline."""
     rows = []
 
-    def keep(load: str, samples: list[Sample], wall: float) -> None:
+    async def keep(load: str, run: Awaitable[tuple[list[Sample], float]]) -> None:
+        await asyncio.sleep(SNAPSHOT_SECONDS)
+        before = await top.look(client)
+        samples, wall = await run
         rows.append(workload.summary(load, samples, wall))
         print(json.dumps(rows[-1]), flush=True)
-        print(stage_times(samples), file=sys.stderr, flush=True)
+        await asyncio.sleep(SNAPSHOT_SECONDS)
+        now = replace(await top.look(client), time=before.time + wall)
+        print(f"{stage_times(samples)}\n{busy(top.Rates(before, now))}", file=sys.stderr, flush=True)
 
     async with AsyncOmniClient(endpoint) as client:
         description = await client.describe()
@@ -91,10 +115,10 @@ async def measure(endpoint: str, options: argparse.Namespace) -> list[dict[str, 
         for concurrency in options.concurrency:
             await workload.closed_loop(ask, concurrency, concurrency)
             count = max(options.rounds * concurrency, 3)
-            keep(f"c={concurrency}", *await workload.closed_loop(ask, concurrency, count))
+            await keep(f"c={concurrency}", workload.closed_loop(ask, concurrency, count))
         for rate in options.rate:
             await workload.closed_loop(ask, 4, 8)
-            keep(f"{rate:g}/s", *await workload.poisson(ask, rate, options.requests))
+            await keep(f"{rate:g}/s", workload.poisson(ask, rate, options.requests))
     return rows
 
 

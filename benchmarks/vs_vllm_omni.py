@@ -49,7 +49,7 @@ def deployment(load_format: str) -> dict[str, Any]:
 
 def samples_in(output: Any) -> int:
     """Audio samples of one output of its last stage."""
-    audio = output.request_output.outputs[0].multimodal_output.get("audio")
+    audio = output.multimodal_output.get("audio")
     parts = audio if isinstance(audio, list | tuple) else [audio]
     return sum(part.numel() for part in parts if part is not None)
 
@@ -91,6 +91,8 @@ async def drive(options: argparse.Namespace) -> dict[str, Any]:
                 sample.first_audio = sample.first_audio or now
                 sample.audio_seconds += samples_in(output) / SAMPLE_RATE
         sample.total = time.perf_counter() - began
+        if not sample.audio_seconds:
+            raise RuntimeError(f"Request {index} was answered without sound; the last output was a {type(output)}.")
         return sample
 
     rows = []

@@ -104,6 +104,11 @@ STAGE_REQUESTS = Metric(
 )  # fmt: skip
 STAGE_HELD = Metric("omni_stage_requests_held", Kind.GAUGE, _REPLICA, "Requests that a stage knows.")
 STEP_SECONDS = Metric("omni_stage_step_seconds", Kind.HISTOGRAM, _REPLICA, "Time of an engine step.", _STEPS)
+HELD_BACK = Metric(
+    "omni_stage_held_back_seconds_total", Kind.COUNTER, (*_REPLICA, "reason"),
+    "Time in which a stage had something to compute and did not: another one's turn on a shared device (turn), or "
+    "stages after it that are behind (credit).",
+)  # fmt: skip
 QUEUE_SECONDS = Metric(
     "omni_stage_queue_seconds", Kind.HISTOGRAM, _REPLICA,
     "Time from handing a request to the engine until the engine takes it into a step.", _WAITS,

@@ -78,6 +78,7 @@ def snapshot(
     meters.set(table.STAGE_AUDIO, *labels, to=meter.audio_seconds)
     meters.set(table.ARENA, *labels, to=held.get("arena_bytes", 0))
     meters.set(table.ARENA_FULL, *labels, to=held.get("dropped_arena_full", 0))
+    meters.set_all(table.HELD_BACK, labels, meter.held_back)
     meters.set_all(table.DROPPED, labels, actor.dropped)
     meters.set_all(table.REJECTED, (*labels, "inbox"), rejected)
     edge_figures(meters, "/".join(labels), edges)

@@ -6,6 +6,7 @@ The cost of it all is measured in docs/observability.md; nothing here takes a lo
 from __future__ import annotations
 
 import collections
+import enum
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,6 +18,13 @@ from omni_actors.observe.hops import HopTrack, track_of
 from omni_actors.observe.meters import Meters
 
 KEPT_TIMELINES = 256  # of requests that ended here without a `StageDone`, until the next snapshot
+
+
+class HeldBack(enum.StrEnum):
+    """Why a stage leaves out a step that it could do."""
+
+    TURN = "turn"
+    CREDIT = "credit"
 
 
 @dataclass(slots=True)
@@ -49,6 +57,7 @@ class StageMeter:
         self.output_tokens = 0
         self.input_tokens = 0
         self.audio_seconds = 0.0
+        self.held_back: dict[str, float] = dict.fromkeys(HeldBack, 0.0)  # seconds
         self._stage, self._replica, self._epoch = stage, replica, epoch
         self._name = f"{stage}/{replica}"
         self._steps = self.meters.histogram(table.STEP_SECONDS, *self.labels)

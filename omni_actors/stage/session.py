@@ -33,7 +33,7 @@ from omni_actors.stage.figures import Baseline, snapshot
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
 from omni_actors.stage.interface import StageEngine
-from omni_actors.stage.meter import StageMeter
+from omni_actors.stage.meter import HeldBack, StageMeter
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.processors import InputProcessor
@@ -233,17 +233,21 @@ class Session:
 
     def _take_events(self, actor: Stage, outbound: Outbound, gives_way: bool) -> None:
         """All events that are there; waits for the first one when the engine has nothing to do or others go first."""
+        held_back = HeldBack.CREDIT if outbound.congested else HeldBack.TURN if gives_way else None
         timeout = 0.0
         if outbound.congested:
             timeout = CONGESTED_SECONDS
-        elif not actor.runnable():
-            timeout = TICK_SECONDS
-        elif gives_way:
+        if not actor.runnable():
+            held_back, timeout = None, timeout or TICK_SECONDS
+        elif held_back is HeldBack.TURN:
             timeout = POLL_SECONDS
+        began = time.monotonic()
         while self._end is None and (events := self._events.take(timeout)):
             timeout = 0.0
             for event in events:
                 self._on_event(actor, outbound, event)
+        if held_back is not None:
+            self._meter.held_back[held_back] += time.monotonic() - began
 
     def _on_event(self, actor: Stage, outbound: Outbound, event: Event) -> None:
         if isinstance(event, Received):

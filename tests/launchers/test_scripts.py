@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.launchers.conftest import REPOSITORY, STUBS, Started
+from tests.process.launcher import until
 from tests.unit.builders import chain, write
 
 BATS = REPOSITORY / "tests/launchers/launchers.bats"
@@ -114,6 +115,39 @@ def test_a_leash_without_a_command(arguments: list[str], code: int) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.PIPE, capture_output=True, timeout=20, check=False)
     assert done.returncode == code
     assert done.stderr
+
+
+# -- MPS --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("devices", "seen"), [("2,3", "GPU-of-2,GPU-of-3"), ("GPU-a", "GPU-a"), (None, "all")])
+def test_a_command_under_mps(tmp_path: Path, devices: str | None, seen: str) -> None:
+    """Daemon and command name the same GPUs, the command gets its signals, and the daemon ends after it."""
+    said = tmp_path / "said"
+    stubs = {
+        "nvidia-smi": 'echo "GPU-of-${!##--id=}"',
+        "nvidia-cuda-mps-control": f'echo "daemon ${{CUDA_VISIBLE_DEVICES-all}} ${{1-$(cat)}}" >> {said}',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    if devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = devices
+    inner = 'trap "exit 7" TERM; echo "${CUDA_VISIBLE_DEVICES-all}"; ls -d "$CUDA_MPS_PIPE_DIRECTORY"; sleep 60 & wait'
+    command = [str(REPOSITORY / "scripts/with_mps.sh"), "bash", "-c", inner]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline().strip() == seen
+        folder = Path(running.stdout.readline().strip())
+        assert folder.parent == tmp_path
+        assert said.read_text() == f"daemon {seen} -d\n"
+        running.terminate()
+        running.stdout.close()
+        assert running.wait(20) == 7
+    until(lambda: not folder.exists(), 10, "the daemon's folder is gone")
+    assert said.read_text() == f"daemon {seen} -d\ndaemon {seen} quit\n"
 
 
 # -- slurm ------------------------------------------------------------------------------------------------------------

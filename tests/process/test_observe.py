@@ -101,6 +101,31 @@ async def test_what_requests_cost_is_counted_where_it_is(client: AsyncOmniClient
     assert grown(now, table.EDGE_LATENCY, "code2wav/0", "coordinator", suffix="_count") == 20
 
 
+@pytest.mark.parametrize(("reason", "spared"), [("turn", "credit"), ("credit", "turn")])
+async def test_time_in_which_a_stage_is_held_back_is_counted(launch: Launch, reason: str, spared: str) -> None:
+    data = chain()
+    data["coordinator"] = {"heartbeat_interval": 0.05}
+    thinker, talker, code2wav = data["stages"][1:]
+    if reason == "turn":  # one request after the other, so that some wait while the talker has those before
+        thinker["engine"] = {"step_seconds": 0.02, "max_num_seqs": 1}
+        talker["gives_way_to"] = ["thinker"]
+    else:
+        data["flow"] = {"edge_messages": 16, "outbox_messages": 8, "backlog_requests": 1}
+        code2wav["engine"] = {"step_seconds": 0.02, "max_num_seqs": 1}
+    echo = launch(data).wait_ready()
+    async with AsyncOmniClient(echo.endpoint) as client:
+        now = await top.look(client)
+        for _ in range(10):  # the talker looks once a second for a thinker that it has not found yet
+            await asyncio.gather(*(client.generate("0123456789") for _ in range(8)))
+            await asyncio.sleep(0.2)
+            now = await top.look(client)
+            if now.value(table.HELD_BACK, "talker", "0", reason) > 0.1:
+                break
+    assert now.value(table.HELD_BACK, "talker", "0", reason) > 0.1
+    assert now.value(table.HELD_BACK, "talker", "0", spared) == 0
+    assert [now.value(table.HELD_BACK, "code2wav", "0", each) for each in (reason, spared)] == [0, 0]
+
+
 async def test_refusals_are_counted_by_code(client: AsyncOmniClient) -> None:
     before = await top.look(client)
     with pytest.raises(OmniError):
