@@ -51,6 +51,17 @@ CONGESTED_SECONDS = 0.005  # until a stage that waits for its receivers looks ag
 CLOSE_SECONDS = 4.0
 
 
+def pause(runnable: bool, congested: bool, gives_way: bool) -> tuple[float, HeldBack | None]:
+    """Seconds to wait for events before the next look, and what holds a step back that could be done."""
+    if congested:
+        return CONGESTED_SECONDS, HeldBack.CREDIT if runnable else None
+    if not runnable:
+        return TICK_SECONDS, None
+    if gives_way:
+        return POLL_SECONDS, HeldBack.TURN
+    return 0.0, None
+
+
 class Session:
     """Belongs to the main thread, except the sockets' threads (`inbound`, `outbound`).
 
@@ -233,14 +244,7 @@ class Session:
 
     def _take_events(self, actor: Stage, outbound: Outbound, gives_way: bool) -> None:
         """All events that are there; waits for the first one when the engine has nothing to do or others go first."""
-        held_back = HeldBack.CREDIT if outbound.congested else HeldBack.TURN if gives_way else None
-        timeout = 0.0
-        if outbound.congested:
-            timeout = CONGESTED_SECONDS
-        if not actor.runnable():
-            held_back, timeout = None, timeout or TICK_SECONDS
-        elif held_back is HeldBack.TURN:
-            timeout = POLL_SECONDS
+        timeout, held_back = pause(actor.runnable(), outbound.congested, gives_way)
         began = time.monotonic()
         while self._end is None and (events := self._events.take(timeout)):
             timeout = 0.0

@@ -18,8 +18,10 @@ from omni_actors.codec import encode
 from omni_actors.messages import Header, Hop, Shutdown, Welcome
 from omni_actors.node import LocalNode
 from omni_actors.stage.echo import EchoEngine
+from omni_actors.stage.meter import HeldBack
 from omni_actors.stage.process import ReplicaSpec, StageProcess, build_engine
-from omni_actors.stage.turns import Sign
+from omni_actors.stage.session import CONGESTED_SECONDS, TICK_SECONDS, pause
+from omni_actors.stage.turns import POLL_SECONDS, Sign
 from omni_actors.transport.run_directory import RunDirectory
 from omni_actors.transport.sockets import Sockets
 from tests.unit.builders import chain, load, pipeline
@@ -125,3 +127,19 @@ def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
     Sign(short_path, "thinker", 0).show(wanted=True)
     talker._give_way._search_at = 0.0
     assert talker._give_way.now(), "its thinker's requests wait for their first output"
+
+
+@pytest.mark.parametrize(
+    ("runnable", "congested", "gives_way", "seconds", "held_back"),
+    [
+        (True, False, False, 0.0, None),
+        (True, False, True, POLL_SECONDS, HeldBack.TURN),
+        (True, True, True, CONGESTED_SECONDS, HeldBack.CREDIT),
+        (False, True, False, CONGESTED_SECONDS, None),
+        (False, False, True, TICK_SECONDS, None),
+    ],
+)
+def test_how_long_a_stage_waits_before_a_step(
+    runnable: bool, congested: bool, gives_way: bool, seconds: float, held_back: HeldBack | None
+) -> None:
+    assert pause(runnable, congested, gives_way) == (seconds, held_back)
