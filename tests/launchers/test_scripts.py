@@ -120,19 +120,24 @@ def test_a_leash_without_a_command(arguments: list[str], code: int) -> None:
 # -- MPS --------------------------------------------------------------------------------------------------------------
 
 
+def with_commands(folder: Path, commands: dict[str, str]) -> dict[str, str]:
+    """An environment in which these bash scripts are commands, and all GPUs are visible."""
+    for name, body in commands.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return {**others, "PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder)}
+
+
 @pytest.mark.parametrize(("devices", "seen"), [("2,3", "GPU-of-2,GPU-of-3"), ("GPU-a", "GPU-a"), (None, "all")])
 def test_a_command_under_mps(tmp_path: Path, devices: str | None, seen: str) -> None:
     """Daemon and command name the same GPUs, the command gets its signals, and the daemon ends after it."""
     said = tmp_path / "said"
-    stubs = {
+    commands = {
         "nvidia-smi": 'echo "GPU-of-${!##--id=}"',
         "nvidia-cuda-mps-control": f'echo "daemon ${{CUDA_VISIBLE_DEVICES-all}} ${{1-$(cat)}}" >> {said}',
     }
-    for name, body in stubs.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    environment = with_commands(tmp_path, commands)
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
     inner = 'trap "exit 7" TERM; echo "${CUDA_VISIBLE_DEVICES-all}"; ls -d "$CUDA_MPS_PIPE_DIRECTORY"; sleep 60 & wait'
@@ -148,6 +153,14 @@ def test_a_command_under_mps(tmp_path: Path, devices: str | None, seen: str) -> 
         assert running.wait(20) == 7
     until(lambda: not folder.exists(), 10, "the daemon's folder is gone")
     assert said.read_text() == f"daemon {seen} -d\ndaemon {seen} quit\n"
+
+
+def test_mps_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    commands = {"nvidia-smi": "echo No devices were found; exit 6", "nvidia-cuda-mps-control": "exit 9"}
+    environment = {**with_commands(tmp_path, commands), "CUDA_VISIBLE_DEVICES": "7"}
+    command = [str(REPOSITORY / "scripts/with_mps.sh"), "true"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stderr) == (1, "GPU 7: No devices were found\n")
 
 
 # -- slurm ------------------------------------------------------------------------------------------------------------
