@@ -30,6 +30,7 @@ from omni_actors import config, top
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.launch import Launcher
 from omni_actors.observe import table
+from omni_actors.stage.meter import HeldBack
 
 SNAPSHOT_SECONDS = 1.0  # twice the heartbeat, until the stages' counts of a load are all there
 
@@ -84,7 +85,7 @@ def busy(rates: top.Rates) -> str:
     for stage, replica in rates.now.labels(table.STEP_SECONDS, "_count"):
         name = (stage, replica)
         count, seconds = (rates.rate(table.STEP_SECONDS, *name, suffix=suffix) for suffix in ("_count", "_sum"))
-        turn, credit = (rates.rate(table.HELD_BACK, *name, reason) for reason in ("turn", "credit"))
+        turn, credit = (rates.rate(table.HELD_BACK, *name, reason) for reason in (HeldBack.TURN, HeldBack.CREDIT))
         shares = f"{seconds:.0%} in steps, {turn:.0%} gives way, {credit:.0%} no credit"
         parts.append(
             f"  {stage}/{replica}: {count:.0f} steps a second of {1000 * seconds / count if count else 0:.2f} ms, "

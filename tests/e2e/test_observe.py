@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from xml.etree import ElementTree
 
@@ -12,9 +13,9 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.observe import table
 from omni_actors.observe.chart import chart
 from omni_actors.observe.drawing import svg
-from omni_actors.top import Look, look
+from omni_actors.top import look
 from tests.pipelines import RunningPipeline
-from tests.process.test_observe import LOG_LINE, STAGES, assert_causal, settled
+from tests.process.test_observe import LOG_LINE, STAGES, assert_causal, grown, settled, told
 
 pytestmark = pytest.mark.e2e
 
@@ -31,26 +32,19 @@ async def test_a_spoken_answer_is_timed_and_counted(tiny_pipeline: RunningPipeli
         stream = await client.submit(f"{MARKER}: why is the sea salt?", params=SHORT)
         await stream.result()
         timeline = await client.timeline(stream.request_id)
-
-        def grown(now: Look, metric: table.Metric, *labels: str, suffix: str = "") -> float:
-            return now.value(metric, *labels, suffix=suffix) - before.value(metric, *labels, suffix=suffix)
-
-        def told(now: Look) -> bool:
-            """Each stage tells of itself, and at its own time."""
-            return all(grown(now, table.STAGE_REQUESTS, stage, "0", "done") == 1 for stage in STAGES)
-
-        now = await settled(client, told)
+        now = await settled(client, functools.partial(told, before, done=1))
     assert sorted(stage.stage for stage in timeline.stages) == sorted(STAGES)
     assert_causal(timeline)
     assert all(stage.first_step for stage in timeline.stages), "vLLM says when it schedules a request"
     tokens = {stage.stage: stage.output_tokens for stage in timeline.stages}
     assert (tokens["thinker"], tokens["talker"]) == (8, 24)
     for stage in ("thinker", "talker"):
-        assert grown(now, table.OUTPUT_TOKENS, stage, "0") == tokens[stage]
-        assert grown(now, table.STEP_SECONDS, stage, "0", suffix="_count") >= tokens[stage]
-        assert grown(now, table.QUEUE_SECONDS, stage, "0", suffix="_count") == 1
-    assert grown(now, table.STAGE_AUDIO, "code2wav", "0") == pytest.approx(24 * 480 / 24_000)
-    assert grown(now, table.EDGE_BYTES, "thinker/0", "talker/0") > 8 * 64 * 4, "a row of hidden size 64 per token"
+        assert grown(before, now, table.OUTPUT_TOKENS, stage, "0") == tokens[stage]
+        assert grown(before, now, table.STEP_SECONDS, stage, "0", suffix="_count") >= tokens[stage]
+        assert grown(before, now, table.QUEUE_SECONDS, stage, "0", suffix="_count") == 1
+    assert grown(before, now, table.STAGE_AUDIO, "code2wav", "0") == pytest.approx(24 * 480 / 24_000)
+    row_bytes = 64 * 4  # of hidden size 64, one per token
+    assert grown(before, now, table.EDGE_BYTES, "thinker/0", "talker/0") > 8 * row_bytes
 
     words = "".join(ElementTree.fromstring(svg(chart(timeline)).encode()).itertext())
     assert all(f"{stage}/0" in words for stage in STAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import re
@@ -52,6 +53,15 @@ async def settled(client: AsyncOmniClient, enough: Callable[[Look], bool]) -> Lo
     raise AssertionError("the stages told nothing")
 
 
+def grown(before: Look, now: Look, metric: Metric, *labels: str, suffix: str = "") -> float:
+    return now.value(metric, *labels, suffix=suffix) - before.value(metric, *labels, suffix=suffix)
+
+
+def told(before: Look, now: Look, done: int) -> bool:
+    """Whether `done` more requests are over for every stage: each tells of itself, and at its own time."""
+    return all(grown(before, now, table.STAGE_REQUESTS, stage, "0", "done") == done for stage in STAGES)
+
+
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
@@ -63,42 +73,37 @@ async def test_what_requests_cost_is_counted_where_it_is(client: AsyncOmniClient
     with pytest.raises(EngineError):
         await client.generate({"prompt_token_ids": [65, FAIL_TOKEN]}, modalities=["text"])
 
-    def grown(look: Look, metric: Metric, *labels: str, suffix: str = "") -> float:
-        return look.value(metric, *labels, suffix=suffix) - before.value(metric, *labels, suffix=suffix)
+    def all_told(now: Look) -> bool:
+        return told(before, now, 2) and grown(before, now, table.STAGE_REQUESTS, "prompt", "0", "engine_error") == 1
 
-    def told(look: Look) -> bool:
-        """Each stage tells of itself, and at its own time."""
-        done = all(grown(look, table.STAGE_REQUESTS, stage, "0", "done") == 2 for stage in STAGES)
-        return done and grown(look, table.STAGE_REQUESTS, "prompt", "0", "engine_error") == 1
-
-    now = await settled(client, told)
-    assert grown(now, table.REQUESTS, "done", "ok") == 2
-    assert grown(now, table.REQUESTS, "failed", "engine_error") == 1
-    assert grown(now, table.TEXT_TOKENS) == 20
-    assert grown(now, table.AUDIO_SECONDS) == pytest.approx(20 * 480 / 24_000)
+    now = await settled(client, all_told)
+    assert grown(before, now, table.REQUESTS, "done", "ok") == 2
+    assert grown(before, now, table.REQUESTS, "failed", "engine_error") == 1
+    assert grown(before, now, table.TEXT_TOKENS) == 20
+    assert grown(before, now, table.AUDIO_SECONDS) == pytest.approx(20 * 480 / 24_000)
     for metric in (table.FIRST_TEXT, table.FIRST_AUDIO, table.REQUEST_SECONDS, table.REALTIME_FACTOR):
-        assert grown(now, metric, suffix="_count") == 2, metric.name
-        assert grown(now, metric, suffix="_sum") > 0, metric.name
+        assert grown(before, now, metric, suffix="_count") == 2, metric.name
+        assert grown(before, now, metric, suffix="_sum") > 0, metric.name
     for stage in STAGES:
-        assert grown(now, table.STAGE_REQUESTS, stage, "0", "done") == 2, stage
-        assert grown(now, table.OUTPUT_TOKENS, stage, "0") in (20, 21) if stage != "code2wav" else True
-        assert 10 <= grown(now, table.STEP_SECONDS, stage, "0", suffix="_count") <= 30, stage
+        assert grown(before, now, table.STAGE_REQUESTS, stage, "0", "done") == 2, stage
+        assert grown(before, now, table.OUTPUT_TOKENS, stage, "0") in (20, 21) if stage != "code2wav" else True
+        assert 10 <= grown(before, now, table.STEP_SECONDS, stage, "0", suffix="_count") <= 30, stage
         # A step sleeps for 2 ms.
-        assert grown(now, table.STEP_SECONDS, stage, "0", suffix="_sum") >= 0.002 * 10, stage
-        assert grown(now, table.QUEUE_SECONDS, stage, "0", suffix="_count") >= 2, stage
+        assert grown(before, now, table.STEP_SECONDS, stage, "0", suffix="_sum") >= 0.002 * 10, stage
+        assert grown(before, now, table.QUEUE_SECONDS, stage, "0", suffix="_count") >= 2, stage
         assert now.value(table.READY, stage, "0") == 1
         assert now.value(table.RESIDENT, stage, "0") > 1 << 20
-    assert grown(now, table.STAGE_REQUESTS, "prompt", "0", "engine_error") == 1
+    assert grown(before, now, table.STAGE_REQUESTS, "prompt", "0", "engine_error") == 1
     for source, target in itertools.pairwise(STAGES):
         edge = (f"{source}/0", f"{target}/0")
-        assert 20 <= grown(now, table.EDGE_MESSAGES, *edge) <= 40, edge
-        assert grown(now, table.EDGE_BYTES, *edge) >= 20 * (5 + 16), "rows, each with its magic"
-        assert grown(now, table.EDGE_LATENCY, *edge, suffix="_count") in (20, 21), edge
+        assert 20 <= grown(before, now, table.EDGE_MESSAGES, *edge) <= 40, edge
+        assert grown(before, now, table.EDGE_BYTES, *edge) >= 20 * (5 + 16), "rows, each with its magic"
+        assert grown(before, now, table.EDGE_LATENCY, *edge, suffix="_count") in (20, 21), edge
         assert 0 < now.value(table.EDGE_CREDIT, *edge) <= 1024
     # The prompt's own bytes, twice, and little else.
-    assert 8000 < grown(now, table.EDGE_BYTES, "coordinator", "prompt/0") < 9500
-    assert grown(now, table.EDGE_BYTES, "coordinator", "clients") > 20 * 480 * 4
-    assert grown(now, table.EDGE_LATENCY, "code2wav/0", "coordinator", suffix="_count") == 20
+    assert 8000 < grown(before, now, table.EDGE_BYTES, "coordinator", "prompt/0") < 9500
+    assert grown(before, now, table.EDGE_BYTES, "coordinator", "clients") > 20 * 480 * 4
+    assert grown(before, now, table.EDGE_LATENCY, "code2wav/0", "coordinator", suffix="_count") == 20
 
 
 @pytest.mark.parametrize(("reason", "spared"), [("turn", "credit"), ("credit", "turn")])
@@ -114,11 +119,10 @@ async def test_time_in_which_a_stage_is_held_back_is_counted(launch: Launch, rea
         code2wav["engine"] = {"step_seconds": 0.02, "max_num_seqs": 1}
     echo = launch(data).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
-        now = await top.look(client)
         for _ in range(10):  # the talker looks once a second for a thinker that it has not found yet
+            before = await top.look(client)
             await asyncio.gather(*(client.generate("0123456789") for _ in range(8)))
-            await asyncio.sleep(0.2)
-            now = await top.look(client)
+            now = await settled(client, functools.partial(told, before, done=8))
             if now.value(table.HELD_BACK, "talker", "0", reason) > 0.1:
                 break
     assert now.value(table.HELD_BACK, "talker", "0", reason) > 0.1
