@@ -51,10 +51,16 @@ def start_ours(engine: AutoregressiveEngine, stage: str, index: int, count: int)
 def start_bare(engine: AutoregressiveEngine, stage: str, index: int, count: int) -> None:
     defaults = engine.adapter.defaults
     params = SamplingParams(
-        max_tokens=count, min_tokens=count, temperature=defaults.temperature or 0.0, top_p=defaults.top_p or 1.0,
-        top_k=defaults.top_k or 0, repetition_penalty=defaults.repetition_penalty or 1.0, detokenize=False, seed=index,
+        max_tokens=count,
+        min_tokens=count,
+        temperature=defaults.temperature or 0.0,
+        top_p=defaults.top_p or 1.0,
+        top_k=defaults.top_k or 0,
+        repetition_penalty=defaults.repetition_penalty or 1.0,
+        detokenize=False,
+        seed=index,
         stop_token_ids=sorted(getattr(engine.adapter, "_ends", [])),
-    )  # fmt: skip
+    )
     request = make_request(f"bare-{index}", list(range(1, PROMPT + 1)), params)
     if stage == "talker":
         width, dtype = engine.adapter._width, engine.adapter._dtype

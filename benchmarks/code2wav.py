@@ -149,7 +149,10 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--precision", nargs="+", default=["float32"])
     parser.add_argument(
-        "--chunks", type=lambda text: tuple(map(int, text.split(","))), nargs="+",
-        default=[(1, 8, 0), (1, 8, 1), (1, 8, 2)], metavar="FIRST,LARGEST,AHEAD",
-    )  # fmt: skip
+        "--chunks",
+        type=lambda text: tuple(map(int, text.split(","))),
+        nargs="+",
+        default=[(1, 8, 0), (1, 8, 1), (1, 8, 2)],
+        metavar="FIRST,LARGEST,AHEAD",
+    )
     main(parser.parse_args())

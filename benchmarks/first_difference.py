@@ -29,9 +29,13 @@ from omni_actors.stage.interface import StageInputs, StageRequest, StreamEvent  
 def run(options: argparse.Namespace, *, eager: bool) -> list[tuple[list[int], torch.Tensor]]:
     """Tokens and logits [tokens, vocabulary] of each request."""
     fields = {
-        "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512,
-        "kv_cache_memory_bytes": 64 << 20, "enforce_eager": eager,
-    }  # fmt: skip
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": eager,
+    }
     engine = AutoregressiveEngine(
         OmniEngineArgs(OmniModelConfig(options.checkpoint, "talker"), "autoregressive", fields)
     )

@@ -97,9 +97,19 @@ class End:
         inbox = f"ipc://{folder}/{me.stage}" if transport == "ipc" else "tcp://127.0.0.1:0"
         self.endpoint: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.inbound = Inbound(
-            Sockets(self.sockets.context), me, control, inbox, self._hello, self.inbox, Limits(), 1.0, os.getpid(),
-            lambda: None, self.arenas, lambda receiver, credit: self.outbound.granted(receiver, credit),
-        )  # fmt: skip
+            Sockets(self.sockets.context),
+            me,
+            control,
+            inbox,
+            self._hello,
+            self.inbox,
+            Limits(),
+            1.0,
+            os.getpid(),
+            lambda: None,
+            self.arenas,
+            lambda receiver, credit: self.outbound.granted(receiver, credit),
+        )
         self.outbound = Outbound(self.sockets, me, results, Limits(), flow, self.inbox.put, self.arena, self.arenas)
         self.inbound.start()
         self.outbound.start()
@@ -320,8 +330,10 @@ def name_of(size: int) -> str:
 
 
 def main(options: argparse.Namespace) -> None:
-    print(f"omni_actors {__version__}, Python {platform.python_version()}, pyzmq {zmq.__version__}, "
-          f"libzmq {zmq.zmq_version()}, {os.cpu_count()} cores, {options.messages} messages")  # fmt: skip
+    print(
+        f"omni_actors {__version__}, Python {platform.python_version()}, pyzmq {zmq.__version__}, "
+        f"libzmq {zmq.zmq_version()}, {os.cpu_count()} cores, {options.messages} messages"
+    )
     print("\nmicroseconds, median / 99 %; ratio of medians; call: what sending takes of the engine's thread, median\n")
     print("| payload | bare zmq | bare ring | hop, ipc | ipc, no arena | hop, tcp | hop : zmq | hop : ring | call |")
     print("|---|---|---|---|---|---|---|---|---|")

@@ -53,9 +53,12 @@ class Asker:
         began = time.perf_counter()
         sample = Sample()
         stream = await self._client.submit(
-            workload.prompt(next(self._numbers), self._options.prompt_repeats), modalities=self._modalities,
-            params=self._params, seed=index, timeout=self._options.timeout,
-        )  # fmt: skip
+            workload.prompt(next(self._numbers), self._options.prompt_repeats),
+            modalities=self._modalities,
+            params=self._params,
+            seed=index,
+            timeout=self._options.timeout,
+        )
         async for item in stream:
             now = time.perf_counter() - began
             if isinstance(item, Text):

@@ -54,9 +54,11 @@ async def bare(options: argparse.Namespace) -> list[dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     print(f"bare vLLM is ready after {time.perf_counter() - began:.1f} s", file=sys.stderr)
     params = SamplingParams(
-        max_tokens=options.text_tokens, min_tokens=options.text_tokens, temperature=0.0,
+        max_tokens=options.text_tokens,
+        min_tokens=options.text_tokens,
+        temperature=0.0,
         output_kind=RequestOutputKind.DELTA,
-    )  # fmt: skip
+    )
 
     async def ask(index: int) -> Sample:
         began = time.perf_counter()

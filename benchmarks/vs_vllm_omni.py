@@ -28,17 +28,25 @@ SAMPLE_RATE = 24_000
 END_OF_SPEECH = 8294
 # What every stage has, and what each has beside it: thinker, talker, code2wav (which takes one request at a time).
 COMMON = {
-    "max_num_batched_tokens": 8192, "max_model_len": 4096, "max_num_seqs": 32, "enforce_eager": True,
-    "trust_remote_code": True, "enable_prefix_caching": False, "devices": "0",
-}  # fmt: skip
+    "max_num_batched_tokens": 8192,
+    "max_model_len": 4096,
+    "max_num_seqs": 32,
+    "enforce_eager": True,
+    "trust_remote_code": True,
+    "enable_prefix_caching": False,
+    "devices": "0",
+}
 STAGES: tuple[dict[str, Any], ...] = (
     {"gpu_memory_utilization": 0.35, "mm_processor_cache_gb": 0},
     {"gpu_memory_utilization": 0.25},
     {
-        "gpu_memory_utilization": 0.15, "max_num_seqs": 1, "dtype": "float32", "async_scheduling": False,
+        "gpu_memory_utilization": 0.15,
+        "max_num_seqs": 1,
+        "dtype": "float32",
+        "async_scheduling": False,
         "enable_flashinfer_autotune": False,
     },
-)  # fmt: skip
+)
 
 
 def deployment(load_format: str) -> dict[str, Any]:
@@ -62,9 +70,11 @@ async def drive(options: argparse.Namespace) -> dict[str, Any]:
 
     began = time.perf_counter()
     omni = AsyncOmni(
-        model=options.model, deploy_config=options.deployment, stage_init_timeout=options.start_timeout,
+        model=options.model,
+        deploy_config=options.deployment,
+        stage_init_timeout=options.start_timeout,
         init_timeout=options.start_timeout,
-    )  # fmt: skip
+    )
     ready = time.perf_counter() - began
     print(f"vllm-omni is ready after {ready:.1f} s", file=sys.stderr, flush=True)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -72,11 +82,18 @@ async def drive(options: argparse.Namespace) -> dict[str, Any]:
     parameters = [
         SamplingParams(temperature=0.0, max_tokens=text, min_tokens=text, ignore_eos=True, seed=42),
         SamplingParams(
-            temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05, max_tokens=codec, min_tokens=codec,
-            ignore_eos=True, seed=42, stop_token_ids=[END_OF_SPEECH],
+            temperature=0.9,
+            top_k=40,
+            top_p=0.8,
+            repetition_penalty=1.05,
+            max_tokens=codec,
+            min_tokens=codec,
+            ignore_eos=True,
+            seed=42,
+            stop_token_ids=[END_OF_SPEECH],
         ),
         SamplingParams(temperature=0.0, max_tokens=2048, seed=42),
-    ]  # fmt: skip
+    ]
 
     async def ask(index: int) -> Sample:
         began = time.perf_counter()

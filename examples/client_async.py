@@ -1,6 +1,6 @@
 """Several requests at once through one connection, as they stream; one of them is ended before its end.
 
-    python examples/client_async.py ipc:///tmp/omni/client "Why is the sea salt?" "And the rivers?" --abort-after 5
+python examples/client_async.py ipc:///tmp/omni/client "Why is the sea salt?" "And the rivers?" --abort-after 5
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One question through the client library: the text is printed as it comes, the speech goes to a file.
 
-    python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --run-dir /tmp/omni
-    python examples/client_sync.py ipc:///tmp/omni/client --audio question.wav --answer answer.wav
+python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --run-dir /tmp/omni
+python examples/client_sync.py ipc:///tmp/omni/client --audio question.wav --answer answer.wav
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Speak with a pipeline through the `openai` package: a question as sound, the answer as sound while it is made.
 
-    python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --http 127.0.0.1:8000
-    python examples/openai_audio.py --url http://127.0.0.1:8000/v1 --question question.wav --answer answer.wav
+python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --http 127.0.0.1:8000
+python examples/openai_audio.py --url http://127.0.0.1:8000/v1 --question question.wav --answer answer.wav
 """
 
 from __future__ import annotations
@@ -66,9 +66,12 @@ def main() -> None:
 
     spoken = options.answer.with_name(f"{options.answer.stem}_spoken.wav")
     with client.audio.speech.with_streaming_response.create(
-        model=model, voice=options.voice, input="The tide is full.", response_format="wav",
+        model=model,
+        voice=options.voice,
+        input="The tide is full.",
+        response_format="wav",
         extra_body={"stage_params": {"thinker": {"max_tokens": options.max_tokens}}},
-    ) as response:  # fmt: skip
+    ) as response:
         response.stream_to_file(spoken)
     print(f"read aloud: {spoken}")
 

@@ -57,8 +57,15 @@ from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.sockets import Sockets, try_send
 
 __all__ = [
-    "AsyncOmniClient", "Audio", "OmniClient", "Prompting", "RequestStream", "StreamItem", "SyncRequestStream", "Text"
-]  # fmt: skip
+    "AsyncOmniClient",
+    "Audio",
+    "OmniClient",
+    "Prompting",
+    "RequestStream",
+    "StreamItem",
+    "SyncRequestStream",
+    "Text",
+]
 
 logger = get_logger(__name__)
 

@@ -104,9 +104,17 @@ def encode(
     limits = limits or DEFAULT_LIMITS
     _check_buffers(body, [memoryview(buffer).nbytes for buffer in buffers], limits)
     header = Header(
-        _kind(body), header.request_id, header.stage, header.replica, header.epoch, header.attempt, header.seq,
-        header.deadline, len(buffers), blocks,
-    )  # fmt: skip
+        _kind(body),
+        header.request_id,
+        header.stage,
+        header.replica,
+        header.epoch,
+        header.attempt,
+        header.seq,
+        header.deadline,
+        len(buffers),
+        blocks,
+    )
     try:
         header_frame = _header_encoder.encode(header)
         body_frame = msgspec.msgpack.encode(body)
@@ -177,9 +185,7 @@ class Decoder(Generic[BodyT]):
     def _decode_rest(self, header: Header, frames: Sequence[Frame]) -> Envelope[BodyT]:
         if len(frames[2]) > self._limits.body_bytes:
             size = len(frames[2])
-            raise BadBody(
-                header, InvalidPayload(f"The body has {size} bytes; the limit is {self._limits.body_bytes}.")
-            )
+            raise BadBody(header, InvalidPayload(f"The body has {size} bytes; the limit is {self._limits.body_bytes}."))
         try:
             body = self._decoder.decode(frames[2])
             buffers = tuple(frames[FIXED_FRAMES:])

@@ -109,9 +109,7 @@ class Coordinator:
         self.pipeline = pipeline
         self._watch = Watch(exporter)
         self._traffic: dict[str, Traffic] = {}  # of the edges to stages, as "talker/0", and to all clients
-        self.state = Coordination(
-            pipeline, new_seed=lambda: secrets.randbits(63), observer=self._watch.requests
-        )
+        self.state = Coordination(pipeline, new_seed=lambda: secrets.randbits(63), observer=self._watch.requests)
         self.supervision = Supervision(pipeline, self.state.replicas)
         self.idle = asyncio.Event()  # nothing is in flight
         self.idle.set()
@@ -485,8 +483,10 @@ class Coordinator:
         counts = {"replays": self.state.replays, "retained_bytes": self.state.retained_bytes}
         counts |= {f"dropped_{reason}": count for reason, count in (self.state.dropped + self._dropped).items()}
         for channel, decoder in (
-            ("client", self._client_decoder), ("control", self._control_decoder), ("results", self._results_decoder)
-        ):  # fmt: skip
+            ("client", self._client_decoder),
+            ("control", self._control_decoder),
+            ("results", self._results_decoder),
+        ):
             counts |= {f"rejected_{channel}_{reason}": count for reason, count in decoder.rejected.items()}
         return counts
 

@@ -65,9 +65,13 @@ class OmniError(Exception):
     default_hint: ClassVar[str] = "See the stage's log for the cause."
 
     def __init_subclass__(
-        cls, code: ErrorCode | None = None, fault: Fault | None = None, hint: str = "", retryable: bool = False,
+        cls,
+        code: ErrorCode | None = None,
+        fault: Fault | None = None,
+        hint: str = "",
+        retryable: bool = False,
         **rest: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init_subclass__(**rest)
         if code is None:
             return  # a finer class under the code of its base
@@ -97,29 +101,33 @@ def _rebuild(cls: type[OmniError], message: str, hint: str, stage: str | None, r
 
 
 class InvalidRequest(
-    OmniError, code=ErrorCode.INVALID_REQUEST, fault=Fault.CALLER,
+    OmniError,
+    code=ErrorCode.INVALID_REQUEST,
+    fault=Fault.CALLER,
     hint="Change the request as the message says; a retry of the same request fails again.",
-):  # fmt: skip
+):
     """The request contradicts itself or lacks something."""
 
 
 class InvalidPayload(
-    OmniError, code=ErrorCode.INVALID_PAYLOAD, fault=Fault.CALLER,
+    OmniError,
+    code=ErrorCode.INVALID_PAYLOAD,
+    fault=Fault.CALLER,
     hint="Send the shape, dtype and size that the message names.",
-):  # fmt: skip
+):
     """Shape, dtype, size or exclusivity of a payload is wrong."""
 
 
 class PromptTooLong(
-    OmniError, code=ErrorCode.PROMPT_TOO_LONG, fault=Fault.CALLER,
+    OmniError,
+    code=ErrorCode.PROMPT_TOO_LONG,
+    fault=Fault.CALLER,
     hint="Shorten the prompt or its media, or ask for fewer tokens.",
-):  # fmt: skip
+):
     """The prompt, with its media, has more tokens than a stage takes."""
 
 
-class UnknownVoice(
-    OmniError, code=ErrorCode.UNKNOWN_VOICE, fault=Fault.CALLER, hint="Choose one of the voices named."
-):
+class UnknownVoice(OmniError, code=ErrorCode.UNKNOWN_VOICE, fault=Fault.CALLER, hint="Choose one of the voices named."):
     """No stage has the voice asked for."""
 
 
@@ -130,9 +138,11 @@ class UnknownModality(
 
 
 class MalformedMedia(
-    OmniError, code=ErrorCode.MALFORMED_MEDIA, fault=Fault.CALLER,
+    OmniError,
+    code=ErrorCode.MALFORMED_MEDIA,
+    fault=Fault.CALLER,
     hint="Send the medium again in a supported form.",
-):  # fmt: skip
+):
     """An audio, image or video cannot be read."""
 
 
@@ -143,9 +153,12 @@ class Overloaded(
 
 
 class SlowClient(
-    OmniError, code=ErrorCode.SLOW_CLIENT, fault=Fault.CALLER, retryable=True,
+    OmniError,
+    code=ErrorCode.SLOW_CLIENT,
+    fault=Fault.CALLER,
+    retryable=True,
     hint="Read answers as they come, or ask for fewer at a time.",
-):  # fmt: skip
+):
     """Too much of the answer waited unread."""
 
 
@@ -160,9 +173,12 @@ class Aborted(OmniError, code=ErrorCode.ABORTED, fault=Fault.NOBODY, hint="The r
 
 
 class StageUnavailable(
-    OmniError, code=ErrorCode.STAGE_UNAVAILABLE, fault=Fault.OPERATOR, retryable=True,
+    OmniError,
+    code=ErrorCode.STAGE_UNAVAILABLE,
+    fault=Fault.OPERATOR,
+    retryable=True,
     hint="Ask only for modalities whose stages are up, or try again when the stage is back.",
-):  # fmt: skip
+):
     """A stage that the request needs is down."""
 
 
@@ -173,9 +189,11 @@ class StageLost(
 
 
 class Poison(
-    OmniError, code=ErrorCode.POISON, fault=Fault.OPERATOR,
+    OmniError,
+    code=ErrorCode.POISON,
+    fault=Fault.OPERATOR,
     hint="Do not send it again; the logs of the replicas named tell what it did to them.",
-):  # fmt: skip
+):
     """Several replicas of a stage died while they computed the request."""
 
 
@@ -184,16 +202,20 @@ class EngineError(OmniError, code=ErrorCode.ENGINE_ERROR, fault=Fault.OPERATOR):
 
 
 class ProtocolError(
-    OmniError, code=ErrorCode.PROTOCOL_ERROR, fault=Fault.DEVELOPER,
+    OmniError,
+    code=ErrorCode.PROTOCOL_ERROR,
+    fault=Fault.DEVELOPER,
     hint="Run the same omni_actors version on both sides.",
-):  # fmt: skip
+):
     """Peers are of different versions, or one of them is broken."""
 
 
 class ConfigError(
-    OmniError, code=ErrorCode.CONFIG_ERROR, fault=Fault.OPERATOR,
+    OmniError,
+    code=ErrorCode.CONFIG_ERROR,
+    fault=Fault.OPERATOR,
     hint="Correct the configuration; `--check` validates it without starting anything.",
-):  # fmt: skip
+):
     """The pipeline's configuration, or an option of a command, is wrong."""
 
 
@@ -204,9 +226,12 @@ class StartupError(
 
 
 class RequestTimeout(
-    OmniError, code=ErrorCode.TIMEOUT, fault=Fault.CALLER, retryable=True,
+    OmniError,
+    code=ErrorCode.TIMEOUT,
+    fault=Fault.CALLER,
+    retryable=True,
     hint="Check that the coordinator runs and that the endpoint is right.",
-):  # fmt: skip
+):
     """The coordinator did not answer in time."""
 
 

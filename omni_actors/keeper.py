@@ -81,10 +81,12 @@ class Keeper:
 
     async def _spawn(self) -> None:
         process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "omni_actors.coordinator_process",
+            sys.executable,
+            "-m",
+            "omni_actors.coordinator_process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+        )
         if process.stdin is None or process.stdout is None:
             raise StartupError("The coordinator's process has no pipes.")
         with contextlib.suppress(ConnectionError):  # it has just died; its silence tells

@@ -75,8 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keys", metavar="DIR", help="CURVE keys, made by omni_actors.keys; needed off this host")
     parser.add_argument("--record", metavar="DIR", help="record every stage's messages, for omni_actors.replay")
     parser.add_argument("--startup-timeout", type=float, help="seconds until every stage must be ready")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="any value of the YAML, for instance stages.talker.engine.max_num_seqs=8")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any value of the YAML, for instance stages.talker.engine.max_num_seqs=8",
+    )
     nodes = parser.add_argument_group("several hosts", "The same command on each of them; see docs/nodes.md.")
     nodes.add_argument("--nnodes", type=int, help="number of hosts")
     nodes.add_argument("--node-rank", type=int, help="which of them this is; 0 runs the coordinator")
@@ -87,10 +92,20 @@ def _parser() -> argparse.ArgumentParser:
     http = parser.add_argument_group("HTTP", "The key that requests must bring is in OMNI_ACTORS_API_KEY.")
     http.add_argument("--http", metavar="HOST:PORT", help="serve the OpenAI API and a web page here")
     http.add_argument("--http-insecure", action="store_true", help="listen off loopback without an API key")
-    http.add_argument("--served-name", action="append", default=[], metavar="NAME",
-                      help="name of the model for HTTP clients (default: the pipeline's)")  # fmt: skip
-    http.add_argument("--media-host", action="append", default=[], metavar="HOST",
-                      help="host from which media may be fetched over https; .example.com: also below it")  # fmt: skip
+    http.add_argument(
+        "--served-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of the model for HTTP clients (default: the pipeline's)",
+    )
+    http.add_argument(
+        "--media-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="host from which media may be fetched over https; .example.com: also below it",
+    )
     server_settings.add_flags(http)
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics here, without the HTTP server")
     parser.add_argument("--metrics-insecure", action="store_true", help="let --metrics listen off loopback")
@@ -285,7 +300,11 @@ class Launcher:
         if self._pipeline.coordinator.keys_dir is not None:
             arguments.append(f"--keys={self._pipeline.coordinator.keys_dir}")
         self._http = HttpProcess(
-            options.http, options.http_insecure, self.endpoint, arguments, self._run_directory.log_file("http"),
+            options.http,
+            options.http_insecure,
+            self.endpoint,
+            arguments,
+            self._run_directory.log_file("http"),
             self._pipeline.http,
         )
         await self._http.start()

@@ -41,6 +41,7 @@ class DType(enum.StrEnum):
 
 _ITEMSIZE = {DType.BF16: 2, DType.F16: 2, DType.F32: 4, DType.I32: 4, DType.I64: 8, DType.U8: 1}
 
+
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     """Largest message that is sent or accepted.
 
@@ -559,9 +560,7 @@ class Failed(Body, tag="failed", frozen=True):
 
     def to_error(self) -> OmniError:
         """The typed exception that this message stands for."""
-        return ERROR_CLASSES[self.code](
-            self.message, hint=self.hint, stage=self.stage, retry_after=self.retry_after
-        )
+        return ERROR_CLASSES[self.code](self.message, hint=self.hint, stage=self.stage, retry_after=self.retry_after)
 
 
 class HopTimeline(Struct, frozen=True, array_like=True):

@@ -77,9 +77,7 @@ class Supervisor:
         self._next_report = time.monotonic() + PROGRESS_SECONDS
         self._looked = self._looking_since = time.monotonic()
         self._culprit: tuple[Replica, str, float] | None = None  # fails the launch once its log is here
-        self.coordinator = Coordinator(
-            pipeline, endpoints, self._on_change, self._on_node, self._on_shutdown, exporter
-        )
+        self.coordinator = Coordinator(pipeline, endpoints, self._on_change, self._on_node, self._on_shutdown, exporter)
         self._replicas = self.coordinator.state.replicas
         self._supervision = self.coordinator.supervision
         self._nodes = NodeTable(pipeline, self._replicas, time.monotonic())
@@ -345,5 +343,3 @@ class Supervisor:
     def _fail(self, text: str) -> None:
         self.failure = self.failure or text
         self.stop()
-
-

@@ -150,8 +150,21 @@ def _head(rates: Rates) -> Text:
 
 def _replicas(rates: Rates) -> Table:
     shown = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in ("replica", "state", "pid", "requests", "waiting", "tokens/s", "audio s/s", "step", "queue", "KV",
-                 "memory", "device", "restarts"):  # fmt: skip
+    for name in (
+        "replica",
+        "state",
+        "pid",
+        "requests",
+        "waiting",
+        "tokens/s",
+        "audio s/s",
+        "step",
+        "queue",
+        "KV",
+        "memory",
+        "device",
+        "restarts",
+    ):
         shown.add_column(name, justify="left" if name in ("replica", "state") else "right", no_wrap=True)
     now = rates.now
     for status in now.report.description.stages:

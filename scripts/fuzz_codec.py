@@ -23,9 +23,13 @@ with atheris.instrument_imports(include=["omni_actors"]):
 
 LIMITS = messages.Limits(header_bytes=512, body_bytes=2048, buffers=8, buffer_bytes=1024, message_bytes=2048)
 CHANNELS = [
-    messages.ClientToCoordinator, messages.CoordinatorToClient, messages.IntoStage, messages.FromStage,
-    messages.StageToCoordinator, messages.CoordinatorToStage,
-]  # fmt: skip
+    messages.ClientToCoordinator,
+    messages.CoordinatorToClient,
+    messages.IntoStage,
+    messages.FromStage,
+    messages.StageToCoordinator,
+    messages.CoordinatorToStage,
+]
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "unit" / "golden_messages.json"
 
 

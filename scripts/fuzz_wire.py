@@ -45,9 +45,12 @@ def configuration() -> dict:
     for stage in data["stages"]:
         stage["engine"] = {"row_width": 64, "samples_per_token": 4}
     data["coordinator"] = {
-        "heartbeat_interval": 0.1, "max_timeout": 3.0, "default_timeout": 3.0, "tombstone_ttl": 2.0,
+        "heartbeat_interval": 0.1,
+        "max_timeout": 3.0,
+        "default_timeout": 3.0,
+        "tombstone_ttl": 2.0,
         "max_in_flight": 2000,
-    }  # fmt: skip
+    }
     data["flow"] = {"parked_seconds": 2.0}
     data["limits"] = {"body_bytes": 20_000, "buffer_bytes": 20_000, "message_bytes": 60_000}
     return data

@@ -29,7 +29,6 @@ from tests.unit.builders import chain
 WARM_UP = 0.2
 
 
-
 def configuration() -> dict:
     data = chain()
     for stage in data["stages"]:

@@ -1,6 +1,6 @@
 """Writes a tiny Llama with random weights and a tokenizer, so that the example needs no download.
 
-    PYTHONPATH=examples python -m custom_model.tiny checkpoints/tiny_llama --tokenizer checkpoints/tiny_qwen2_5_omni
+PYTHONPATH=examples python -m custom_model.tiny checkpoints/tiny_llama --tokenizer checkpoints/tiny_qwen2_5_omni
 """
 
 from __future__ import annotations

@@ -116,38 +116,81 @@ def tiny_config(user_token: int) -> Any:
     width = 128
     thinker = thinker_fields(TINY_TOKENS, user_token) | {
         "audio_config": {
-            "num_mel_bins": 128, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 128,
-            "d_model": 64, "max_source_positions": 1500, "n_window": 100, "output_dim": width,
+            "num_mel_bins": 128,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 128,
+            "d_model": 64,
+            "max_source_positions": 1500,
+            "n_window": 100,
+            "output_dim": width,
         },
         "vision_config": {
-            "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "in_channels": 3, "patch_size": 14,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 25, "window_size": 112,
-            "out_hidden_size": width, "fullatt_block_indexes": [1],
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 4,
+            "in_channels": 3,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "tokens_per_second": 25,
+            "window_size": 112,
+            "out_hidden_size": width,
+            "fullatt_block_indexes": [1],
         },
-        "text_config": text_fields(TINY_TOKENS) | {
-            "hidden_size": width, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "max_position_embeddings": 32768, "rope_parameters": rope([4, 6, 6]),
+        "text_config": text_fields(TINY_TOKENS)
+        | {
+            "hidden_size": width,
+            "intermediate_size": 256,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "rope_parameters": rope([4, 6, 6]),
         },
-    }  # fmt: skip
+    }
     talker = talker_fields(TINY_TOKENS, TINY_CODEC) | {
-        "embedding_size": width, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 32768,
+        "embedding_size": width,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 32768,
         "rope_parameters": rope([4, 6, 6]),
-    }  # fmt: skip
+    }
     token2wav = {
         "dit_config": {
-            "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16, "emb_dim": 64,
-            "ff_mult": 2, "block_size": 24, "look_ahead_layers": [2], "look_backward_layers": [0, 3], "repeats": 2,
-            "num_embeds": TINY_CODEC.sounds + 1, "mel_dim": 80, "enc_emb_dim": 192, "enc_dim": 32,
-            "enc_channels": [32, 32, 32, 32, 96], "enc_attention_channels": 16, "enc_res2net_scale": 2,
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "head_dim": 16,
+            "emb_dim": 64,
+            "ff_mult": 2,
+            "block_size": 24,
+            "look_ahead_layers": [2],
+            "look_backward_layers": [0, 3],
+            "repeats": 2,
+            "num_embeds": TINY_CODEC.sounds + 1,
+            "mel_dim": 80,
+            "enc_emb_dim": 192,
+            "enc_dim": 32,
+            "enc_channels": [32, 32, 32, 32, 96],
+            "enc_attention_channels": 16,
+            "enc_res2net_scale": 2,
             "enc_se_channels": 16,
         },
         "bigvgan_config": {
-            "mel_dim": 80, "upsample_initial_channel": 128, "resblock_kernel_sizes": [3, 7],
-            "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]], "upsample_rates": [5, 3, 2, 2, 2, 2],
+            "mel_dim": 80,
+            "upsample_initial_channel": 128,
+            "resblock_kernel_sizes": [3, 7],
+            "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
+            "upsample_rates": [5, 3, 2, 2, 2, 2],
             "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
         },
-    }  # fmt: skip
+    }
     config = Qwen2_5OmniConfig(
         thinker_config=thinker, talker_config=talker, token2wav_config=token2wav, enable_audio_output=True
     )
@@ -166,38 +209,81 @@ def full_config(user_token: int) -> Any:
     width = 3584
     thinker = thinker_fields(FULL_TOKENS, user_token) | {
         "audio_config": {
-            "num_mel_bins": 128, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120,
-            "d_model": 1280, "max_source_positions": 1500, "n_window": 100, "output_dim": width,
+            "num_mel_bins": 128,
+            "encoder_layers": 32,
+            "encoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120,
+            "d_model": 1280,
+            "max_source_positions": 1500,
+            "n_window": 100,
+            "output_dim": width,
         },
         "vision_config": {
-            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3,
-            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 25,
-            "window_size": 112, "out_hidden_size": width, "fullatt_block_indexes": [7, 15, 23, 31],
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "in_channels": 3,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "tokens_per_second": 25,
+            "window_size": 112,
+            "out_hidden_size": width,
+            "fullatt_block_indexes": [7, 15, 23, 31],
         },
-        "text_config": text_fields(FULL_TOKENS) | {
-            "hidden_size": width, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-            "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_parameters": rope([16, 24, 24]),
+        "text_config": text_fields(FULL_TOKENS)
+        | {
+            "hidden_size": width,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_parameters": rope([16, 24, 24]),
         },
-    }  # fmt: skip
+    }
     talker = talker_fields(FULL_TOKENS, FULL_CODEC) | {
-        "embedding_size": width, "hidden_size": 896, "intermediate_size": 18944, "num_hidden_layers": 24,
-        "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 32768,
+        "embedding_size": width,
+        "hidden_size": 896,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
         "rope_parameters": rope([16, 24, 24]),
-    }  # fmt: skip
+    }
     token2wav = {
         "dit_config": {
-            "hidden_size": 1024, "num_hidden_layers": 22, "num_attention_heads": 16, "head_dim": 64, "emb_dim": 512,
-            "ff_mult": 2, "block_size": 24, "look_ahead_layers": [10], "look_backward_layers": [0, 20], "repeats": 2,
-            "num_embeds": FULL_CODEC.sounds + 1, "mel_dim": 80, "enc_emb_dim": 192, "enc_dim": 128,
-            "enc_channels": [256, 256, 256, 256, 768], "enc_attention_channels": 64, "enc_res2net_scale": 2,
+            "hidden_size": 1024,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 16,
+            "head_dim": 64,
+            "emb_dim": 512,
+            "ff_mult": 2,
+            "block_size": 24,
+            "look_ahead_layers": [10],
+            "look_backward_layers": [0, 20],
+            "repeats": 2,
+            "num_embeds": FULL_CODEC.sounds + 1,
+            "mel_dim": 80,
+            "enc_emb_dim": 192,
+            "enc_dim": 128,
+            "enc_channels": [256, 256, 256, 256, 768],
+            "enc_attention_channels": 64,
+            "enc_res2net_scale": 2,
             "enc_se_channels": 64,
         },
         "bigvgan_config": {
-            "mel_dim": 80, "upsample_initial_channel": 1536, "resblock_kernel_sizes": [3, 7, 11],
-            "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5], [1, 3, 5]], "upsample_rates": [5, 3, 2, 2, 2, 2],
+            "mel_dim": 80,
+            "upsample_initial_channel": 1536,
+            "resblock_kernel_sizes": [3, 7, 11],
+            "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5], [1, 3, 5]],
+            "upsample_rates": [5, 3, 2, 2, 2, 2],
             "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
         },
-    }  # fmt: skip
+    }
     config = Qwen2_5OmniConfig(
         thinker_config=thinker, talker_config=talker, token2wav_config=token2wav, enable_audio_output=True
     )

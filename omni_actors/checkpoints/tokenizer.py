@@ -41,10 +41,39 @@ NAMED_TOKENS = {
 
 # Each word becomes one token, by merging it from the left. The last ones make multi-byte characters one token.
 MERGED_WORDS = (
-    "user", "assistant", "system", " the", " a", " and", " of", " to", " in", " is", " it", " you", " that", " was",
-    " for", " on", " are", " with", " as", " they", " be", " at", " one", " have", " this", "ing", "er", "ed",
-    "\u00e9", "\u00fc", "\u4f60", "\u597d",
-)  # fmt: skip
+    "user",
+    "assistant",
+    "system",
+    " the",
+    " a",
+    " and",
+    " of",
+    " to",
+    " in",
+    " is",
+    " it",
+    " you",
+    " that",
+    " was",
+    " for",
+    " on",
+    " are",
+    " with",
+    " as",
+    " they",
+    " be",
+    " at",
+    " one",
+    " have",
+    " this",
+    "ing",
+    "er",
+    "ed",
+    "\u00e9",
+    "\u00fc",
+    "\u4f60",
+    "\u597d",
+)
 
 # Equivalent to the published template: a default system prompt, roles, and one placeholder per media part.
 CHAT_TEMPLATE = (

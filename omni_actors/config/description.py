@@ -35,8 +35,10 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
         where = ", ".join(f"GPU {device}" for device in sorted(taken)) or "CPU"
         if pipeline.cluster.nnodes > 1:
             where += f" of node {', '.join(str(rank) for rank in stage.nodes)}"
-        lines.append(f"  {stage.name}: {stage.replicas} x {stage.kind} on {where}, takes input from "
-                     f"{', '.join(stage.source_names) or 'the client'}")  # fmt: skip
+        lines.append(
+            f"  {stage.name}: {stage.replicas} x {stage.kind} on {where}, takes input from "
+            f"{', '.join(stage.source_names) or 'the client'}"
+        )
     cluster = pipeline.cluster
     if cluster.nnodes > 1:
         master = f"tcp://{cluster.master_addr}:{cluster.master_port}"

@@ -68,9 +68,7 @@ class Coordination:
         observer: is told what happens to requests.
     """
 
-    def __init__(
-        self, pipeline: PipelineConfig, new_seed: Callable[[], int], observer: Observer | None = None
-    ) -> None:
+    def __init__(self, pipeline: PipelineConfig, new_seed: Callable[[], int], observer: Observer | None = None) -> None:
         self._observer = observer or Observer()
         self.pipeline = pipeline
         self.replicas = ReplicaTable()

@@ -241,8 +241,5 @@ class ReplicaTable:
                 replica.arena if replica.node == node else None,
             )
             for replica in self
-            if replica.stage in stages
-            and replica.inbox
-            and replica.alive
-            and (replica.node == node or not only_there)
+            if replica.stage in stages and replica.inbox and replica.alive and (replica.node == node or not only_there)
         )

@@ -66,9 +66,7 @@ class Supervision:
     def due(self, now: float) -> list[Replica]:
         """Replicas to be started now."""
         return [
-            replica
-            for replica in self._replicas
-            if replica.state is ReplicaState.WAITING and replica.restart_at <= now
+            replica for replica in self._replicas if replica.state is ReplicaState.WAITING and replica.restart_at <= now
         ]
 
     def drained(self, now: float) -> list[Replica]:

@@ -1,7 +1,7 @@
 """Importing this module imports everything that a stage needs: the one name a forkserver preloads.
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["omni_actors.engine.preload"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["omni_actors.engine.preload"])
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         if request_id in self._requests:
             raise InvalidRequest(f"Request {request_id!r} is already running.")
 
-    def _finished(
-        self, request_id: str, reason: FinishReason, input_tokens: int, output_tokens: int
-    ) -> FinishedEvent:
+    def _finished(self, request_id: str, reason: FinishReason, input_tokens: int, output_tokens: int) -> FinishedEvent:
         """The end of a request that the core has done with."""
         del self._requests[request_id]
         return FinishedEvent(request_id, reason, input_tokens, output_tokens)

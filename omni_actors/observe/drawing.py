@@ -31,10 +31,17 @@ def svg(chart: Chart) -> str:
     """The picture as text: a row per stage, below them one per hop, vertical lines where something happened."""
     below = TOP + ROW * len(chart.stages) + 12
     height = below + HOP_ROW * len(chart.hops) + 40
-    root = Element("svg", {
-        "xmlns": "http://www.w3.org/2000/svg", "width": str(WIDTH), "height": str(height),
-        "viewBox": f"0 0 {WIDTH} {height}", "font-family": "system-ui, sans-serif", "font-size": "12",
-    })  # fmt: skip
+    root = Element(
+        "svg",
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "width": str(WIDTH),
+            "height": str(height),
+            "viewBox": f"0 0 {WIDTH} {height}",
+            "font-family": "system-ui, sans-serif",
+            "font-size": "12",
+        },
+    )
     SubElement(root, "title").text = _printable(f"Timeline of request {chart.id}")
     _box(root, 0, 0, WIDTH, height, "#ffffff")
     _text(root, 12, 22, f"request {chart.id}: {chart.outcome} after {duration(chart.seconds)}", weight="600")
@@ -168,13 +175,28 @@ def _line(root: Element, x1: float, y1: float, x2: float, y2: float, colour: str
 
 
 def _text(
-    root: Element, x: float, y: float, text: str, *, anchor: str = "start", size: int = 12, colour: str = TEXT_COLOUR,
+    root: Element,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    size: int = 12,
+    colour: str = TEXT_COLOUR,
     weight: str = "400",
-) -> None:  # fmt: skip
-    SubElement(root, "text", {
-        "x": f"{x:.2f}", "y": f"{y:.2f}", "text-anchor": anchor, "font-size": str(size), "fill": colour,
-        "font-weight": weight,
-    }).text = _printable(text)  # fmt: skip
+) -> None:
+    SubElement(
+        root,
+        "text",
+        {
+            "x": f"{x:.2f}",
+            "y": f"{y:.2f}",
+            "text-anchor": anchor,
+            "font-size": str(size),
+            "fill": colour,
+            "font-weight": weight,
+        },
+    ).text = _printable(text)
 
 
 def _escaped(text: str) -> str:

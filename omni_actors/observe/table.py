@@ -36,25 +36,36 @@ _EDGE = ("source", "target")
 
 # Counted by the coordinator.
 REQUESTS = Metric(
-    "omni_requests_total", Kind.COUNTER, ("outcome", "code"),
+    "omni_requests_total",
+    Kind.COUNTER,
+    ("outcome", "code"),
     "Requests that ended: outcome done, failed or refused (never admitted), with the error code, ok for done.",
-)  # fmt: skip
+)
 IN_FLIGHT = Metric("omni_requests_in_flight", Kind.GAUGE, (), "Requests that are admitted and have not ended.")
 REQUEST_SECONDS = Metric(
     "omni_request_seconds", Kind.HISTOGRAM, (), "Time of a done request from its arrival to its end.", _REQUESTS
 )
 FIRST_TEXT = Metric(
-    "omni_time_to_first_text_seconds", Kind.HISTOGRAM, (),
-    "Time from a request's arrival to its first text for the client (TTFT).", _WAITS,
-)  # fmt: skip
+    "omni_time_to_first_text_seconds",
+    Kind.HISTOGRAM,
+    (),
+    "Time from a request's arrival to its first text for the client (TTFT).",
+    _WAITS,
+)
 FIRST_AUDIO = Metric(
-    "omni_time_to_first_audio_seconds", Kind.HISTOGRAM, (),
-    "Time from a request's arrival to its first samples for the client (TTFA).", _WAITS,
-)  # fmt: skip
+    "omni_time_to_first_audio_seconds",
+    Kind.HISTOGRAM,
+    (),
+    "Time from a request's arrival to its first samples for the client (TTFA).",
+    _WAITS,
+)
 REALTIME_FACTOR = Metric(
-    "omni_realtime_factor", Kind.HISTOGRAM, (),
-    "Time of a done request divided by the length of its audio; under 1 it was made faster than it plays.", _FACTORS,
-)  # fmt: skip
+    "omni_realtime_factor",
+    Kind.HISTOGRAM,
+    (),
+    "Time of a done request divided by the length of its audio; under 1 it was made faster than it plays.",
+    _FACTORS,
+)
 AUDIO_SECONDS = Metric("omni_audio_seconds_total", Kind.COUNTER, (), "Length of all audio sent to clients.")
 TEXT_TOKENS = Metric("omni_text_tokens_total", Kind.COUNTER, (), "Text tokens sent to clients.")
 REPLAYS = Metric("omni_replays_total", Kind.COUNTER, (), "Attempts that followed the loss of a replica.")
@@ -67,13 +78,17 @@ BOUND = Metric("omni_replica_requests", Kind.GAUGE, _REPLICA, "Requests that are
 
 # Counted by whoever receives or sends.
 REJECTED = Metric(
-    "omni_frames_rejected_total", Kind.COUNTER, ("stage", "replica", "channel", "reason"),
+    "omni_frames_rejected_total",
+    Kind.COUNTER,
+    ("stage", "replica", "channel", "reason"),
     "Messages that failed a check of the wire, by receiver (stage coordinator: by its channel) and reason.",
-)  # fmt: skip
+)
 DROPPED = Metric(
-    "omni_messages_dropped_total", Kind.COUNTER, ("stage", "replica", "reason"),
+    "omni_messages_dropped_total",
+    Kind.COUNTER,
+    ("stage", "replica", "reason"),
     "Sound messages that were of no use: late, of a former life, of unknown requests, by receiver and reason.",
-)  # fmt: skip
+)
 EDGE_MESSAGES = Metric("omni_edge_messages_total", Kind.COUNTER, _EDGE, "Messages that left on an edge.")
 EDGE_BYTES = Metric(
     "omni_edge_bytes_total", Kind.COUNTER, _EDGE, "Bytes of all frames that left on an edge, headers included."
@@ -92,31 +107,44 @@ EDGE_WAITING = Metric(
     "omni_edge_waiting_messages", Kind.GAUGE, _EDGE, "Messages that wait with the sender for credit or for the socket."
 )
 EDGE_LATENCY = Metric(
-    "omni_edge_latency_seconds", Kind.HISTOGRAM, _EDGE,
+    "omni_edge_latency_seconds",
+    Kind.HISTOGRAM,
+    _EDGE,
     "Time from when a chunk, text or audio is made, or sent again, until its receiver takes it, waiting for "
-    "credit included. Between stages of two hosts the difference of their clocks is in it.", _HOPS,
-)  # fmt: skip
+    "credit included. Between stages of two hosts the difference of their clocks is in it.",
+    _HOPS,
+)
 
 # Counted by stages.
 STAGE_REQUESTS = Metric(
-    "omni_stage_requests_total", Kind.COUNTER, (*_REPLICA, "outcome"),
+    "omni_stage_requests_total",
+    Kind.COUNTER,
+    (*_REPLICA, "outcome"),
     "Attempts at requests that ended in a stage: done, an error code, or dropped (ended by the coordinator).",
-)  # fmt: skip
+)
 STAGE_HELD = Metric("omni_stage_requests_held", Kind.GAUGE, _REPLICA, "Requests that a stage knows.")
 STEP_SECONDS = Metric("omni_stage_step_seconds", Kind.HISTOGRAM, _REPLICA, "Time of an engine step.", _STEPS)
 HELD_BACK = Metric(
-    "omni_stage_held_back_seconds_total", Kind.COUNTER, (*_REPLICA, "reason"),
+    "omni_stage_held_back_seconds_total",
+    Kind.COUNTER,
+    (*_REPLICA, "reason"),
     "Time in which a stage had something to compute and did not: another one's turn on a shared device (turn), or "
     "stages after it that are behind (credit).",
-)  # fmt: skip
+)
 QUEUE_SECONDS = Metric(
-    "omni_stage_queue_seconds", Kind.HISTOGRAM, _REPLICA,
-    "Time from handing a request to the engine until the engine takes it into a step.", _WAITS,
-)  # fmt: skip
+    "omni_stage_queue_seconds",
+    Kind.HISTOGRAM,
+    _REPLICA,
+    "Time from handing a request to the engine until the engine takes it into a step.",
+    _WAITS,
+)
 OUTPUT_SECONDS = Metric(
-    "omni_stage_first_output_seconds", Kind.HISTOGRAM, _REPLICA,
-    "Time from handing a request to the engine until its first output.", _WAITS,
-)  # fmt: skip
+    "omni_stage_first_output_seconds",
+    Kind.HISTOGRAM,
+    _REPLICA,
+    "Time from handing a request to the engine until its first output.",
+    _WAITS,
+)
 INPUT_TOKENS = Metric("omni_stage_input_tokens_total", Kind.COUNTER, _REPLICA, "Input tokens of requests done.")
 OUTPUT_TOKENS = Metric("omni_stage_output_tokens_total", Kind.COUNTER, _REPLICA, "Tokens made, as they are made.")
 STAGE_AUDIO = Metric("omni_stage_audio_seconds_total", Kind.COUNTER, _REPLICA, "Length of the audio made.")
@@ -125,9 +153,7 @@ ARENA = Metric("omni_stage_arena_bytes", Kind.GAUGE, _REPLICA, "Shared memory in
 ARENA_FULL = Metric(
     "omni_stage_arena_full_total", Kind.COUNTER, _REPLICA, "Buffers that found no room there and became frames."
 )
-RESIDENT = Metric(
-    "omni_process_resident_bytes", Kind.GAUGE, _REPLICA, "Main memory of a process."
-)
+RESIDENT = Metric("omni_process_resident_bytes", Kind.GAUGE, _REPLICA, "Main memory of a process.")
 CPU_SECONDS = Metric("omni_process_cpu_seconds_total", Kind.COUNTER, _REPLICA, "Processor time of a process.")
 DEVICE_BYTES = Metric(
     "omni_device_memory_bytes", Kind.GAUGE, _REPLICA, "Device memory that a stage's allocator has reserved."

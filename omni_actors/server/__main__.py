@@ -85,10 +85,20 @@ def _parser() -> argparse.ArgumentParser:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that the launcher passes on."""
     parser.add_argument("--http-insecure", action="store_true", help="listen off loopback without an API key")
-    parser.add_argument("--served-name", action="append", default=[], metavar="NAME",
-                        help="name of the model for clients (default: the pipeline's)")  # fmt: skip
-    parser.add_argument("--media-host", action="append", default=[], metavar="HOST",
-                        help="host from which https media may be fetched; .example.com: and below it")  # fmt: skip
+    parser.add_argument(
+        "--served-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of the model for clients (default: the pipeline's)",
+    )
+    parser.add_argument(
+        "--media-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="host from which https media may be fetched; .example.com: and below it",
+    )
     server_settings.add_flags(parser.add_argument_group("limits, TLS, foreign pages"))
 
 

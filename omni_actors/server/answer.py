@@ -110,9 +110,7 @@ class AnswerResponse(Response):
         write_timeout: seconds that the client may leave a piece unread before its request is ended.
     """
 
-    def __init__(
-        self, answer: Answer, pieces: AsyncIterator[bytes], media_type: str, write_timeout: float
-    ) -> None:
+    def __init__(self, answer: Answer, pieces: AsyncIterator[bytes], media_type: str, write_timeout: float) -> None:
         super().__init__(media_type=media_type)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
@@ -197,6 +195,6 @@ def _speaker(order: list[str], text_stage: str, audio_stage: str) -> str:
 
 
 def finish_reason(usage: Mapping[str, StageUsage], description: Description) -> str:
-    """"stop" or "length", of the stage that answers in text."""
+    """ "stop" or "length", of the stage that answers in text."""
     text = usage.get(description.outputs.get("text", ""))
     return text.finish_reason.value if text is not None else "stop"

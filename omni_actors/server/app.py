@@ -138,8 +138,10 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 def _deepest(errors: Sequence[Any]) -> Any:
     """The first error, or the one inside of it that went furthest: a union reports every branch that did not fit."""
     field = field_name(errors[0]["loc"]) or ""
-    return max((error for error in errors if (field_name(error["loc"]) or "").startswith(field)),
-               key=lambda error: len(error["loc"]))  # fmt: skip
+    return max(
+        (error for error in errors if (field_name(error["loc"]) or "").startswith(field)),
+        key=lambda error: len(error["loc"]),
+    )
 
 
 async def _on_routing(request: Request, error: Exception) -> Response:

@@ -78,9 +78,7 @@ def _audio_format(body: ChatRequest) -> str:
 class ChatReply:
     """Makes OpenAI's objects out of an answer. A spoken answer has its text as the transcript, as OpenAI's have."""
 
-    def __init__(
-        self, request_id: str, model: str, spoken: bool, description: Description, state: ServerState
-    ) -> None:
+    def __init__(self, request_id: str, model: str, spoken: bool, description: Description, state: ServerState) -> None:
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
         self._audio_id = f"audio_{request_id}"
         self._spoken = spoken

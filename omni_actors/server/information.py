@@ -80,12 +80,17 @@ async def status(state: State) -> Response:
             "healthy": description.healthy,
             "in_flight": description.in_flight,
             "stages": [
-                {"stage": stage.stage, "replica": stage.replica, "state": stage.state, "in_flight": stage.in_flight,
-                 "counts": stage.counts}
+                {
+                    "stage": stage.stage,
+                    "replica": stage.replica,
+                    "state": stage.state,
+                    "in_flight": stage.in_flight,
+                    "counts": stage.counts,
+                }
                 for stage in description.stages
             ],
         }
-    )  # fmt: skip
+    )
 
 
 @router.get("/metrics", response_class=Response)

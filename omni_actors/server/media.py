@@ -217,7 +217,7 @@ class MediaReader:
 
 
 def modality_of(url: str, param: str) -> str:
-    """"audio", "image" or "video", as a data: URI says."""
+    """ "audio", "image" or "video", as a data: URI says."""
     kind = url[5:].partition("/")[0].lower() if url[:5].lower() == "data:" else ""
     if kind not in MEDIA_MODALITIES:
         raise bad_field(param, "This needs a data: URI of an audio, image or video type.")

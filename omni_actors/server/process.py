@@ -36,9 +36,14 @@ class HttpProcess:
     """
 
     def __init__(
-        self, address: str, insecure: bool, endpoint: str, arguments: Sequence[str], log_file: Path,
+        self,
+        address: str,
+        insecure: bool,
+        endpoint: str,
+        arguments: Sequence[str],
+        log_file: Path,
         http: HttpConfig,
-    ) -> None:  # fmt: skip
+    ) -> None:
         host, port = parse_address(address)
         check_exposure(host, envs.api_key(), insecure)
         check_certificate(http)
@@ -64,16 +69,21 @@ class HttpProcess:
         log = os.open(self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             return await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "omni_actors.server",
-                "--endpoint", self._endpoint,
-                "--listener", str(descriptor),
-                "--launcher-pid", str(os.getpid()),
+                sys.executable,
+                "-m",
+                "omni_actors.server",
+                "--endpoint",
+                self._endpoint,
+                "--listener",
+                str(descriptor),
+                "--launcher-pid",
+                str(os.getpid()),
                 *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[descriptor],
-            )  # fmt: skip
+            )
         finally:
             os.close(log)
 

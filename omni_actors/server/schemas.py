@@ -180,9 +180,16 @@ class Sampling(Strict):
         "response_format": "Answers are free text.",
     }
     STAGE_FIELDS: ClassVar[tuple[str, ...]] = (
-        "max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "ignore_eos",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "min_tokens",
+        "repetition_penalty",
+        "ignore_eos",
         "stop_token_ids",
-    )  # fmt: skip
+    )
 
     def refuse_unsupported(self) -> None:
         """Raise `HttpError` 400 for the first field that asks for what is not supported."""

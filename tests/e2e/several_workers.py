@@ -66,10 +66,13 @@ def answer(driver: Driver, checkpoint: str, stage: str) -> dict[str, object]:
     driver.engine.abort("gone")
     driver.run()
     rows = [
-        [float(to_torch(tensor).float().abs().sum()) for event in driver.events[name]
-         for tensor in getattr(event, "tensors", {}).values()]
+        [
+            float(to_torch(tensor).float().abs().sum())
+            for event in driver.events[name]
+            for tensor in getattr(event, "tensors", {}).values()
+        ]
         for name in names
-    ]  # fmt: skip
+    ]
     return {
         "tokens": [driver.tokens(name) for name in names],
         "rows": [sum(part) for part in rows],

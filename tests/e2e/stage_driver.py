@@ -144,7 +144,5 @@ def encode_media_prompt(checkpoint: Path, text: str, media: dict) -> StageInputs
     frames = [bytes(frame) for frame in MsgpackEncoder().encode(request)]
     return StageInputs(
         token_ids=request.prompt_token_ids,
-        tensors={
-            f"vllm.{index}": HostTensor(DType.U8, (len(frame),), frame) for index, frame in enumerate(frames)
-        },
+        tensors={f"vllm.{index}": HostTensor(DType.U8, (len(frame),), frame) for index, frame in enumerate(frames)},
     )

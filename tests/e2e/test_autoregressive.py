@@ -387,9 +387,7 @@ def test_talker_leaves_out_the_token_that_ends(talker, answers):
     first = answer.codec_tokens.index(end)
     ends, adapter._ends = adapter._ends, frozenset({end})
     try:
-        talker.start(
-            "r", talker_inputs(answer.thinker_rows, prompt_length(answer)), max_tokens=64, temperature=0.0
-        )
+        talker.start("r", talker_inputs(answer.thinker_rows, prompt_length(answer)), max_tokens=64, temperature=0.0)
         talker.run()
     finally:
         adapter._ends = ends

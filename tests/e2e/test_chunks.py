@@ -221,9 +221,7 @@ def test_requests_join_and_leave(engine: DiffusionEngine, whole_engine: Diffusio
         assert difference(speech.wave(name), whole(whole_engine, spec)) <= PEAK_ERROR
 
 
-def test_abort_in_the_middle_frees_everything_and_harms_nobody(
-    engine: DiffusionEngine, whole_engine: DiffusionEngine
-):
+def test_abort_in_the_middle_frees_everything_and_harms_nobody(engine: DiffusionEngine, whole_engine: DiffusionEngine):
     speech = Speech(engine)
     for name in ("stays", "goes"):
         speech.start(name, (80, "Chelsie", 0.5, 2))

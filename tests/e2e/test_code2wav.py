@@ -364,10 +364,16 @@ def test_autoregressive_requests_take_the_ordinary_path(tiny_checkpoint: Path, a
         config = OmniEngineArgs(
             OmniModelConfig(str(tiny_checkpoint), "thinker"),
             "autoregressive",
-            engine={"max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20, "enforce_eager": True,
-                    "dtype": "float32", "skip_mm_profiling": True},
+            engine={
+                "max_model_len": 256,
+                "max_num_seqs": 4,
+                "kv_cache_memory_bytes": 16 << 20,
+                "enforce_eager": True,
+                "dtype": "float32",
+                "skip_mm_profiling": True,
+            },
             asynchronous=asynchronous,
-        ).create_engine_config()  # fmt: skip
+        ).create_engine_config()
         kind = "Async" if asynchronous else ""
         config.scheduler_config.scheduler_cls = f"omni_actors.engine.{name}{kind}Scheduler"
         core = VllmCore(config)

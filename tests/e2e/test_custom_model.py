@@ -28,8 +28,11 @@ def test_a_plugins_model_answers_as_transformers_does(tiny_checkpoint: Path, tmp
     checkpoint = tmp_path / "tiny_llama"
     subprocess.run(
         [sys.executable, "-m", "custom_model.tiny", str(checkpoint), "--tokenizer", str(tiny_checkpoint)],
-        check=True, capture_output=True, timeout=120, env={**os.environ, **ENVIRONMENT},
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, **ENVIRONMENT},
+    )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = LlamaForCausalLM.from_pretrained(checkpoint)
     with (

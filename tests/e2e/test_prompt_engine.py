@@ -111,8 +111,12 @@ def chat(*parts: str | int, media: tuple[Item, ...] = (), role: str = "user") ->
 def arguments(checkpoint: Path, kind: str) -> OmniEngineArgs:
     options = {"max_model_len": MAX_MODEL_LEN, "dtype": "float32"}
     if kind == "autoregressive":
-        options |= {"max_num_seqs": 4, "kv_cache_memory_bytes": 32 << 20, "enforce_eager": True,
-                    "skip_mm_profiling": True}  # fmt: skip
+        options |= {
+            "max_num_seqs": 4,
+            "kv_cache_memory_bytes": 32 << 20,
+            "enforce_eager": True,
+            "skip_mm_profiling": True,
+        }
     return OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker", outputs=("text",)), kind, engine=options)
 
 
@@ -372,35 +376,56 @@ BAD = {
     "audio file broken": (chat(0, media=(file("audio", b"RIFF" + b"x" * 99),)), MalformedMedia, "cannot be read"),
     "audio file cut": (chat(0, media=(file("audio", wav(SPEECH, 16_000)[:44]),)), MalformedMedia, "no samples"),
     "audio file too long": (
-        chat(0, media=(file("audio", wav(np.zeros(31 * 16_000), 16_000)),)), InvalidRequest, "30 s"),
+        chat(0, media=(file("audio", wav(np.zeros(31 * 16_000), 16_000)),)),
+        InvalidRequest,
+        "30 s",
+    ),
     "audio file channels": (
-        chat(0, media=(file("audio", wav(np.zeros((99, 17)), 16_000)),)), InvalidRequest, "17 channels"),
+        chat(0, media=(file("audio", wav(np.zeros((99, 17)), 16_000)),)),
+        InvalidRequest,
+        "17 channels",
+    ),
     "audio file with rate": (
-        chat(0, media=(file("audio", wav(SPEECH, 16_000), sample_rate=16_000),)), InvalidRequest, "sample_rate"),
+        chat(0, media=(file("audio", wav(SPEECH, 16_000), sample_rate=16_000),)),
+        InvalidRequest,
+        "sample_rate",
+    ),
     "image dtype": (chat(0, media=(item("image", SPEECH.reshape(80, 100, 3)),)), InvalidPayload, "u8"),
     "image channels": (chat(0, media=(item("image", PICTURE[:, :, :1]),)), InvalidPayload, "height, width, 3"),
     "image too large": (
-        chat(0, media=(item("image", np.zeros((301, 300, 3), np.uint8)),)), InvalidRequest, "300 x 301.*90000"),
+        chat(0, media=(item("image", np.zeros((301, 300, 3), np.uint8)),)),
+        InvalidRequest,
+        "300 x 301.*90000",
+    ),
     "image too small": (chat(0, media=(item("image", PICTURE[:3]),)), InvalidRequest, "130 x 3"),
     "image file broken": (chat(0, media=(file("image", b"no picture"),)), MalformedMedia, "PNG, JPEG or WEBP"),
     "image file cut": (chat(0, media=(file("image", png(PICTURE)[:2000]),)), MalformedMedia, "cannot be read"),
     "image file format": (chat(0, media=(file("image", png(PICTURE, "BMP")),)), MalformedMedia, "PNG, JPEG or WEBP"),
     "image file too large": (
-        chat(0, media=(file("image", png(np.zeros((2000, 2000, 3), np.uint8))),)), InvalidRequest, "2000 x 2000"),
+        chat(0, media=(file("image", png(np.zeros((2000, 2000, 3), np.uint8))),)),
+        InvalidRequest,
+        "2000 x 2000",
+    ),
     "video file": (chat(0, media=(file("video", b"mp4"),)), InvalidRequest, "video files"),
     "video frames": (
-        chat(0, media=(item("video", np.zeros((17, 8, 8, 3), np.uint8)),)), InvalidRequest, "17 frames.*16"),
+        chat(0, media=(item("video", np.zeros((17, 8, 8, 3), np.uint8)),)),
+        InvalidRequest,
+        "17 frames.*16",
+    ),
     "video rank": (chat(0, media=(item("video", PICTURE),)), InvalidPayload, "frames"),
     "placeholder in text": (chat("<|IMAGE|> ", 0, media=(item("image", PICTURE),)), InvalidRequest, "IMAGE"),
     "placeholder without medium": (chat("hear <|AUDIO|>"), InvalidRequest, "0 audio"),
     "text too long": (chat("x " * MAX_MODEL_LEN), PromptTooLong, f"at most {MAX_MODEL_LEN - 1}"),
     "media too long": (
-        chat(*range(4), media=(audio(np.zeros(16_000 * 15, np.float32)),) * 4), PromptTooLong, "tokens; at most"),
+        chat(*range(4), media=(audio(np.zeros(16_000 * 15, np.float32)),) * 4),
+        PromptTooLong,
+        "tokens; at most",
+    ),
     "token id too large": ((Prompt(token_ids=pack_token_ids([1, VOCABULARY])), []), InvalidPayload, str(VOCABULARY)),
     "token id negative": ((Prompt(token_ids=pack_token_ids([1, -2])), []), InvalidPayload, "-2"),
     "token ids too long": ((Prompt(token_ids=pack_token_ids([1] * MAX_MODEL_LEN)), []), PromptTooLong, "1024 tokens"),
     "media missing": ((chat(0, media=(audio(),))[0], []), InvalidPayload, "1 media; 0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)

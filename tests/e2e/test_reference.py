@@ -70,9 +70,7 @@ def test_rows_are_hidden_state_plus_embedding(reference, answers):
     result = answers["hello", "Chelsie"]
     ids = torch.tensor([result.prompt_token_ids + result.thinker_tokens[:-1]])
     with torch.no_grad():
-        output = reference.model.thinker(
-            input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True
-        )
+        output = reference.model.thinker(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
     rows = output.hidden_states[-1][0] + output.hidden_states[0][0]
     torch.testing.assert_close(result.thinker_rows, rows, atol=1e-4, rtol=1e-4)
 

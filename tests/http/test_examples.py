@@ -21,9 +21,13 @@ ELSEWHERE = {"openai_chat.py", "openai_audio.py"}  # tests/http/test_tiny.py
 
 def run(folder: Path, *command: object, **environment: str) -> str:
     done = subprocess.run(
-        [str(part) for part in command], cwd=folder, capture_output=True, text=True, timeout=60,
+        [str(part) for part in command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -32,9 +36,19 @@ def test_sync_client(echo: HttpPipeline, tmp_path: Path) -> None:
     (tmp_path / "question.wav").write_bytes(sound())
     (tmp_path / "sea.png").write_bytes(picture())
     text = run(
-        tmp_path, sys.executable, EXAMPLES / "client_sync.py", echo.endpoint, "--prompt", "the tide is full",
-        "--voice", "Ethan", "--audio", "question.wav", "--image", "sea.png",
-    )  # fmt: skip
+        tmp_path,
+        sys.executable,
+        EXAMPLES / "client_sync.py",
+        echo.endpoint,
+        "--prompt",
+        "the tide is full",
+        "--voice",
+        "Ethan",
+        "--audio",
+        "question.wav",
+        "--image",
+        "sea.png",
+    )
     assert "voices: Chelsie, Ethan\nthe tide is full\n0.32 s of audio in answer.wav\n" in text
     assert "code2wav: 16 out" in text
     assert len(soundfile.read(tmp_path / "answer.wav")[0]) == 16 * 480
@@ -43,8 +57,11 @@ def test_sync_client(echo: HttpPipeline, tmp_path: Path) -> None:
 def test_sync_client_tells_what_is_wrong(echo: HttpPipeline, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "client_sync.py"), echo.endpoint, "--voice", "Nobody"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("unknown_voice: There is no voice 'Nobody'; the voices are Chelsie, Ethan.")
 
@@ -61,8 +78,15 @@ def test_batch_goes_on_where_it_was(echo: HttpPipeline, tmp_path: Path) -> None:
     prompts = [{"id": f"p{number}", "prompt": f"number {number}", "voice": "Ethan"} for number in range(20)]
     prompts.append({"id": "wrong", "prompt": "x", "voice": "Nobody"})
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
-    command = [sys.executable, EXAMPLES / "batch.py", echo.endpoint, "prompts.jsonl", "answers.jsonl",
-               "--audio-folder", "sounds"]  # fmt: skip
+    command = [
+        sys.executable,
+        EXAMPLES / "batch.py",
+        echo.endpoint,
+        "prompts.jsonl",
+        "answers.jsonl",
+        "--audio-folder",
+        "sounds",
+    ]
     assert "21 answered, 0 were there" in run(tmp_path, *command)
     answers = {line["id"]: line for line in map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())}
     assert len(answers) == 21
@@ -77,8 +101,14 @@ def test_batch_goes_on_where_it_was(echo: HttpPipeline, tmp_path: Path) -> None:
 
 def test_batch_starts_a_pipeline_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "sea"}\n')
-    run(tmp_path, sys.executable, EXAMPLES / "batch.py", REPOSITORY / "stage_configs" / "echo.yaml", "prompts.jsonl",
-        "answers.jsonl")  # fmt: skip
+    run(
+        tmp_path,
+        sys.executable,
+        EXAMPLES / "batch.py",
+        REPOSITORY / "stage_configs" / "echo.yaml",
+        "prompts.jsonl",
+        "answers.jsonl",
+    )
     assert json.loads((tmp_path / "answers.jsonl").read_text()) == {"id": "a", "text": "sea"}
 
 
@@ -93,7 +123,7 @@ def test_the_documentation_of_the_client(echo: HttpPipeline, tmp_path: Path) -> 
 def test_curl(echo: HttpPipeline, tmp_path: Path) -> None:
     text = run(tmp_path, EXAMPLES / "curl.sh", echo.url)
     assert text.startswith('{"status":"ok"}\n-- a whole answer\n')
-    assert text.count("chat.completion\"") == 2
+    assert text.count('chat.completion"') == 2
     assert "data: [DONE]" in text
     assert len(soundfile.read(tmp_path / "speech.wav")[0]) == 24 * 480
 

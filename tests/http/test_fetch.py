@@ -26,10 +26,28 @@ HOSTS = ("media.example.com", ".cdn.example.com")
 
 @pytest.mark.parametrize(
     "address",
-    ["127.0.0.1", "10.0.0.1", "172.16.3.4", "192.168.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
-     "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
-     "64:ff9b::7f00:1", "2002:7f00:1::", "198.51.100.7"],
-)  # fmt: skip
+    [
+        "127.0.0.1",
+        "10.0.0.1",
+        "172.16.3.4",
+        "192.168.0.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "255.255.255.255",
+        "::1",
+        "::",
+        "fe80::1",
+        "fc00::1",
+        "ff02::1",
+        "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1",
+        "64:ff9b::7f00:1",
+        "2002:7f00:1::",
+        "198.51.100.7",
+    ],
+)
 def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(address)
 
@@ -79,7 +97,12 @@ def test_urls_that_are_refused(url: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["https://media.example.com/a.png?b=c", "https://MEDIA.example.com:443/", "https://cdn.example.com/", "https://a.b.cdn.example.com/"],
+    [
+        "https://media.example.com/a.png?b=c",
+        "https://MEDIA.example.com:443/",
+        "https://cdn.example.com/",
+        "https://a.b.cdn.example.com/",
+    ],
 )
 def test_urls_that_are_allowed(url: str) -> None:
     Fetcher(HOSTS, 1000).check(url, "field")
@@ -141,9 +164,7 @@ def make(authority: trustme.CA, media_server: int) -> Make:
         async def resolve(host: str, port: int) -> Sequence[str]:
             return answers.pop(0) if len(answers) > 1 else answers[0]
 
-        return Fetcher(
-            HOSTS, limit, ports=(443, media_server), trust=trust, resolve=resolve, allowed=allowed
-        )
+        return Fetcher(HOSTS, limit, ports=(443, media_server), trust=trust, resolve=resolve, allowed=allowed)
 
     return fetcher
 

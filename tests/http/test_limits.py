@@ -65,39 +65,55 @@ def small(echo_pipeline: HttpPipeline) -> Iterator[str]:
         (with_parts({"type": "text", "text": "y" * 200_000}), 413, None, "body_too_large"),
         (
             with_parts({"type": "input_audio", "input_audio": {"data": "A" * 70_000, "format": "wav"}}),
-            413, "messages[0].content[0].input_audio.data", "media_too_large",
+            413,
+            "messages[0].content[0].input_audio.data",
+            "media_too_large",
         ),
         (
             with_parts({"type": "audio_url", "audio_url": {"url": data_uri("audio/wav", sound(1.2))}}),
-            413, "messages[0].content[0].audio_url.url", "media_too_large",
+            413,
+            "messages[0].content[0].audio_url.url",
+            "media_too_large",
         ),
         (
             with_parts({"type": "image_url", "image_url": {"url": data_uri("image/png", picture(101, 100))}}),
-            413, "messages[0].content[0].image_url.url", "media_too_large",
+            413,
+            "messages[0].content[0].image_url.url",
+            "media_too_large",
         ),
         (
             with_parts({"type": "video_url", "video_url": {"url": data_uri("video/mp4", film(1.5))}}),
-            413, "messages[0].content[0].video_url.url", "media_too_large",
+            413,
+            "messages[0].content[0].video_url.url",
+            "media_too_large",
         ),
         (
             with_parts(*[{"type": "image_url", "image_url": {"url": data_uri("image/png", picture(8, 8))}}] * 3),
-            400, "messages", "invalid_value",
+            400,
+            "messages",
+            "invalid_value",
         ),
         (
             with_parts({"type": "image_url", "image_url": {"url": data_uri("audio/wav", sound(0.1))}}),
-            400, "messages[0].content[0].image_url.url", "invalid_url",
+            400,
+            "messages[0].content[0].image_url.url",
+            "invalid_url",
         ),
         (
             with_parts({"type": "image_url", "image_url": {"url": "data:image/png,AAAA"}}),
-            400, "messages[0].content[0].image_url.url", "invalid_url",
+            400,
+            "messages[0].content[0].image_url.url",
+            "invalid_url",
         ),
         (
             with_parts({"type": "video_url", "video_url": {"url": data_uri("video/mp4", b"no video at all")}}),
-            400, "messages[0].content[0].video_url.url", "malformed_media",
+            400,
+            "messages[0].content[0].video_url.url",
+            "malformed_media",
         ),
         (with_parts({"type": "file", "file": {}}), 400, "messages[0].content[0].file", "invalid_value"),
     ],
-)  # fmt: skip
+)
 def test_limits(small: str, body: dict, status: int, param: str | None, code: str) -> None:
     response = httpx.post(f"{small}{CHAT}", json=body)
     error = response.json()["error"]
@@ -172,8 +188,12 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) 
 
 
 def test_a_client_that_reads_nothing_is_cut_off(echo: HttpPipeline) -> None:
-    body = {"model": "echo", "stream": True, "modalities": ["text", "audio"],
-            "messages": [{"role": "user", "content": "x" * 4000}]}  # fmt: skip
+    body = {
+        "model": "echo",
+        "stream": True,
+        "modalities": ["text", "audio"],
+        "messages": [{"role": "user", "content": "x" * 4000}],
+    }
     data = json.dumps(body).encode()
     with serving(create_app(ServerSettings(endpoint=echo.endpoint, write_timeout=0.5))) as url:
         host, port = url.removeprefix("http://").split(":")
@@ -264,9 +284,17 @@ def keyed(echo_pipeline: HttpPipeline) -> Iterator[str]:
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", "Basic c8OpczpzZXNhbWU=", "s\xe9same"])
 def test_wrong_keys(keyed: str, header: str | None) -> None:
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
-    for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/status"), ("GET", "/metrics"),
-                         ("GET", "/v1/requests"), ("GET", "/v1/requests/x/timeline"), ("GET", "/openapi.json"),
-                         ("POST", "/v1/files"), ("GET", "/nothing")):  # fmt: skip
+    for method, path in (
+        ("POST", CHAT),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/status"),
+        ("GET", "/metrics"),
+        ("GET", "/v1/requests"),
+        ("GET", "/v1/requests/x/timeline"),
+        ("GET", "/openapi.json"),
+        ("POST", "/v1/files"),
+        ("GET", "/nothing"),
+    ):
         response = httpx.request(method, f"{keyed}{path}", headers=headers)
         assert response.status_code == 401, path
         assert response.json()["error"]["code"] == "invalid_api_key"
@@ -372,8 +400,16 @@ def stage_pid(pipeline: HttpPipeline, stage: str) -> int:
 
 def test_health_while_the_stages_load() -> None:
     port = free_port()
-    command = [sys.executable, "-m", "omni_actors.launch", "stage_configs/echo.yaml", "--http", f"127.0.0.1:{port}",
-               "--set", "stages.talker.engine.start_seconds=4"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "omni_actors.launch",
+        "stage_configs/echo.yaml",
+        "--http",
+        f"127.0.0.1:{port}",
+        "--set",
+        "stages.talker.engine.start_seconds=4",
+    ]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 15
@@ -404,8 +440,17 @@ def test_health_while_the_stages_load() -> None:
 
 def test_server_alone_beside_a_pipeline(echo: HttpPipeline, tmp_path: Path) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "omni_actors.server", "--endpoint", echo.endpoint, "--http", f"127.0.0.1:{port}",
-               "--served-name", "sea"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "omni_actors.server",
+        "--endpoint",
+        echo.endpoint,
+        "--http",
+        f"127.0.0.1:{port}",
+        "--served-name",
+        "sea",
+    ]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
     try:

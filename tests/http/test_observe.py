@@ -46,16 +46,36 @@ def test_the_timeline_of_a_response(echo: HttpPipeline, request_id: str) -> None
     assert [event["name"] for event in shown["events"]] == names
     assert [stage["stage"] for stage in shown["stages"]] == ["prompt", "thinker", "talker", "code2wav"]
     for stage in shown["stages"]:
-        assert set(stage) == {"stage", "replica", "attempt", "outcome", "at", "seconds", "input_tokens",
-                              "output_tokens", "phases"}  # fmt: skip
+        assert set(stage) == {
+            "stage",
+            "replica",
+            "attempt",
+            "outcome",
+            "at",
+            "seconds",
+            "input_tokens",
+            "output_tokens",
+            "phases",
+        }
         assert 0 <= stage["at"] <= stage["at"] + stage["seconds"] <= shown["seconds"] + 1e-5
         assert all(set(phase) == {"name", "at", "seconds"} for phase in stage["phases"])
     assert {(hop["source"], hop["target"]) for hop in shown["hops"]} == {
-        ("prompt/0", "thinker/0"), ("thinker/0", "talker/0"), ("talker/0", "code2wav/0"),
-        ("thinker/0", "coordinator"), ("code2wav/0", "coordinator"),
-    }  # fmt: skip
-    assert set(shown["hops"][0]) == {"source", "target", "attempt", "at", "seconds", "messages", "bytes",
-                                     "first_latency"}  # fmt: skip
+        ("prompt/0", "thinker/0"),
+        ("thinker/0", "talker/0"),
+        ("talker/0", "code2wav/0"),
+        ("thinker/0", "coordinator"),
+        ("code2wav/0", "coordinator"),
+    }
+    assert set(shown["hops"][0]) == {
+        "source",
+        "target",
+        "attempt",
+        "at",
+        "seconds",
+        "messages",
+        "bytes",
+        "first_latency",
+    }
     recent = httpx.get(f"{echo.url}/v1/requests", params={"limit": 1}).json()
     assert recent == {"object": "list", "data": [shown]}
 

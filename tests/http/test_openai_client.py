@@ -158,8 +158,11 @@ def test_a_later_turn_names_the_audio_of_an_earlier_one(echo: HttpPipeline) -> N
     first = client.chat.completions.create(
         model="echo", messages=HELLO, modalities=["text", "audio"], audio={"voice": "Chelsie", "format": "wav"}
     )
-    messages = [*HELLO, {"role": "assistant", "audio": {"id": first.choices[0].message.audio.id}},
-                {"role": "user", "content": "!"}]  # fmt: skip
+    messages = [
+        *HELLO,
+        {"role": "assistant", "audio": {"id": first.choices[0].message.audio.id}},
+        {"role": "user", "content": "!"},
+    ]
     again = client.chat.completions.create(model="echo", messages=messages)
     assert again.choices[0].message.content == "hello, seahello, sea!"
     messages[1] = {"role": "assistant", "audio": {"id": "audio_unknown"}}
@@ -270,12 +273,24 @@ def test_models_and_voices(echo: HttpPipeline) -> None:
 ERRORS = [
     ({"model": "gpt-4o"}, openai.NotFoundError, "model", "model_not_found"),
     ({"modalities": ["smell"]}, openai.BadRequestError, "modalities", "unknown_modality"),
-    ({"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}}, openai.BadRequestError,
-     "audio.voice", "unknown_voice"),
-    ({"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "aac"}}, openai.BadRequestError,
-     "audio.format", None),
-    ({"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}, "stream": True},
-     openai.BadRequestError, "audio.format", "unsupported_value"),
+    (
+        {"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}},
+        openai.BadRequestError,
+        "audio.voice",
+        "unknown_voice",
+    ),
+    (
+        {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "aac"}},
+        openai.BadRequestError,
+        "audio.format",
+        None,
+    ),
+    (
+        {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}, "stream": True},
+        openai.BadRequestError,
+        "audio.format",
+        "unsupported_value",
+    ),
     ({"n": 2}, openai.BadRequestError, "n", "unsupported_value"),
     ({"stop": ["."]}, openai.BadRequestError, "stop", "unsupported_parameter"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools", None),
@@ -292,20 +307,56 @@ ERRORS = [
     ({"messages": [{"role": "user", "content": ""}]}, openai.BadRequestError, None, "invalid_request"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, openai.BadRequestError, "messages[0]", None),
     ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content", "missing_required_parameter"),
-    ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, openai.BadRequestError,
-     "messages[0].content[0]", None),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
-     openai.BadRequestError, "messages[0].content[0].image_url.url", None),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url":
-     {"url": "data:image/png;base64,!!"}}]}]}, openai.BadRequestError, "messages[0].content[1].image_url.url",
-     "invalid_base64"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
-     "data:image/png;base64,AAAA"}}]}]}, openai.BadRequestError, "messages[0].content[0].image_url.url",
-     "malformed_media"),
-    ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format":
-     "wav"}}]}]}, openai.BadRequestError, "messages[0].content[0].input_audio.data", "malformed_media"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
+        openai.BadRequestError,
+        "messages[0].content[0]",
+        None,
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
+        openai.BadRequestError,
+        "messages[0].content[0].image_url.url",
+        None,
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "x"},
+                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,!!"}},
+                    ],
+                }
+            ]
+        },
+        openai.BadRequestError,
+        "messages[0].content[1].image_url.url",
+        "invalid_base64",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
+            ]
+        },
+        openai.BadRequestError,
+        "messages[0].content[0].image_url.url",
+        "malformed_media",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]}
+            ]
+        },
+        openai.BadRequestError,
+        "messages[0].content[0].input_audio.data",
+        "malformed_media",
+    ),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError, "messages", "prompt_too_long"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "kind", "param", "code"), ERRORS, ids=[str(case[0])[:60] for case in ERRORS])

@@ -106,17 +106,50 @@ def phases(*named: tuple[str, float, float]) -> list[dict]:
 
 # As docs/observability.md describes it: thinker/0 died and the request ran again.
 TIMELINE = {
-    "id": "r", "trace_id": "t", "outcome": "done", "attempt": 1, "started": 0.0, "seconds": 2.0, "events": [],
+    "id": "r",
+    "trace_id": "t",
+    "outcome": "done",
+    "attempt": 1,
+    "started": 0.0,
+    "seconds": 2.0,
+    "events": [],
     "hops": [],
     "stages": [
-        {"stage": "thinker", "replica": 0, "attempt": 0, "outcome": "dropped", "at": 0.0, "seconds": 0.5,
-         "input_tokens": 3, "output_tokens": 1, "phases": phases(("queued", 0.0, 0.4), ("output", 0.4, 0.1))},
-        {"stage": "thinker", "replica": 1, "attempt": 1, "outcome": "done", "at": 0.5, "seconds": 1.0,
-         "input_tokens": 3, "output_tokens": 9, "phases": phases(("waiting", 0.5, 0.5), ("output", 1.0, 0.5))},
-        {"stage": "code2wav", "replica": 0, "attempt": 1, "outcome": "done", "at": 0.5, "seconds": 1.5,
-         "input_tokens": 9, "output_tokens": 10, "phases": phases(("gathering", 0.5, 1.0), ("output", 1.5, 0.5))},
+        {
+            "stage": "thinker",
+            "replica": 0,
+            "attempt": 0,
+            "outcome": "dropped",
+            "at": 0.0,
+            "seconds": 0.5,
+            "input_tokens": 3,
+            "output_tokens": 1,
+            "phases": phases(("queued", 0.0, 0.4), ("output", 0.4, 0.1)),
+        },
+        {
+            "stage": "thinker",
+            "replica": 1,
+            "attempt": 1,
+            "outcome": "done",
+            "at": 0.5,
+            "seconds": 1.0,
+            "input_tokens": 3,
+            "output_tokens": 9,
+            "phases": phases(("waiting", 0.5, 0.5), ("output", 1.0, 0.5)),
+        },
+        {
+            "stage": "code2wav",
+            "replica": 0,
+            "attempt": 1,
+            "outcome": "done",
+            "at": 0.5,
+            "seconds": 1.5,
+            "input_tokens": 9,
+            "output_tokens": 10,
+            "phases": phases(("gathering", 0.5, 1.0), ("output", 1.5, 0.5)),
+        },
     ],
-}  # fmt: skip
+}
 
 
 def test_timeline_of_the_pipeline_is_drawn_and_read_by_keyboard(echo: HttpPipeline, page: Page) -> None:

@@ -13,19 +13,33 @@ from schemathesis.checks import CHECKS
 
 from tests.http.servers import HttpPipeline
 
-TYPED = {500: {"engine_error"}, 503: {"overloaded", "stage_unavailable", "stage_lost", "timeout"},
-         504: {"deadline_exceeded"}}  # fmt: skip
+TYPED = {
+    500: {"engine_error"},
+    503: {"overloaded", "stage_unavailable", "stage_lost", "timeout"},
+    504: {"deadline_exceeded"},
+}
 
 NAMES = ["status_code_conformance", "content_type_conformance", "response_schema_conformance"]
 MAX_EXAMPLES = {"/v1/chat/completions": 200, "/v1/completions": 80, "/v1/audio/speech": 60, "/v1/files": 30}
 
 TIMELINE = "/v1/requests/{request_id}/timeline"
 OPERATIONS = [
-    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/audio/speech"), ("POST", "/v1/files"),
-    ("GET", "/v1/files"), ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/models"),
-    ("GET", "/v1/models/{name}"), ("GET", "/v1/audio/voices"), ("GET", "/v1/status"), ("GET", "/health"),
-    ("GET", "/metrics"), ("GET", "/v1/requests"), ("GET", TIMELINE),
-]  # fmt: skip
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/audio/speech"),
+    ("POST", "/v1/files"),
+    ("GET", "/v1/files"),
+    ("GET", "/v1/files/{file_id}"),
+    ("DELETE", "/v1/files/{file_id}"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"),
+    ("GET", "/v1/audio/voices"),
+    ("GET", "/v1/status"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/requests"),
+    ("GET", TIMELINE),
+]
 
 FILE = "/v1/files/{file_id}"
 CASES = [(*operation, schemathesis.GenerationMode.POSITIVE) for operation in OPERATIONS]
@@ -33,9 +47,7 @@ CASES += [(*operation, schemathesis.GenerationMode.NEGATIVE) for operation in OP
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
-def test_generated_requests(
-    echo: HttpPipeline, method: str, path: str, mode: schemathesis.GenerationMode
-) -> None:
+def test_generated_requests(echo: HttpPipeline, method: str, path: str, mode: schemathesis.GenerationMode) -> None:
     """In both of the generator's modes: requests that fit the schema, and requests that do not."""
     operation = schemathesis.openapi.from_url(f"{echo.url}/openapi.json")[path][method]
     statuses: collections.Counter[int] = collections.Counter()
@@ -71,9 +83,20 @@ def test_generated_requests(
 def test_schema_says_what_the_server_does(echo: HttpPipeline) -> None:
     schema = httpx.get(f"{echo.url}/openapi.json").json()
     assert set(schema["paths"]) == {
-        "/health", "/metrics", "/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions", "/v1/completions",
-        "/v1/files", "/v1/files/{file_id}", "/v1/models", "/v1/models/{name}", "/v1/requests", TIMELINE, "/v1/status",
-    }  # fmt: skip
+        "/health",
+        "/metrics",
+        "/v1/audio/speech",
+        "/v1/audio/voices",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/files",
+        "/v1/files/{file_id}",
+        "/v1/models",
+        "/v1/models/{name}",
+        "/v1/requests",
+        TIMELINE,
+        "/v1/status",
+    }
     for path in schema["paths"].values():
         for operation in path.values():
             assert "422" not in operation["responses"]

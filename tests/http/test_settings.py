@@ -27,10 +27,22 @@ from tests.unit.builders import chain, load
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHANGED = HttpConfig(
-    body_bytes=2000, bodies_bytes=3000, media_parts=1, media_bytes=4000, audio_seconds=1.5, image_pixels=5000,
-    video_seconds=2.5, files_bytes=6000, file_seconds=7.5, request_timeout=8.5, read_timeout=9.5, write_timeout=10.5,
-    cors_origins=["https://a.example", "https://b.example:8443"], certificate="chain.pem", key="key.pem",
-)  # fmt: skip
+    body_bytes=2000,
+    bodies_bytes=3000,
+    media_parts=1,
+    media_bytes=4000,
+    audio_seconds=1.5,
+    image_pixels=5000,
+    video_seconds=2.5,
+    files_bytes=6000,
+    file_seconds=7.5,
+    request_timeout=8.5,
+    read_timeout=9.5,
+    write_timeout=10.5,
+    cors_origins=["https://a.example", "https://b.example:8443"],
+    certificate="chain.pem",
+    key="key.pem",
+)
 
 
 def flags(*arguments: str) -> dict:
@@ -57,8 +69,15 @@ def test_origins_that_are_none(tmp_path: Path, origin: str) -> None:
 
 def test_flags_win_over_the_yaml(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_bytes(msgspec.yaml.encode({**chain(), "http": {"body_bytes": 5000, "media_parts": 3}}))
-    command = [sys.executable, "-m", "omni_actors.launch", str(tmp_path / "p.yaml"), "--check",
-               "--http-body-bytes=6000", "--http-cors-origin=https://a.example"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "omni_actors.launch",
+        str(tmp_path / "p.yaml"),
+        "--check",
+        "--http-body-bytes=6000",
+        "--http-cors-origin=https://a.example",
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=True)
     shown = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith("  http.")}
     assert shown["http.body_bytes"] == ["6000", "[command", "line]"]
@@ -91,9 +110,10 @@ def test_pages_of_allowed_origins_may_read_answers_and_refusals(echo: HttpPipeli
             assert (before.status_code == 200) == (allowed is not None)
             for key, status in (("sesame", 200), ("wrong", 401)):
                 answer = httpx.post(
-                    f"{url}/v1/chat/completions", json=HELLO,
+                    f"{url}/v1/chat/completions",
+                    json=HELLO,
                     headers={"origin": origin, "authorization": f"Bearer {key}"},
-                )  # fmt: skip
+                )
                 assert answer.status_code == status
                 assert answer.headers.get("access-control-allow-origin") == allowed
         assert "x-request-id" in answer.headers
@@ -129,8 +149,19 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "omni_actors.server", "--endpoint", echo.endpoint, "--http", f"127.0.0.1:{port}",
-               "--http-certificate", str(pem / "chain.pem"), "--http-key", str(pem / "key.pem")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "omni_actors.server",
+        "--endpoint",
+        echo.endpoint,
+        "--http",
+        f"127.0.0.1:{port}",
+        "--http-certificate",
+        str(pem / "chain.pem"),
+        "--http-key",
+        str(pem / "key.pem"),
+    ]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
     try:
@@ -171,15 +202,23 @@ def test_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
     ],
 )
 def test_certificates_that_cannot_be_used(pem: Path, certificate: str | None, key: str | None, word: str) -> None:
-    given = {
-        name: str(pem / file) for name, file in (("certificate", certificate), ("key", key)) if file is not None
-    }
+    given = {name: str(pem / file) for name, file in (("certificate", certificate), ("key", key)) if file is not None}
     with pytest.raises(ConfigError, match=word):
         server_settings.check_certificate(HttpConfig(**given))
 
 
 def test_a_wrong_certificate_ends_the_launch_at_once(pem: Path) -> None:
-    command = [sys.executable, "-m", "omni_actors.launch", "stage_configs/echo.yaml", "--http", "127.0.0.1:0",
-               "--http-certificate", str(pem / "chain.pem"), "--http-key", str(pem / "other.pem")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "omni_actors.launch",
+        "stage_configs/echo.yaml",
+        "--http",
+        "127.0.0.1:0",
+        "--http-certificate",
+        str(pem / "chain.pem"),
+        "--http-key",
+        str(pem / "other.pem"),
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
     assert (done.returncode, "cannot be used" in done.stderr) == (2, True), done.stderr

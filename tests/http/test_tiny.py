@@ -68,9 +68,7 @@ def test_answers_are_those_of_the_client_library(tiny: HttpPipeline) -> None:
             text += delta.transcript or ""
             pcm += base64.b64decode(delta.data or "")
     assert text == wanted.text
-    numpy.testing.assert_allclose(
-        numpy.frombuffer(pcm, "<i2") / 32767.0, wanted.audio.clip(-1, 1), atol=1e-4
-    )
+    numpy.testing.assert_allclose(numpy.frombuffer(pcm, "<i2") / 32767.0, wanted.audio.clip(-1, 1), atol=1e-4)
 
 
 def test_media_reach_the_model(tiny: HttpPipeline) -> None:
@@ -135,8 +133,11 @@ def test_examples_run(tiny: HttpPipeline, tmp_path: Path, example: str) -> None:
     more = ["--image", "sea.png"] if "chat" in example else ["--question", "question.wav"]
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "examples" / example), "--url", f"{tiny.url}/v1", "--max-tokens=12", *more],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     if "chat" in example:
         assert re.search(r"whole: +\S", done.stdout)
@@ -189,12 +190,37 @@ def test_vllm_bench_serve(
     """vLLM's own benchmark, text only, by both routes."""
     command, environment = vllm_command
     done = subprocess.run(
-        [*command, "bench", "serve", "--backend", backend, "--base-url", tiny.url, *more,
-         "--tokenizer", str(tiny_checkpoint), "--dataset-name", "random", "--random-input-len", "32",
-         "--random-output-len", "8", "--num-prompts", "20", "--save-result", "--result-dir", str(tmp_path),
-         "--result-filename", "result.json", "--disable-tqdm"],
-        capture_output=True, text=True, timeout=280, env=environment,
-    )  # fmt: skip
+        [
+            *command,
+            "bench",
+            "serve",
+            "--backend",
+            backend,
+            "--base-url",
+            tiny.url,
+            *more,
+            "--tokenizer",
+            str(tiny_checkpoint),
+            "--dataset-name",
+            "random",
+            "--random-input-len",
+            "32",
+            "--random-output-len",
+            "8",
+            "--num-prompts",
+            "20",
+            "--save-result",
+            "--result-dir",
+            str(tmp_path),
+            "--result-filename",
+            "result.json",
+            "--disable-tqdm",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (20, 0)

@@ -67,15 +67,30 @@ def test_a_pod_starts_its_node(tmp_path: Path, rank: int) -> None:
     done = subprocess.run(
         [*container["command"], script],
         env={"PATH": f"{python.parent}:{os.environ['PATH']}", "HOSTNAME": f"omni-{rank}", "NODES": "2"},
-        capture_output=True, text=True, timeout=20, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said = done.stdout.strip("<>").split("><")
     last = ["--http", "0.0.0.0:8000"] if rank == 0 else ["--headless"]
     assert said == [
-        "-m", "omni_actors.launch", "/config/pipeline.yaml", "--nnodes", "2", "--node-rank", str(rank),
-        "--master-addr", "omni-0.omni", "--master-port", "29600", "--keys", str(tmp_path / "keys"), *last,
-    ]  # fmt: skip
+        "-m",
+        "omni_actors.launch",
+        "/config/pipeline.yaml",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        str(rank),
+        "--master-addr",
+        "omni-0.omni",
+        "--master-port",
+        "29600",
+        "--keys",
+        str(tmp_path / "keys"),
+        *last,
+    ]
     keys = load_keys(tmp_path / "keys")  # which refuses what others can read
     assert keys is not None
     assert keys.is_member

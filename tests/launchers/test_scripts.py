@@ -24,6 +24,7 @@ PATTERNS = ("launch/*.sh", "launch/*.sbatch", "scripts/*.sh", "tests/launchers/*
 SCRIPTS = sorted(path for pattern in PATTERNS for path in REPOSITORY.glob(pattern))
 FAST_SECONDS = 5.0
 
+
 @pytest.fixture
 def nodes(start: Callable[..., Started], short_path: Path) -> Callable[..., Started]:
     """Starts a script whose nodes are stand-ins."""
@@ -52,16 +53,24 @@ def test_shellcheck(script: Path) -> None:
 def test_what_they_decide() -> None:
     """launchers.bats; by hand: `bats tests/launchers/launchers.bats`."""
     done = subprocess.run(
-        [tool("bats"), str(BATS)], env={**os.environ, "PYTHON": sys.executable}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [tool("bats"), str(BATS)],
+        env={**os.environ, "PYTHON": sys.executable},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\nok ") == BATS.read_text().count("\n@test ")
 
 
 def test_they_stay_small() -> None:
-    assert {path.name: len(path.read_text().splitlines()) for path in REPOSITORY.glob("launch/*")
-            if len(path.read_text().splitlines()) > 80 and path.suffix != ".md"} == {}  # fmt: skip
+    assert {
+        path.name: len(path.read_text().splitlines())
+        for path in REPOSITORY.glob("launch/*")
+        if len(path.read_text().splitlines()) > 80 and path.suffix != ".md"
+    } == {}
 
 
 # -- ssh --------------------------------------------------------------------------------------------------------------

@@ -39,8 +39,11 @@ class Host:
         with ours, theirs:
             self._holder = subprocess.Popen(
                 ["unshare", *self._user, "--net", sys.executable, str(HOST), f"{address}/24", str(theirs.fileno())],
-                stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[theirs.fileno()], text=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                text=True,
+            )
             theirs.close()
             ours.settimeout(START_SECONDS)
             try:

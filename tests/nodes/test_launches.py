@@ -45,16 +45,34 @@ class Cluster:
         folder = self._folder / f"host{rank}"
         folder.mkdir(exist_ok=True)
         command = [
-            sys.executable, "-m", "omni_actors.launch", str(self._config), "--nnodes", "2", "--node-rank", str(rank),
-            "--master-addr", self._network.hosts[0].address, "--master-port", str(PORT),
-            "--run-dir", str(folder / "run"), "--keys", str(keys), *arguments,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "omni_actors.launch",
+            str(self._config),
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(rank),
+            "--master-addr",
+            self._network.hosts[0].address,
+            "--master-port",
+            str(PORT),
+            "--run-dir",
+            str(folder / "run"),
+            "--keys",
+            str(keys),
+            *arguments,
+        ]
         with (folder / "output").open("wb") as output:
             self.launchers[rank] = subprocess.Popen(
-                host.command(*command), cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
+                host.command(*command),
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY)},
-            )  # fmt: skip
+            )
 
     def output(self, rank: int) -> str:
         return (self._folder / f"host{rank}" / "output").read_text(errors="replace")
@@ -208,8 +226,9 @@ esac
 def test_the_ssh_launcher(network: Network, short_path: Path, fails: bool) -> None:
     """The script, the launchers and the network are real, only ssh is not."""
     make_cluster(short_path / "keys")
-    cases = [f"{host.address}) exec setsid --wait {shlex.join(host.command('bash', '-c'))} \"$*\" ;;"
-             for host in network.hosts]  # fmt: skip
+    cases = [
+        f'{host.address}) exec setsid --wait {shlex.join(host.command("bash", "-c"))} "$*" ;;' for host in network.hosts
+    ]
     (short_path / "ssh").write_text(SSH.replace("{cases}", "\n".join(cases)))
     (short_path / "ssh").chmod(0o755)
     (short_path / "hosts").write_text("\n".join(host.address for host in network.hosts))
@@ -219,14 +238,27 @@ def test_the_ssh_launcher(network: Network, short_path: Path, fails: bool) -> No
     began = time.monotonic()
     with (short_path / "output").open("wb") as output:
         script = subprocess.Popen(
-            [REPOSITORY / "launch" / "ssh_nodes.sh", "hosts", str(short_path / "pipeline.yaml"), "--keys",
-             str(short_path / "keys")],
-            cwd=short_path, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            [
+                REPOSITORY / "launch" / "ssh_nodes.sh",
+                "hosts",
+                str(short_path / "pipeline.yaml"),
+                "--keys",
+                str(short_path / "keys"),
+            ],
+            cwd=short_path,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             # A shell cannot trap what it was started to ignore, as jobs in the background are.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            env={**os.environ, "PATH": f"{short_path}:{os.environ['PATH']}", "OMNI_PYTHON": sys.executable,
-                 "TMPDIR": str(short_path)},
-        )  # fmt: skip
+            env={
+                **os.environ,
+                "PATH": f"{short_path}:{os.environ['PATH']}",
+                "OMNI_PYTHON": sys.executable,
+                "TMPDIR": str(short_path),
+            },
+        )
 
     def said() -> str:
         return (short_path / "output").read_text(errors="replace")

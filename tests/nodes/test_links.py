@@ -25,9 +25,13 @@ class Peer:
         command = network.hosts[host].command(sys.executable, str(Path(__file__).with_name("peer.py")), *arguments)
         with output.open("wb") as file:
             self.process = subprocess.Popen(
-                command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                command,
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            )  # fmt: skip
+            )
 
     @property
     def output(self) -> str:

@@ -45,9 +45,20 @@ class Hosts:
     def start(self, rank: int, *arguments: str) -> EchoLauncher:
         self.folder(rank).mkdir(exist_ok=True)
         return self._launch(
-            self._data, "--nnodes", "2", "--node-rank", str(rank), "--node-addr", ADDRESSES[rank],
-            "--master-addr", ADDRESSES[0], "--master-port", str(self._port), *arguments, folder=self.folder(rank),
-        )  # fmt: skip
+            self._data,
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(rank),
+            "--node-addr",
+            ADDRESSES[rank],
+            "--master-addr",
+            ADDRESSES[0],
+            "--master-port",
+            str(self._port),
+            *arguments,
+            folder=self.folder(rank),
+        )
 
     def start_both(self, *arguments: str) -> tuple[EchoLauncher, EchoLauncher]:
         other, first = self.start(1, *arguments), self.start(0, *arguments)

@@ -32,8 +32,12 @@ def pipeline() -> Iterator[RunningPipeline]:
 def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "omni_actors.launch", str(EXAMPLE / "echo.yaml"), *arguments],
-        cwd=REPOSITORY, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_its_sound_is_what_the_client_hears(pipeline: RunningPipeline) -> None:

@@ -86,10 +86,13 @@ def submit_frames(request_id: str, tokens: int) -> list:
 
 @pytest.mark.parametrize(
     "flow",
-    [{"client_messages": 50, "client_window_messages": 256}, {"client_bytes": 60_000, "client_window_bytes": 1 << 20},
-     {"client_stall_seconds": 1.0, "client_window_messages": 256}],
+    [
+        {"client_messages": 50, "client_window_messages": 256},
+        {"client_bytes": 60_000, "client_window_bytes": 1 << 20},
+        {"client_stall_seconds": 1.0, "client_window_messages": 256},
+    ],
     ids=["messages", "bytes", "time"],
-)  # fmt: skip
+)
 async def test_slow_client_is_ended_and_nobody_else(launch: Launch, flow: dict[str, Any]) -> None:
     step = {"step_seconds": 0.005}
     echo = launch(data(flow, thinker=step, code2wav=step)).wait_ready()

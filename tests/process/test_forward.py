@@ -46,14 +46,30 @@ class Node:
         self.arenas = ArenaReader(lambda: self.outbound.wake())
         self.inbox = Inbox()
         self.inbound = Inbound(
-            Sockets(self.sockets.context), me, control, self.endpoint, lambda inbox: Hello(1, "x", "x", 1, inbox),
-            self.inbox, Limits(), 1.0, os.getpid(), lambda: None, self.arenas,
+            Sockets(self.sockets.context),
+            me,
+            control,
+            self.endpoint,
+            lambda inbox: Hello(1, "x", "x", 1, inbox),
+            self.inbox,
+            Limits(),
+            1.0,
+            os.getpid(),
+            lambda: None,
+            self.arenas,
             lambda receiver, credit: self.outbound.granted(receiver, credit),
-        )  # fmt: skip
+        )
         self.outbound = Outbound(
-            self.sockets, me, results, Limits(), FlowConfig(), self.inbox.put, self.arena, self.arenas,
+            self.sockets,
+            me,
+            results,
+            Limits(),
+            FlowConfig(),
+            self.inbox.put,
+            self.arena,
+            self.arenas,
             AFTER.__getitem__,
-        )  # fmt: skip
+        )
         self.outbound.start()
         self.inbound.start()
         self.peer = Peer(me.stage, me.replica, me.epoch, self.endpoint, self.arena.address)

@@ -55,8 +55,10 @@ def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLaunch
     done = run("omni_actors.ctl", launcher.endpoint, "--keys", str(keys), "status")
     assert done.returncode == 0
     assert "healthy" in done.stdout
-    for looking in (("omni_actors.top", launcher.endpoint, "--once"),
-                    ("omni_actors.trace", "last", "--endpoint", launcher.endpoint)):  # fmt: skip
+    for looking in (
+        ("omni_actors.top", launcher.endpoint, "--once"),
+        ("omni_actors.trace", "last", "--endpoint", launcher.endpoint),
+    ):
         assert run(*looking, "--keys", str(keys)).returncode == 0
         assert "unauthorized" in run(*looking).stderr
     scraped = re.findall(r"metrics on (\S+)", launcher.output)[0]

@@ -349,9 +349,10 @@ def test_pipeline_goes_on_without_a_dead_stage(launch: Launch) -> None:
         assert caught.value.stage == "prompt"
         with pytest.raises(StageUnavailable, match="'prompt'"):
             client.generate("x", modalities=["text"])
-        assert "A test asked this stage to end." in until(
-            lambda: launcher.output.split("degraded: prompt/0")[1:], 5, "the second report"
-        )[0]  # fmt: skip
+        assert (
+            "A test asked this stage to end."
+            in until(lambda: launcher.output.split("degraded: prompt/0")[1:], 5, "the second report")[0]
+        )
 
 
 def test_healthy_replica_serves_on(launch: Launch) -> None:
@@ -407,8 +408,11 @@ def test_offline_answers_in_order_with_one_failing(short_path: Path, monkeypatch
     omni.close()
     assert isinstance(outputs[1].error, EngineError)
     assert [output.text for output in outputs[:1] + outputs[2:]] == [
-        "first", "third", "fourth", *(f"more {i}" for i in range(40))
-    ]  # fmt: skip
+        "first",
+        "third",
+        "fourth",
+        *(f"more {i}" for i in range(40)),
+    ]
     assert all(len(output.audio) == 960 and output.error is None for output in outputs[:1] + outputs[2:])
     with pytest.raises(StartupError, match="closed"):
         omni.generate("x")

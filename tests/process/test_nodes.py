@@ -40,7 +40,7 @@ async def wait_states(client: AsyncOmniClient, seconds: float, **states: str) ->
             if all(known[name].state == state for name, state in wanted.items()):
                 return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"after {seconds} s they are {({name: status.state for name, status in known.items()})}")
+    raise AssertionError(f"after {seconds} s they are { ({name: status.state for name, status in known.items()}) }")
 
 
 async def shown(url: str, pattern: str) -> float:

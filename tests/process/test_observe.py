@@ -220,8 +220,15 @@ def assert_causal(timeline: RequestTimeline) -> None:
     times = {event.name: event.time for event in timeline.events}
     assert times["submitted"] <= times["admitted"] <= times["bound"] <= times["ended"]
     for stage in timeline.stages:
-        moments = [stage.expected, stage.first_input, stage.started, stage.first_step, stage.first_output,
-                   stage.last_output, stage.ended]  # fmt: skip
+        moments = [
+            stage.expected,
+            stage.first_input,
+            stage.started,
+            stage.first_step,
+            stage.first_output,
+            stage.last_output,
+            stage.ended,
+        ]
         assert moments == sorted(moments), stage
         assert times["bound"] <= stage.expected, stage
         assert stage.ended <= times["ended"], stage
@@ -260,8 +267,11 @@ async def test_a_failed_request_tells_where_it_failed(client: AsyncOmniClient) -
         await asyncio.sleep(0.05)
     assert timeline.outcome == "engine_error"
     assert {stage.stage: stage.outcome for stage in timeline.stages} == {
-        "prompt": "engine_error", "thinker": "dropped", "talker": "dropped", "code2wav": "dropped"
-    }  # fmt: skip
+        "prompt": "engine_error",
+        "thinker": "dropped",
+        "talker": "dropped",
+        "code2wav": "dropped",
+    }
 
 
 def test_many_requests_that_fail_at_once_do_not_end_a_stage(launch: Launch) -> None:
@@ -399,8 +409,9 @@ class Collector:
             def do_POST(self) -> None:
                 request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
                 for resource in request.resource_spans:
-                    names = [item.value.string_value for item in resource.resource.attributes
-                             if item.key == "service.name"]  # fmt: skip
+                    names = [
+                        item.value.string_value for item in resource.resource.attributes if item.key == "service.name"
+                    ]
                     collector.services.update(names)
                     for scope in resource.scope_spans:
                         collector.spans.extend(scope.spans)

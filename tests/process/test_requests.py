@@ -148,7 +148,7 @@ async def test_each_mistake_gets_its_error_and_harms_nobody(echo: EchoLauncher) 
         (InvalidPayload, "limit", {"prompt": "x", "images": [bytes(1_000_001)]}),
         (EngineError, "asked this request to fail", {"prompt": {"prompt_token_ids": [65, FAIL_TOKEN]}}),
         (InvalidPayload, "seed", {"prompt": "x", "seed": -1}),
-    ]  # fmt: skip
+    ]
     async with AsyncOmniClient(echo.endpoint) as client:
         good = [asyncio.create_task(client.generate(f"good {i}" * 3)) for i in range(5)]
         answers = await asyncio.gather(
@@ -248,12 +248,19 @@ def malformed(kind: str, header: Header) -> list[list[bytes]]:
     named = msgspec.structs.replace(header, kind=kind)
     good = msgspec.msgpack.encode(named)
     return [
-        [b""], [b"x"] * 3, [MAGIC], [MAGIC, b"\xc1", b""], [b"\0" * 5000] * 20, [MAGIC, b"\x91" * 1000, b""],
-        [MAGIC, b"\xa0" * 5000, b""], [MAGIC, good, b"", b"unannounced"],
+        [b""],
+        [b"x"] * 3,
+        [MAGIC],
+        [MAGIC, b"\xc1", b""],
+        [b"\0" * 5000] * 20,
+        [MAGIC, b"\x91" * 1000, b""],
+        [MAGIC, b"\xa0" * 5000, b""],
+        [MAGIC, good, b"", b"unannounced"],
         [MAGIC, msgspec.msgpack.encode(msgspec.structs.replace(header, kind="nonsense")), b""],
-        [MAGIC, good, b""], [MAGIC, good, b"\x91" * 50_000],
+        [MAGIC, good, b""],
+        [MAGIC, good, b"\x91" * 50_000],
         [MAGIC, good, msgspec.msgpack.encode({"type": kind, "x": 1})],
-    ]  # fmt: skip
+    ]
 
 
 async def test_garbage_on_every_socket_is_counted_and_harms_nobody(echo: EchoLauncher, sockets: Sockets) -> None:

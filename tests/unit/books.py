@@ -13,9 +13,18 @@ from omni_actors.errors import OmniError
 from omni_actors.messages import Done, Expect, Failed, Header, Hop, StageDone, Submit
 
 EVENTS = (
-    "submit", "reopen", "abort", "reject", "end_client", "client_gone", "from_stage", "reject_from_stage",
-    "replica_lost", "tick", "shut_down",
-)  # fmt: skip
+    "submit",
+    "reopen",
+    "abort",
+    "reject",
+    "end_client",
+    "client_gone",
+    "from_stage",
+    "reject_from_stage",
+    "replica_lost",
+    "tick",
+    "shut_down",
+)
 
 
 class Onlooker(Observer):

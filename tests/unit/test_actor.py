@@ -138,14 +138,27 @@ class StageUnderTest:
         of_input = PROCESSORS[processor] if stage.inputs else None
         self.actor = Stage(config, stage, self.identity, self.engine, of_input, self.clock, meter)
 
-    def expect(self, request_id: str = "r1", prompt: str = "", route: tuple[Hop, ...] = ROUTE, deadline: float = 0.0,
-               **fields: object) -> list[Outgoing]:  # fmt: skip
+    def expect(
+        self,
+        request_id: str = "r1",
+        prompt: str = "",
+        route: tuple[Hop, ...] = ROUTE,
+        deadline: float = 0.0,
+        **fields: object,
+    ) -> list[Outgoing]:
         given = Prompt(token_ids=pack_token_ids(list(prompt.encode()))) if prompt else None
         body = Expect(route=route, params=StageParams(), seed=3, prompt=given, **fields)
         return self.actor.receive(Envelope(Header("expect", request_id, deadline=deadline), body))
 
-    def chunk(self, request_id: str = "r1", seq: int = 0, source: Hop | None = None, attempt: int = 0,
-              tensors: dict[str, HostTensor] | None = None, **fields: object) -> list[Outgoing]:  # fmt: skip
+    def chunk(
+        self,
+        request_id: str = "r1",
+        seq: int = 0,
+        source: Hop | None = None,
+        attempt: int = 0,
+        tensors: dict[str, HostTensor] | None = None,
+        **fields: object,
+    ) -> list[Outgoing]:
         hop = source or ROUTE[STAGES.index(self.name) - 1]
         buffers = BufferList()
         refs = {name: buffers.add(tensor) for name, tensor in (tensors or {}).items()}
@@ -189,12 +202,19 @@ def failed(messages: list[Outgoing]) -> Failed:
 def test_entry_stage_starts_with_the_prompt_and_its_media() -> None:
     stage = StageUnderTest("prompt")
     body = Expect(
-        route=ROUTE, params=StageParams(top_k=2), seed=3, voice="Ethan", priority=4,
+        route=ROUTE,
+        params=StageParams(top_k=2),
+        seed=3,
+        voice="Ethan",
+        priority=4,
         prompt=msgspec.convert(
-            {"messages": [{"role": "user", "content": [{"media": 0}]}],
-             "media": [{"modality": "audio", "encoding": "array", "tensor": ["f32", [2], 0], "sample_rate": 16_000}]},
-            Prompt),
-    )  # fmt: skip
+            {
+                "messages": [{"role": "user", "content": [{"media": 0}]}],
+                "media": [{"modality": "audio", "encoding": "array", "tensor": ["f32", [2], 0], "sample_rate": 16_000}],
+            },
+            Prompt,
+        ),
+    )
     assert stage.actor.receive(Envelope(Header("expect", "r1"), body, (b"12345678",))) == []
     ((_, request, inputs),) = stage.engine.calls
     assert request == StageRequest("r1", StageParams(top_k=2), 3, "Ethan", 4, streams=True)
@@ -291,8 +311,12 @@ def test_messages_are_numbered_by_receiver() -> None:
         FinishedEvent("r1", FinishReason.STOP, 2, 2),
     )
     assert [(message.destination, message.header.seq) for message in sent] == [
-        (None, 0), (ROUTE[2], 0), (None, 1), (ROUTE[2], 1), (None, 2)
-    ]  # fmt: skip
+        (None, 0),
+        (ROUTE[2], 0),
+        (None, 1),
+        (ROUTE[2], 1),
+        (None, 2),
+    ]
     assert {message.header.deadline for message in sent} == {2000.0}
     assert {Hop(m.header.stage, m.header.replica, m.header.epoch) for m in sent} == {stage.identity}
     assert [type(body) for body in bodies(sent)] == [TextDelta, Chunk, TextDelta, Chunk, StageDone]

@@ -8,9 +8,7 @@ from omni_actors.messages import Description, FinishReason, StageStatus, StageUs
 from omni_actors.server.answer import usage_of
 
 # What each stage read and wrote. A vocoder writes steps, a stage that changes sound pieces of it.
-WORK = {
-    "prompt": (0, 5), "thinker": (5, 7), "talker": (9, 40), "code2wav": (40, 100), "leveller": (3, 3)
-}  # fmt: skip
+WORK = {"prompt": (0, 5), "thinker": (5, 7), "talker": (9, 40), "code2wav": (40, 100), "leveller": (3, 3)}
 
 
 def usage(order: list[str], outputs: dict[str, str], ran: list[str]) -> dict:

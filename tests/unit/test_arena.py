@@ -97,9 +97,16 @@ def test_freed_block_is_noticed(arena: Arena, reader: ArenaReader) -> None:
 
 @pytest.mark.parametrize(
     "block",
-    [Block(0, 0, 16, 1), Block(0, PREFIX, 16, 1), Block(0, 3 * ALIGNMENT + 1, 16, 1), Block(0, 2 * PREFIX, SIZE, 1),
-     Block(0, 2**53, 1, 1), Block(0, SIZE, 0, 1), Block(0, 2 * PREFIX, 10, 99)],
-)  # fmt: skip
+    [
+        Block(0, 0, 16, 1),
+        Block(0, PREFIX, 16, 1),
+        Block(0, 3 * ALIGNMENT + 1, 16, 1),
+        Block(0, 2 * PREFIX, SIZE, 1),
+        Block(0, 2**53, 1, 1),
+        Block(0, SIZE, 0, 1),
+        Block(0, 2 * PREFIX, 10, 99),
+    ],
+)
 def test_made_up_blocks_are_refused(arena: Arena, reader: ArenaReader, block: Block) -> None:
     arena.publish(bytes(1000), ME, 1e12)
     with pytest.raises(InvalidPayload):

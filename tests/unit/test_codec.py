@@ -199,9 +199,15 @@ def test_buffer_named_twice_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [Limits(buffers=1), Limits(buffer_bytes=11), Limits(message_bytes=23), Limits(body_bytes=8),
-               Limits(header_bytes=8)]
-)  # fmt: skip
+    "limits",
+    [
+        Limits(buffers=1),
+        Limits(buffer_bytes=11),
+        Limits(message_bytes=23),
+        Limits(body_bytes=8),
+        Limits(header_bytes=8),
+    ],
+)
 def test_oversize_is_refused_on_both_sides(limits: Limits) -> None:
     buffers = BufferList()
     chunk = Chunk(tensors={n: buffers.add(HostTensor(DType.F32, (3,), bytes(12))) for n in "ab"})
@@ -243,11 +249,16 @@ def check_only_the_two_errors(channel: object, frames: list[bytes]) -> None:
 
 
 random_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9)
-    | st.binary(max_size=9) | st.sampled_from([*map(str, DType), "audio", "text", "chunk", "submit", "expect"]),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=9)
+    | st.binary(max_size=9)
+    | st.sampled_from([*map(str, DType), "audio", "text", "chunk", "submit", "expect"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
     max_leaves=8,
-)  # fmt: skip
+)
 channels = st.sampled_from([ClientToCoordinator, IntoStage, FromStage, CoordinatorToStage])
 
 
@@ -261,11 +272,33 @@ def test_random_frames(channel: object, frames: list[bytes]) -> None:
 @given(
     channels,
     st.sampled_from(["audio", "text", "chunk", "submit", "expect", "abort", "failed", "welcome", "stage_done"]),
-    st.dictionaries(st.sampled_from(
-        ["type", "text", "samples", "prompt", "tensors", "token_ids", "information", "route", "params", "start", "code",
-         "media", "messages", "entries", "usage", "seed", "sample_rate"]), random_values, max_size=6),
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "type",
+                "text",
+                "samples",
+                "prompt",
+                "tensors",
+                "token_ids",
+                "information",
+                "route",
+                "params",
+                "start",
+                "code",
+                "media",
+                "messages",
+                "entries",
+                "usage",
+                "seed",
+                "sample_rate",
+            ]
+        ),
+        random_values,
+        max_size=6,
+    ),
     st.lists(st.binary(max_size=30), max_size=3),
-)  # fmt: skip
+)
 def test_random_bodies_under_a_good_header(channel: object, kind: str, body: dict, buffers: list[bytes]) -> None:
     header = msgspec.structs.replace(HEADER, kind=kind, n_buffers=len(buffers))
     frames = [MAGIC, msgspec.msgpack.encode(header), msgspec.msgpack.encode({"type": kind, **body}), *buffers]

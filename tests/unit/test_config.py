@@ -102,14 +102,25 @@ def test_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"replicas": "2"}, {"replicas": 0}, {"replicas": 1.5}, {"kind": "echoo"}, {"outputs": "text"},
-        {"outputs": ["smell"]}, {"devices": [-1]}, {"sampling": {"max_tokens": 0}},
+        {"replicas": "2"},
+        {"replicas": 0},
+        {"replicas": 1.5},
+        {"kind": "echoo"},
+        {"outputs": "text"},
+        {"outputs": ["smell"]},
+        {"devices": [-1]},
+        {"sampling": {"max_tokens": 0}},
         {"sampling": {"temperature": "hot"}},
-        {"inputs": {"from": []}}, {"inputs": {"from": "prompt", "start_after": -1}}, {"startup_timeout": 0},
-        {"engine": ["x"]}, {"inputs": "prompt"}, {"name": "Thinker"}, {"name": "a b"},
+        {"inputs": {"from": []}},
+        {"inputs": {"from": "prompt", "start_after": -1}},
+        {"startup_timeout": 0},
+        {"engine": ["x"]},
+        {"inputs": "prompt"},
+        {"name": "Thinker"},
+        {"name": "a b"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_wrong_types_and_ranges_name_the_key(tmp_path: Path, fields: dict) -> None:
     text = refused(tmp_path, with_stage(1, **fields))
     assert next(iter(fields)) in text or "$.stages[1]" in text or "from" in text
@@ -211,10 +222,12 @@ def test_classes_are_resolved_by_name_or_allowed_path() -> None:
     assert resolve("passthrough") is Passthrough
     assert resolve("omni_actors.stage.processors.Passthrough") is Passthrough
     for name, word in (
-        ("pasthrough", "Did you mean"), ("omni_actors.stage.processors.Nothing", "cannot import"),
-        ("omni_actors.nothing.X", "cannot import"), ("omni_actors.messages.Chunk", "no subclass of InputProcessor"),
+        ("pasthrough", "Did you mean"),
+        ("omni_actors.stage.processors.Nothing", "cannot import"),
+        ("omni_actors.nothing.X", "cannot import"),
+        ("omni_actors.messages.Chunk", "no subclass of InputProcessor"),
         ("os.path", "outside"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=word):
             resolve(name)
 

@@ -1018,7 +1018,8 @@ def test_slow_client_loses_its_requests_and_hears_of_it() -> None:
     instructions = state.end_client(ALICE, SlowClient("too slow"), NOW)
     told = [item for item in instructions if isinstance(item, ToClient)]
     assert {(item.client, item.request_id, item.body.code) for item in told} == {
-        (ALICE, "a1", ErrorCode.SLOW_CLIENT), (ALICE, "a2", ErrorCode.SLOW_CLIENT)
-    }  # fmt: skip
+        (ALICE, "a1", ErrorCode.SLOW_CLIENT),
+        (ALICE, "a2", ErrorCode.SLOW_CLIENT),
+    }
     assert len(instructions) == 2 + 2 * 4, "and every stage drops them"
     assert state.in_flight == 1

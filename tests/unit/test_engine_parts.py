@@ -81,9 +81,7 @@ def test_sampling_defaults_are_neutral():
 
 def test_sampling_carries_what_is_given():
     made = make(
-        StageParams(
-            max_tokens=5, min_tokens=2, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(9, 3)
-        ),
+        StageParams(max_tokens=5, min_tokens=2, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(9, 3)),
         payload="payload",
         read_prefix_cache=False,
     )

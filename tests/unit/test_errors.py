@@ -18,8 +18,12 @@ def test_failed_round_trip(code: ErrorCode) -> None:
     back = Decoder(Failed).decode(frames).body.to_error()
     assert type(back) is type(error)
     assert (back.code, back.message, back.hint, back.stage, back.retry_after) == (
-        code, "what", "do this", "talker", 2.5
-    )  # fmt: skip
+        code,
+        "what",
+        "do this",
+        "talker",
+        2.5,
+    )
     assert back.retryable == error.retryable
 
 

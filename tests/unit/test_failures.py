@@ -10,14 +10,20 @@ from omni_actors.errors import ERROR_CLASSES, ErrorCode
 from omni_actors.server.failures import HttpError
 
 WANTED = {
-    400: {"invalid_request", "invalid_payload", "prompt_too_long", "unknown_voice", "unknown_modality",
-          "malformed_media"},
+    400: {
+        "invalid_request",
+        "invalid_payload",
+        "prompt_too_long",
+        "unknown_voice",
+        "unknown_modality",
+        "malformed_media",
+    },
     429: {"overloaded", "slow_client"},
     499: {"aborted"},
     500: {"poison", "engine_error", "protocol_error", "config_error", "startup_error", "unauthorized"},
     503: {"stage_unavailable", "stage_lost", "timeout"},
     504: {"deadline_exceeded"},
-}  # fmt: skip
+}
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 

@@ -57,11 +57,20 @@ class Harness:
         self.orphaned = False
         self.credit: list = []
         self.inbound = Inbound(
-            Sockets(), IDENTITY, endpoint, f"ipc://{folder}/{inbox}", lambda inbox: Hello(1, "p", "c", 1, inbox),
-            self.inbox, limits or Limits(), 0.05, launcher_pid, on_orphaned=lambda: setattr(self, "orphaned", True),
-            arenas=ArenaReader(lambda: None), on_credit=lambda receiver, credit: self.credit.append((receiver, credit)),
+            Sockets(),
+            IDENTITY,
+            endpoint,
+            f"ipc://{folder}/{inbox}",
+            lambda inbox: Hello(1, "p", "c", 1, inbox),
+            self.inbox,
+            limits or Limits(),
+            0.05,
+            launcher_pid,
+            on_orphaned=lambda: setattr(self, "orphaned", True),
+            arenas=ArenaReader(lambda: None),
+            on_credit=lambda receiver, credit: self.credit.append((receiver, credit)),
             clock=lambda: 1234.5,
-        )  # fmt: skip
+        )
         self.inbound.start()
 
     def await_hello(self) -> list:

@@ -473,8 +473,13 @@ def test_other_schemes_are_refused(contexts: list[Sockets], endpoint: str) -> No
 
 def test_addresses() -> None:
     assert [is_loopback(host) for host in ("localhost", "127.9.9.9", "::1", "10.0.0.1", "example.com", "")] == [
-        True, True, True, False, False, False,
-    ]  # fmt: skip
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert tcp_host("tcp://[fe80::1]:5") == "fe80::1"
     assert tcp_host("tcp://127.0.0.1@evil:5") == "127.0.0.1@evil"
     assert not stays_on_host("tcp://127.0.0.1@evil:5")
@@ -539,10 +544,19 @@ def test_a_stage_with_wrong_keys_ends_its_start(folder: Path, other: Path, conte
         contexts.append(Sockets(keys=load_keys(keys)))
         inbox = Inbox()
         inbound = Inbound(
-            contexts[-1], Hop("talker", 0, 1), door.control_endpoint, TCP, lambda inbox: Hello(1, "p", "c", 1, inbox),
-            inbox, Limits(), 0.05, os.getpid(), on_orphaned=lambda: None, arenas=ArenaReader(lambda: None),
+            contexts[-1],
+            Hop("talker", 0, 1),
+            door.control_endpoint,
+            TCP,
+            lambda inbox: Hello(1, "p", "c", 1, inbox),
+            inbox,
+            Limits(),
+            0.05,
+            os.getpid(),
+            on_orphaned=lambda: None,
+            arenas=ArenaReader(lambda: None),
             on_credit=lambda receiver, credit: None,
-        )  # fmt: skip
+        )
         inbound.start()
         stop = next(iter(inbox.take(REFUSED_SECONDS)), None)
         assert isinstance(stop, Stop)

@@ -25,12 +25,26 @@ def overrides(*arguments: str) -> dict[str, str]:
 def test_options_become_overrides() -> None:
     assert overrides() == {}
     assert overrides(
-        "--model", "m", "--run-dir", "/r", "--listen", "ipc", "--startup-timeout", "5",
-        "--set", "stages.talker.replicas=2", "--set", "name=a=b",
+        "--model",
+        "m",
+        "--run-dir",
+        "/r",
+        "--listen",
+        "ipc",
+        "--startup-timeout",
+        "5",
+        "--set",
+        "stages.talker.replicas=2",
+        "--set",
+        "name=a=b",
     ) == {
-        "stages.talker.replicas": "2", "name": "a=b", "model": "m", "coordinator.run_dir": "/r",
-        "coordinator.listen": "ipc", "coordinator.startup_timeout": "5.0",
-    }  # fmt: skip
+        "stages.talker.replicas": "2",
+        "name": "a=b",
+        "model": "m",
+        "coordinator.run_dir": "/r",
+        "coordinator.listen": "ipc",
+        "coordinator.startup_timeout": "5.0",
+    }
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         overrides("--set", "novalue")
 

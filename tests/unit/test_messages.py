@@ -25,9 +25,20 @@ PROMPT = m.Prompt(
 )
 USAGE = m.StageUsage(m.FinishReason.LENGTH, 3, 4, 0.5, 1.5)
 PARAMS = m.StageParams(
-    max_tokens=8, min_tokens=1, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.1,
-    stop_token_ids=(7,), ignore_eos=True, seed=3, num_steps=10, guidance_scale=0.5, sway_coefficient=-1.0,
-)  # fmt: skip
+    max_tokens=8,
+    min_tokens=1,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=5,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    stop_token_ids=(7,),
+    ignore_eos=True,
+    seed=3,
+    num_steps=10,
+    guidance_scale=0.5,
+    sway_coefficient=-1.0,
+)
 INFORMATION = m.AdditionalInformationPayload(
     {
         "number": m.AdditionalInformationEntry(scalar=3),
@@ -36,9 +47,22 @@ INFORMATION = m.AdditionalInformationPayload(
     }
 )
 TIMELINE = m.StageTimeline(
-    "talker", 1, 3, 1, "done", 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4, 5,
+    "talker",
+    1,
+    3,
+    1,
+    "done",
+    1.0,
+    1.25,
+    1.5,
+    1.75,
+    2.0,
+    2.5,
+    3.0,
+    4,
+    5,
     (m.HopTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
-)  # fmt: skip
+)
 ARENA = m.ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
 BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.Submit(prompt=PROMPT, voice="Ethan", params={"thinker": PARAMS}, seed=1, priority=2), [bytes(8)]),
@@ -47,8 +71,15 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.Describe(), []),
     (
         m.Description(
-            pipeline="p", model="m", modalities=("text",), voices=("Ethan",), sample_rate=24_000, healthy=True,
-            in_flight=1, max_in_flight=9, requests=("r",),
+            pipeline="p",
+            model="m",
+            modalities=("text",),
+            voices=("Ethan",),
+            sample_rate=24_000,
+            healthy=True,
+            in_flight=1,
+            max_in_flight=9,
+            requests=("r",),
             stages=(m.StageStatus("thinker", 0, 1, "ready", 42, 1, {"requests": 1}),),
             counts={"rejected_client_magic": 1},
         ),
@@ -79,7 +110,8 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.Operate(operation=m.Operation.RESTART, stage="talker", replica=1), []),
     (
         m.Report(
-            text="x", description=m.Description("p", "m", ("text",), (), 0, True, 1, 9, ()),
+            text="x",
+            description=m.Description("p", "m", ("text",), (), 0, True, 1, 9, ()),
             edges=(m.EdgeStatus("talker", 1, 3, 4, 5, 6, 1, 0.5, 0.25, "ready"),),
             requests=(m.RequestStatus("r", "running", 1, ("talker/1",), ("prompt",), 3.5, ("talker/0: died",)),),
         ),
@@ -97,8 +129,12 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
     (m.Resend(receiver=HOP, attempt=2), []),
     (m.Ended(request_ids=("r1", "r2")), []),
     (m.Unreachable(receiver=HOP, attempt=1), []),
-    (m.Submit(prompt=m.Prompt(token_ids=m.pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5),
-     []),
+    (
+        m.Submit(
+            prompt=m.Prompt(token_ids=m.pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5
+        ),
+        [],
+    ),
     (m.Heartbeat(progress=5, sent=2.5), []),
     (
         m.Snapshot(
@@ -114,14 +150,19 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
         m.Observation(
             timelines=(
                 m.RequestTimeline(
-                    "r", "a" * 32, "done", 1, (m.TimelineEvent("bound", 1.5, "talker/1"),), (TIMELINE,),
+                    "r",
+                    "a" * 32,
+                    "done",
+                    1,
+                    (m.TimelineEvent("bound", 1.5, "talker/1"),),
+                    (TIMELINE,),
                     (m.HopTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
                 ),
             )
         ),
         [],
     ),
-]  # fmt: skip
+]
 HEADER = m.Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 
 
@@ -159,9 +200,14 @@ def test_kinds_are_unique() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"tensor": REF, "scalar": 1}, {"list": (1,), "scalar": 1}, {"tensor": REF, "list": (1,)},
-     {"tensor": REF, "list": (1,), "scalar": 0}],
-)  # fmt: skip
+    [
+        {},
+        {"tensor": REF, "scalar": 1},
+        {"list": (1,), "scalar": 1},
+        {"tensor": REF, "list": (1,)},
+        {"tensor": REF, "list": (1,), "scalar": 0},
+    ],
+)
 def test_information_entry_holds_exactly_one(given: dict) -> None:
     with pytest.raises(InvalidPayload, match="exactly one"):
         m.AdditionalInformationEntry(**given)
@@ -193,9 +239,16 @@ def test_information_scalar_lookup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"), [(m.DType.F32, (3,)), (m.DType.F32, (0, 3)), (m.DType.F32, (3, 0)), (m.DType.F32, (1, 2, 3)),
-                         (m.DType.I32, (2, 2)), (m.DType.U8, (2, 2))]
-)  # fmt: skip
+    ("dtype", "shape"),
+    [
+        (m.DType.F32, (3,)),
+        (m.DType.F32, (0, 3)),
+        (m.DType.F32, (3, 0)),
+        (m.DType.F32, (1, 2, 3)),
+        (m.DType.I32, (2, 2)),
+        (m.DType.U8, (2, 2)),
+    ],
+)
 def test_prompt_embeds_shape_and_dtype(dtype: m.DType, shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidPayload):
         m.PromptEmbedsPayload(m.TensorRef(dtype, shape, 0))
@@ -208,12 +261,31 @@ def test_prompt_embeds_good(dtype: m.DType) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 1_000_001}, {"min_tokens": -1}, {"temperature": -0.1},
-     {"temperature": 101.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -2}, {"min_p": 1.5}, {"repetition_penalty": 0.0},
-     {"stop_token_ids": [-1]}, {"stop_token_ids": [2**31]}, {"stop_token_ids": [1] * 257}, {"seed": -1},
-     {"seed": 2**63}, {"num_steps": 0}, {"num_steps": 1001}, {"guidance_scale": -1.0}, {"sway_coefficient": 11.0},
-     {"max_tokens": "8"}, {"max_token": 8}],
-)  # fmt: skip
+    [
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"max_tokens": 1_000_001},
+        {"min_tokens": -1},
+        {"temperature": -0.1},
+        {"temperature": 101.0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [2**31]},
+        {"stop_token_ids": [1] * 257},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"num_steps": 0},
+        {"num_steps": 1001},
+        {"guidance_scale": -1.0},
+        {"sway_coefficient": 11.0},
+        {"max_tokens": "8"},
+        {"max_token": 8},
+    ],
+)
 def test_stage_params_limits(wrong: dict) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(wrong, m.StageParams, strict=True)

@@ -410,8 +410,13 @@ def test_a_done_request_is_counted_and_timed() -> None:
     timeline = seen.log.timeline("r")
     assert timeline is not None
     assert [event.name for event in timeline.events] == [
-        "submitted", "admitted", "bound", "first_text", "first_audio", "ended"
-    ]  # fmt: skip
+        "submitted",
+        "admitted",
+        "bound",
+        "first_text",
+        "first_audio",
+        "ended",
+    ]
     assert timeline.events[0].time == 999.75
     assert timeline.events[2].detail == "thinker/0 talker/1"
     (text, audio) = timeline.deliveries
@@ -530,8 +535,12 @@ def drawn(request_id: str = "r", **fields: object) -> Chart:
     seen.begin(request_id)
     hop = HopTimeline("thinker/0", 3, 2048, 1000.3, 1000.31, 1000.8, 1000.85)
     seen.clock.now = 1001.0
-    seen.stage(StageTimeline("talker", 1, 1, 0, "done", 1000.0, 1000.31, 1000.4, 1000.5, 1000.6, 1000.9, 1000.95, 7, 8,
-                             (hop,)), request_id)  # fmt: skip
+    seen.stage(
+        StageTimeline(
+            "talker", 1, 1, 0, "done", 1000.0, 1000.31, 1000.4, 1000.5, 1000.6, 1000.9, 1000.95, 7, 8, (hop,)
+        ),
+        request_id,
+    )
     seen.stage(StageTimeline("thinker", 0, 1, expected=1000.1, ended=1000.8, **fields), request_id)
     seen.audio(0.1, request_id)
     seen.log.ended(request_id, None)
@@ -545,8 +554,13 @@ def test_phases_follow_one_another_without_a_gap() -> None:
     assert (thinker.stage, thinker.at, thinker.seconds) == ("thinker", 0.35, 0.7)
     assert [phase.name for phase in thinker.phases] == ["ending"], "what did not happen is left out"
     assert [phase.name for phase in talker.phases] == [
-        "waiting", "gathering", "queued", "first output", "output", "ending"
-    ]  # fmt: skip
+        "waiting",
+        "gathering",
+        "queued",
+        "first output",
+        "output",
+        "ending",
+    ]
     for before, after in zip(talker.phases, talker.phases[1:], strict=False):
         assert before.at + before.seconds == pytest.approx(after.at, abs=2e-6)
     assert sum(phase.seconds for phase in talker.phases) == pytest.approx(talker.seconds, abs=1e-5)
@@ -559,8 +573,10 @@ def test_phases_follow_one_another_without_a_gap() -> None:
 def test_a_clock_that_is_a_little_off_makes_no_phase_negative() -> None:
     (thinker, _) = drawn(first_input=999.0, started=1000.3).stages
     assert [(phase.name, phase.at, phase.seconds) for phase in thinker.phases] == [
-        ("waiting", 0.35, 0.0), ("gathering", 0.35, 0.2), ("ending", 0.55, 0.5)
-    ]  # fmt: skip
+        ("waiting", 0.35, 0.0),
+        ("gathering", 0.35, 0.2),
+        ("ending", 0.55, 0.5),
+    ]
 
 
 @pytest.mark.parametrize("request_id", ["r", 'a<b>&"c\x00\x1b', "ä" * 100])
@@ -588,8 +604,9 @@ def test_a_hop_belongs_to_the_attempt_that_sent() -> None:
             )
         )
     sent = tuple(HopTimeline(name, 1, 4, 1002.1, 1002.2, 1002.1, 1002.2) for name in ("thinker/0", "talker/0"))
-    timeline = RequestTimeline("r", "a" * 32, "done", 2, (TimelineEvent("bound", 1000.0, "thinker/0 talker/0"),),
-                               tuple(parts), sent)  # fmt: skip
+    timeline = RequestTimeline(
+        "r", "a" * 32, "done", 2, (TimelineEvent("bound", 1000.0, "thinker/0 talker/0"),), tuple(parts), sent
+    )
     exporter = InMemorySpanExporter()
     export = SpanExport("test", exporter)
     export.export(Finished(timeline, "", True))

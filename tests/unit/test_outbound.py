@@ -51,9 +51,15 @@ class Harness:
         self.reader = ArenaReader(lambda: None)
         self.reader.attach({ME: self.arena.address})
         self.outbound = Outbound(
-            Sockets(self.sockets.context), ME, results, limits or Limits(), flow or FlowConfig(), self.events.put,
-            self.arena, ArenaReader(lambda: None),
-        )  # fmt: skip
+            Sockets(self.sockets.context),
+            ME,
+            results,
+            limits or Limits(),
+            flow or FlowConfig(),
+            self.events.put,
+            self.arena,
+            ArenaReader(lambda: None),
+        )
         self.outbound.start()
         self.got: dict[Hop, list] = {}
         self.inboxes: dict[Hop, object] = {}

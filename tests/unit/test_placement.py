@@ -44,8 +44,11 @@ def test_replicas_take_the_nodes_one_after_the_other(tmp_path: Path) -> None:
 
 def test_only_what_other_nodes_reach_listens_on_the_network(tmp_path: Path) -> None:
     pipeline = load(tmp_path, spread(2, code2wav={"node": 1})).pipeline
-    afar = [name for name in ("prompt", "thinker", "talker", "code2wav")
-            if placement.is_reached_from_afar(pipeline, name, 0)]  # fmt: skip
+    afar = [
+        name
+        for name in ("prompt", "thinker", "talker", "code2wav")
+        if placement.is_reached_from_afar(pipeline, name, 0)
+    ]
     assert afar == ["talker", "code2wav"]  # the talker takes the vocoder's credit
 
 
@@ -195,9 +198,12 @@ def test_replicas_of_a_node_take_its_devices_one_after_the_other(
     tmp_path: Path, replicas: int, devices: list[int] | None, size: int, nodes: Any, expected: list[list[int]]
 ) -> None:
     stage = {
-        "kind": "autoregressive", "devices": devices, "replicas": replicas, "node": nodes,
+        "kind": "autoregressive",
+        "devices": devices,
+        "replicas": replicas,
+        "node": nodes,
         "engine": {"gpu_memory_utilization": 0.3, "tensor_parallel_size": size},
-    }  # fmt: skip
+    }
     pipeline = load(tmp_path, spread(2, talker=stage), devices=4).pipeline
     talker = pipeline.stage("talker")
     assert [config.replica_devices(talker, index, 4) for index in range(replicas)] == expected

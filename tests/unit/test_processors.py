@@ -106,8 +106,9 @@ def test_a_gap_is_an_error() -> None:
         processor.feed("thinker", thinker_piece(5, 1))
 
 
-@pytest.mark.parametrize("pieces", [[thinker_piece(0, 3, 3), Piece(final=True)], [Piece(final=True)],
-                                    [thinker_piece(0, 3, 3, final=True)]])  # fmt: skip
+@pytest.mark.parametrize(
+    "pieces", [[thinker_piece(0, 3, 3), Piece(final=True)], [Piece(final=True)], [thinker_piece(0, 3, 3, final=True)]]
+)
 def test_an_empty_reply_has_no_speech(pieces: list[Piece]) -> None:
     processor = thinker2talker()
     actions = [action for piece in pieces for action in processor.feed("thinker", piece)]

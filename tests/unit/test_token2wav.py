@@ -91,9 +91,13 @@ def test_noise_does_not_depend_on_the_length_or_on_how_it_is_taken():
 @pytest.fixture(scope="module")
 def small_bigvgan() -> Qwen2_5OmniToken2WavBigVGANModel:
     config = Qwen2_5OmniBigVGANConfig(
-        mel_dim=4, upsample_initial_channel=16, resblock_kernel_sizes=[3, 5], resblock_dilation_sizes=[[1, 3, 5]] * 2,
-        upsample_rates=[5, 2], upsample_kernel_sizes=[11, 4],
-    )  # fmt: skip
+        mel_dim=4,
+        upsample_initial_channel=16,
+        resblock_kernel_sizes=[3, 5],
+        resblock_dilation_sizes=[[1, 3, 5]] * 2,
+        upsample_rates=[5, 2],
+        upsample_kernel_sizes=[11, 4],
+    )
     torch.manual_seed(0)
     model = Qwen2_5OmniToken2WavBigVGANModel(config).double().eval().requires_grad_(False)
     for parameter in model.parameters():

@@ -278,9 +278,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
 
     @property
     def facts(self) -> EngineFacts:
-        return EngineFacts(
-            voices=tuple(self._voices), sample_rate=SAMPLE_RATE, max_input_tokens=self.max_tokens
-        )
+        return EngineFacts(voices=tuple(self._voices), sample_rate=SAMPLE_RATE, max_input_tokens=self.max_tokens)
 
     def load(self, *, dummy: bool) -> None:
         # Dummy weights are the same in every process: a restarted stage goes on with the same voice.

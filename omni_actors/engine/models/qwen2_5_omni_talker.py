@@ -93,9 +93,7 @@ class TalkerDecoder(LlamaModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         del self.embed_tokens  # of the wrong width; the model's own is codec_embedding
         config = vllm_config.model_config.hf_config
-        self.text_projection = ReplicatedLinear(
-            config.embedding_size, config.hidden_size, bias=True, return_bias=False
-        )
+        self.text_projection = ReplicatedLinear(config.embedding_size, config.hidden_size, bias=True, return_bias=False)
 
     def forward(
         self,
@@ -429,9 +427,7 @@ class TalkerAdapter(AutoregressiveAdapter):
         if tensor is None:
             return None
         if tensor.dtype is not DType.I64 or tuple(tensor.shape) != (3, length):
-            raise InvalidPayload(
-                f"mrope_positions: needs i64 [3, {length}]; got {tensor.dtype} {list(tensor.shape)}."
-            )
+            raise InvalidPayload(f"mrope_positions: needs i64 [3, {length}]; got {tensor.dtype} {list(tensor.shape)}.")
         positions = to_torch(tensor, "mrope_positions")
         if int(positions.min()) < 0 or int(positions.max()) >= self._max_position:
             raise InvalidPayload(f"mrope_positions: values must lie in [0, {self._max_position}).")

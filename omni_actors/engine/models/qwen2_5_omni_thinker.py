@@ -133,9 +133,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
             request.request_id, token_ids, sampling, mm_features=features or None, priority=request.priority
         )
         detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, core_request)
-        return Admission(
-            core_request, ThinkerOutputs(request.request_id, len(token_ids), detokenizer, request.streams)
-        )
+        return Admission(core_request, ThinkerOutputs(request.request_id, len(token_ids), detokenizer, request.streams))
 
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
         raise InvalidPayload("The thinker takes no streamed rows.")

@@ -79,8 +79,7 @@ class _Convolution:
         self.weight = module.weight[:, :, None].to(dtype).contiguous(memory_format=torch.channels_last)
         self.bias = None if module.bias is None else module.bias.to(dtype)
         self.options = {
-            name: (first, *getattr(module, name))
-            for name, first in (("stride", 1), ("padding", 0), ("dilation", 1))
+            name: (first, *getattr(module, name)) for name, first in (("stride", 1), ("padding", 0), ("dilation", 1))
         }
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -174,9 +174,7 @@ class Dit:
 
     # ------------------------------------------------------------------------------------------------------ conditions
 
-    def condition(
-        self, tokens: torch.Tensor, voices: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
+    def condition(self, tokens: torch.Tensor, voices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """`DitChunk.fixed` of codec `tokens` i64 [blocks * tokens per block] on the device.
 
         `voices` are (speaker [enc_dim], conditioning [enc_emb_dim]) of each branch; the second one has no code.
@@ -320,10 +318,15 @@ class Dit:
         widths = np.array([np.float32(end) - np.float32(start) for start, end in intervals], np.float32)
         # One copy to the device for all that the host computed.
         self._upload(
-            (batch.conditional, index["conditional"]), (batch.null, index["null"]), (batch.slot, index["slot"]),
-            (batch.keep, keep), (batch.keys, keys), (batch.valid, valid),
-            (batch.guidance, guidance), (batch.width[:slots], widths),
-        )  # fmt: skip
+            (batch.conditional, index["conditional"]),
+            (batch.null, index["null"]),
+            (batch.slot, index["slot"]),
+            (batch.keep, keep),
+            (batch.keys, keys),
+            (batch.valid, valid),
+            (batch.guidance, guidance),
+            (batch.width[:slots], widths),
+        )
 
     def _upload(self, *pairs: tuple[torch.Tensor, np.ndarray]) -> None:
         if self.device.type != "cuda":
@@ -343,8 +346,9 @@ class Dit:
         step = batch.width[batch.slot].view(-1, 1, 1)
         kept = torch.empty(
             (EVALUATIONS, len(self.kept_layers), len(batch.keep), *batch.left.shape[3:]),
-            dtype=self.dtype, device=self.device,
-        )  # fmt: skip
+            dtype=self.dtype,
+            device=self.device,
+        )
         windows = {
             reach: tuple(table[number, :, : sum(reach) + 1].contiguous() for table in (batch.keys, batch.valid))
             for number, reach in enumerate(self.reaches)
@@ -388,9 +392,15 @@ class Dit:
                 torch.index_select(qkv[..., self.inner :], 0, batch.keep, out=kept[place])
             reach = (layer.back, layer.ahead)
             mixed = block_attention(
-                qkv, left, *windows[reach], self._rotary[reach], self.heads,
-                back=layer.back, precise=self.precise, fused=self.fused,
-            )  # fmt: skip
+                qkv,
+                left,
+                *windows[reach],
+                self._rotary[reach],
+                self.heads,
+                back=layer.back,
+                precise=self.precise,
+                fused=self.fused,
+            )
             normed = norm(F.linear(mixed, *layer.out), part(first + 2), first + 4, first + 3)
             update = F.linear(self._gelu_linear(normed, *layer.up), *layer.down)
             gate = part(first + 5)

@@ -24,9 +24,20 @@ HIDDEN = -1e30  # a score that no softmax sees, and that is still finite
 
 @triton.jit
 def _modulated_norm(
-    residual, update, gate, scale, shift, slot, output, modulation_stride, width, eps,
-    FRAMES: tl.constexpr, HAS_UPDATE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    residual,
+    update,
+    gate,
+    scale,
+    shift,
+    slot,
+    output,
+    modulation_stride,
+    width,
+    eps,
+    FRAMES: tl.constexpr,
+    HAS_UPDATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -67,10 +78,20 @@ def modulated_norm(
     rows, frames, width = residual.shape
     output = torch.empty_like(residual, dtype=dtype)
     _modulated_norm[(rows * frames,)](
-        residual, residual if update is None else update, scale if gate is None else gate, scale, shift, slot, output,
-        scale.stride(0), width, EPSILON,
-        FRAMES=frames, HAS_UPDATE=update is not None, BLOCK=triton.next_power_of_2(width),
-    )  # fmt: skip
+        residual,
+        residual if update is None else update,
+        scale if gate is None else gate,
+        scale,
+        shift,
+        slot,
+        output,
+        scale.stride(0),
+        width,
+        EPSILON,
+        FRAMES=frames,
+        HAS_UPDATE=update is not None,
+        BLOCK=triton.next_power_of_2(width),
+    )
     return output
 
 
@@ -85,10 +106,24 @@ def _rotate(first, second, cosine, sine):
 
 @triton.jit
 def _block_attention(
-    qkv, left, keys, valid, cosines, sines, output, rows, softmax_scale,
-    FRAMES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, BACK: tl.constexpr,
-    PADDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    left,
+    keys,
+    valid,
+    cosines,
+    sines,
+    output,
+    rows,
+    softmax_scale,
+    FRAMES: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BACK: tl.constexpr,
+    PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     frame = tl.arange(0, PADDED)[:, None]
@@ -170,10 +205,24 @@ def block_attention(
         return _block_attention_torch(qkv, left, keys, valid, rotary, heads, back)
     output = torch.empty((rows, frames, width), dtype=qkv.dtype, device=qkv.device)
     _block_attention[(rows, heads)](
-        qkv, left, keys, valid, *rotary, output, rows, (2 * half) ** -0.5,
-        FRAMES=frames, HEADS=heads, HALF=half, WINDOW=window, BACK=back, PADDED=triton.next_power_of_2(frames),
-        PRECISION="ieee" if precise else "tf32", MASKED=HIDDEN, num_warps=2,
-    )  # fmt: skip
+        qkv,
+        left,
+        keys,
+        valid,
+        *rotary,
+        output,
+        rows,
+        (2 * half) ** -0.5,
+        FRAMES=frames,
+        HEADS=heads,
+        HALF=half,
+        WINDOW=window,
+        BACK=back,
+        PADDED=triton.next_power_of_2(frames),
+        PRECISION="ieee" if precise else "tf32",
+        MASKED=HIDDEN,
+        num_warps=2,
+    )
     return output
 
 
@@ -317,7 +366,16 @@ def anti_aliased_snake(
     # As few samples in a row as fill the device with warps: each program first computes six pairs for nothing.
     steps = min(64, max(8, triton.next_power_of_2(hidden.numel() // (32 * 8192) + 1)))
     _anti_aliased_snake[(triton.cdiv(length, steps), triton.cdiv(channels, lanes), batch)](
-        hidden, output, up_filter, down_filter, frequency, magnitude, length, channels,
-        STEPS=steps, LANES=lanes, num_warps=lanes // 32,
-    )  # fmt: skip
+        hidden,
+        output,
+        up_filter,
+        down_filter,
+        frequency,
+        magnitude,
+        length,
+        channels,
+        STEPS=steps,
+        LANES=lanes,
+        num_warps=lanes // 32,
+    )
     return output
