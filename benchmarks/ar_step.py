@@ -29,8 +29,8 @@ from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa
 from omni_actors.engine.autoregressive import AutoregressiveEngine  # noqa: E402
 from omni_actors.engine.core import make_request  # noqa: E402
 from omni_actors.engine.tensors import to_host  # noqa: E402
-from omni_actors.messages import StageParams  # noqa: E402
-from omni_actors.stage.interface import StageInputs, StageRequest  # noqa: E402
+from omni_actors.protocol.payloads import StageParams  # noqa: E402
+from omni_actors.stage.engine_interface import StageInputs, StageRequest  # noqa: E402
 
 PROMPT = 200
 WARM = 20  # steps left out: prefill and the first decodes

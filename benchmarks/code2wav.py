@@ -27,8 +27,8 @@ import torch  # noqa: E402
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
-from omni_actors.messages import StageParams  # noqa: E402
-from omni_actors.stage.interface import AudioEvent, ErrorEvent, StageInputs, StageRequest  # noqa: E402
+from omni_actors.protocol.payloads import StageParams  # noqa: E402
+from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, StageInputs, StageRequest  # noqa: E402
 
 
 def make_engine(options: argparse.Namespace, decode: dict[str, Any]) -> DiffusionEngine:

@@ -22,8 +22,8 @@ import torch  # noqa: E402
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.autoregressive import AutoregressiveEngine  # noqa: E402
 from omni_actors.engine.tensors import to_host  # noqa: E402
-from omni_actors.messages import StageParams  # noqa: E402
-from omni_actors.stage.interface import StageInputs, StageRequest, StreamEvent  # noqa: E402
+from omni_actors.protocol.payloads import StageParams  # noqa: E402
+from omni_actors.stage.engine_interface import StageInputs, StageRequest, StreamEvent  # noqa: E402
 
 
 def run(options: argparse.Namespace, *, eager: bool) -> list[tuple[list[int], torch.Tensor]]:

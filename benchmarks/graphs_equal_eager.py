@@ -17,8 +17,8 @@ import numpy
 
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient
+from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.launch import Launcher
-from omni_actors.outputs import OmniRequestOutput
 
 TEXTS = ["Hi", "What is the capital of France?", "Tell me, in a few words, why the sea is salt.", "One two three " * 12]
 STAGES = ("thinker", "talker")

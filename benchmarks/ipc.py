@@ -31,37 +31,28 @@ import numpy
 import zmq
 
 from omni_actors import __version__
-from omni_actors.codec import BufferList, Decoder, encode
 from omni_actors.config import FlowConfig, PipelineConfig
 from omni_actors.launch import Launcher
-from omni_actors.messages import (
-    ArenaAddress,
-    Chunk,
-    DType,
-    Header,
-    Hello,
-    Hop,
-    HostTensor,
-    IntoStage,
-    Limits,
-    Peer,
-    Peers,
-    PromptEmbedsPayload,
-)
+from omni_actors.protocol.codec import BufferList, Decoder, encode
+from omni_actors.protocol.control import ArenaAddress, Hello, Peer, Peers
+from omni_actors.protocol.header import Header, Limits, ReplicaId
+from omni_actors.protocol.payloads import PromptEmbedsPayload
+from omni_actors.protocol.stage import Chunk, IntoStage
+from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.events import Received, sender_of
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
-from omni_actors.transport.credit import Tally
+from omni_actors.transport.credit import ReceivedCredit
 from omni_actors.transport.sockets import Sockets
 
 SIZES = (64, 1 << 10, 7 << 10, 32 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20)
 STREAMS = 64
 STREAM_SECONDS = 0.020  # between two messages of a stream
 WARM_UP = 50
-SENDER, RECEIVER = Hop("thinker", 0, 1), Hop("talker", 0, 1)
+SENDER, RECEIVER = ReplicaId("thinker", 0, 1), ReplicaId("talker", 0, 1)
 LARGE = 1 << 20
 LARGE_PAUSE = 0.005
 COLUMNS = ("zmq", "ring", "arena", "ipc", "tcp")
@@ -87,7 +78,7 @@ def plan(size: int, messages: int, burst: int = 1) -> Plan:
 class End:
     """One process's threads, wired as `StageProcess` does."""
 
-    def __init__(self, folder: str, me: Hop, flow: FlowConfig, transport: str) -> None:
+    def __init__(self, folder: str, me: ReplicaId, flow: FlowConfig, transport: str) -> None:
         self.sockets = Sockets()
         self._control, control = self.sockets.router(f"ipc://{folder}/control-{me.stage}")
         self._results, results = self.sockets.pull(f"ipc://{folder}/results-{me.stage}")
@@ -129,7 +120,7 @@ class End:
 def receive_hop(pipe: Connection, came: Any, folder: str, flow: FlowConfig, transport: str, total: int) -> None:
     """The receiving process: the latencies in seconds go through the pipe, their number so far into `came`."""
     end = End(folder, RECEIVER, flow, transport)
-    tally: Tally[Hop | None] = Tally(flow.edge_messages, flow.edge_bytes)
+    tally: ReceivedCredit[ReplicaId | None] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
     pipe.send(end.endpoint.get())
     inbox, address = pipe.recv()
     end.arenas.attach({SENDER: address})
@@ -157,7 +148,7 @@ def receive_hop(pipe: Connection, came: Any, folder: str, flow: FlowConfig, tran
     end.close()
 
 
-def peer(hop: Hop, inbox: str, address: ArenaAddress | None = None) -> Peer:
+def peer(hop: ReplicaId, inbox: str, address: ArenaAddress | None = None) -> Peer:
     return Peer(hop.stage, hop.replica, hop.epoch, inbox, address)
 
 

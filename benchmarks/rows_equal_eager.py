@@ -22,8 +22,8 @@ import yaml  # noqa: E402
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.autoregressive import AutoregressiveEngine  # noqa: E402
 from omni_actors.engine.tensors import to_host, to_torch  # noqa: E402
-from omni_actors.messages import StageParams  # noqa: E402
-from omni_actors.stage.interface import (  # noqa: E402
+from omni_actors.protocol.payloads import StageParams  # noqa: E402
+from omni_actors.stage.engine_interface import (  # noqa: E402
     ErrorEvent,
     FinishedEvent,
     StageInputs,

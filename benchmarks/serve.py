@@ -26,11 +26,12 @@ import msgspec
 import workload
 from workload import Sample
 
-from omni_actors import config, top
+from omni_actors import config
+from omni_actors.cli import top
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.launch import Launcher
-from omni_actors.observe import table
 from omni_actors.stage.meter import HeldBack
+from omni_actors.telemetry import metric_table as table
 
 SNAPSHOT_SECONDS = 1.0  # twice the heartbeat, until the stages' counts of a load are all there
 

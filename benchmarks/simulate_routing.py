@@ -20,24 +20,16 @@ from typing import Any
 import msgspec
 
 from omni_actors.config import PipelineConfig
-from omni_actors.core.coordination import Coordination, ToClient
-from omni_actors.core.states import ReplicaState
-from omni_actors.core.supervision import Supervision
-from omni_actors.messages import (
-    AudioChunk,
-    Done,
-    DType,
-    Expect,
-    FinishReason,
-    Header,
-    Prompt,
-    StageDone,
-    StageUsage,
-    Submit,
-    TensorRef,
-    TextDelta,
-    pack_token_ids,
-)
+from omni_actors.coordinator.core.health import HealthPolicy
+from omni_actors.coordinator.core.lifecycle import RequestMachine, ToClient
+from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.protocol.client import Done, Submit
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Header
+from omni_actors.protocol.payloads import Prompt
+from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, StageUsage, TextDelta
+from omni_actors.protocol.stage import OpenRequest
+from omni_actors.protocol.tensors import DType, TensorRef
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
 CLIENTS = 1000
@@ -64,7 +56,7 @@ class Simulation:
 
     def __init__(self, replicas: int, requests: int, keeps_routes: bool) -> None:
         self.keeps_routes = keeps_routes
-        self.state = Coordination(pipeline(requests), new_seed=lambda: 1)
+        self.state = RequestMachine(pipeline(requests), new_seed=lambda: 1)
         for stage in STAGES:
             for index in range(replicas // len(STAGES)):
                 replica = self.state.replicas.add(stage, index, 1)
@@ -95,12 +87,14 @@ class Simulation:
         headers = [Header("", f"request-{number:012d}", deadline=NOW + 600 + number % 97) for number in numbers]
         bodies = [Submit(prompt=Prompt(token_ids=pack_token_ids(range(64))), voice="Ethan") for _ in numbers]
         for made in self.timed("admission and binding", submit, count):
-            if [type(item.body) for item in made] != [Expect] * len(STAGES):
+            if [type(item.body) for item in made] != [OpenRequest] * len(STAGES):
                 raise SystemExit(f"a request was not admitted: {made}")
             if not self.keeps_routes:
                 continue
             self.routes[made[0].request_id] = {
-                item.hop.stage: Header("", item.request_id, item.hop.stage, item.hop.replica, item.hop.epoch)
+                item.replica_id.stage: Header(
+                    "", item.request_id, item.replica_id.stage, item.replica_id.replica, item.replica_id.epoch
+                )
                 for item in made
             }
 
@@ -135,7 +129,7 @@ class Simulation:
 
     def looks(self, count: int) -> None:
         """What the supervisor does twenty times a second."""
-        supervision = Supervision(self.state.pipeline, self.state.replicas)
+        supervision = HealthPolicy(self.state.pipeline, self.state.replicas)
         for replica in self.state.replicas:
             supervision.spawned(replica, NOW)
 

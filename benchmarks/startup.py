@@ -19,11 +19,11 @@ import psutil
 
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient, Audio, Text
-from omni_actors.coordinator import Coordinator, Endpoints
-from omni_actors.core.replicas import Replica, ReplicaState
+from omni_actors.coordinator.core.replicas import Replica, ReplicaState
+from omni_actors.coordinator.shell import Coordinator, Endpoints
 from omni_actors.launch import Launcher
-from omni_actors.node import LocalNode
-from omni_actors.transport.run_directory import RunDirectory
+from omni_actors.launcher.replica_processes import ReplicaProcesses
+from omni_actors.run_directory import RunDirectory
 
 MIB = 1 << 20
 
@@ -70,12 +70,12 @@ async def start_stages(pipeline: config.PipelineConfig, stages: list[str]) -> fl
 
     endpoints = Endpoints(*(run_directory.endpoint(name) for name in ("client", "control", "results")))
     coordinator = Coordinator(pipeline, endpoints, on_change, lambda rank, body: None, changed.set)
-    node = LocalNode(pipeline, run_directory, coordinator.control_endpoint)
+    node = ReplicaProcesses(pipeline, run_directory, coordinator.control_endpoint)
     try:
         replicas = [coordinator.expect_replica(stage, 0, 1) for stage in stages]
         began = time.perf_counter()
         for replica in replicas:
-            await node.start(replica.hop)
+            await node.start(replica.replica_id)
         while any(replica.state is not ReplicaState.READY for replica in replicas):
             changed.clear()
             await asyncio.wait_for(changed.wait(), 300)

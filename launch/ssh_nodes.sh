@@ -33,7 +33,7 @@ node() {
     shift 2
     exec < "$folder/hold" 9>&-
     launch_command "$config" "${#hosts[@]}" "$rank" "$master" "$@"
-    command=(env PYTHONPATH="$OMNI_DIR" "$OMNI_PYTHON" -m omni_actors.leash "${command[@]}")
+    command=(env PYTHONPATH="$OMNI_DIR" "$OMNI_PYTHON" -m omni_actors.launcher.exit_with_stdin "${command[@]}")
     remote="cd $(printf %q "$OMNI_DIR") && exec $(printf '%q ' "${command[@]}")"
     trap '' INT TERM # Ctrl-C reaches every process here; the nodes are to end in order, and to be heard
     "${ssh[@]}" "$host" "$remote" 2>&1 | sed -u "s|^|[$rank $host] |"
@@ -45,17 +45,17 @@ for rank in "${!hosts[@]}"; do
     pids+=($!)
 done
 
-let_go() {
+release() {
     signals=$((signals + 1))
     exec 9>&-
 }
-trap let_go INT TERM HUP
+trap release INT TERM HUP
 
 code=0
 wait -n "${pids[@]}" || code=$?
 if [[ $signals == 0 ]]; then
     [[ $code == 0 ]] || say "a node ended with exit code $code; ending all"
-    let_go
+    release
 else
     code=0 # what `wait` said of the signal
 fi

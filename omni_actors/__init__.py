@@ -8,19 +8,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from omni_actors.client import AsyncOmniClient, OmniClient
-    from omni_actors.llm import OmniLLM
-    from omni_actors.outputs import OmniRequestOutput, OmniTokensPrompt
+    from omni_actors.client.offline import OmniLLM
+    from omni_actors.client.outputs import OmniRequestOutput, OmniTokensPrompt
 
 _HOMES = {
     "AsyncOmniClient": "omni_actors.client",
     "OmniClient": "omni_actors.client",
-    "OmniLLM": "omni_actors.llm",
-    "OmniRequestOutput": "omni_actors.outputs",
-    "OmniTokensPrompt": "omni_actors.outputs",
+    "OmniLLM": "omni_actors.client.offline",
+    "OmniRequestOutput": "omni_actors.client.outputs",
+    "OmniTokensPrompt": "omni_actors.client.outputs",
 }
 
 __all__ = ["AsyncOmniClient", "OmniClient", "OmniLLM", "OmniRequestOutput", "OmniTokensPrompt", "__version__"]

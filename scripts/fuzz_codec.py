@@ -18,22 +18,26 @@ import atheris
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 with atheris.instrument_imports(include=["omni_actors"]):
-    from omni_actors import messages
-    from omni_actors.codec import BadBody, BadHeader, Decoder, encode
+    from omni_actors.protocol.client import ClientToCoordinator, CoordinatorToClient
+    from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, encode
+    from omni_actors.protocol.control import CoordinatorToStage, StageToCoordinator
+    from omni_actors.protocol.header import Block, Header, Limits
+    from omni_actors.protocol.results import FromStage
+    from omni_actors.protocol.stage import IntoStage
 
-LIMITS = messages.Limits(header_bytes=512, body_bytes=2048, buffers=8, buffer_bytes=1024, message_bytes=2048)
+LIMITS = Limits(header_bytes=512, body_bytes=2048, buffers=8, buffer_bytes=1024, message_bytes=2048)
 CHANNELS = [
-    messages.ClientToCoordinator,
-    messages.CoordinatorToClient,
-    messages.IntoStage,
-    messages.FromStage,
-    messages.StageToCoordinator,
-    messages.CoordinatorToStage,
+    ClientToCoordinator,
+    CoordinatorToClient,
+    IntoStage,
+    FromStage,
+    StageToCoordinator,
+    CoordinatorToStage,
 ]
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "unit" / "golden_messages.json"
 
 
-def open_block(header: messages.Header, block: messages.Block) -> memoryview:
+def open_block(header: Header, block: Block) -> memoryview:
     return memoryview(bytes(min(block.length, 4096)))
 
 

@@ -25,10 +25,13 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from omni_actors.client import AsyncOmniClient, OmniClient
-from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
 from omni_actors.errors import InvalidPayload
-from omni_actors.messages import Block, Credit, Header, IntoStage, Limits, StageStatus
-from omni_actors.stage.record import INBOUND, read
+from omni_actors.protocol.client import StageStatus
+from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, Frame, encode
+from omni_actors.protocol.common import Credit
+from omni_actors.protocol.header import Block, Header, Limits
+from omni_actors.protocol.stage import IntoStage
+from omni_actors.stage.recorder import INBOUND, read
 from omni_actors.transport.sockets import WRITABLE, Socket, Sockets, try_send
 from tests.process.launcher import EchoLauncher, held, until
 from tests.unit.builders import chain
@@ -51,7 +54,7 @@ def configuration() -> dict:
         "tombstone_ttl": 2.0,
         "max_in_flight": 2000,
     }
-    data["flow"] = {"parked_seconds": 2.0}
+    data["flow"] = {"early_chunk_seconds": 2.0}
     data["limits"] = {"body_bytes": 20_000, "buffer_bytes": 20_000, "message_bytes": 60_000}
     return data
 

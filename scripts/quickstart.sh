@@ -15,5 +15,5 @@ checkpoint=checkpoints/tiny_qwen2_5_omni
 
 scripts/setup.sh --venv "$venv"
 export HF_HUB_OFFLINE=1
-[[ -f $checkpoint/model.safetensors ]] || "$venv/bin/python" -m omni_actors.checkpoints tiny "$checkpoint"
+[[ -f $checkpoint/model.safetensors ]] || "$venv/bin/python" -m tools.checkpoints tiny "$checkpoint"
 "$venv/bin/python" -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --prompt "$prompt" --save-audio answer.wav

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omni_actors.core.states import (
+from omni_actors.coordinator.core.states import (
     REPLICA_TRANSITIONS,
     REQUEST_TRANSITIONS,
     ReplicaState,

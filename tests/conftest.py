@@ -43,8 +43,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not (folder / "model.safetensors").exists():
             pytest.fail(f"OMNI_TEST_CHECKPOINT={given} holds no checkpoint")
         return folder
-    from omni_actors.checkpoints import write_tiny
-    from omni_actors.checkpoints.measure import quiet_transformers
+    from tools.checkpoints import write_tiny
+    from tools.checkpoints.measure import quiet_transformers
 
     quiet_transformers()
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen2_5_omni"

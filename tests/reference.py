@@ -2,7 +2,7 @@
 
 The reference is the published behaviour, which transformers 5.19 misses in one place: its `generate()` drops the
 talker's attention mask and with it the embeddings of the codec's pad and start tokens. The mask is kept here, see
-`omni_actors.checkpoints.measure.keep_talker_attention_mask`.
+`tools.checkpoints.measure.keep_talker_attention_mask`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from omni_actors.checkpoints.configuration import AUDIO_RATE
-from omni_actors.checkpoints.measure import generate_arguments, load_reference_model, quiet_transformers
+from tools.checkpoints.configuration import AUDIO_RATE
+from tools.checkpoints.measure import generate_arguments, load_reference_model, quiet_transformers
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 

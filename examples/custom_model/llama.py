@@ -17,8 +17,9 @@ from omni_actors.engine.core import make_request
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.errors import InvalidPayload, InvalidRequest
-from omni_actors.messages import HostTensor, StageParams
-from omni_actors.stage.interface import EngineEvent, StageInputs, StageRequest, TextEvent
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.tensors import HostTensor
+from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, TextEvent
 
 ARCHITECTURE = "CustomModelLlama"
 

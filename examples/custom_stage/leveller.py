@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from omni_actors.config import PipelineConfig, StageConfig, suggest
 from omni_actors.errors import ConfigError, InvalidPayload
-from omni_actors.messages import SAMPLE_RATE, SAMPLES, DType, FinishReason, HostTensor
-from omni_actors.stage.interface import (
+from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.stage import SAMPLE_RATE, SAMPLES
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
     EngineFacts,
@@ -24,12 +26,12 @@ from omni_actors.stage.interface import (
     StageInputs,
     StageRequest,
 )
-from omni_actors.stage.processors import Action, Extend, InputProcessor, Piece, Skip, Start
+from omni_actors.stage.processors import Action, Extend, Piece, Skip, Start, StreamProcessor
 
 # --8<-- [start:processor]
 
 
-class SoundPieces(InputProcessor):
+class SoundPieces(StreamProcessor):
     """Sound of the stage before, handed on piece by piece."""
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:

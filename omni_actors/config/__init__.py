@@ -5,7 +5,7 @@ from __future__ import annotations
 from omni_actors.config.classes import check_allowed, check_importable, resolve_class
 from omni_actors.config.description import describe
 from omni_actors.config.devices import host_devices, memory_plan, replica_devices, stage_devices, visible_devices
-from omni_actors.config.keys import flatten, suggest
+from omni_actors.config.dotted_keys import flatten, suggest
 from omni_actors.config.loading import LoadedConfig, load
 from omni_actors.config.schema import (
     BUILT_IN_IMPORT_PREFIXES,

@@ -7,7 +7,7 @@ import graphlib
 from omni_actors.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
 from omni_actors.config.classes import check_allowed, check_importable
 from omni_actors.config.devices import gpus_of_replica, memory_plan, stage_devices
-from omni_actors.config.keys import suggest
+from omni_actors.config.dotted_keys import suggest
 from omni_actors.config.schema import (
     BUILT_IN_PROCESSORS,
     PARAMS_BY_KIND,
@@ -81,23 +81,23 @@ def _check_exposure(coordinator: CoordinatorConfig, cluster: ClusterConfig) -> N
     if exposed and coordinator.keys_dir is None:
         raise ConfigError(
             f"{exposed[0]}, and there are no keys to keep strangers out.",
-            hint="Make keys: python -m omni_actors.keys DIR, and give --keys DIR; or stay on loopback (127.0.0.0/8).",
+            hint="Make keys: omni-actors keys DIR, and give --keys DIR; or stay on loopback (127.0.0.0/8).",
         )
 
 
 def _check_turns(pipeline: PipelineConfig) -> None:
     """Who gives way to whom; two that give way to each other would both wait."""
     for stage in pipeline.stages:
-        for other in stage.gives_way_to:
+        for other in stage.yields_to:
             if other == stage.name or all(known.name != other for known in pipeline.stages):
                 names = [known.name for known in pipeline.stages if known is not stage]
-                where = f"stages.{stage.name}.gives_way_to"
+                where = f"stages.{stage.name}.yields_to"
                 raise ConfigError(f"{where}: there is no other stage {other!r}.{suggest(other, names)}")
     try:
-        graphlib.TopologicalSorter({stage.name: stage.gives_way_to for stage in pipeline.stages}).prepare()
+        graphlib.TopologicalSorter({stage.name: stage.yields_to for stage in pipeline.stages}).prepare()
     except graphlib.CycleError as error:
         circle = ", ".join(sorted(set(error.args[1])))
-        raise ConfigError(f"gives_way_to: the stages {circle} would wait for one another.") from None
+        raise ConfigError(f"yields_to: the stages {circle} would wait for one another.") from None
 
 
 def _check_decode(kind: StageKind, decode: DecodeConfig, where: str) -> None:

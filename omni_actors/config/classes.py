@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 
 from omni_actors import envs
-from omni_actors.config.keys import suggest
+from omni_actors.config.dotted_keys import suggest
 from omni_actors.config.schema import (
     BUILT_IN_IMPORT_PREFIXES,
 )

@@ -9,7 +9,7 @@ import msgspec
 
 from omni_actors.config.checks import device_name
 from omni_actors.config.devices import host_devices, memory_plan, replica_devices
-from omni_actors.config.keys import flatten
+from omni_actors.config.dotted_keys import flatten
 from omni_actors.config.loading import LoadedConfig
 
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
-from omni_actors import envs, slurm
+from omni_actors import envs
+from omni_actors.config import slurm
 from omni_actors.config.checks import check_stages
 from omni_actors.config.devices import host_devices
-from omni_actors.config.keys import flatten, refuse_unknown_keys, suggest
+from omni_actors.config.dotted_keys import flatten, refuse_unknown_keys, suggest
 from omni_actors.config.schema import (
     PipelineConfig,
     StageConfig,
@@ -133,7 +134,7 @@ def _resolve_model(model: str, base: Path) -> str:
     if model.startswith((".", "/", "~")):
         raise ConfigError(
             f"model: there is no folder {model!r} (looked beside the YAML file and in the current folder).",
-            hint="Give the folder of a checkpoint, or make a tiny one: python -m omni_actors.checkpoints tiny DIR.",
+            hint="Give the folder of a checkpoint, or make a tiny one: python -m tools.checkpoints tiny DIR.",
         )
     return model
 

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from omni_actors.errors import ConfigError
-from omni_actors.messages import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, Limits, StageParams
+from omni_actors.protocol.header import Limits
+from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, StageParams
 
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 VariableName = Annotated[str, Meta(pattern="^[A-Z][A-Z0-9_]{0,63}$")]
@@ -67,7 +68,7 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
     Args:
         sources: the stage, or the list of stages, whose output this one takes.
         processor: turns that output into this stage's input: `passthrough`, `thinker2talker`, `talker2code2wav` or,
-            from an allowed prefix, the dotted path of an `InputProcessor`.
+            from an allowed prefix, the dotted path of an `StreamProcessor`.
         start_after: steps of the source to wait for before this stage starts; 0 waits for the whole of its output.
     """
 
@@ -126,7 +127,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         on_replica_loss: what becomes of the requests that a lost replica held.
         decode: how the stage decodes, for diffusion stages only.
         environment: variables that the stage's process sets before it touches a device, OMP_NUM_THREADS among them.
-        gives_way_to: stages to which this one leaves a device that they share while requests of theirs wait for their
+        yields_to: stages to which this one leaves a device that they share while requests of theirs wait for their
             first output (see stage/turns.py).
     """
 
@@ -150,7 +151,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     decode: DecodeConfig | None = None
     environment: dict[VariableName, str | int] = {}
-    gives_way_to: list[StageName] = []
+    yields_to: list[StageName] = []
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -176,7 +177,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         run_dir: folder for sockets, logs and pid files; default: a new folder of this run, removed at exit.
         listen: client endpoint: `ipc` (a socket in `run_dir`), or `tcp://ADDRESS:PORT`.
-        keys_dir: folder of CURVE keys, made by `omni_actors.keys`; without them TCP stays on this host.
+        keys_dir: folder of CURVE keys, made by `omni-actors keys`; without them TCP stays on this host.
         max_in_flight: requests admitted at a time; others are refused with `overloaded`.
         startup_timeout: seconds until every stage must be ready.
         shutdown_timeout: seconds that stages may take to stop before they are killed.
@@ -192,7 +193,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         default_timeout: seconds until the deadline of requests that bring none.
         max_timeout: the latest deadline that a request may ask for, in seconds from now.
         tombstone_ttl: seconds for which an ended request is remembered, to absorb late messages.
-        record_dir: folder in which every stage records what it takes and gives, for `omni_actors.replay`.
+        record_dir: folder in which every stage records what it takes and gives, for `omni-actors replay`.
         otlp_endpoint: OpenTelemetry collector that gets the spans of requests, as `http://host:4318`.
         otlp_protocol: how spans travel to it.
     """
@@ -254,7 +255,7 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
         client_messages: messages that may wait for a client beyond its window; with more it loses its requests.
         client_bytes: the same in bytes.
         client_stall_seconds: a client that grants nothing for so long while messages wait loses its requests.
-        parked_seconds: how long input may wait in a stage for the announcement of its request.
+        early_chunk_seconds: how long input may wait in a stage for the announcement of its request.
         arena_bytes: shared memory of a replica for large buffers; 0 for none.
         inline_bytes: larger buffers go through shared memory.
     """
@@ -269,7 +270,7 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
     client_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
     client_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
     client_stall_seconds: Seconds = 30.0
-    parked_seconds: Seconds = 10.0
+    early_chunk_seconds: Seconds = 10.0
     arena_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20
     inline_bytes: Annotated[int, Meta(ge=1)] = 32 << 10
 

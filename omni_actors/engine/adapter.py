@@ -12,8 +12,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from omni_actors.engine.arguments import OmniModelConfig
 from omni_actors.errors import PromptTooLong
-from omni_actors.messages import HostTensor, StageParams
-from omni_actors.stage.interface import EngineEvent, EngineFacts, StageInputs, StageRequest
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.tensors import HostTensor
+from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageInputs, StageRequest
 
 
 class RequestOutputs(ABC):

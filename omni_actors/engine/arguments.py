@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from omni_actors.engine.executor import executor_backend
-from omni_actors.engine.models import ModelSpec, StageKind, checkpoint_architecture, find_model_spec, register_models
+from omni_actors.engine.models import ModelKind, ModelSpec, checkpoint_architecture, find_model_spec, register_models
 from omni_actors.engine.platform import Platform, prepare
 from omni_actors.errors import ConfigError
 
@@ -74,7 +74,7 @@ class OmniEngineArgs:
     """
 
     model_config: OmniModelConfig
-    kind: StageKind
+    kind: ModelKind
     engine: dict[str, Any] = field(default_factory=dict)
     asynchronous: bool | None = None
 

@@ -15,8 +15,10 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
 from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError
-from omni_actors.messages import FinishReason, HostTensor, StageParams
-from omni_actors.stage.interface import (
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.tensors import HostTensor
+from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,
     ErrorEvent,

@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from omni_actors.engine.scheduler import OmniSchedulerInterface
 from omni_actors.engine.statistics import CoreStatistics
 from omni_actors.errors import ConfigError, EngineError, StartupError
-from omni_actors.stage.interface import EngineStatistics
+from omni_actors.stage.engine_interface import EngineStatistics
 
 logger = logging.getLogger(__name__)
 

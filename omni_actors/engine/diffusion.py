@@ -15,8 +15,9 @@ from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, Diffus
 from omni_actors.engine.tensors import to_host
 from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
-from omni_actors.messages import FinishReason, HostTensor
-from omni_actors.stage.interface import (
+from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.tensors import HostTensor
+from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
     EngineFacts,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_actors.engine.worker_base import OmniRunnerBase
-from omni_actors.stage.interface import EngineFacts, StageInputs, StageRequest
+from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -22,6 +22,6 @@ def executor_backend(workers: int) -> str:
 class OmniUniProcExecutor(UniProcExecutor):
     """vLLM's own executor under another name.
 
-    The CPU platform rewrites the literal backend "uni" to "mp" (a further process and a further hop per step); a class
-    path is left alone on every platform.
+    The CPU platform rewrites the literal backend "uni" to "mp" (one more process and one more transfer per step); a
+    class path is left alone on every platform.
     """

@@ -12,7 +12,7 @@ from omni_actors.config import PipelineConfig, StageConfig, StageKind
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.models import load_plugins
 from omni_actors.errors import ConfigError
-from omni_actors.stage.interface import StageEngine
+from omni_actors.stage.engine_interface import StageEngine
 
 
 def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:

@@ -16,7 +16,8 @@ import soxr
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from omni_actors.errors import InvalidPayload, InvalidRequest, MalformedMedia, OmniError, UnknownModality
-from omni_actors.messages import MEDIA_MODALITIES, DType, HostTensor, Media, MediaEncoding
+from omni_actors.protocol.payloads import MEDIA_MODALITIES, Media, MediaEncoding
+from omni_actors.protocol.tensors import DType, HostTensor
 
 AUDIO_RATE: Final = 16_000  # Hz, what the audio encoder was trained with
 DEFAULT_VIDEO_RATE: Final = 2.0  # frames per second that the model's processor assumes when none is given

@@ -91,8 +91,8 @@ def preload_modules() -> list[str]:
         "omni_actors.engine.scheduler",
         "omni_actors.engine.prompt",
         "omni_actors.engine.autoregressive",
-        "omni_actors.engine.models.qwen2_5_omni_thinker",
-        "omni_actors.engine.models.qwen2_5_omni_talker",
+        "omni_actors.engine.models.qwen2_5_omni.thinker",
+        "omni_actors.engine.models.qwen2_5_omni.talker",
     ]
     # The CPU worker of vLLM patches torch.cuda when imported, so no CUDA process may ever see it.
     worker = "omni_actors.engine.cpu" if prepare() is Platform.CPU else "omni_actors.engine.gpu"
@@ -100,7 +100,7 @@ def preload_modules() -> list[str]:
         "omni_actors.engine.diffusion",
         "omni_actors.engine.diffusion_scheduler",
         "omni_actors.engine.diffusion_worker",
-        "omni_actors.engine.models.qwen2_5_omni_code2wav",
+        "omni_actors.engine.models.qwen2_5_omni.code2wav",
     ]
     return [*common, worker, *(name for name in optional if _has_module(name))]
 

@@ -19,15 +19,18 @@ import torch
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.input_processor import StreamProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.media import DecodedMedia, MediaLimits, check_media, decode_media
 from omni_actors.engine.tensors import FRAME_PREFIX
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, OmniError, PromptTooLong
-from omni_actors.messages import MEDIA_MODALITIES, DType, FinishReason, HostTensor, Prompt, unpack_token_ids
-from omni_actors.stage.interface import (
+from omni_actors.protocol.fields import unpack_token_ids
+from omni_actors.protocol.payloads import MEDIA_MODALITIES, Prompt
+from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,
     ErrorEvent,
@@ -74,7 +77,7 @@ class PromptEngine(StageEngine):
 
     def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits | None = None) -> None:
         config = arguments.create_engine_config()
-        self._input_processor = InputProcessor(config)
+        self._input_processor = StreamProcessor(config)
         self._renderer = self._input_processor.renderer
         if not config.model_config.supports_multimodal_inputs:
             raise ConfigError(f"{config.model_config.model!r} takes text only.", hint="Use an Omni checkpoint.")

@@ -9,7 +9,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.messages import AUTOREGRESSIVE_PARAMS, StageParams
+from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, StageParams
 
 
 def make_sampling_params(

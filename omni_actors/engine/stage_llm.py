@@ -9,11 +9,12 @@ from types import TracebackType
 
 import numpy as np
 
+from omni_actors.client.outputs import OmniRequestOutput, OmniTokensPrompt
 from omni_actors.engine.factory import OmniEngineArgs, build_engine
 from omni_actors.errors import InvalidRequest, OmniError
-from omni_actors.messages import HostTensor, StageParams
-from omni_actors.outputs import OmniRequestOutput, OmniTokensPrompt
-from omni_actors.stage.interface import (
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.tensors import HostTensor
+from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
     ErrorEvent,

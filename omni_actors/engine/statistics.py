@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
-from omni_actors.stage.interface import EngineStatistics
+from omni_actors.stage.engine_interface import EngineStatistics
 
 KEPT_SCHEDULED = 4096  # first schedulings that nobody asked for are forgotten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.messages import DType, HostTensor
+from omni_actors.protocol.tensors import DType, HostTensor
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.BF16: torch.bfloat16,

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 from omni_actors.engine.core import VllmCore
 from omni_actors.engine.statistics import device_bytes
 from omni_actors.errors import InvalidRequest, OmniError
-from omni_actors.messages import FinishReason
-from omni_actors.stage.interface import EngineStatistics, ErrorEvent, FinishedEvent, StageEngine
+from omni_actors.protocol.results import FinishReason
+from omni_actors.stage.engine_interface import EngineStatistics, ErrorEvent, FinishedEvent, StageEngine
 
 RunningT = TypeVar("RunningT")
 

@@ -1,10 +1,10 @@
 """The actor: drives one engine by messages. Knows requests, order and deadlines; knows no socket and no model.
 
-Every method that takes an event returns the messages to send. A request is here from its `Expect` (chunks that come
-earlier are parked) until the engine finished it, it failed, or it was aborted; a tombstone absorbs later messages.
-A request may come again with the next attempt number; to the engine that is another request, with an id of its own.
-What was sent to later stages is kept until the coordinator says that the request has ended, in case that one of them
-has to begin anew (`retention.py`).
+Every method that takes an event returns the messages to send. A request is here from its `OpenRequest` (chunks that
+come earlier wait in `early_chunks`) until the engine finishes it, it fails, or it is aborted; a tombstone absorbs later
+messages. A request may come again with the next attempt number; to the engine that is another request, with its own id.
+Output for later stages is kept until the coordinator says that the request has ended, in case one of them has to start
+again (`resend_buffer.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from omni_actors.codec import Envelope, Frame
 from omni_actors.config import Modality, PipelineConfig, StageConfig
-from omni_actors.core.tombstones import Tombstones
 from omni_actors.errors import (
     DeadlineExceeded,
     EngineError,
@@ -27,26 +25,14 @@ from omni_actors.errors import (
     StageLost,
 )
 from omni_actors.logs import get_logger
-from omni_actors.messages import (
-    SAMPLE_RATE,
-    SAMPLES,
-    Abort,
-    Body,
-    Chunk,
-    Credit,
-    Ended,
-    Expect,
-    Failed,
-    FinishReason,
-    Header,
-    Hop,
-    IntoStage,
-    Resend,
-    StageDone,
-    StageUsage,
-    Unreachable,
-)
-from omni_actors.stage.interface import (
+from omni_actors.protocol.codec import Envelope, Frame
+from omni_actors.protocol.common import Abort, Credit, Failed
+from omni_actors.protocol.header import Body, Header, ReplicaId
+from omni_actors.protocol.results import FinishReason, StageDone, StageUsage, Unreachable
+from omni_actors.protocol.stage import SAMPLE_RATE, SAMPLES, Chunk, Ended, IntoStage, OpenRequest, Resend
+from omni_actors.protocol.tombstones import Tombstones
+from omni_actors.stage.early_chunks import EarlyChunks
+from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
     ErrorEvent,
@@ -59,9 +45,8 @@ from omni_actors.stage.interface import (
 )
 from omni_actors.stage.meter import StageMeter, Track
 from omni_actors.stage.outgoing import Outgoing, chunk_of, result_of
-from omni_actors.stage.parking import Parking
-from omni_actors.stage.processors import Action, Extend, InputProcessor, Piece, Skip, Start
-from omni_actors.stage.retention import Budget, Edge, Output
+from omni_actors.stage.processors import Action, Extend, Piece, Skip, Start, StreamProcessor
+from omni_actors.stage.resend_buffer import Budget, Edge, Output
 
 logger = get_logger(__name__)
 
@@ -76,11 +61,11 @@ class Work:
 
     request_id: str
     request: StageRequest
-    route: tuple[Hop, ...]
+    route: tuple[ReplicaId, ...]
     attempt: int
     deadline: float
     opened: float
-    processor: InputProcessor | None
+    processor: StreamProcessor | None
     track: Track
     output: Output | None  # what later stages got; `None` if the route has none
     started: bool = False  # the engine has it
@@ -92,7 +77,7 @@ class Work:
     results: int = 0  # sent to the coordinator
 
 
-class Stage:
+class StageActor:
     """Drives `engine` for one replica.
 
     Args:
@@ -106,9 +91,9 @@ class Stage:
         self,
         pipeline: PipelineConfig,
         stage: StageConfig,
-        identity: Hop,
+        identity: ReplicaId,
         engine: StageEngine,
-        processor_class: type[InputProcessor] | None,
+        processor_class: type[StreamProcessor] | None,
         clock: Callable[[], float],
         meter: StageMeter | None = None,
     ) -> None:
@@ -131,7 +116,7 @@ class Stage:
         self._most_requests = 2 * pipeline.coordinator.max_in_flight  # what has just ended may overlap with what begins
         self._max_timeout = pipeline.coordinator.max_timeout
         self._default_timeout = pipeline.coordinator.default_timeout
-        self._parking = Parking(pipeline.flow.parked_seconds)
+        self._parking = EarlyChunks(pipeline.flow.early_chunk_seconds)
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
         self.dropped: collections.Counter[str] = collections.Counter()
 
@@ -140,10 +125,10 @@ class Stage:
     def receive(self, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         """A checked message from the coordinator or a source stage."""
         body = envelope.body
-        if isinstance(body, Expect | Abort | Resend | Ended) and envelope.header.stage:
+        if isinstance(body, OpenRequest | Abort | Resend | Ended) and envelope.header.stage:
             self.dropped["not_the_coordinator"] += 1
             return []
-        if isinstance(body, Expect):
+        if isinstance(body, OpenRequest):
             return self._open(envelope.header, body, envelope)
         if isinstance(body, Abort):
             self._abort(envelope.header)
@@ -152,7 +137,7 @@ class Stage:
             return self._resend(envelope.header, body)
         if isinstance(body, Ended):
             for request_id in body.request_ids:
-                self._let_go(request_id)
+                self._release_request(request_id)
             return []
         if isinstance(body, Credit):  # belongs to the sockets' threads
             self.dropped["credit"] += 1
@@ -169,11 +154,11 @@ class Stage:
             return self._fail(header.request_id, error)
         return self._refuse(header, error)  # unannounced: somebody still has to hear of it
 
-    def undelivered(self, request_id: str, receiver: Hop, error: OmniError) -> list[Outgoing]:
+    def undelivered(self, request_id: str, receiver: ReplicaId, error: OmniError) -> list[Outgoing]:
         """A later stage takes no messages: what is made for it is kept until its next life asks for it."""
         work = self._sender(request_id)
         edge = work.output.edges.get(receiver.stage) if work is not None and work.output is not None else None
-        if work is None or work.output is None or edge is None or edge.hop != receiver or edge.lost:
+        if work is None or work.output is None or edge is None or edge.replica_id != receiver or edge.lost:
             self.dropped["undelivered_of_ended_request"] += 1
             return []
         if not work.output.whole:
@@ -213,7 +198,7 @@ class Stage:
             self.dropped["parked_too_long"] += 1
         over = [key for key, work in self._finished.items() if work.deadline + FORGET_SECONDS <= now]
         for request_id in over:
-            self._let_go(request_id)
+            self._release_request(request_id)
         return messages
 
     def runnable(self) -> bool:
@@ -255,7 +240,7 @@ class Stage:
 
     # -- inbound ------------------------------------------------------------------------------------------------------
 
-    def _open(self, header: Header, expect: Expect, envelope: Envelope[IntoStage]) -> list[Outgoing]:
+    def _open(self, header: Header, expect: OpenRequest, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         request_id = header.request_id
         if self._identity not in expect.route:
             self.dropped["foreign_epoch"] += 1
@@ -268,7 +253,7 @@ class Stage:
             return []
         if running is not None:  # the abort of the attempt before comes later, or not at all
             self._drop(request_id)
-        self._let_go(request_id)
+        self._release_request(request_id)
         now = self._clock()
         if not header.deadline <= now + self._max_timeout + CLOCK_SECONDS:  # not a number, too
             return self._refuse(header, ProtocolError(f"The deadline {header.deadline} is no point in time."))
@@ -280,9 +265,9 @@ class Stage:
             seed=expect.seed,
             voice=expect.voice,
             priority=expect.priority,
-            streams=any(hop.stage in self._downstream for hop in expect.route),
+            streams=any(replica_id.stage in self._downstream for replica_id in expect.route),
         )
-        receivers = [hop for hop in expect.route if hop.stage in self._downstream]
+        receivers = [replica_id for replica_id in expect.route if replica_id.stage in self._downstream]
         processor = None
         if self._processor_class is not None and self._stage.inputs is not None:
             processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
@@ -313,7 +298,7 @@ class Stage:
         work = self._work.get(header.request_id)
         if work is None or header.attempt > work.attempt:
             return self._park(header, envelope)
-        if Hop(header.stage, header.replica, header.epoch) not in work.route or header.attempt != work.attempt:
+        if ReplicaId(header.stage, header.replica, header.epoch) not in work.route or header.attempt != work.attempt:
             self.dropped["foreign_epoch"] += 1
             return []
         if header.stage not in self._stage.source_names or work.processor is None:
@@ -417,7 +402,7 @@ class Stage:
         output.keep(chunk, buffers)
         behind = [edge for edge in output.edges.values() if edge.lost or edge.again is not None]
         if behind and not output.whole:
-            text = f"{behind[0].hop.stage} is not there, and more cannot be kept for it."
+            text = f"{behind[0].replica_id.stage} is not there, and more cannot be kept for it."
             return self._fail(work.request_id, StageLost(text, stage=self._stage.name))
         return [self._to_next(work, edge, chunk, buffers) for edge in output.edges.values() if edge not in behind]
 
@@ -460,14 +445,14 @@ class Stage:
         self._meter.failed(work.track, error.code.value)
         if request_id in self._work:
             self._drop(request_id)
-        self._let_go(request_id)
+        self._release_request(request_id)
         return [message]
 
     def _refuse(self, header: Header, error: OmniError) -> list[Outgoing]:
         """Fail a request that has not been announced here; should the announcement still come, it is ignored."""
         if header.request_id in self._work:  # an attempt before
             self._drop(header.request_id)
-        self._let_go(header.request_id)
+        self._release_request(header.request_id)
         self._forget(header.request_id, header.attempt)
         own = Header(
             kind="",
@@ -488,7 +473,7 @@ class Stage:
     def _to_next(self, work: Work, edge: Edge, chunk: Chunk, buffers: Sequence[Frame]) -> Outgoing:
         seq = edge.sent
         edge.sent += 1
-        return Outgoing(edge.hop, self._header(work, edge.attempt, seq), chunk, buffers)
+        return Outgoing(edge.replica_id, self._header(work, edge.attempt, seq), chunk, buffers)
 
     def _header(self, work: Work, attempt: int, seq: int) -> Header:
         return Header(
@@ -544,7 +529,7 @@ class Stage:
         for request_id in list(self._work):
             self._drop(request_id)
         for request_id in list(self._finished):
-            self._let_go(request_id)
+            self._release_request(request_id)
 
     def _abort(self, header: Header) -> None:
         """The attempt is over here, and so are those before; a later one goes on. Idempotent."""
@@ -554,7 +539,7 @@ class Stage:
         elif work is None:
             finished = self._finished.get(header.request_id)
             if finished is not None and finished.attempt <= header.attempt:
-                self._let_go(header.request_id)
+                self._release_request(header.request_id)
             self._forget(header.request_id, header.attempt)
 
     def _drop(self, request_id: str) -> None:
@@ -563,14 +548,14 @@ class Stage:
         self._meter.failed(work.track, "dropped")
         self._engine.abort(work.request.request_id)
         if work.output is not None:
-            work.output.let_go()
+            work.output.release()
         self._forget(request_id, work.attempt)
 
-    def _let_go(self, request_id: str) -> None:
+    def _release_request(self, request_id: str) -> None:
         """What was kept of a request that is finished here is not needed any more. Idempotent."""
         work = self._finished.pop(request_id, None)
         if work is not None and work.output is not None:
-            work.output.let_go()
+            work.output.release()
 
     def _forget(self, request_id: str, attempt: int) -> None:
         """Attempts up to this one are over; what has come for a later one stays parked."""

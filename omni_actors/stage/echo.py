@@ -20,8 +20,10 @@ import psutil
 
 from omni_actors.config import StageConfig, suggest
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
-from omni_actors.messages import DType, FinishReason, HostTensor, unpack_token_ids
-from omni_actors.stage.interface import (
+from omni_actors.protocol.fields import unpack_token_ids
+from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
     EngineFacts,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from omni_actors.codec import Envelope
 from omni_actors.errors import OmniError
-from omni_actors.messages import CoordinatorToStage, Header, Hop, IntoStage
+from omni_actors.protocol.codec import Envelope
+from omni_actors.protocol.control import CoordinatorToStage
+from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.protocol.stage import IntoStage
 
 
-def sender_of(header: Header) -> Hop | None:
+def sender_of(header: Header) -> ReplicaId | None:
     """The replica that sent a message; `None` for the coordinator."""
-    return Hop(header.stage, header.replica, header.epoch) if header.stage else None
+    return ReplicaId(header.stage, header.replica, header.epoch) if header.stage else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Undelivered:
     """A later stage takes no messages; one or more of this request are lost."""
 
     request_id: str
-    receiver: Hop
+    receiver: ReplicaId
     error: OmniError
 
 

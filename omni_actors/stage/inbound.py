@@ -12,31 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from omni_actors.codec import BadBody, BadHeader, Decoder, Frame, encode
 from omni_actors.errors import OmniError
 from omni_actors.logs import get_logger, is_worth_a_line
-from omni_actors.messages import (
-    Body,
-    CoordinatorToStage,
-    Credit,
-    Header,
-    Heartbeat,
-    Hello,
-    Hop,
-    IntoStage,
-    Limits,
-    Peers,
-    Renew,
-    Snapshot,
-    Welcome,
-)
+from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, Frame, encode
+from omni_actors.protocol.common import Credit
+from omni_actors.protocol.control import CoordinatorToStage, Heartbeat, Hello, Peers, Reregister, Welcome
+from omni_actors.protocol.header import Body, Header, Limits, ReplicaId
+from omni_actors.protocol.stage import IntoStage
+from omni_actors.protocol.telemetry import Snapshot
 from omni_actors.stage.events import Control, Event, Lost, Pulse, Received, Rejected, Stop, sender_of
 from omni_actors.stage.inbox import Inbox
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.credit import wire_size
-from omni_actors.transport.handshake import Handshake
+from omni_actors.transport.handshake_monitor import Handshake
 from omni_actors.transport.sockets import Socket, Sockets, descriptor, drain, try_send
-from omni_actors.transport.wake import WakeableQueue
+from omni_actors.transport.wakeup import WakeableQueue
 
 logger = get_logger(__name__)
 
@@ -55,7 +45,7 @@ class Inbound(threading.Thread):
     def __init__(
         self,
         sockets: Sockets,
-        identity: Hop,
+        identity: ReplicaId,
         control_endpoint: str,
         inbox_endpoint: str,
         hello: Callable[[str], Hello],
@@ -65,7 +55,7 @@ class Inbound(threading.Thread):
         launcher_pid: int,
         on_orphaned: Callable[[], None],
         arenas: ArenaReader,
-        on_credit: Callable[[Hop | None, Credit], None],
+        on_credit: Callable[[ReplicaId | None, Credit], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(name="inbound", daemon=True)
@@ -191,7 +181,7 @@ class Inbound(threading.Thread):
             except (BadHeader, BadBody) as error:
                 logger.error("dropped a control message: %s", error)
                 continue
-            if isinstance(body, Renew):
+            if isinstance(body, Reregister):
                 self._inbox.put(Lost("the coordinator does not know this replica"))
                 continue
             if isinstance(body, Welcome):
@@ -199,8 +189,8 @@ class Inbound(threading.Thread):
             if isinstance(body, Peers):
                 with self._inbox.paused():  # what is decoded meanwhile would find half of it
                     self._arenas.attach(
-                        {peer.hop: peer.arena for peer in body.sources},
-                        {peer.hop: peer.arena for peer in body.origins},
+                        {peer.replica_id: peer.arena for peer in body.sources},
+                        {peer.replica_id: peer.arena for peer in body.origins},
                     )
             self._inbox.put(Control(body))
 

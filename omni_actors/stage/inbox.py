@@ -13,10 +13,10 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 
-from omni_actors.codec import Frame
+from omni_actors.protocol.codec import Frame
 from omni_actors.stage.events import Event
 from omni_actors.transport.sockets import Socket, descriptor, drain
-from omni_actors.transport.wake import Wakeup
+from omni_actors.transport.wakeup import Wakeup
 
 LIMIT = 4096  # events that may wait for the engine; further messages wait in zmq and at the sender
 BATCH = 64  # messages that are decoded under one hold of the lock

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from omni_actors.messages import EndedWork, StageTimeline
-from omni_actors.observe import table
-from omni_actors.observe.clocks import AnchoredClock, StoppedClock
-from omni_actors.observe.hops import HopTrack, track_of
-from omni_actors.observe.meters import Meters
+from omni_actors.protocol.telemetry import EndedWork, StageTimeline
+from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry.clocks import AnchoredClock, StoppedClock
+from omni_actors.telemetry.hops import HopTrack, track_of
+from omni_actors.telemetry.meters import Meters
 
 KEPT_TIMELINES = 256  # of requests that ended here without a `StageDone`, until the next snapshot
 

@@ -14,19 +14,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from omni_actors.codec import Frame, encode
 from omni_actors.config import FlowConfig
 from omni_actors.errors import OmniError, StageLost
 from omni_actors.logs import get_logger
-from omni_actors.messages import MAX_BLOCKS, Block, Credit, Header, Hop, Limits, Peers
+from omni_actors.protocol.codec import Frame, encode
+from omni_actors.protocol.common import Credit
+from omni_actors.protocol.control import Peers
+from omni_actors.protocol.header import MAX_BLOCKS, Block, Header, Limits, ReplicaId
 from omni_actors.stage.events import Event, Lost, Rejected, Stop, Undelivered
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader, Holder
-from omni_actors.transport.credit import EdgeFigures, Traffic, Window
-from omni_actors.transport.cuts import Cuts
+from omni_actors.transport.credit import EdgeMetrics, Traffic, Window
+from omni_actors.transport.disconnects import DisconnectDetector
 from omni_actors.transport.link import Link
 from omni_actors.transport.sockets import Sockets
-from omni_actors.transport.wake import Wakeup
+from omni_actors.transport.wakeup import Wakeup
 
 logger = get_logger(__name__)
 
@@ -68,7 +70,7 @@ class Outbound(threading.Thread):
     def __init__(
         self,
         sockets: Sockets,
-        identity: Hop,
+        identity: ReplicaId,
         results_endpoint: str,
         limits: Limits,
         flow: FlowConfig,
@@ -91,17 +93,17 @@ class Outbound(threading.Thread):
         self._traffic: dict[str, Traffic] = {}  # by receiver, as "talker/0"; outlives its links,
         self._edges: dict[str, Link] = {}  # which are these
         self._coordinator = self._link(results_endpoint, COORDINATOR)
-        self._cuts: Cuts[Hop | None] = Cuts()
+        self._cuts: DisconnectDetector[ReplicaId | None] = DisconnectDetector()
         self._cuts.watch(None, self._coordinator.socket, results_endpoint)
-        self._links: dict[Hop, Link] = {}
-        self._sources: dict[Hop, Link] = {}
+        self._links: dict[ReplicaId, Link] = {}
+        self._sources: dict[ReplicaId, Link] = {}
         self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
         # Downstream replicas that have mapped our arena, and whose else they have.
-        self._mapped: dict[Hop, frozenset[Hop]] = {}
-        self._consumers: frozenset[Hop] | set[Hop] = frozenset()  # those whose death frees blocks
-        self._readers: frozenset[Hop] = frozenset()  # those after them, to which they may forward blocks
-        self._origins: dict[Hop, str] = {}  # inboxes of those before the sources
-        self._to_origins: dict[Hop, Link] = {}
+        self._mapped: dict[ReplicaId, frozenset[ReplicaId]] = {}
+        self._consumers: frozenset[ReplicaId] | set[ReplicaId] = frozenset()  # those whose death frees blocks
+        self._readers: frozenset[ReplicaId] = frozenset()  # those after them, to which they may forward blocks
+        self._origins: dict[ReplicaId, str] = {}  # inboxes of those before the sources
+        self._to_origins: dict[ReplicaId, Link] = {}
         self._early: list[tuple[float, Outgoing]] = []
         # Left to the thread, in order. While anything is here, nothing may be sent directly: it would overtake.
         self._left: collections.deque[Sequence[Outgoing] | Peers] = collections.deque()
@@ -135,7 +137,7 @@ class Outbound(threading.Thread):
                 placed: dict[int, Block] = {}
                 for message in messages:
                     self._send(message, placed)
-                self._let_go(placed)
+                self._release_request(placed)
                 wake = self._account()
         if wake:
             self._wakeup.set()
@@ -149,7 +151,7 @@ class Outbound(threading.Thread):
                 self._connect(peers)
         self._wakeup.set()
 
-    def granted(self, receiver: Hop | None, credit: Credit) -> None:
+    def granted(self, receiver: ReplicaId | None, credit: Credit) -> None:
         """Credit came from the receiver of an edge (`None`: the coordinator)."""
         with self._lock:
             if self._closed:
@@ -170,7 +172,7 @@ class Outbound(threading.Thread):
         if wake:
             self._wakeup.set()
 
-    def grant(self, sender: Hop | None, messages: int, size: int) -> None:
+    def grant(self, sender: ReplicaId | None, messages: int, size: int) -> None:
         """Give credit to the sender of an edge (`None`: the coordinator)."""
         with self._lock:
             if self._closed:
@@ -218,7 +220,7 @@ class Outbound(threading.Thread):
             }
         return {"outbox": self.waiting, **own, **self._arenas.counts()}
 
-    def edges(self) -> dict[str, EdgeFigures]:
+    def edges(self) -> dict[str, EdgeMetrics]:
         """What has left and what waits, by receiver, as "talker/0" or "coordinator"."""
         with self._lock:
             closed = {target: traffic.figures() for target, traffic in self._traffic.items()}
@@ -283,7 +285,7 @@ class Outbound(threading.Thread):
                     self._waiting_here -= 1
                     self._bytes_here -= _payload(message)
             with self._lock:
-                self._let_go(placed)
+                self._release_request(placed)
                 self._left.popleft()
 
     def _fill(self, prepared: Prepared) -> None:
@@ -300,11 +302,11 @@ class Outbound(threading.Thread):
                 self._arena.expire(time.time())
             self._expire_early(now)
             self._look_for_cuts(now)
-        for hop, link in self._links.items():
+        for replica_id, link in self._links.items():
             link.flush()
             if link.stalled():
                 for request_id in link.give_up():
-                    self._lose(request_id, hop, "takes no messages")
+                    self._lose(request_id, replica_id, "takes no messages")
         for link in (self._coordinator, *self._sources.values(), *self._to_origins.values()):
             link.flush()
         self._account()
@@ -350,22 +352,24 @@ class Outbound(threading.Thread):
         return any(link.refused and link.backlog and link not in self._watched for link in self._all_links())
 
     def _connect(self, new: Peers) -> None:
-        wanted = {peer.hop: peer.inbox for peer in new.peers}
+        wanted = {peer.replica_id: peer.inbox for peer in new.peers}
         self._readers = frozenset(new.readers)
-        for hop in [hop for hop in self._links if hop not in wanted]:
-            self._cuts.forget(hop)
-            self._drop(self._links.pop(hop))
-            del self._edges[hop.name]
-            self._mapped.pop(hop, None)
+        for replica_id in [replica_id for replica_id in self._links if replica_id not in wanted]:
+            self._cuts.forget(replica_id)
+            self._drop(self._links.pop(replica_id))
+            del self._edges[replica_id.name]
+            self._mapped.pop(replica_id, None)
         if self._arena is not None:
-            for hop in (self._consumers - wanted.keys()) - self._readers:
-                self._arena.forget(hop, [reader for reader in self._readers if reader.stage in self._after(hop.stage)])
+            for replica_id in (self._consumers - wanted.keys()) - self._readers:
+                self._arena.forget(
+                    replica_id, [reader for reader in self._readers if reader.stage in self._after(replica_id.stage)]
+                )
         self._consumers = wanted.keys() | self._readers
-        for hop, inbox in wanted.items():
-            if hop not in self._links:
-                self._links[hop] = self._link(inbox, hop.name)
-                self._cuts.watch(hop, self._links[hop].socket, inbox)
-                self._newest[(hop.stage, hop.replica)] = hop.epoch
+        for replica_id, inbox in wanted.items():
+            if replica_id not in self._links:
+                self._links[replica_id] = self._link(inbox, replica_id.name)
+                self._cuts.watch(replica_id, self._links[replica_id].socket, inbox)
+                self._newest[(replica_id.stage, replica_id.replica)] = replica_id.epoch
         early, self._early = self._early, []
         for since, message in early:
             self._send(message, {}, since)
@@ -374,23 +378,23 @@ class Outbound(threading.Thread):
 
     def _connect_back(self, new: Peers) -> None:
         """Links against the stream, for credit."""
-        sources = {peer.hop: peer.inbox for peer in new.sources}
-        self._origins = {peer.hop: peer.inbox for peer in new.origins}
-        for hop in [hop for hop in self._to_origins if hop not in self._origins]:
-            self._drop(self._to_origins.pop(hop))
-        gone = [hop for hop in self._sources if hop not in sources]
-        for hop in gone:
-            self._cuts.forget(hop)
-            self._drop(self._sources.pop(hop))
-        for hop, inbox in sources.items():
-            if hop not in self._sources:
-                self._sources[hop] = Link(self._sockets.push(inbox), time.monotonic)
-                self._cuts.watch(hop, self._sources[hop].socket, inbox)
-                self._tell(hop, 0, 0, [])
-        for hop in gone:
-            held = self._arenas.lost(hop)
+        sources = {peer.replica_id: peer.inbox for peer in new.sources}
+        self._origins = {peer.replica_id: peer.inbox for peer in new.origins}
+        for replica_id in [replica_id for replica_id in self._to_origins if replica_id not in self._origins]:
+            self._drop(self._to_origins.pop(replica_id))
+        gone = [replica_id for replica_id in self._sources if replica_id not in sources]
+        for replica_id in gone:
+            self._cuts.forget(replica_id)
+            self._drop(self._sources.pop(replica_id))
+        for replica_id, inbox in sources.items():
+            if replica_id not in self._sources:
+                self._sources[replica_id] = Link(self._sockets.push(inbox), time.monotonic)
+                self._cuts.watch(replica_id, self._sources[replica_id].socket, inbox)
+                self._tell(replica_id, 0, 0, [])
+        for replica_id in gone:
+            held = self._arenas.lost(replica_id)
             for owner in (*self._sources, *self._origins):  # also that nothing is held
-                self._tell_owner(owner, Credit(through=hop, held=tuple(held.get(owner, ()))))
+                self._tell_owner(owner, Credit(through=replica_id, held=tuple(held.get(owner, ()))))
 
     def _drop(self, link: Link) -> None:
         self._watched.discard(link)
@@ -428,7 +432,7 @@ class Outbound(threading.Thread):
             blocks.append(Block(index, block.offset, block.length, block.ticket, block.origin))
         return tuple(blocks), unfilled
 
-    def _let_go(self, placed: dict[int, Block]) -> None:
+    def _release_request(self, placed: dict[int, Block]) -> None:
         """From now on the consumers alone hold these blocks; without any they are free."""
         for block in placed.values():
             if self._arena is not None:
@@ -469,13 +473,13 @@ class Outbound(threading.Thread):
                 self._arena.share(block, target)
                 link.traffic.shared_bytes += block.length
 
-    def _lose(self, request_id: str, receiver: Hop, what: str) -> None:
+    def _lose(self, request_id: str, receiver: ReplicaId, what: str) -> None:
         error = StageLost(f"{receiver.name} {what}.")
         self._on_event(Undelivered(request_id, receiver, error))
 
-    def _is_coming(self, hop: Hop) -> bool:
+    def _is_coming(self, replica_id: ReplicaId) -> bool:
         """Whether a replica is newer than all that we know: requests and addresses come over different sockets."""
-        return hop.epoch > self._newest.get((hop.stage, hop.replica), 0)
+        return replica_id.epoch > self._newest.get((replica_id.stage, replica_id.replica), 0)
 
     def _expire_early(self, now: float) -> None:
         expired = [message for since, message in self._early if since + EARLY_SECONDS < now]
@@ -485,7 +489,7 @@ class Outbound(threading.Thread):
             if message.destination is not None:
                 self._lose(message.header.request_id, message.destination, "was never announced")
 
-    def _tell(self, sender: Hop | None, messages: int, size: int, released: Sequence[int]) -> None:
+    def _tell(self, sender: ReplicaId | None, messages: int, size: int, released: Sequence[int]) -> None:
         link = self._coordinator if sender is None else self._sources.get(sender)
         if link is None:  # gone in the meantime, and its account with it
             return
@@ -494,7 +498,7 @@ class Outbound(threading.Thread):
         origins = tuple(owner for owner in self._arenas.mapped if owner != sender) if mapped else ()
         self._send_credit(link, Credit(messages, size, tuple(released), mapped, origins))
 
-    def _tell_owner(self, owner: Hop, credit: Credit) -> None:
+    def _tell_owner(self, owner: ReplicaId, credit: Credit) -> None:
         """About blocks that were forwarded by somebody who is gone."""
         link = self._sources.get(owner) or self._to_origins.get(owner)
         if link is None and owner in self._origins:
@@ -513,7 +517,7 @@ class Outbound(threading.Thread):
             else:
                 self._tell_owner(owner, Credit(released=tuple(tickets), through=through))
 
-    def _take_back(self, receiver: Hop, credit: Credit) -> None:
+    def _take_back(self, receiver: ReplicaId, credit: Credit) -> None:
         if self._arena is None:
             return
         for ticket in credit.released:

@@ -5,28 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omni_actors.codec import BufferList, Frame
-from omni_actors.messages import (
-    ROWS,
-    AdditionalInformationEntry,
-    AdditionalInformationPayload,
-    AudioChunk,
-    Body,
-    Chunk,
-    Header,
-    Hop,
-    PromptEmbedsPayload,
-    TextDelta,
-    pack_token_ids,
-)
-from omni_actors.stage.interface import AudioEvent, StreamEvent, TextEvent
+from omni_actors.protocol.codec import BufferList, Frame
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Body, Header, ReplicaId
+from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, PromptEmbedsPayload
+from omni_actors.protocol.results import AudioChunk, TextDelta
+from omni_actors.protocol.stage import ROWS, Chunk
+from omni_actors.stage.engine_interface import AudioEvent, StreamEvent, TextEvent
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """A message to send: to a downstream replica, or to the coordinator when `destination` is `None`."""
 
-    destination: Hop | None
+    destination: ReplicaId | None
     header: Header
     body: Body
     buffers: Sequence[Frame] = ()

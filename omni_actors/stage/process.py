@@ -19,14 +19,15 @@ from omni_actors import logs
 from omni_actors.addresses import is_tcp
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
 from omni_actors.errors import OmniError, StartupError
-from omni_actors.messages import Fatal, Hop, Loading
+from omni_actors.protocol.control import Fatal, Loading
+from omni_actors.protocol.header import ReplicaId
+from omni_actors.run_directory import clear_abandoned
 from omni_actors.stage import preloaded
+from omni_actors.stage.device_priority import DemandFlag, DevicePriority
+from omni_actors.stage.engine_interface import StageEngine
 from omni_actors.stage.events import Stop
-from omni_actors.stage.interface import StageEngine
-from omni_actors.stage.processors import PROCESSORS, InputProcessor
+from omni_actors.stage.processors import PROCESSORS, StreamProcessor
 from omni_actors.stage.session import Session
-from omni_actors.stage.turns import GiveWay, Sign
-from omni_actors.transport.run_directory import clear_abandoned
 
 logger = logs.get_logger(__name__)
 
@@ -106,10 +107,10 @@ class StageProcess:
         self._pipeline = msgspec.json.decode(spec.pipeline_json, type=PipelineConfig)
         self._stage = self._pipeline.stage(spec.stage)
         run_dir = Path(spec.run_dir)
-        self._sign = Sign(run_dir, spec.stage, spec.replica)
-        self._give_way = GiveWay(run_dir, spec.goes_first)
+        self._sign = DemandFlag(run_dir, spec.stage, spec.replica)
+        self._give_way = DevicePriority(run_dir, spec.goes_first)
         self._engine: StageEngine | None = None
-        self._processor: type[InputProcessor] | None = None
+        self._processor: type[StreamProcessor] | None = None
         self._ready_after = 0.0
         self._loading = False
         self._stopping = ""  # why, once a signal has come
@@ -156,7 +157,7 @@ class StageProcess:
         spec = self._spec
         return Session(
             self._pipeline,
-            Hop(spec.stage, spec.replica, epoch),
+            ReplicaId(spec.stage, spec.replica, epoch),
             spec.epoch,
             spec.control_endpoint,
             spec.inbox_endpoint if is_tcp(spec.inbox_endpoint) else f"{spec.inbox_endpoint}-{epoch}",
@@ -210,12 +211,12 @@ def _describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)[-6:])[-16000:]
 
 
-def processor_class(stage: StageConfig) -> type[InputProcessor] | None:
+def processor_class(stage: StageConfig) -> type[StreamProcessor] | None:
     """What makes a stage's input of the output of its sources; `None` for the entry stage."""
     if stage.inputs is None:
         return None
     where = f"stages.{stage.name}.inputs.processor"
-    return resolve_class(stage.inputs.processor, PROCESSORS, InputProcessor, where)
+    return resolve_class(stage.inputs.processor, PROCESSORS, StreamProcessor, where)
 
 
 def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_actors.codec import Envelope
 from omni_actors.errors import InvalidPayload
-from omni_actors.messages import ROWS, Chunk, HostTensor, Scalar, unpack_token_ids
-from omni_actors.stage.interface import StageInputs
+from omni_actors.protocol.codec import Envelope
+from omni_actors.protocol.fields import Scalar, unpack_token_ids
+from omni_actors.protocol.stage import ROWS, Chunk
+from omni_actors.protocol.tensors import HostTensor
+from omni_actors.stage.engine_interface import StageInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Skip:
 Action = Start | Extend | Skip
 
 
-class InputProcessor(ABC):
+class StreamProcessor(ABC):
     """Base class; the YAML names subclasses by registered name or allowed dotted path.
 
     Args:
@@ -85,7 +87,7 @@ class InputProcessor(ABC):
         """Take the next piece from a source stage. Raises `InvalidPayload` for one that does not fit."""
 
 
-class Passthrough(InputProcessor):
+class Passthrough(StreamProcessor):
     """Waits for the final piece of every source, then starts with the tokens of all of them in the order of `from`.
 
     Tensors and scalars go by name: a later piece replaces what an earlier one sent under the same name.
@@ -111,7 +113,7 @@ class Passthrough(InputProcessor):
         return [Start(StageInputs(token_ids=joined, tensors=self._tensors, scalars=self._scalars))]
 
 
-class Thinker2Talker(InputProcessor):
+class Thinker2Talker(StreamProcessor):
     """Qwen2.5-Omni: the thinker's rows (last hidden state + token embedding) become the talker's prompt and reply.
 
     The talker's prompt is the thinker's P prompt rows and the first reply row; every later row belongs to one decode
@@ -173,7 +175,7 @@ class Thinker2Talker(InputProcessor):
         return [Start(StageInputs(tensors=tensors, scalars={"prompt_tokens": prompt}, complete=final))]
 
 
-class Talker2Code2Wav(InputProcessor):
+class Talker2Code2Wav(StreamProcessor):
     """Qwen2.5-Omni: the talker's codec tokens, from which it leaves its end token out itself.
 
     The vocoder starts with the first `start_after` tokens and gets the others as they come; where the utterance is cut
@@ -200,7 +202,7 @@ class Talker2Code2Wav(InputProcessor):
         return [Start(StageInputs(token_ids=self._waiting, complete=piece.final))]
 
 
-PROCESSORS: dict[str, type[InputProcessor]] = {
+PROCESSORS: dict[str, type[StreamProcessor]] = {
     "passthrough": Passthrough,
     "thinker2talker": Thinker2Talker,
     "talker2code2wav": Talker2Code2Wav,

@@ -15,33 +15,25 @@ import omni_actors
 from omni_actors import logs
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import ProtocolError, StartupError
-from omni_actors.messages import (
-    PROTOCOL_VERSION,
-    Body,
-    Credit,
-    Hello,
-    Hop,
-    Peers,
-    Ready,
-    Shutdown,
-    Welcome,
-)
-from omni_actors.observe.clocks import AnchoredClock
-from omni_actors.stage.actor import Stage
+from omni_actors.protocol.common import Credit
+from omni_actors.protocol.control import Hello, Peers, Ready, Shutdown, Welcome
+from omni_actors.protocol.header import PROTOCOL_VERSION, Body, ReplicaId
+from omni_actors.stage.actor import StageActor
+from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag, DevicePriority
+from omni_actors.stage.engine_interface import StageEngine
 from omni_actors.stage.events import Control, Event, Lost, Received, Rejected, Stop, Undelivered, sender_of
-from omni_actors.stage.figures import Baseline, snapshot
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
-from omni_actors.stage.interface import StageEngine
 from omni_actors.stage.meter import HeldBack, StageMeter
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.outgoing import Outgoing
-from omni_actors.stage.processors import InputProcessor
-from omni_actors.stage.record import Recorder
-from omni_actors.stage.turns import POLL_SECONDS, GiveWay, Sign
+from omni_actors.stage.processors import StreamProcessor
+from omni_actors.stage.recorder import Recorder
+from omni_actors.stage.snapshot import Baseline, snapshot
+from omni_actors.telemetry.clocks import AnchoredClock
 from omni_actors.transport.arena import Arena, ArenaReader
-from omni_actors.transport.credit import Tally
-from omni_actors.transport.keys import load_keys
+from omni_actors.transport.credit import ReceivedCredit
+from omni_actors.transport.curve import load_keys
 from omni_actors.transport.sockets import Sockets
 
 logger = logs.get_logger(__name__)
@@ -67,7 +59,7 @@ class Session:
 
     Args:
         identity: stage, replica and the epoch of this session.
-        born: the epoch of the process's first session.
+        spawn_epoch: the epoch of the process's first session.
         inbox_endpoint: where to bind the inbox.
         on_orphaned: called before a process ends whose launcher is gone and whose main thread hangs.
     """
@@ -75,8 +67,8 @@ class Session:
     def __init__(
         self,
         pipeline: PipelineConfig,
-        identity: Hop,
-        born: int,
+        identity: ReplicaId,
+        spawn_epoch: int,
         control_endpoint: str,
         inbox_endpoint: str,
         launcher_pid: int,
@@ -85,7 +77,7 @@ class Session:
         self._pipeline = pipeline
         self._stage = pipeline.stage(identity.stage)
         self._identity = identity
-        self._born = born
+        self._born = spawn_epoch
         self._events = Inbox()
         keys = load_keys(pipeline.coordinator.keys_dir)
         self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes, keys=keys)
@@ -93,7 +85,7 @@ class Session:
         sends = bool(pipeline.downstream(identity.stage)) and flow.arena_bytes > 0
         self._arena = Arena(flow.arena_bytes) if sends else None
         self._arenas = ArenaReader(self._on_release_due)
-        self._tally: Tally[Hop | None] = Tally(flow.edge_messages, flow.edge_bytes)
+        self._tally: ReceivedCredit[ReplicaId | None] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
         clock = AnchoredClock()
         self._meter = StageMeter(identity.stage, identity.replica, identity.epoch, clock)
         self._inbound = Inbound(
@@ -112,7 +104,7 @@ class Session:
             clock=clock,
         )
         self._outbound: Outbound | None = None
-        self._actor: Stage | None = None
+        self._actor: StageActor | None = None
         self._end: Stop | Lost | None = None
         self._grants_due = False
         self._closed = False
@@ -169,10 +161,10 @@ class Session:
             pid=os.getpid(),
             inbox=inbox,
             arena=self._arena.address if self._arena is not None else None,
-            born=self._born,
+            spawn_epoch=self._born,
         )
 
-    def _on_credit(self, receiver: Hop | None, credit: Credit) -> None:
+    def _on_credit(self, receiver: ReplicaId | None, credit: Credit) -> None:
         """On the inbound thread."""
         if self._outbound is not None:
             self._outbound.granted(receiver, credit)
@@ -187,16 +179,16 @@ class Session:
     def serve(
         self,
         engine: StageEngine,
-        processor: type[InputProcessor] | None,
-        sign: Sign,
-        give_way: GiveWay,
+        processor: type[StreamProcessor] | None,
+        sign: DemandFlag,
+        give_way: DevicePriority,
         seconds: float,
     ) -> Stop | Lost:
         """Say that the engine is ready (`seconds` after its start) and serve requests until the session ends."""
         outbound = self._outbound
         if outbound is None:
             raise ProtocolError("The stage serves before it was welcomed.")
-        actor = self._actor = Stage(
+        actor = self._actor = StageActor(
             self._pipeline, self._stage, self._identity, engine, processor, time.time, self._meter
         )
         baseline = Baseline(engine)
@@ -227,22 +219,22 @@ class Session:
                 self._inbound.pulse.counts = {**actor.counts(), **outbound.counts(), **dropped}
                 if time.monotonic() >= next_snapshot:
                     next_snapshot = time.monotonic() + self._pipeline.coordinator.heartbeat_interval
-                    self._tell_figures(actor, baseline, outbound)
+                    self._report_metrics(actor, baseline, outbound)
             if (tick or self._grants_due) and not actor.saturated:
                 self._grants_due = False
                 for sender, messages, size in self._tally.collect(everything=tick):
                     outbound.grant(sender, messages, size)
         sign.show(False)
         if isinstance(self._end, Stop):
-            self._tell_figures(actor, baseline, outbound)  # what has been counted since the last time
+            self._report_metrics(actor, baseline, outbound)  # what has been counted since the last time
         return self._end
 
-    def _tell_figures(self, actor: Stage, baseline: Baseline, outbound: Outbound) -> None:
+    def _report_metrics(self, actor: StageActor, baseline: Baseline, outbound: Outbound) -> None:
         rejected = self._inbound.rejected_by_reason()
         edges, held, limit = outbound.edges(), outbound.counts(), self._pipeline.limits.body_bytes
         self.tell(snapshot(self._meter, actor, baseline, rejected, edges, held, limit))
 
-    def _take_events(self, actor: Stage, outbound: Outbound, gives_way: bool) -> None:
+    def _take_events(self, actor: StageActor, outbound: Outbound, gives_way: bool) -> None:
         """All events that are there; waits for the first one when the engine has nothing to do or others go first."""
         timeout, held_back = pause(actor.runnable(), outbound.congested, gives_way)
         began = time.monotonic()
@@ -253,7 +245,7 @@ class Session:
         if held_back is not None:
             self._meter.held_back[held_back] += time.monotonic() - began
 
-    def _on_event(self, actor: Stage, outbound: Outbound, event: Event) -> None:
+    def _on_event(self, actor: StageActor, outbound: Outbound, event: Event) -> None:
         if isinstance(event, Received):
             self._grants_due |= self._tally.take(sender_of(event.envelope.header), event.size)
             if self._recorder is not None:

@@ -28,9 +28,10 @@ from typing import Any, NamedTuple
 import numpy
 import psutil
 
-from omni_actors.codec import Frame
 from omni_actors.errors import InvalidPayload, StageLost, StartupError
-from omni_actors.messages import ArenaAddress, Block, Header, Hop, Origin
+from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.control import ArenaAddress
+from omni_actors.protocol.header import Block, Header, Origin, ReplicaId
 
 ALIGNMENT = 64
 PREFIX = 64  # bytes before each block's data: its ticket; at the start of the arena: the token
@@ -55,8 +56,8 @@ def check_budget(size: int, what: str) -> None:
 class Holder(NamedTuple):
     """Who needs a block: a process, and for one that got it `through` another, which is gone since, that one too."""
 
-    hop: Hop
-    through: Hop | None = None
+    replica_id: ReplicaId
+    through: ReplicaId | None = None
 
 
 @dataclass
@@ -96,18 +97,18 @@ class Arena:
         self._next_ticket = 1
         self._used = 0
         # What readers said of a consumer's death of which we have not heard yet.
-        self._said: dict[Hop, dict[Hop, frozenset[int]]] = {}
+        self._said: dict[ReplicaId, dict[ReplicaId, frozenset[int]]] = {}
         self.fallbacks = 0  # buffers that did not fit
         self.forwarded = 0
 
-    def publish(self, data: Frame, consumer: Hop, expires: float) -> Block | None:
+    def publish(self, data: Frame, consumer: ReplicaId, expires: float) -> Block | None:
         """Copy `data` into a block for `consumer`; `None` if there is no room now. The block's `buffer` is 0."""
         block = self.reserve(memoryview(data).nbytes, consumer, expires)
         if block is not None:
             self.write(block, data)
         return block
 
-    def reserve(self, size: int, holder: Hop, expires: float) -> Block | None:
+    def reserve(self, size: int, holder: ReplicaId, expires: float) -> Block | None:
         """A block of `size` bytes that has no data yet and belongs to `holder`; `None` if there is no room now."""
         length = -(-(PREFIX + size) // ALIGNMENT) * ALIGNMENT
         offset = self._allocate(length)
@@ -125,7 +126,7 @@ class Arena:
         numpy.copyto(self._memory[block.offset : block.offset + block.length], numpy.frombuffer(data, numpy.uint8))
         self._map[block.offset - PREFIX : block.offset - PREFIX + 8] = block.ticket.to_bytes(8, "little")
 
-    def forward(self, found: Found, view: Frame, holder: Hop, expires: float) -> Block:
+    def forward(self, found: Found, view: Frame, holder: ReplicaId, expires: float) -> Block:
         """Pass on a block of another arena, `view` and `found` as its reader knows it. It is held there until here
         everybody has released it."""
         ticket = self._next_ticket
@@ -134,11 +135,11 @@ class Arena:
         self._published[ticket] = _Published(0, 0, expires, {Holder(holder)}, view)
         return Block(0, found.offset, found.length, ticket, found.origin)
 
-    def share(self, block: Block, consumer: Hop) -> None:
+    def share(self, block: Block, consumer: ReplicaId) -> None:
         """One more consumer for a block that somebody still holds."""
         self._published[block.ticket].holders.add(Holder(consumer))
 
-    def release(self, consumer: Hop, ticket: int, through: Hop | None = None) -> None:
+    def release(self, consumer: ReplicaId, ticket: int, through: ReplicaId | None = None) -> None:
         """A consumer needs a block no more. Idempotent; tickets of others are ignored."""
         published = self._published.get(ticket)
         holder = Holder(consumer, through)
@@ -147,7 +148,7 @@ class Arena:
             if not published.holders:
                 self._reclaim(ticket)
 
-    def forget(self, consumer: Hop, readers: Collection[Hop] = ()) -> None:
+    def forget(self, consumer: ReplicaId, readers: Collection[ReplicaId] = ()) -> None:
         """A consumer is dead.
 
         It may have forwarded blocks to `readers`, and may have died before anybody could know. So each of them is taken
@@ -155,7 +156,7 @@ class Arena:
         """
         said = self._said.pop(consumer, {})
         for ticket, published in list(self._published.items()):
-            ended = {holder for holder in published.holders if holder.hop == consumer}
+            ended = {holder for holder in published.holders if holder.replica_id == consumer}
             if ended:
                 heirs = {reader for reader in readers if ticket in said.get(reader, (ticket,))}
                 published.holders -= ended
@@ -163,7 +164,7 @@ class Arena:
                 if not published.holders:
                     self._reclaim(ticket)
 
-    def hold_only(self, reader: Hop, through: Hop, tickets: Collection[int], known: bool) -> None:
+    def hold_only(self, reader: ReplicaId, through: ReplicaId, tickets: Collection[int], known: bool) -> None:
         """Of all blocks that came through a dead consumer a reader needs these. `known`: `forget` was told of that."""
         if not known:
             self._said.setdefault(through, {})[reader] = frozenset(tickets)
@@ -230,10 +231,10 @@ class _Lease(weakref.ref[Memory]):
 
     __slots__ = ("found", "identity", "key", "through")
 
-    key: tuple[Hop, int]
+    key: tuple[ReplicaId, int]
     found: Found
     identity: int  # of the memory
-    through: Hop | None  # the sender, once it is gone: the ticket goes back to the owner instead
+    through: ReplicaId | None  # the sender, once it is gone: the ticket goes back to the owner instead
 
 
 class ArenaReader:
@@ -245,14 +246,16 @@ class ArenaReader:
 
     def __init__(self, on_due: Callable[[], None]) -> None:
         self._on_due = on_due
-        self._maps: dict[Hop, mmap.mmap] = {}
-        self._sources: frozenset[Hop] = frozenset()
+        self._maps: dict[ReplicaId, mmap.mmap] = {}
+        self._sources: frozenset[ReplicaId] = frozenset()
         self._released: collections.deque[tuple[Holder, int]] = collections.deque()  # its methods are atomic
-        self._leases: dict[tuple[Hop, int], _Lease] = {}
+        self._leases: dict[tuple[ReplicaId, int], _Lease] = {}
         self._by_memory: dict[int, _Lease] = {}
 
     def attach(
-        self, sources: Mapping[Hop, ArenaAddress | None], origins: Mapping[Hop, ArenaAddress | None] | None = None
+        self,
+        sources: Mapping[ReplicaId, ArenaAddress | None],
+        origins: Mapping[ReplicaId, ArenaAddress | None] | None = None,
     ) -> None:
         """Map the arenas of exactly these processes. One on another host cannot be mapped; it will send frames.
 
@@ -267,11 +270,11 @@ class ArenaReader:
                 with contextlib.suppress(OSError, ValueError):
                     self._maps[owner] = _map(address, populate=owner in sources)
 
-    def is_mapped(self, owner: Hop) -> bool:
+    def is_mapped(self, owner: ReplicaId) -> bool:
         return owner in self._maps
 
     @property
-    def mapped(self) -> tuple[Hop, ...]:
+    def mapped(self) -> tuple[ReplicaId, ...]:
         return tuple(self._maps)
 
     def open(self, header: Header, block: Block) -> memoryview:
@@ -283,7 +286,7 @@ class ArenaReader:
         """
         if not header.stage:
             raise InvalidPayload(f"Buffer {block.buffer} lies in an arena that is not mapped here: nobody's.")
-        sender = Hop(header.stage, header.replica, header.epoch)
+        sender = ReplicaId(header.stage, header.replica, header.epoch)
         origin = block.origin or Origin(sender, block.ticket)
         owner = origin.owner
         mapped = self._maps.get(owner)
@@ -315,9 +318,9 @@ class ArenaReader:
             return None
         return lease.found if lease.found.origin.owner in self._maps else None
 
-    def lost(self, sender: Hop) -> dict[Hop, list[int]]:
+    def lost(self, sender: ReplicaId) -> dict[ReplicaId, list[int]]:
         """A source is gone: what it had forwarded and is still in use, by owner. From now on it goes back to those."""
-        held: dict[Hop, list[int]] = {}
+        held: dict[ReplicaId, list[int]] = {}
         for lease in list(self._leases.values()):
             owner, ticket = lease.found.origin.owner, lease.found.origin.ticket
             if lease.key[0] == sender != owner:

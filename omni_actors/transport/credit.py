@@ -1,8 +1,8 @@
 """Credit: how much of what was sent has not been taken yet. Both ends of an edge, without sockets.
 
 The sender's `Window` shrinks with every message and grows with every `Credit`; at its end messages wait with the
-sender, where they are counted and can hold up their source. The receiver's `Tally` collects what was taken and says
-when it is worth a message: a quarter of the window at a time, the rest on the owner's tick.
+sender, where they are counted and can hold up their source. The receiver's `ReceivedCredit` collects what was taken and
+says when it is worth a message: a quarter of the window at a time, the rest on the owner's tick.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from omni_actors.codec import Frame
+from omni_actors.protocol.codec import Frame
 
 Key = TypeVar("Key")
 SHARE = 4  # a grant is worth a message from this fraction of the window on
@@ -21,7 +21,7 @@ def wire_size(frames: Sequence[Frame]) -> int:
     return sum(len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in frames)
 
 
-class EdgeFigures(NamedTuple):
+class EdgeMetrics(NamedTuple):
     """The sender's side of an edge, for metrics. What has left is as in `Traffic`; the rest is as of now."""
 
     messages: int
@@ -44,9 +44,9 @@ class Traffic:
         self.bytes = 0  # of all frames
         self.shared_bytes = 0  # of blocks in shared memory
 
-    def figures(self) -> EdgeFigures:
+    def figures(self) -> EdgeMetrics:
         """Those of an edge without a link."""
-        return EdgeFigures(self.messages, self.bytes, self.shared_bytes)
+        return EdgeMetrics(self.messages, self.bytes, self.shared_bytes)
 
 
 class Window:
@@ -82,7 +82,7 @@ class Window:
         self.bytes_out = max(0, self.bytes_out - size)
 
 
-class Tally(Generic[Key]):
+class ReceivedCredit(Generic[Key]):
     """The receiver's side of all of its edges, by sender."""
 
     def __init__(self, window_messages: int, window_bytes: int) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import zmq
 
-from omni_actors.codec import Frame
-from omni_actors.transport.credit import EdgeFigures, Traffic, Window, wire_size
+from omni_actors.protocol.codec import Frame
+from omni_actors.transport.credit import EdgeMetrics, Traffic, Window, wire_size
 from omni_actors.transport.sockets import ZERO_COPY_BYTES, Socket, descriptor, try_send
 
 STALL_SECONDS = 5.0
@@ -154,7 +154,7 @@ class Link:
         self.backlog_bytes = 0
         return lost
 
-    def figures(self) -> EdgeFigures:
+    def figures(self) -> EdgeMetrics:
         """For metrics. From any thread."""
         left, out, size = 0, 0, 0
         if self.window is not None:

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import zmq
 
 from omni_actors.addresses import LOCAL_SCHEMES, stays_on_host, tcp_host
-from omni_actors.codec import Frame
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
-from omni_actors.transport.handshake import Handshake
-from omni_actors.transport.keys import LOCAL, MAKE_KEYS, MEMBERS, PEER_KEY, Doorkeeper, Keys
+from omni_actors.protocol.codec import Frame
+from omni_actors.transport.curve import LOCAL, MAKE_KEYS, MEMBERS, PEER_KEY, Keys, ZapAuthenticator
+from omni_actors.transport.handshake_monitor import Handshake
 
 HIGH_WATER_MARK = 1000  # messages; a last wall, not the flow control
 LAST_WORDS_MS = 500  # how long a closing socket may still send
@@ -129,7 +129,7 @@ class Sockets:
         self.context = context or zmq.Context()
         self.keys = keys
         self._max_message_bytes = max_message_bytes
-        self._doorkeeper: Doorkeeper | None = None
+        self._doorkeeper: ZapAuthenticator | None = None
 
     def _socket(self, kind: int, linger_ms: int) -> Socket:
         socket = self.context.socket(kind)
@@ -239,7 +239,7 @@ class Sockets:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.keys.cluster)
             return
         if self._doorkeeper is None:
-            self._doorkeeper = Doorkeeper(self.context, self.keys)
+            self._doorkeeper = ZapAuthenticator(self.context, self.keys)
             self._doorkeeper.start()
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, open_to)

@@ -16,7 +16,7 @@ import numpy
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import OmniError
-from omni_actors.messages import StageStatus
+from omni_actors.protocol.client import StageStatus
 from tests.unit.builders import chain
 
 SAMPLES = 480
@@ -95,7 +95,7 @@ async def replicas(client: AsyncOmniClient) -> dict[str, StageStatus]:
 
 
 @dataclass
-class Watch:
+class TelemetryCollector:
     """Measures when the loss of a replica is noticed and when it is back."""
 
     client: AsyncOmniClient
@@ -128,7 +128,7 @@ class Watch:
 
 
 @contextlib.asynccontextmanager
-async def connected(endpoint: str) -> AsyncIterator[tuple[AsyncOmniClient, Watch]]:
+async def connected(endpoint: str) -> AsyncIterator[tuple[AsyncOmniClient, TelemetryCollector]]:
     """A client for the load, and another one that watches."""
     async with AsyncOmniClient(endpoint) as client, AsyncOmniClient(endpoint) as watcher:
-        yield client, Watch(watcher)
+        yield client, TelemetryCollector(watcher)

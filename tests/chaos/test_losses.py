@@ -16,7 +16,7 @@ import pytest
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ErrorCode, OmniError, Poison, StageLost, StageUnavailable
 from omni_actors.stage.echo import CRASH_TOKEN, GRAB_TOKEN, HANG_TOKEN, HOG_TOKEN
-from tests.chaos.load import STAGES, Load, Watch, ask_and_check, connected, disturbed_chain, replicas
+from tests.chaos.load import STAGES, Load, TelemetryCollector, ask_and_check, connected, disturbed_chain, replicas
 from tests.process.launcher import EchoLauncher, processes_of, until
 from tests.unit.builders import chain
 
@@ -62,7 +62,7 @@ def await_runs(launcher: EchoLauncher, stage: str, runs: int) -> None:
     assert counted() == runs
 
 
-async def kill_current(watch: Watch, name: str) -> None:
+async def kill_current(watch: TelemetryCollector, name: str) -> None:
     watch.hit(await pid_of(watch.client, name), name)
 
 

@@ -23,7 +23,7 @@ Launch = Callable[..., EchoLauncher]
 
 
 def ctl(launcher: EchoLauncher, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "omni_actors.ctl", launcher.endpoint, *arguments]
+    command = [sys.executable, "-m", "omni_actors", "ctl", launcher.endpoint, *arguments]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -181,8 +181,8 @@ def told_to_stop_with(launcher: EchoLauncher, client: OmniClient, prompt: str) -
 
 
 def test_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omni_actors.client.PING_SECONDS", 0.1)
-    monkeypatch.setattr("omni_actors.client.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
+    monkeypatch.setattr("omni_actors.client.async_client.ANSWER_SECONDS", 1.0)
     launcher = drains_for(launch, 60.0)
     with OmniClient(launcher.endpoint) as client:
         stream = told_to_stop_with(launcher, client, "x" * 2000)

@@ -21,7 +21,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from omni_actors.engine.tensors import to_host, to_torch  # noqa: E402
-from omni_actors.stage.interface import StageInputs  # noqa: E402
+from omni_actors.stage.engine_interface import StageInputs  # noqa: E402
 from tests.e2e.stage_driver import Driver, encode_media_prompt, make_engine  # noqa: E402
 
 LENGTHS = (5, 33, 90)

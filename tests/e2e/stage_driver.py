@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.input_processor import StreamProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
@@ -16,8 +16,9 @@ from omni_actors.engine.autoregressive import AutoregressiveEngine
 from omni_actors.engine.factory import build_engine
 from omni_actors.engine.tensors import to_host, to_torch
 from omni_actors.errors import OmniError
-from omni_actors.messages import DType, HostTensor, StageParams
-from omni_actors.stage.interface import (
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.engine_interface import (
     EngineEvent,
     ErrorEvent,
     FinishedEvent,
@@ -134,7 +135,7 @@ def talker_inputs(
 def encode_media_prompt(checkpoint: Path, text: str, media: dict) -> StageInputs:
     """What the prompt stage sends for a multimodal prompt."""
     arguments = OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), "prompt", SMALL)
-    processor = InputProcessor(arguments.create_engine_config())
+    processor = StreamProcessor(arguments.create_engine_config())
     request = processor.process_inputs(
         "someone-else",
         {"prompt": text, "multi_modal_data": media},

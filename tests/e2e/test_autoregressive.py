@@ -22,8 +22,10 @@ from omni_actors.errors import (
     PromptTooLong,
     UnknownVoice,
 )
-from omni_actors.messages import DType, FinishReason, HostTensor, StageParams
-from omni_actors.stage.interface import StageInputs, StreamEvent, TextEvent
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.engine_interface import StageInputs, StreamEvent, TextEvent
 from tests.e2e.stage_driver import SMALL, Driver, encode_media_prompt, make_engine, talker_inputs, token_inputs
 from tests.reference import Reference, ReferenceResult
 

@@ -16,8 +16,8 @@ import torch  # noqa: E402
 
 from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong  # noqa: E402
-from omni_actors.messages import StageParams  # noqa: E402
-from omni_actors.stage.interface import (  # noqa: E402
+from omni_actors.protocol.payloads import StageParams  # noqa: E402
+from omni_actors.stage.engine_interface import (  # noqa: E402
     AudioEvent,
     EngineEvent,
     ErrorEvent,

@@ -19,8 +19,8 @@ prepare()
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.core import VllmCore, make_request  # noqa: E402
 from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni_code2wav import read_tensors  # noqa: E402
-from omni_actors.engine.models.token2wav.dit import solver_times  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.code2wav import read_tensors  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.dit import solver_times  # noqa: E402
 from omni_actors.errors import (  # noqa: E402
     EngineError,
     InvalidPayload,
@@ -30,8 +30,9 @@ from omni_actors.errors import (  # noqa: E402
     StartupError,
     UnknownVoice,
 )
-from omni_actors.messages import DType, HostTensor, StageParams  # noqa: E402
-from omni_actors.stage.interface import (  # noqa: E402
+from omni_actors.protocol.payloads import StageParams  # noqa: E402
+from omni_actors.protocol.tensors import DType, HostTensor  # noqa: E402
+from omni_actors.stage.engine_interface import (  # noqa: E402
     AudioEvent,
     ErrorEvent,
     FinishedEvent,

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import soundfile
 
+from omni_actors.client.offline import OmniLLM
 from omni_actors.errors import UnknownVoice
-from omni_actors.llm import OmniLLM
 from tests.pipelines import REPOSITORY
 
 pytestmark = pytest.mark.e2e

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from omni_actors.cli.top import look
 from omni_actors.client import AsyncOmniClient
-from omni_actors.observe import table
-from omni_actors.observe.chart import chart
-from omni_actors.observe.drawing import svg
-from omni_actors.top import look
+from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry.chart import chart
+from omni_actors.telemetry.drawing import svg
 from tests.pipelines import RunningPipeline
 from tests.process.test_observe import LOG_LINE, STAGES, assert_causal, grown, settled, told
 

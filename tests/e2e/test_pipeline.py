@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
+from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import (
     InvalidRequest,
     MalformedMedia,
@@ -17,7 +18,6 @@ from omni_actors.errors import (
     UnknownModality,
     UnknownVoice,
 )
-from omni_actors.outputs import OmniRequestOutput
 from tests.pipelines import RunningPipeline
 from tests.reference import Reference, ReferenceResult, vocoder_noise
 

@@ -35,19 +35,10 @@ from omni_actors.errors import (  # noqa: E402
     PromptTooLong,
     UnknownModality,
 )
-from omni_actors.messages import (  # noqa: E402
-    ChatMessage,
-    ContentPart,
-    DType,
-    HostTensor,
-    Media,
-    MediaEncoding,
-    Prompt,
-    StageParams,
-    TensorRef,
-    pack_token_ids,
-)
-from omni_actors.stage.interface import (  # noqa: E402
+from omni_actors.protocol.fields import pack_token_ids  # noqa: E402
+from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams  # noqa: E402
+from omni_actors.protocol.tensors import DType, HostTensor, TensorRef  # noqa: E402
+from omni_actors.stage.engine_interface import (  # noqa: E402
     ErrorEvent,
     FinishedEvent,
     StageInputs,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from omni_actors import checkpoints
 from tests.reference import Reference, ReferenceResult, one_thread, vocoder_noise
+from tools import checkpoints
 
 PROMPTS = ("hello", "What is the capital of France?", "Tell me a story about a dog.")
 VOICES = ("Chelsie", "Ethan")

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from omni_actors.server.app import create_app
-from omni_actors.server.failures import HttpError
-from omni_actors.server.fetch import Fetcher, is_public
-from omni_actors.server.settings import ServerSettings
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.failures import HttpError
+from omni_actors.http_server.fetch import Fetcher, is_public
+from omni_actors.http_server.settings import ServerSettings
 from tests.http.servers import HttpPipeline, picture, serving
 
 HOSTS = ("media.example.com", ".cdn.example.com")

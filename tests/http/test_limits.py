@@ -22,9 +22,9 @@ import pytest
 
 from omni_actors.client import OmniClient
 from omni_actors.errors import ConfigError
-from omni_actors.server.app import create_app
-from omni_actors.server.media import VIDEO_RATE, Files, read_video
-from omni_actors.server.settings import ServerSettings, check_exposure, parse_address
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.media import VIDEO_RATE, Files, read_video
+from omni_actors.http_server.settings import ServerSettings, check_exposure, parse_address
 from tests.http.servers import HttpPipeline, film, free_port, picture, processes_titled, serving, sound
 from tests.pipelines import REPOSITORY
 
@@ -443,7 +443,7 @@ def test_server_alone_beside_a_pipeline(echo: HttpPipeline, tmp_path: Path) -> N
     command = [
         sys.executable,
         "-m",
-        "omni_actors.server",
+        "omni_actors.http_server",
         "--endpoint",
         echo.endpoint,
         "--http",

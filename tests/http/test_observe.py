@@ -6,7 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from omni_actors.observe.table import TABLE
+from omni_actors.telemetry.metric_table import TABLE
 from tests.http.servers import HttpPipeline
 from tests.process.test_observe import LOG_LINE
 

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives import serialization
 
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ConfigError
-from omni_actors.server import settings as server_settings
-from omni_actors.server.app import create_app
-from omni_actors.server.settings import ServerSettings
+from omni_actors.http_server import settings as server_settings
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.settings import ServerSettings
 from tests.http.servers import HttpPipeline, free_port, serving
 from tests.pipelines import REPOSITORY
 from tests.unit.builders import chain, load
@@ -152,7 +152,7 @@ def test_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "omni_actors.server",
+        "omni_actors.http_server",
         "--endpoint",
         echo.endpoint,
         "--http",

@@ -13,9 +13,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from omni_actors.keys import main as make_keys
+from omni_actors.cli.keys import main as make_keys
 from omni_actors.launch import _parser
-from omni_actors.transport.keys import load_keys
+from omni_actors.transport.curve import load_keys
 from tests.launchers.conftest import REPOSITORY
 
 MANIFEST = REPOSITORY / "launch" / "kubernetes.yaml"

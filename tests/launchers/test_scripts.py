@@ -120,7 +120,7 @@ def test_the_leash(command: str, code: int) -> None:
 
 @pytest.mark.parametrize(("arguments", "code"), [(["/nowhere/at/all"], 127), ([], 2)])
 def test_a_leash_without_a_command(arguments: list[str], code: int) -> None:
-    command = [sys.executable, "-m", "omni_actors.leash", *arguments]
+    command = [sys.executable, "-m", "omni_actors.launcher.exit_with_stdin", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.PIPE, capture_output=True, timeout=20, check=False)
     assert done.returncode == code
     assert done.stderr

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from omni_actors.transport.keys import load_keys
+from omni_actors.transport.curve import load_keys
 from omni_actors.transport.link import Link
 from omni_actors.transport.sockets import Sockets, drain
 

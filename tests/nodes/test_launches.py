@@ -19,7 +19,7 @@ import yaml
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
-from omni_actors.transport.keys import make_cluster
+from omni_actors.transport.curve import make_cluster
 from tests.chaos.load import ask_and_check, replicas, text_of
 from tests.nodes.network import Network
 from tests.process.conftest import end_all

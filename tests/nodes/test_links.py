@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_actors.transport.keys import make_cluster
+from omni_actors.transport.curve import make_cluster
 from tests.nodes.network import Network
 from tests.process.launcher import REPOSITORY, until
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from omni_actors.client import OmniClient
-from omni_actors.messages import Description
+from omni_actors.protocol.client import Description
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY = re.compile(r"ready after .* clients connect to (\S+)")

@@ -12,9 +12,13 @@ import msgspec
 import pytest
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.codec import encode
 from omni_actors.errors import Aborted
-from omni_actors.messages import Body, Chunk, Credit, Header, Hop, Operation, StageStatus, pack_token_ids
+from omni_actors.protocol.client import Operation, StageStatus
+from omni_actors.protocol.codec import encode
+from omni_actors.protocol.common import Credit
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Body, Header, ReplicaId
+from omni_actors.protocol.stage import Chunk
 from omni_actors.transport.sockets import Sockets, try_send
 from tests.process.launcher import EchoLauncher, until
 from tests.process.test_flow import data
@@ -47,7 +51,7 @@ async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
     step = {"step_seconds": 0.003}
     echo = launch(data(small, thinker=step, talker=step)).wait_ready()
     before = status(echo, "talker")
-    old = Hop("talker", 0, before.epoch)
+    old = ReplicaId("talker", 0, before.epoch)
     async with AsyncOmniClient(echo.endpoint) as client:
         tasks = [asyncio.create_task(client.generate(f"{n}" * 60, timeout=60)) for n in range(8)]
         await asyncio.sleep(0.2)

@@ -15,9 +15,13 @@ import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.codec import encode
 from omni_actors.errors import DeadlineExceeded, OmniError, Overloaded, StageLost
-from omni_actors.messages import Failed, Header, Prompt, Submit, pack_token_ids
+from omni_actors.protocol.client import Submit
+from omni_actors.protocol.codec import encode
+from omni_actors.protocol.common import Failed
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Header
+from omni_actors.protocol.payloads import Prompt
 from omni_actors.transport.sockets import Sockets, try_send
 from tests.process.launcher import REPOSITORY, EchoLauncher, processes_of, shared_memory_of, until
 from tests.process.test_requests import assert_echo, collect

@@ -16,9 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_actors.codec import BufferList, Envelope
 from omni_actors.config import FlowConfig
-from omni_actors.messages import Chunk, DType, Header, Hello, Hop, HostTensor, Limits, Peer, Peers
+from omni_actors.protocol.codec import BufferList, Envelope
+from omni_actors.protocol.control import Hello, Peer, Peers
+from omni_actors.protocol.header import Header, Limits, ReplicaId
+from omni_actors.protocol.stage import Chunk
+from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.actor import Outgoing
 from omni_actors.stage.events import Received
 from omni_actors.stage.inbound import Inbound
@@ -28,7 +31,7 @@ from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.sockets import Sockets
 from tests.process.launcher import until
 
-OWNER, MIDDLE, READER = Hop("first", 0, 1), Hop("second", 0, 1), Hop("third", 0, 1)
+OWNER, MIDDLE, READER = ReplicaId("first", 0, 1), ReplicaId("second", 0, 1), ReplicaId("third", 0, 1)
 AFTER = {"first": ("second",), "second": ("third",), "third": ()}
 SIZE = 300_000
 
@@ -36,7 +39,7 @@ SIZE = 300_000
 class Node:
     """The wire of one stage process, wired as `StageProcess` does it."""
 
-    def __init__(self, folder: str, me: Hop) -> None:
+    def __init__(self, folder: str, me: ReplicaId) -> None:
         self.me = me
         self.sockets = Sockets()
         _, control = self.sockets.router(f"ipc://{folder}/control-{me.stage}")
@@ -78,7 +81,8 @@ class Node:
     def know(self, peers: Peers) -> None:
         with self.inbox.paused():
             self.arenas.attach(
-                {peer.hop: peer.arena for peer in peers.sources}, {peer.hop: peer.arena for peer in peers.origins}
+                {peer.replica_id: peer.arena for peer in peers.sources},
+                {peer.replica_id: peer.arena for peer in peers.origins},
             )
         self.outbound.set_peers(peers)
 
@@ -91,7 +95,7 @@ class Node:
                 return event.envelope
         raise AssertionError("nothing came")
 
-    def send(self, target: Hop, data: Any, seq: int) -> None:
+    def send(self, target: ReplicaId, data: Any, seq: int) -> None:
         buffers = BufferList()
         body = Chunk(tensors={"x": buffers.add(HostTensor(DType.U8, (len(data),), data))})
         header = Header("", "r", *msgspec.structs.astuple(self.me), seq=seq, deadline=time.time() + 60)
@@ -106,7 +110,7 @@ class Node:
         self.sockets.context.destroy(linger=0)
 
 
-def child(pipe: Connection, folder: str, me: Hop) -> None:
+def child(pipe: Connection, folder: str, me: ReplicaId) -> None:
     node = Node(folder, me)
     pipe.send(node.peer)
     answers = {
@@ -117,7 +121,7 @@ def child(pipe: Connection, folder: str, me: Hop) -> None:
         "digests": lambda _: [hashlib.sha256(envelope.buffers[0]).hexdigest() for envelope in node.received],
         "counts": lambda _: node.outbound.counts(),
         "edges": lambda _: node.outbound.edges(),
-        "reads": lambda hop: hop in node.outbound._mapped and OWNER in node.outbound._mapped[hop],
+        "reads": lambda replica_id: replica_id in node.outbound._mapped and OWNER in node.outbound._mapped[replica_id],
     }
     while True:
         try:
@@ -134,40 +138,42 @@ class Three:
         self.owner = Node(str(folder), OWNER)
         context = multiprocessing.get_context("spawn")
         self.processes, self._pipes, self.addresses = {}, {}, {OWNER: self.owner.peer}
-        for hop in (MIDDLE, READER):
+        for replica_id in (MIDDLE, READER):
             pipe, theirs = context.Pipe()
-            self.processes[hop] = context.Process(target=child, args=(theirs, str(folder), hop), daemon=True)
-            self.processes[hop].start()
-            self._pipes[hop] = pipe
-        for hop in (MIDDLE, READER):
-            assert self._pipes[hop].poll(20)
-            self.addresses[hop] = self._pipes[hop].recv()
+            self.processes[replica_id] = context.Process(
+                target=child, args=(theirs, str(folder), replica_id), daemon=True
+            )
+            self.processes[replica_id].start()
+            self._pipes[replica_id] = pipe
+        for replica_id in (MIDDLE, READER):
+            assert self._pipes[replica_id].poll(20)
+            self.addresses[replica_id] = self._pipes[replica_id].recv()
         self.announce(OWNER, MIDDLE, READER)  # who takes is heard only by those that know of it
         until(lambda: MIDDLE in self.owner.outbound._mapped, 5, "the middle one says that it reads")
         until(lambda: self.ask(MIDDLE, "reads", READER), 5, "the third one says that it reads both")
 
-    def ask(self, hop: Hop, name: str, argument: object = None) -> Any:
-        self._pipes[hop].send((name, argument))
-        assert self._pipes[hop].poll(10), f"{hop} does not answer"
-        return self._pipes[hop].recv()
+    def ask(self, replica_id: ReplicaId, name: str, argument: object = None) -> Any:
+        self._pipes[replica_id].send((name, argument))
+        assert self._pipes[replica_id].poll(10), f"{replica_id} does not answer"
+        return self._pipes[replica_id].recv()
 
-    def announce(self, *hops: Hop, gone: Hop | None = None) -> None:
+    def announce(self, *hops: ReplicaId, gone: ReplicaId | None = None) -> None:
         """Tell these processes who is there, in this order."""
-        at = {hop: () if hop == gone else (address,) for hop, address in self.addresses.items()}
+        at = {replica_id: () if replica_id == gone else (address,) for replica_id, address in self.addresses.items()}
         known = {
-            OWNER: Peers(peers=at[MIDDLE], readers=tuple(peer.hop for peer in at[READER])),
+            OWNER: Peers(peers=at[MIDDLE], readers=tuple(peer.replica_id for peer in at[READER])),
             MIDDLE: Peers(peers=at[READER], sources=at[OWNER]),
             READER: Peers(peers=(), sources=at[MIDDLE], origins=at[OWNER]),
         }
-        for hop in hops:
-            if hop == OWNER:
-                self.owner.know(known[hop])
+        for replica_id in hops:
+            if replica_id == OWNER:
+                self.owner.know(known[replica_id])
             else:
-                self.ask(hop, "know", known[hop])
+                self.ask(replica_id, "know", known[replica_id])
 
-    def kill(self, hop: Hop) -> None:
-        os.kill(self.processes[hop].pid, signal.SIGKILL)
-        self.processes[hop].join(5)
+    def kill(self, replica_id: ReplicaId) -> None:
+        os.kill(self.processes[replica_id].pid, signal.SIGKILL)
+        self.processes[replica_id].join(5)
 
     def blocks(self) -> int:
         return self.owner.outbound.counts()["arena_blocks"]
@@ -222,7 +228,7 @@ def test_published_once_and_freed_by_the_last(three: Three) -> None:
 
 
 @pytest.mark.parametrize("first", [OWNER, READER], ids=["owner first", "reader first"])
-def test_death_of_the_middle_one(three: Three, first: Hop) -> None:
+def test_death_of_the_middle_one(three: Three, first: ReplicaId) -> None:
     """Whoever hears of it first: what the third one reads stays as it is, and all else is freed at once."""
     data = os.urandom(SIZE)
     three.pass_on(data, 0)

@@ -15,8 +15,8 @@ import pytest
 
 from omni_actors.client import OmniClient
 from omni_actors.errors import ConfigError, Unauthorized
-from omni_actors.messages import Operation
-from omni_actors.transport.keys import make_client, make_cluster
+from omni_actors.protocol.client import Operation
+from omni_actors.transport.curve import make_client, make_cluster
 from tests.process.launcher import REPOSITORY, EchoLauncher, processes_of, until
 from tests.unit.builders import chain, write
 
@@ -52,19 +52,19 @@ def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLaunch
     url = re.findall(r"HTTP on (\S+)", launcher.output)[0]
     until(lambda: health() == 200, 10, "the HTTP server reaches the pipeline")
 
-    done = run("omni_actors.ctl", launcher.endpoint, "--keys", str(keys), "status")
+    done = run("omni_actors", "ctl", launcher.endpoint, "--keys", str(keys), "status")
     assert done.returncode == 0
     assert "healthy" in done.stdout
     for looking in (
-        ("omni_actors.top", launcher.endpoint, "--once"),
-        ("omni_actors.trace", "last", "--endpoint", launcher.endpoint),
+        ("omni_actors", "top", launcher.endpoint, "--once"),
+        ("omni_actors", "trace", "last", "--endpoint", launcher.endpoint),
     ):
         assert run(*looking, "--keys", str(keys)).returncode == 0
         assert "unauthorized" in run(*looking).stderr
     scraped = re.findall(r"metrics on (\S+)", launcher.output)[0]
     with urllib.request.urlopen(scraped, timeout=5) as answer:
         assert b"omni" in answer.read()
-    done = run("omni_actors.ctl", launcher.endpoint, "status")
+    done = run("omni_actors", "ctl", launcher.endpoint, "status")
     assert done.returncode == 1
     assert "unauthorized" in done.stderr
     assert "Traceback" not in done.stderr
@@ -130,7 +130,7 @@ def test_one_prompt_with_keys(short_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--listen", "tcp://0.0.0.0:0"], "python -m omni_actors.keys DIR"),
+        (["--listen", "tcp://0.0.0.0:0"], "omni-actors keys DIR"),
         (["--keys", "nowhere"], "No such file"),
         (["--keys", "open"], "chmod -R go="),
     ],

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import soundfile
 
-from omni_actors import launch as launch_module
-from omni_actors import llm
 from omni_actors.client import AsyncOmniClient, OmniClient
+from omni_actors.client import offline as llm
+from omni_actors.client.offline import OmniLLM
 from omni_actors.errors import (
     ConfigError,
     EngineError,
@@ -28,7 +28,7 @@ from omni_actors.errors import (
     StageUnavailable,
     StartupError,
 )
-from omni_actors.llm import OmniLLM
+from omni_actors.launcher import launcher as launcher_module
 from omni_actors.stage.echo import CRASH_TOKEN, FAIL_TOKEN
 from omni_actors.stage.process import EXIT_GRACE_SECONDS
 from tests.process.launcher import EchoLauncher, assert_nothing_left, processes_of, until
@@ -128,20 +128,21 @@ def test_check_starts_nothing(launch: Launch, short_path: Path) -> None:
 
 HANDSHAKE = """
 import sys
-import msgspec, omni_actors, omni_actors.agent, omni_actors.stage.session
-from omni_actors import launch, node
+import msgspec, omni_actors, omni_actors.launcher.node_agent, omni_actors.stage.session
+from omni_actors import launch
+from omni_actors.launcher import replica_processes as node
 
 WHAT = sys.argv.pop()
 if WHAT == "node":
-    omni_actors.agent.PROTOCOL_VERSION = 77
+    omni_actors.launcher.node_agent.PROTOCOL_VERSION = 77
 elif WHAT == "config":
-    usual = node.LocalNode._spec
+    usual = node.ReplicaProcesses._spec
 
     def spec(self, identity):
         other = msgspec.structs.replace(self._pipeline, name="other")
         return usual(self, identity)._replace(pipeline_json=msgspec.json.encode(other))
 
-    node.LocalNode._spec = spec
+    node.ReplicaProcesses._spec = spec
 else:
     node.LIGHT_PRELOAD = "strange_" + WHAT  # what the stages are forked from
 
@@ -156,7 +157,7 @@ STRANGE = {
 
 @pytest.mark.parametrize(
     ("what", "values"),
-    [("config", ()), ("package", ("9.9.9", "0.1.0")), ("protocol", ("77", "1")), ("node", ("77", "1", "Node 0"))],
+    [("config", ()), ("package", ("9.9.9", "0.2.0")), ("protocol", ("77", "1")), ("node", ("77", "1", "Node 0"))],
 )
 def test_handshake_mismatch_fails_the_start_and_names_both_values(
     launch: Launch, short_path: Path, what: str, values: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -217,7 +218,8 @@ def test_signal_while_the_fork_server_imports(launch: Launch, short_path: Path) 
     script = short_path / "slow.py"
     script.write_text(
         f"import os, sys; os.environ['PYTHONPATH'] += {':' + str(short_path)!r}\n"
-        "from omni_actors import launch, node\n"
+        "from omni_actors import launch\n"
+        "from omni_actors.launcher import replica_processes as node\n"
         "node.LIGHT_PRELOAD = 'slow_preload'\n"
         "if __name__ == '__main__': sys.exit(launch.main())\n"
     )
@@ -255,7 +257,8 @@ def test_an_import_that_fails_in_the_fork_server_is_named(
     script = short_path / "broken.py"
     script.write_text(
         f"import os, sys; os.environ['PYTHONPATH'] += {':' + str(short_path)!r}\n"
-        "from omni_actors import launch, node\n"
+        "from omni_actors import launch\n"
+        "from omni_actors.launcher import replica_processes as node\n"
         "node.MODEL_PRELOAD = 'broken_preload'\n"
         "if __name__ == '__main__': sys.exit(launch.main())\n"
     )
@@ -287,7 +290,7 @@ def test_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
         if command.startswith("omni:"):
             os.kill(pid, signal.SIGSTOP)  # they cannot end in order
     launcher.send_signal(signal.SIGINT)
-    time.sleep(launch_module.ONE_WISH_SECONDS + 0.1)
+    time.sleep(launcher_module.ONE_WISH_SECONDS + 0.1)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(3) == 128 + signal.SIGINT
@@ -372,8 +375,8 @@ def test_healthy_replica_serves_on(launch: Launch) -> None:
 
 
 async def test_nobody_there(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omni_actors.client.PING_SECONDS", 0.1)
-    monkeypatch.setattr("omni_actors.client.ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
+    monkeypatch.setattr("omni_actors.client.async_client.ANSWER_SECONDS", 0.3)
     async with AsyncOmniClient(f"ipc://{short_path}/client") as client:
         with pytest.raises(RequestTimeout, match=r"did not answer within 0\.2 s"):
             await client.describe(timeout=0.2)
@@ -457,7 +460,7 @@ def test_fan_out_and_fan_in(launch: Launch) -> None:
 EARLY = """
 import multiprocessing, signal, time
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["omni_actors.stage.fork_server"])
+context.set_forkserver_preload(["omni_actors.launcher.fork_server"])
 child = "import signal, time; signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}); time.sleep(30)"
 for _ in range(4):
     process = context.Process(target=exec, args=(child,))

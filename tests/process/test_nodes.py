@@ -17,7 +17,7 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
-from omni_actors.messages import Operation, StageStatus
+from omni_actors.protocol.client import Operation, StageStatus
 from tests.chaos.load import ask_and_check, replicas, text_of
 from tests.process.hosts import Hosts, spread_chain
 from tests.process.launcher import EchoLauncher, assert_nothing_left, until

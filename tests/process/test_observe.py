@@ -19,15 +19,15 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from omni_actors import top, trace
+from omni_actors.cli import top, trace
+from omni_actors.cli.top import Look
 from omni_actors.client import AsyncOmniClient, OmniClient
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
-from omni_actors.messages import RequestTimeline
-from omni_actors.observe import table
-from omni_actors.observe.chart import chart
-from omni_actors.observe.table import TABLE, Metric
+from omni_actors.protocol.telemetry import RequestTimeline
 from omni_actors.stage.echo import FAIL_TOKEN
-from omni_actors.top import Look
+from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry.chart import chart
+from omni_actors.telemetry.metric_table import TABLE, Metric
 from tests.chaos.load import disturbed_chain
 from tests.process.launcher import EchoLauncher, processes_of, until
 from tests.unit.builders import chain
@@ -113,7 +113,7 @@ async def test_time_in_which_a_stage_is_held_back_is_counted(launch: Launch, rea
     thinker, talker, code2wav = data["stages"][1:]
     if reason == "turn":  # one request after the other, so that some wait while the talker has those before
         thinker["engine"] = {"step_seconds": 0.02, "max_num_seqs": 1}
-        talker["gives_way_to"] = ["thinker"]
+        talker["yields_to"] = ["thinker"]
     else:
         data["flow"] = {"edge_messages": 16, "outbox_messages": 8, "backlog_requests": 1}
         code2wav["engine"] = {"step_seconds": 0.02, "max_num_seqs": 1}

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from omni_actors.cli.replay import replay
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
-from omni_actors.replay import replay
 from omni_actors.stage.echo import FAIL_TOKEN
-from omni_actors.stage.record import INBOUND, LENGTH, read
+from omni_actors.stage.recorder import INBOUND, LENGTH, read
 from tests.process.launcher import REPOSITORY, EchoLauncher
 from tests.unit.builders import chain
 
@@ -51,7 +51,7 @@ async def test_every_stage_gives_the_same_again(launch: Callable[..., EchoLaunch
 
 
 def run(file: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "omni_actors.replay", str(file)]
+    command = [sys.executable, "-m", "omni_actors", "replay", str(file)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
 
 

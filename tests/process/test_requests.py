@@ -13,8 +13,9 @@ import msgspec
 import numpy
 import pytest
 
+from omni_actors.cli.top import look
 from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
-from omni_actors.codec import MAGIC, Decoder, encode
+from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import (
     Aborted,
     DeadlineExceeded,
@@ -26,31 +27,18 @@ from omni_actors.errors import (
     UnknownModality,
     UnknownVoice,
 )
-from omni_actors.messages import (
-    AudioChunk,
-    Chunk,
-    CoordinatorToClient,
-    Credit,
-    Done,
-    DType,
-    Failed,
-    FinishReason,
-    Header,
-    Heartbeat,
-    Hello,
-    Hop,
-    Prompt,
-    StageDone,
-    StageUsage,
-    Submit,
-    TensorRef,
-    TextDelta,
-    pack_token_ids,
-)
-from omni_actors.observe.table import REJECTED
-from omni_actors.outputs import OmniRequestOutput
+from omni_actors.protocol.client import CoordinatorToClient, Done, Submit
+from omni_actors.protocol.codec import MAGIC, Decoder, encode
+from omni_actors.protocol.common import Credit, Failed
+from omni_actors.protocol.control import Heartbeat, Hello
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.protocol.payloads import Prompt
+from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, StageUsage, TextDelta
+from omni_actors.protocol.stage import Chunk
+from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.stage.echo import FAIL_TOKEN
-from omni_actors.top import look
+from omni_actors.telemetry.metric_table import REJECTED
 from omni_actors.transport.credit import wire_size
 from omni_actors.transport.sockets import Sockets, drain, try_send
 from tests.process.launcher import EchoLauncher, until
@@ -279,11 +267,11 @@ async def test_garbage_on_every_socket_is_counted_and_harms_nobody(echo: EchoLau
             for frames in malformed(kind, stranger):
                 until(lambda socket=socket, frames=frames: try_send(socket, frames), 5, "sending")
             assert (await good.generate(f"after {kind}", timeout=20)).text == f"after {kind}"
-        hop = Hop("thinker", 0, epoch)
+        replica_id = ReplicaId("thinker", 0, epoch)
         hello = Hello(protocol=1, package="x", config="x", pid=1, inbox="ipc:///nowhere")
         for body in (hello, Heartbeat(progress=3)):  # sound, but from a replica that is not known, or known for long
             for replica in (0, 9):
-                try_send(control, encode(Header("", "", hop.stage, replica, hop.epoch), body))
+                try_send(control, encode(Header("", "", replica_id.stage, replica, replica_id.epoch), body))
         for body, buffers in (
             (TextDelta(text="x"), []),
             (StageDone(usage=StageUsage(FinishReason.STOP)), []),
@@ -352,7 +340,7 @@ async def test_a_client_whose_request_was_lost_is_told(
     echo: EchoLauncher, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a restart of the coordinator: the request is unknown there, the stream must not wait for ever."""
-    monkeypatch.setattr("omni_actors.client.PING_SECONDS", 0.1)
+    monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
     async with AsyncOmniClient(echo.endpoint) as client:
         monkeypatch.setattr(client, "_socket", sockets.dealer(echo.endpoint.replace("client", "nobody"), b"x"))
         real = client._reader._socket

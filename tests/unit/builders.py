@@ -10,7 +10,11 @@ import yaml
 
 from omni_actors import config
 from omni_actors.config import PipelineConfig
-from omni_actors.messages import Header, Hop, Prompt, StageDone, StageUsage, Submit, pack_token_ids
+from omni_actors.protocol.client import Submit
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.protocol.payloads import Prompt
+from omni_actors.protocol.results import StageDone, StageUsage
 
 CHAIN: dict[str, Any] = {
     "name": "test",
@@ -50,8 +54,8 @@ def submit(*modalities: str, **fields: Any) -> Submit:
     )
 
 
-def header_from(hop: Hop, request_id: str, seq: int = 0, attempt: int = 0) -> Header:
-    return Header("", request_id, hop.stage, hop.replica, hop.epoch, attempt, seq)
+def header_from(replica_id: ReplicaId, request_id: str, seq: int = 0, attempt: int = 0) -> Header:
+    return Header("", request_id, replica_id.stage, replica_id.replica, replica_id.epoch, attempt, seq)
 
 
 def done(reason: str = "stop") -> StageDone:

@@ -7,38 +7,27 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from omni_actors.codec import BufferList, Envelope
 from omni_actors.config import FlowConfig, PipelineConfig, StageConfig
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, PromptTooLong
-from omni_actors.messages import (
-    Abort,
+from omni_actors.protocol.codec import BufferList, Envelope
+from omni_actors.protocol.common import Abort, Credit, Failed
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Body, Header, ReplicaId
+from omni_actors.protocol.payloads import (
     AdditionalInformationEntry,
     AdditionalInformationPayload,
-    AudioChunk,
-    Body,
-    Chunk,
-    Credit,
-    DType,
-    Ended,
-    Expect,
-    Failed,
-    FinishReason,
-    Header,
-    Hop,
-    HostTensor,
     Prompt,
     PromptEmbedsPayload,
-    StageDone,
     StageParams,
-    TensorRef,
-    TextDelta,
-    pack_token_ids,
 )
+from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, TextDelta
+from omni_actors.protocol.stage import Chunk, Ended, OpenRequest
+from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage import actor as actor_module
-from omni_actors.stage import parking
-from omni_actors.stage.actor import Stage
+from omni_actors.stage import early_chunks as parking
+from omni_actors.stage.actor import StageActor
 from omni_actors.stage.echo import FAIL_TOKEN, EchoEngine
-from omni_actors.stage.interface import (
+from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
     EngineFacts,
@@ -56,7 +45,7 @@ from omni_actors.stage.processors import PROCESSORS, Thinker2Talker
 from tests.unit.builders import pipeline
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
-ROUTE = tuple(Hop(stage, 0, 5) for stage in STAGES)
+ROUTE = tuple(ReplicaId(stage, 0, 5) for stage in STAGES)
 EMPTY = {"requests": 0, "parked": 0, "parked_bytes": 0, "retained": 0, "retained_bytes": 0, "engine_requests": 0}
 
 
@@ -133,38 +122,38 @@ class StageUnderTest:
         self.name = name
         self.engine = engine or RecordingEngine()
         self.clock = Clock()
-        self.identity = Hop(name, 0, 5)
+        self.identity = ReplicaId(name, 0, 5)
         stage = stage or config.stage(name)
         of_input = PROCESSORS[processor] if stage.inputs else None
-        self.actor = Stage(config, stage, self.identity, self.engine, of_input, self.clock, meter)
+        self.actor = StageActor(config, stage, self.identity, self.engine, of_input, self.clock, meter)
 
     def expect(
         self,
         request_id: str = "r1",
         prompt: str = "",
-        route: tuple[Hop, ...] = ROUTE,
+        route: tuple[ReplicaId, ...] = ROUTE,
         deadline: float = 0.0,
         **fields: object,
     ) -> list[Outgoing]:
         given = Prompt(token_ids=pack_token_ids(list(prompt.encode()))) if prompt else None
-        body = Expect(route=route, params=StageParams(), seed=3, prompt=given, **fields)
+        body = OpenRequest(route=route, params=StageParams(), seed=3, prompt=given, **fields)
         return self.actor.receive(Envelope(Header("expect", request_id, deadline=deadline), body))
 
     def chunk(
         self,
         request_id: str = "r1",
         seq: int = 0,
-        source: Hop | None = None,
+        source: ReplicaId | None = None,
         attempt: int = 0,
         tensors: dict[str, HostTensor] | None = None,
         **fields: object,
     ) -> list[Outgoing]:
-        hop = source or ROUTE[STAGES.index(self.name) - 1]
+        replica_id = source or ROUTE[STAGES.index(self.name) - 1]
         buffers = BufferList()
         refs = {name: buffers.add(tensor) for name, tensor in (tensors or {}).items()}
         if (rows := refs.pop("rows", None)) is not None:
             fields["rows"] = PromptEmbedsPayload(rows)
-        header = Header("chunk", request_id, hop.stage, hop.replica, hop.epoch, attempt, seq)
+        header = Header("chunk", request_id, replica_id.stage, replica_id.replica, replica_id.epoch, attempt, seq)
         return self.actor.receive(Envelope(header, Chunk(tensors=refs, **fields), tuple(buffers.buffers)))
 
     def tokens(
@@ -201,7 +190,7 @@ def failed(messages: list[Outgoing]) -> Failed:
 
 def test_entry_stage_starts_with_the_prompt_and_its_media() -> None:
     stage = StageUnderTest("prompt")
-    body = Expect(
+    body = OpenRequest(
         route=ROUTE,
         params=StageParams(top_k=2),
         seed=3,
@@ -276,12 +265,12 @@ def test_chunk_after_the_end_fails_the_request_instead_of_starting_it_twice() ->
 @pytest.mark.parametrize(
     ("source", "attempt", "reason"),
     [
-        (Hop("prompt", 0, 4), 0, "foreign_epoch"),
-        (Hop("prompt", 1, 5), 0, "foreign_epoch"),
-        (Hop("talker", 0, 5), 0, "unexpected_source"),
+        (ReplicaId("prompt", 0, 4), 0, "foreign_epoch"),
+        (ReplicaId("prompt", 1, 5), 0, "foreign_epoch"),
+        (ReplicaId("talker", 0, 5), 0, "unexpected_source"),
     ],
 )
-def test_foreign_chunks_are_dropped(source: Hop, attempt: int, reason: str) -> None:
+def test_foreign_chunks_are_dropped(source: ReplicaId, attempt: int, reason: str) -> None:
     stage = StageUnderTest("thinker")
     stage.expect()
     assert stage.chunk(source=source, attempt=attempt, token_ids=bytes(4), final=True) == []
@@ -291,7 +280,7 @@ def test_foreign_chunks_are_dropped(source: Hop, attempt: int, reason: str) -> N
 
 def test_announcement_for_another_process_or_twice() -> None:
     stage = StageUnderTest("thinker")
-    stage.expect(route=(Hop("thinker", 0, 4),))
+    stage.expect(route=(ReplicaId("thinker", 0, 4),))
     assert (stage.actor.dropped, stage.held()) == ({"foreign_epoch": 1}, EMPTY)
     stage.expect()
     stage.expect()
@@ -318,7 +307,7 @@ def test_messages_are_numbered_by_receiver() -> None:
         (None, 2),
     ]
     assert {message.header.deadline for message in sent} == {2000.0}
-    assert {Hop(m.header.stage, m.header.replica, m.header.epoch) for m in sent} == {stage.identity}
+    assert {ReplicaId(m.header.stage, m.header.replica, m.header.epoch) for m in sent} == {stage.identity}
     assert [type(body) for body in bodies(sent)] == [TextDelta, Chunk, TextDelta, Chunk, StageDone]
     assert stage.held()["requests"] == 0
 
@@ -571,7 +560,7 @@ def test_echo_engine_fails_one_request_and_goes_on() -> None:
 
 
 def expect_attempt(stage: StageUnderTest, attempt: int) -> list[Outgoing]:
-    body = Expect(route=ROUTE, params=StageParams(), seed=3)
+    body = OpenRequest(route=ROUTE, params=StageParams(), seed=3)
     return stage.actor.receive(Envelope(Header("expect", "r1", attempt=attempt), body))
 
 
@@ -649,7 +638,7 @@ def test_parked_too_long_for_the_next_attempt_leaves_nothing_of_the_one_before()
     expect_attempt(stage, 0)
     tokens_of_attempt(stage, 0)
     tokens_of_attempt(stage, 1)
-    stage.clock.now += FlowConfig().parked_seconds
+    stage.clock.now += FlowConfig().early_chunk_seconds
     message = failed(stage.actor.tick())
     assert message.code is ErrorCode.PROTOCOL_ERROR
     assert stage.held() == EMPTY

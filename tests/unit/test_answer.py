@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from omni_actors.messages import Description, FinishReason, StageStatus, StageUsage
-from omni_actors.server.answer import usage_of
+from omni_actors.http_server.answer import usage_of
+from omni_actors.protocol.client import Description, StageStatus
+from omni_actors.protocol.results import FinishReason, StageUsage
 
 # What each stage read and wrote. A vocoder writes steps, a stage that changes sound pieces of it.
 WORK = {"prompt": (0, 5), "thinker": (5, 7), "talker": (9, 40), "code2wav": (40, 100), "leveller": (3, 3)}

@@ -16,13 +16,16 @@ import msgspec
 import psutil
 import pytest
 
-from omni_actors.codec import BadBody, BufferList, Decoder, encode
 from omni_actors.errors import InvalidPayload, StageLost, StartupError
-from omni_actors.messages import ArenaAddress, Block, Chunk, DType, Header, Hop, HostTensor, IntoStage
+from omni_actors.protocol.codec import BadBody, BufferList, Decoder, encode
+from omni_actors.protocol.control import ArenaAddress
+from omni_actors.protocol.header import Block, Header, ReplicaId
+from omni_actors.protocol.stage import Chunk, IntoStage
+from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.transport import arena as arena_module
 from omni_actors.transport.arena import ALIGNMENT, PREFIX, Arena, ArenaReader, Holder
 
-OWNER, ME, OTHER = Hop("thinker", 0, 1), Hop("talker", 0, 1), Hop("talker", 1, 1)
+OWNER, ME, OTHER = ReplicaId("thinker", 0, 1), ReplicaId("talker", 0, 1), ReplicaId("talker", 1, 1)
 HEADER = Header("", "r1", *msgspec.structs.astuple(OWNER))
 SIZE = 1 << 20
 
@@ -61,7 +64,7 @@ def test_bytes_arrive_in_place_and_are_given_back_with_the_last_view(arena: Aren
 def test_fan_out_is_published_once_and_freed_by_the_last_consumer(arena: Arena) -> None:
     block = arena.publish(bytes(1000), ME, 1e12)
     arena.share(block, OTHER)
-    arena.release(Hop("stranger", 0, 1), block.ticket)
+    arena.release(ReplicaId("stranger", 0, 1), block.ticket)
     arena.release(ME, block.ticket)
     arena.release(ME, block.ticket)
     assert arena.counts()["arena_blocks"] == 1
@@ -227,7 +230,7 @@ def test_messages_with_blocks(arena: Arena, reader: ArenaReader) -> None:
     assert sum(map(len, reader.take_released().values())) >= 2
 
 
-THIRD = Hop("code2wav", 0, 1)
+THIRD = ReplicaId("code2wav", 0, 1)
 
 
 @pytest.fixture

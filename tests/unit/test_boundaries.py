@@ -5,14 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from omni_actors.codec import Envelope
-from omni_actors.core.coordination import ToStage
+from omni_actors.coordinator.core.lifecycle import ToStage
 from omni_actors.errors import ErrorCode
-from omni_actors.messages import Abort, Ended, Expect, Header, Resend, StageParams, TextDelta
-from tests.unit import test_actor, test_coordination
+from omni_actors.protocol.codec import Envelope
+from omni_actors.protocol.common import Abort
+from omni_actors.protocol.header import Header
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.results import TextDelta
+from omni_actors.protocol.stage import Ended, OpenRequest, Resend
+from tests.unit import test_actor, test_lifecycle
 from tests.unit.builders import header_from, submit
 from tests.unit.test_actor import ROUTE, StageUnderTest, failed
-from tests.unit.test_coordination import ALICE, BOB, NOW, aborts, ask, failure, hop, ready
+from tests.unit.test_lifecycle import ALICE, BOB, NOW, aborts, ask, failure, ready, replica_id
 
 # -- client -> coordinator --------------------------------------------------------------------------------------------
 
@@ -41,16 +45,16 @@ def test_a_client_reaches_only_its_own_requests() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        Expect(route=ROUTE, params=StageParams(), seed=1),
+        OpenRequest(route=ROUTE, params=StageParams(), seed=1),
         Abort(),
         Resend(receiver=ROUTE[2], attempt=1),
         Ended(request_ids=("r1",)),
     ],
 )
-def test_only_the_coordinator_opens_and_ends(kind: Expect | Abort | Resend | Ended) -> None:
+def test_only_the_coordinator_opens_and_ends(kind: OpenRequest | Abort | Resend | Ended) -> None:
     """Whoever can reach a stage's inbox is a stage; none of them may end or begin what is not its own."""
     stage = StageUnderTest("thinker")
-    if not isinstance(kind, Expect):
+    if not isinstance(kind, OpenRequest):
         stage.expect()
     before = stage.actor.counts()
     header = msgspec.structs.replace(header_from(ROUTE[0], "r1"), kind="x", deadline=1010.0)
@@ -61,7 +65,7 @@ def test_only_the_coordinator_opens_and_ends(kind: Expect | Abort | Resend | End
 
 def test_an_abort_of_an_attempt_before_touches_nothing() -> None:
     stage = StageUnderTest("thinker")
-    body = Expect(route=ROUTE, params=StageParams(), seed=1)
+    body = OpenRequest(route=ROUTE, params=StageParams(), seed=1)
     stage.actor.receive(Envelope(Header("expect", "r1", attempt=2), body))
     stage.actor.receive(Envelope(Header("abort", "r1", attempt=1), Abort()))
     assert stage.actor.counts()["requests"] == 1
@@ -116,13 +120,13 @@ def test_a_chunk_of_a_request_that_has_ended_is_absorbed_by_its_tombstone() -> N
 @pytest.mark.parametrize(
     ("header", "outcome"),
     [
-        (header_from(hop("thinker"), "r9"), "unknown_request"),
-        (header_from(hop("thinker", epoch=2), "r1"), "foreign_epoch"),
-        (header_from(hop("thinker", epoch=0), "r1"), "foreign_epoch"),
-        (header_from(hop("thinker", 1), "r1"), "foreign_epoch"),
-        (header_from(hop("thinker"), "r1", attempt=1), "foreign_attempt"),
-        (header_from(hop("thinker"), "r1", seq=1), ErrorCode.PROTOCOL_ERROR),
-        (header_from(hop("thinker"), "r1"), None),
+        (header_from(replica_id("thinker"), "r9"), "unknown_request"),
+        (header_from(replica_id("thinker", epoch=2), "r1"), "foreign_epoch"),
+        (header_from(replica_id("thinker", epoch=0), "r1"), "foreign_epoch"),
+        (header_from(replica_id("thinker", 1), "r1"), "foreign_epoch"),
+        (header_from(replica_id("thinker"), "r1", attempt=1), "foreign_attempt"),
+        (header_from(replica_id("thinker"), "r1", seq=1), ErrorCode.PROTOCOL_ERROR),
+        (header_from(replica_id("thinker"), "r1"), None),
     ],
 )
 def test_a_result(header: Header, outcome: object) -> None:
@@ -131,7 +135,7 @@ def test_a_result(header: Header, outcome: object) -> None:
     instructions = state.from_stage(header, TextDelta(text="a"), (), NOW)
     if isinstance(outcome, ErrorCode):
         assert failure(instructions).code is outcome
-        assert sorted(aborts(instructions)) == sorted(test_coordination.STAGES)
+        assert sorted(aborts(instructions)) == sorted(test_lifecycle.STAGES)
     elif outcome is None:
         assert len(instructions) == 1
     else:

@@ -1,4 +1,4 @@
-"""The checkpoints that omni_actors.checkpoints writes: layout, ids, sizes, determinism and refusals."""
+"""The checkpoints that tools.checkpoints writes: layout, ids, sizes, determinism and refusals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from omni_actors import checkpoints
-from omni_actors.checkpoints.__main__ import main
-from omni_actors.checkpoints.weights import scale_of
+from tools import checkpoints
+from tools.checkpoints.__main__ import main
+from tools.checkpoints.weights import scale_of
 
 LAYOUT = {
     "config.json",

@@ -7,27 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_actors import codec
-from omni_actors.codec import MAGIC, BadBody, BadHeader, BufferList, Decoder, encode
 from omni_actors.errors import InvalidPayload
-from omni_actors.messages import (
-    Abort,
-    AudioChunk,
-    Chunk,
-    ClientToCoordinator,
-    CoordinatorToStage,
-    DType,
-    FromStage,
-    Header,
-    HostTensor,
-    IntoStage,
-    Limits,
-    Shutdown,
-    Submit,
-    TensorRef,
-    TextDelta,
-    check_extent,
-)
+from omni_actors.protocol import codec
+from omni_actors.protocol.client import ClientToCoordinator, Submit
+from omni_actors.protocol.codec import MAGIC, BadBody, BadHeader, BufferList, Decoder, encode
+from omni_actors.protocol.common import Abort
+from omni_actors.protocol.control import CoordinatorToStage, Shutdown
+from omni_actors.protocol.header import Header, Limits
+from omni_actors.protocol.results import AudioChunk, FromStage, TextDelta
+from omni_actors.protocol.stage import Chunk, IntoStage
+from omni_actors.protocol.tensors import DType, HostTensor, TensorRef, check_extent
 
 HEADER = Header("", request_id="r1", stage="thinker", replica=2, epoch=7, attempt=1, seq=9, deadline=5.5)
 
@@ -319,7 +308,7 @@ def test_a_good_message_with_one_byte_changed(data: st.DataObject) -> None:
 
 def test_submit_without_constraints_is_checked_on_decode() -> None:
     """msgspec checks constraints only on decode; the receiver is the wall."""
-    from omni_actors.messages import ChatMessage, ContentPart, Prompt
+    from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt
 
     prompt = Prompt(messages=(ChatMessage("user", (ContentPart(text="hi"),)),))
     for wrong in ({"modalities": ()}, {"seed": -1}, {"priority": 10_000}):

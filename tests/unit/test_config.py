@@ -11,7 +11,7 @@ import pytest
 from omni_actors import config, logs
 from omni_actors.config import BUILT_IN_PROCESSORS, describe, memory_plan
 from omni_actors.errors import ConfigError
-from omni_actors.stage.processors import PROCESSORS, InputProcessor, Passthrough
+from omni_actors.stage.processors import PROCESSORS, Passthrough, StreamProcessor
 from tests.unit.builders import chain, load, write
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -217,7 +217,7 @@ def test_unknown_processor_is_found_before_anything_starts(tmp_path: Path) -> No
 
 def test_classes_are_resolved_by_name_or_allowed_path() -> None:
     def resolve(name: str) -> type:
-        return config.resolve_class(name, PROCESSORS, InputProcessor, "here")
+        return config.resolve_class(name, PROCESSORS, StreamProcessor, "here")
 
     assert resolve("passthrough") is Passthrough
     assert resolve("omni_actors.stage.processors.Passthrough") is Passthrough
@@ -225,7 +225,7 @@ def test_classes_are_resolved_by_name_or_allowed_path() -> None:
         ("pasthrough", "Did you mean"),
         ("omni_actors.stage.processors.Nothing", "cannot import"),
         ("omni_actors.nothing.X", "cannot import"),
-        ("omni_actors.messages.Chunk", "no subclass of InputProcessor"),
+        ("omni_actors.protocol.stage.Chunk", "no subclass of StreamProcessor"),
         ("os.path", "outside"),
     ):
         with pytest.raises(ConfigError, match=word):
@@ -249,8 +249,8 @@ def test_parameters_must_fit_the_kind_of_stage(tmp_path: Path) -> None:
         ({"decode": {"policy": "whole", "first_blocks": 2}}, ["no chunks"]),
         ({"decode": {"first_blocks": 4, "largest_blocks": 2}}, ["largest_blocks (2)", "first_blocks (4)"]),
         ({"kind": "echo", "decode": {}}, ["only diffusion stages decode"]),
-        ({"gives_way_to": ["thinkr"]}, ["'thinkr'", "Did you mean 'thinker'"]),
-        ({"gives_way_to": ["code2wav"]}, ["no other stage 'code2wav'"]),
+        ({"yields_to": ["thinkr"]}, ["'thinkr'", "Did you mean 'thinker'"]),
+        ({"yields_to": ["code2wav"]}, ["no other stage 'code2wav'"]),
         ({"environment": {"lower": "1"}}, ["environment"]),
         ({"environment": {"LIST": [1]}}, ["environment"]),
     ],
@@ -262,19 +262,19 @@ def test_decoding_turns_and_environment(tmp_path: Path, fields: dict, words: lis
 
 def test_stages_that_would_give_way_to_one_another(tmp_path: Path) -> None:
     data = chain()
-    data["stages"][1]["gives_way_to"] = ["code2wav"]
-    data["stages"][2]["gives_way_to"] = ["thinker"]
-    data["stages"][3]["gives_way_to"] = ["talker"]
+    data["stages"][1]["yields_to"] = ["code2wav"]
+    data["stages"][2]["yields_to"] = ["thinker"]
+    data["stages"][3]["yields_to"] = ["talker"]
     text = refused(tmp_path, data)
     assert "the stages code2wav, talker, thinker would wait for one another" in text
 
 
 def test_decoding_turns_and_environment_that_fit(tmp_path: Path) -> None:
     environment = {"CUDA_X": "1", "CUDA_Y": 90}
-    fields = {"decode": {"largest_blocks": 4}, "gives_way_to": ["thinker"], "environment": environment}
+    fields = {"decode": {"largest_blocks": 4}, "yields_to": ["thinker"], "environment": environment}
     stage = load(tmp_path, with_stage(3, kind="diffusion", **fields)).pipeline.stage("code2wav")
     assert (stage.decode.policy, stage.decode.largest_blocks, stage.decode.first_blocks) == ("chunks", 4, None)
-    assert (stage.gives_way_to, stage.environment) == (["thinker"], environment)
+    assert (stage.yields_to, stage.environment) == (["thinker"], environment)
 
 
 def test_only_loopback_is_bound(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_several_hosts_need_keys(tmp_path: Path) -> None:
     cluster = {"nnodes": 2, "master_addr": "10.0.0.1"}
     text = refused(tmp_path, {**chain(), "cluster": cluster})
     assert "cluster.master_addr" in text
-    assert "omni_actors.keys" in text
+    assert "omni-actors keys" in text
     load(tmp_path, {**chain(), "cluster": cluster, "coordinator": {"keys_dir": "keys"}})
     for fine in ({**cluster, "nnodes": 1}, {**cluster, "master_addr": "127.0.0.2"}, {**cluster, "master_addr": "gpu1"}):
         load(tmp_path, {**chain(), "cluster": fine})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_actors.transport.credit import Tally, Window, wire_size
+from omni_actors.transport.credit import ReceivedCredit, Window, wire_size
 from omni_actors.transport.link import STALL_SECONDS, Link
 from omni_actors.transport.sockets import Sockets, drain
 from tests.unit.test_transport import Clock, until
@@ -36,7 +36,7 @@ def test_window_in_messages_and_bytes() -> None:
 
 
 def test_tally_grants_by_the_quarter_and_the_rest_on_the_tick() -> None:
-    tally: Tally[str] = Tally(8, 400)
+    tally: ReceivedCredit[str] = ReceivedCredit(8, 400)
     assert not tally.take("a", 1)
     assert not tally.take("b", 99)
     assert tally.collect(everything=False) == []

@@ -82,9 +82,9 @@ def test_every_error_code_has_a_cure() -> None:
 
 
 def test_every_route_and_flag_of_the_server_is_described() -> None:
-    from omni_actors.server import __main__ as server
-    from omni_actors.server.app import create_routes
-    from omni_actors.server.settings import ServerSettings
+    from omni_actors.http_server import __main__ as server
+    from omni_actors.http_server.app import create_routes
+    from omni_actors.http_server.settings import ServerSettings
 
     text = (DOCS / "http.md").read_text()
     for route in create_routes(ServerSettings(endpoint="ipc:///tmp/nobody")).openapi()["paths"]:

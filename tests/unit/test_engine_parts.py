@@ -13,16 +13,17 @@ from omni_actors.engine import models
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.core import EngineLost, StepFailed, _device_is_lost
 from omni_actors.engine.models import checkpoint_architecture, find_model_spec, load_plugins
-from omni_actors.engine.models.qwen2_5_omni_thinker import check_feature
-from omni_actors.engine.models.voices import load_voices
+from omni_actors.engine.models.qwen2_5_omni.thinker import check_feature
+from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import OmniSchedulerInterface, OmniSchedulerMixin
 from omni_actors.engine.stage_llm import as_inputs, join
 from omni_actors.engine.tensors import check_rows, to_host, to_torch
 from omni_actors.engine.worker_base import HostCopy
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, Overloaded
-from omni_actors.messages import DType, HostTensor, StageParams
-from omni_actors.stage.interface import StageInputs
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.engine_interface import StageInputs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tensors
@@ -402,7 +403,7 @@ def test_codec_tokens_leave_by_blocks_of_the_vocoder(count: int, ends: bool) -> 
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine import FinishReason as VllmFinishReason
 
-    from omni_actors.engine.models.qwen2_5_omni_talker import CodecOutputs
+    from omni_actors.engine.models.qwen2_5_omni.talker import CodecOutputs
 
     end = 99
     outputs = CodecOutputs("r", frozenset({end}), 12)

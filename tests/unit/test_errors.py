@@ -6,9 +6,10 @@ import copy
 
 import pytest
 
-from omni_actors.codec import Decoder, encode
 from omni_actors.errors import ERROR_CLASSES, ErrorCode, OmniError, Overloaded, UnknownVoice
-from omni_actors.messages import Failed, Header
+from omni_actors.protocol.codec import Decoder, encode
+from omni_actors.protocol.common import Failed
+from omni_actors.protocol.header import Header
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))

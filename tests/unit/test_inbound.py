@@ -10,24 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from omni_actors.codec import Decoder, encode
-from omni_actors.messages import (
-    Chunk,
+from omni_actors.protocol.codec import Decoder, encode
+from omni_actors.protocol.control import (
     CoordinatorToStage,
-    Header,
     Heartbeat,
     Hello,
-    Hop,
-    Limits,
     Ready,
-    Renew,
-    Sample,
+    Reregister,
     Shutdown,
-    Snapshot,
     StageToCoordinator,
     Welcome,
-    pack_token_ids,
 )
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Header, Limits, ReplicaId
+from omni_actors.protocol.stage import Chunk
+from omni_actors.protocol.telemetry import Sample, Snapshot
 from omni_actors.stage.events import Control, Event, Lost, Received, Rejected, Stop
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
@@ -35,7 +32,7 @@ from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.unit.test_transport import until
 
-IDENTITY = Hop("thinker", 0, 5)
+IDENTITY = ReplicaId("thinker", 0, 5)
 NAME = b"thinker/0/5"
 
 
@@ -113,7 +110,7 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
 
     until(beats)
     assert heard[0].body == Hello(1, "p", "c", 1, f"ipc://{short_path}/inbox")
-    assert all(Hop(e.header.stage, e.header.replica, e.header.epoch) == IDENTITY for e in heard)
+    assert all(ReplicaId(e.header.stage, e.header.replica, e.header.epoch) == IDENTITY for e in heard)
     assert {envelope.body.sent for envelope in heard[1:]} == {1234.5}
     push = harness.sockets.push(f"ipc://{short_path}/inbox")
     good = encode(Header("", "r1"), Chunk(token_ids=pack_token_ids([1])))
@@ -146,7 +143,7 @@ def test_figures_over_the_limit_are_left_out_and_other_messages_go_on(
 def test_a_coordinator_that_dies_or_forgets_ends_the_session(short_path: Path, launcher: subprocess.Popen) -> None:
     harness = Harness(short_path, launcher.pid)
     harness.await_hello()
-    harness.tell(Renew())
+    harness.tell(Reregister())
     assert harness.next(2) == Lost("the coordinator does not know this replica")
     harness.control.close()
     assert harness.next(2) == Lost("the coordinator is not connected any more")

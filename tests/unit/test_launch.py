@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from omni_actors import launch
+from omni_actors.client.offline import _as_prompts
 from omni_actors.errors import ConfigError
 from omni_actors.launch import EXIT_OK, EXIT_USAGE, main
-from omni_actors.llm import _as_prompts
+from omni_actors.launcher import one_request
 from tests.unit.builders import chain, write
 
 
@@ -51,7 +52,7 @@ def test_options_become_overrides() -> None:
 
 def test_text_alone_needs_no_talker() -> None:
     def needed(*arguments: str) -> list[str] | None:
-        return launch._needed_modalities(launch._parser().parse_args(["c.yaml", *arguments]))
+        return one_request._needed_modalities(launch._parser().parse_args(["c.yaml", *arguments]))
 
     assert needed("--prompt", "x") == ["text"]
     assert needed("--prompt", "x", "--save-audio", "a.wav") is None

@@ -8,23 +8,90 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from omni_actors import messages as m
-from omni_actors.codec import MAGIC, Decoder, encode
 from omni_actors.errors import ErrorCode, InvalidPayload
+from omni_actors.protocol.client import (
+    Describe,
+    Description,
+    Done,
+    EdgeStatus,
+    Observation,
+    Observe,
+    Operate,
+    Operation,
+    Report,
+    RequestStatus,
+    StageStatus,
+    Subject,
+    Submit,
+)
+from omni_actors.protocol.codec import MAGIC, Decoder, encode
+from omni_actors.protocol.common import Abort, Credit, Failed
+from omni_actors.protocol.control import (
+    ArenaAddress,
+    Fatal,
+    Heartbeat,
+    Hello,
+    Loading,
+    Peer,
+    Peers,
+    Ready,
+    Reregister,
+    Shutdown,
+    Welcome,
+)
+from omni_actors.protocol.fields import pack_token_ids, unpack_token_ids
+from omni_actors.protocol.header import PROTOCOL_VERSION, Body, Header, ReplicaId
+from omni_actors.protocol.nodes import (
+    KillReplica,
+    Launched,
+    NodeBeat,
+    NodeHello,
+    NodeLeaving,
+    NodeWelcome,
+    ReplicaEnded,
+    RunningReplica,
+    StartReplica,
+)
+from omni_actors.protocol.payloads import (
+    AUTOREGRESSIVE_PARAMS,
+    DIFFUSION_PARAMS,
+    AdditionalInformationEntry,
+    AdditionalInformationPayload,
+    ChatMessage,
+    ContentPart,
+    Media,
+    MediaEncoding,
+    Prompt,
+    PromptEmbedsPayload,
+    StageParams,
+)
+from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, StageUsage, TextDelta, Unreachable
+from omni_actors.protocol.stage import Chunk, Ended, OpenRequest, Resend
+from omni_actors.protocol.telemetry import (
+    EndedWork,
+    HistogramSample,
+    HopTimeline,
+    RequestTimeline,
+    Sample,
+    Snapshot,
+    StageTimeline,
+    TimelineEvent,
+)
+from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 
 GOLDEN = Path(__file__).with_name("golden_messages.json")
-REF = m.TensorRef(m.DType.BF16, (2, 4), 0)
+REF = TensorRef(DType.BF16, (2, 4), 0)
 
 
 # -- golden bytes -----------------------------------------------------------------------------------------------------
 
-HOP = m.Hop("talker", 1, 3)
-PROMPT = m.Prompt(
-    messages=(m.ChatMessage("user", (m.ContentPart(text="hi"), m.ContentPart(media=0))),),
-    media=(m.Media("audio", m.MediaEncoding.ARRAY, m.TensorRef(m.DType.F32, (2,), 0), sample_rate=16_000),),
+HOP = ReplicaId("talker", 1, 3)
+PROMPT = Prompt(
+    messages=(ChatMessage("user", (ContentPart(text="hi"), ContentPart(media=0))),),
+    media=(Media("audio", MediaEncoding.ARRAY, TensorRef(DType.F32, (2,), 0), sample_rate=16_000),),
 )
-USAGE = m.StageUsage(m.FinishReason.LENGTH, 3, 4, 0.5, 1.5)
-PARAMS = m.StageParams(
+USAGE = StageUsage(FinishReason.LENGTH, 3, 4, 0.5, 1.5)
+PARAMS = StageParams(
     max_tokens=8,
     min_tokens=1,
     temperature=0.5,
@@ -39,14 +106,14 @@ PARAMS = m.StageParams(
     guidance_scale=0.5,
     sway_coefficient=-1.0,
 )
-INFORMATION = m.AdditionalInformationPayload(
+INFORMATION = AdditionalInformationPayload(
     {
-        "number": m.AdditionalInformationEntry(scalar=3),
-        "names": m.AdditionalInformationEntry(list=(1, 2.5, "x")),
-        "rows": m.AdditionalInformationEntry(tensor=m.TensorRef(m.DType.U8, (1,), 1)),
+        "number": AdditionalInformationEntry(scalar=3),
+        "names": AdditionalInformationEntry(list=(1, 2.5, "x")),
+        "rows": AdditionalInformationEntry(tensor=TensorRef(DType.U8, (1,), 1)),
     }
 )
-TIMELINE = m.StageTimeline(
+TIMELINE = StageTimeline(
     "talker",
     1,
     3,
@@ -61,16 +128,16 @@ TIMELINE = m.StageTimeline(
     3.0,
     4,
     5,
-    (m.HopTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
+    (HopTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
 )
-ARENA = m.ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
-BODIES: list[tuple[m.Body, list[bytes]]] = [
-    (m.Submit(prompt=PROMPT, voice="Ethan", params={"thinker": PARAMS}, seed=1, priority=2), [bytes(8)]),
-    (m.Submit(prompt=m.Prompt(token_ids=m.pack_token_ids([1, 2])), modalities=("text",)), []),
-    (m.Abort(), []),
-    (m.Describe(), []),
+ARENA = ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
+BODIES: list[tuple[Body, list[bytes]]] = [
+    (Submit(prompt=PROMPT, voice="Ethan", params={"thinker": PARAMS}, seed=1, priority=2), [bytes(8)]),
+    (Submit(prompt=Prompt(token_ids=pack_token_ids([1, 2])), modalities=("text",)), []),
+    (Abort(), []),
+    (Describe(), []),
     (
-        m.Description(
+        Description(
             pipeline="p",
             model="m",
             modalities=("text",),
@@ -80,90 +147,88 @@ BODIES: list[tuple[m.Body, list[bytes]]] = [
             in_flight=1,
             max_in_flight=9,
             requests=("r",),
-            stages=(m.StageStatus("thinker", 0, 1, "ready", 42, 1, {"requests": 1}),),
+            stages=(StageStatus("thinker", 0, 1, "ready", 42, 1, {"requests": 1}),),
             counts={"rejected_client_magic": 1},
         ),
         [],
     ),
-    (m.TextDelta(text="hé", token_ids=m.pack_token_ids([5])), []),
-    (m.AudioChunk(samples=m.TensorRef(m.DType.F32, (2,), 0), sample_rate=24_000), [bytes(8)]),
-    (m.Done(usage={"thinker": USAGE}), []),
-    (m.Failed(ErrorCode.OVERLOADED, "full", "wait", "thinker", True, 1.0), []),
-    (m.Expect(route=(HOP,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT), [bytes(8)]),
+    (TextDelta(text="hé", token_ids=pack_token_ids([5])), []),
+    (AudioChunk(samples=TensorRef(DType.F32, (2,), 0), sample_rate=24_000), [bytes(8)]),
+    (Done(usage={"thinker": USAGE}), []),
+    (Failed(ErrorCode.OVERLOADED, "full", "wait", "thinker", True, 1.0), []),
+    (OpenRequest(route=(HOP,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT), [bytes(8)]),
     (
-        m.Chunk(token_ids=m.pack_token_ids([1]), tensors={"f": REF}, information=INFORMATION, start=2, final=True),
+        Chunk(token_ids=pack_token_ids([1]), tensors={"f": REF}, information=INFORMATION, start=2, final=True),
         [bytes(16), b"x"],
     ),
-    (m.Chunk(rows=m.PromptEmbedsPayload(m.TensorRef(m.DType.BF16, (2, 3), 0)), start=4), [bytes(12)]),
-    (m.StageDone(usage=USAGE), []),
-    (m.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x"), []),
-    (m.Welcome(results="ipc:///r"), []),
-    (m.Loading(phase="weights"), []),
-    (m.Ready(seconds=1.5, voices=("Ethan",), sample_rate=24_000, max_input_tokens=99), []),
-    (m.Peers(peers=(m.Peer("talker", 0, 1, "ipc:///t"),)), []),
-    (m.Heartbeat(progress=5, counts={"requests": 1}), []),
-    (m.Shutdown(reason="end"), []),
-    (m.Fatal(message="no"), []),
-    (m.Credit(messages=3, bytes=2**40, released=(7, 2**53), mapped=True), []),
-    (m.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x", arena=ARENA), []),
-    (m.Peers(peers=(), sources=(m.Peer("prompt", 0, 1, "ipc:///p", ARENA),)), []),
-    (m.Operate(operation=m.Operation.RESTART, stage="talker", replica=1), []),
+    (Chunk(rows=PromptEmbedsPayload(TensorRef(DType.BF16, (2, 3), 0)), start=4), [bytes(12)]),
+    (StageDone(usage=USAGE), []),
+    (Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x"), []),
+    (Welcome(results="ipc:///r"), []),
+    (Loading(phase="weights"), []),
+    (Ready(seconds=1.5, voices=("Ethan",), sample_rate=24_000, max_input_tokens=99), []),
+    (Peers(peers=(Peer("talker", 0, 1, "ipc:///t"),)), []),
+    (Heartbeat(progress=5, counts={"requests": 1}), []),
+    (Shutdown(reason="end"), []),
+    (Fatal(message="no"), []),
+    (Credit(messages=3, bytes=2**40, released=(7, 2**53), mapped=True), []),
+    (Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x", arena=ARENA), []),
+    (Peers(peers=(), sources=(Peer("prompt", 0, 1, "ipc:///p", ARENA),)), []),
+    (Operate(operation=Operation.RESTART, stage="talker", replica=1), []),
     (
-        m.Report(
+        Report(
             text="x",
-            description=m.Description("p", "m", ("text",), (), 0, True, 1, 9, ()),
-            edges=(m.EdgeStatus("talker", 1, 3, 4, 5, 6, 1, 0.5, 0.25, "ready"),),
-            requests=(m.RequestStatus("r", "running", 1, ("talker/1",), ("prompt",), 3.5, ("talker/0: died",)),),
+            description=Description("p", "m", ("text",), (), 0, True, 1, 9, ()),
+            edges=(EdgeStatus("talker", 1, 3, 4, 5, 6, 1, 0.5, 0.25, "ready"),),
+            requests=(RequestStatus("r", "running", 1, ("talker/1",), ("prompt",), 3.5, ("talker/0: died",)),),
         ),
         [],
     ),
-    (m.Renew(), []),
-    (m.NodeHello(1, "0.1.0", "abc", (m.RunningReplica("talker", 1, 3, 42),), launched=True), []),
-    (m.NodeWelcome(), []),
-    (m.NodeBeat(), []),
-    (m.NodeLeaving(reason="SIGTERM"), []),
-    (m.StartReplica("talker", 1, 3), []),
-    (m.KillReplica("talker", 1, 3), []),
-    (m.ReplicaEnded("talker", 1, 3, "exit code 1", "last words"), []),
-    (m.Launched(), []),
-    (m.Resend(receiver=HOP, attempt=2), []),
-    (m.Ended(request_ids=("r1", "r2")), []),
-    (m.Unreachable(receiver=HOP, attempt=1), []),
+    (Reregister(), []),
+    (NodeHello(1, "0.1.0", "abc", (RunningReplica("talker", 1, 3, 42),), launched=True), []),
+    (NodeWelcome(), []),
+    (NodeBeat(), []),
+    (NodeLeaving(reason="SIGTERM"), []),
+    (StartReplica("talker", 1, 3), []),
+    (KillReplica("talker", 1, 3), []),
+    (ReplicaEnded("talker", 1, 3, "exit code 1", "last words"), []),
+    (Launched(), []),
+    (Resend(receiver=HOP, attempt=2), []),
+    (Ended(request_ids=("r1", "r2")), []),
+    (Unreachable(receiver=HOP, attempt=1), []),
     (
-        m.Submit(
-            prompt=m.Prompt(token_ids=m.pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5
+        Submit(prompt=Prompt(token_ids=pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5),
+        [],
+    ),
+    (Heartbeat(progress=5, sent=2.5), []),
+    (
+        Snapshot(
+            samples=(Sample("omni_stage_requests", ("talker", "1"), 2.0),),
+            histograms=(HistogramSample("omni_stage_step_seconds", ("talker", "1"), (1, 0, 2), 0.5),),
+            ended=(EndedWork("r", StageTimeline("talker", 1, 3, outcome="dropped", expected=1.0, ended=2.0)),),
         ),
         [],
     ),
-    (m.Heartbeat(progress=5, sent=2.5), []),
+    (StageDone(usage=USAGE, timeline=TIMELINE), []),
+    (Observe(subject=Subject.TIMELINE, request_id="r"), []),
     (
-        m.Snapshot(
-            samples=(m.Sample("omni_stage_requests", ("talker", "1"), 2.0),),
-            histograms=(m.HistogramSample("omni_stage_step_seconds", ("talker", "1"), (1, 0, 2), 0.5),),
-            ended=(m.EndedWork("r", m.StageTimeline("talker", 1, 3, outcome="dropped", expected=1.0, ended=2.0)),),
-        ),
-        [],
-    ),
-    (m.StageDone(usage=USAGE, timeline=TIMELINE), []),
-    (m.Observe(subject=m.Subject.TIMELINE, request_id="r"), []),
-    (
-        m.Observation(
+        Observation(
             timelines=(
-                m.RequestTimeline(
+                RequestTimeline(
                     "r",
                     "a" * 32,
                     "done",
                     1,
-                    (m.TimelineEvent("bound", 1.5, "talker/1"),),
+                    (TimelineEvent("bound", 1.5, "talker/1"),),
                     (TIMELINE,),
-                    (m.HopTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
+                    (HopTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
                 ),
             )
         ),
         [],
     ),
 ]
-HEADER = m.Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
+HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 
 
 def key_of(index: int) -> str:
@@ -177,21 +242,21 @@ def test_golden_bytes(index: int) -> None:
     program to write the new bytes."""
     body, buffers = BODIES[index]
     golden = json.loads(GOLDEN.read_text())
-    assert golden["protocol"] == m.PROTOCOL_VERSION
+    assert golden["protocol"] == PROTOCOL_VERSION
     frames = encode(HEADER, body, buffers)
     assert [bytes(frame).hex() for frame in frames] == golden["frames"][key_of(index)]
     assert Decoder(type(body)).decode(frames).body == body
 
 
 def test_every_kind_has_golden_bytes() -> None:
-    kinds = {cls.__struct_config__.tag for cls in m.Body.__subclasses__()}
+    kinds = {cls.__struct_config__.tag for cls in Body.__subclasses__()}
     assert {type(body).__struct_config__.tag for body, _ in BODIES} == kinds
     assert len(json.loads(GOLDEN.read_text())["frames"]) == len(BODIES)
     assert bytes.fromhex(json.loads(GOLDEN.read_text())["frames"][key_of(0)][0]) == MAGIC
 
 
 def test_kinds_are_unique() -> None:
-    tags = [cls.__struct_config__.tag for cls in m.Body.__subclasses__()]
+    tags = [cls.__struct_config__.tag for cls in Body.__subclasses__()]
     assert len(set(tags)) == len(tags)
 
 
@@ -210,24 +275,24 @@ def test_kinds_are_unique() -> None:
 )
 def test_information_entry_holds_exactly_one(given: dict) -> None:
     with pytest.raises(InvalidPayload, match="exactly one"):
-        m.AdditionalInformationEntry(**given)
+        AdditionalInformationEntry(**given)
     with pytest.raises(InvalidPayload, match="exactly one"):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=m.AdditionalInformationEntry)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=AdditionalInformationEntry)
 
 
 @pytest.mark.parametrize("given", [{"scalar": 0}, {"scalar": False}, {"scalar": ""}, {"list": ()}, {"tensor": REF}])
 def test_information_entry_takes_falsy_values(given: dict) -> None:
-    entry = m.AdditionalInformationEntry(**given)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(entry), type=m.AdditionalInformationEntry) == entry
+    entry = AdditionalInformationEntry(**given)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(entry), type=AdditionalInformationEntry) == entry
 
 
 def test_information_limits() -> None:
     with pytest.raises(InvalidPayload, match="65536"):
-        m.AdditionalInformationEntry(scalar="x" * 65_537)
+        AdditionalInformationEntry(scalar="x" * 65_537)
     many = {f"n{i}": {"scalar": 1} for i in range(65)}
     for wrong in ({"entries": many}, {"entries": {"": {"scalar": 1}}}, {"entries": {"n": {"list": [1] * 65_537}}}):
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(wrong, m.AdditionalInformationPayload)
+            msgspec.convert(wrong, AdditionalInformationPayload)
 
 
 def test_information_scalar_lookup() -> None:
@@ -235,28 +300,28 @@ def test_information_scalar_lookup() -> None:
     for name in ("names", "missing"):
         with pytest.raises(InvalidPayload, match=name):
             INFORMATION.scalar(name)
-    assert INFORMATION.tensor_refs() == (m.TensorRef(m.DType.U8, (1,), 1),)
+    assert INFORMATION.tensor_refs() == (TensorRef(DType.U8, (1,), 1),)
 
 
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [
-        (m.DType.F32, (3,)),
-        (m.DType.F32, (0, 3)),
-        (m.DType.F32, (3, 0)),
-        (m.DType.F32, (1, 2, 3)),
-        (m.DType.I32, (2, 2)),
-        (m.DType.U8, (2, 2)),
+        (DType.F32, (3,)),
+        (DType.F32, (0, 3)),
+        (DType.F32, (3, 0)),
+        (DType.F32, (1, 2, 3)),
+        (DType.I32, (2, 2)),
+        (DType.U8, (2, 2)),
     ],
 )
-def test_prompt_embeds_shape_and_dtype(dtype: m.DType, shape: tuple[int, ...]) -> None:
+def test_prompt_embeds_shape_and_dtype(dtype: DType, shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidPayload):
-        m.PromptEmbedsPayload(m.TensorRef(dtype, shape, 0))
+        PromptEmbedsPayload(TensorRef(dtype, shape, 0))
 
 
-@pytest.mark.parametrize("dtype", [m.DType.F32, m.DType.F16, m.DType.BF16])
-def test_prompt_embeds_good(dtype: m.DType) -> None:
-    assert m.PromptEmbedsPayload(m.TensorRef(dtype, (1, 1), 0)).tensor.dtype is dtype
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
+def test_prompt_embeds_good(dtype: DType) -> None:
+    assert PromptEmbedsPayload(TensorRef(dtype, (1, 1), 0)).tensor.dtype is dtype
 
 
 @pytest.mark.parametrize(
@@ -288,41 +353,41 @@ def test_prompt_embeds_good(dtype: m.DType) -> None:
 )
 def test_stage_params_limits(wrong: dict) -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(wrong, m.StageParams, strict=True)
+        msgspec.convert(wrong, StageParams, strict=True)
 
 
 def test_stage_params_merge() -> None:
-    merged = m.StageParams(max_tokens=4, temperature=0.0).merged_over(m.StageParams(max_tokens=9, top_k=3))
+    merged = StageParams(max_tokens=4, temperature=0.0).merged_over(StageParams(max_tokens=9, top_k=3))
     assert merged.given() == {"max_tokens": 4, "temperature": 0.0, "top_k": 3}
-    assert set(m.StageParams.__struct_fields__) == m.AUTOREGRESSIVE_PARAMS | m.DIFFUSION_PARAMS
-    assert "num_steps" not in m.AUTOREGRESSIVE_PARAMS
+    assert set(StageParams.__struct_fields__) == AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS
+    assert "num_steps" not in AUTOREGRESSIVE_PARAMS
 
 
 def test_prompt_is_messages_or_tokens() -> None:
-    message = m.ChatMessage("user", (m.ContentPart(text="x"),))
+    message = ChatMessage("user", (ContentPart(text="x"),))
     for wrong in ({}, {"messages": (message,), "token_ids": bytes(4)}):
         with pytest.raises(InvalidPayload, match="exactly one"):
-            m.Prompt(**wrong)
+            Prompt(**wrong)
     with pytest.raises(InvalidPayload, match="multiple of 4"):
-        m.Prompt(token_ids=bytes(5))
+        Prompt(token_ids=bytes(5))
     with pytest.raises(InvalidPayload, match="names media 0"):
-        m.Prompt(messages=(m.ChatMessage("user", (m.ContentPart(media=0),)),))
+        Prompt(messages=(ChatMessage("user", (ContentPart(media=0),)),))
     for wrong_part in ({}, {"text": "x", "media": 0}):
         with pytest.raises(InvalidPayload, match="exactly one"):
-            m.ContentPart(**wrong_part)
+            ContentPart(**wrong_part)
 
 
 def test_audio_chunk_is_flat_f32() -> None:
-    for ref in (m.TensorRef(m.DType.F32, (1, 2), 0), m.TensorRef(m.DType.F16, (2,), 0)):
+    for ref in (TensorRef(DType.F32, (1, 2), 0), TensorRef(DType.F16, (2,), 0)):
         with pytest.raises(InvalidPayload, match="Audio is f32"):
-            m.AudioChunk(samples=ref, sample_rate=24_000)
+            AudioChunk(samples=ref, sample_rate=24_000)
 
 
 def test_token_ids_travel_as_bytes() -> None:
     ids = [0, 1, 2**31 - 1]
-    assert m.unpack_token_ids(m.pack_token_ids(ids)) == ids
-    assert m.pack_token_ids([1]) == b"\x01\x00\x00\x00"
-    for unpack in (m.unpack_token_ids, lambda data: m.Chunk(token_ids=data)):
+    assert unpack_token_ids(pack_token_ids(ids)) == ids
+    assert pack_token_ids([1]) == b"\x01\x00\x00\x00"
+    for unpack in (unpack_token_ids, lambda data: Chunk(token_ids=data)):
         with pytest.raises(InvalidPayload, match="multiple of 4"):
             unpack(b"abc")
 
@@ -330,13 +395,13 @@ def test_token_ids_travel_as_bytes() -> None:
 @pytest.mark.parametrize(("operation", "stage"), [("drain", ""), ("restart", ""), ("status", "x"), ("shutdown", "x")])
 def test_an_operation_names_a_stage_if_it_needs_one(operation: str, stage: str) -> None:
     with pytest.raises(InvalidPayload, match="stage"):
-        m.Operate(operation=m.Operation(operation), stage=stage)
+        Operate(operation=Operation(operation), stage=stage)
 
 
 def test_host_tensor_validates() -> None:
-    m.HostTensor(m.DType.I64, (2,), bytes(16)).validate()
+    HostTensor(DType.I64, (2,), bytes(16)).validate()
     with pytest.raises(InvalidPayload, match=r"rows: .*needs 16 bytes, got 15"):
-        m.HostTensor(m.DType.I64, (2,), bytes(15)).validate("rows")
+        HostTensor(DType.I64, (2,), bytes(15)).validate("rows")
 
 
 if __name__ == "__main__":
@@ -344,4 +409,4 @@ if __name__ == "__main__":
         key_of(i): [bytes(frame).hex() for frame in encode(HEADER, body, buffers)]
         for i, (body, buffers) in enumerate(BODIES)
     }
-    GOLDEN.write_text(json.dumps({"protocol": m.PROTOCOL_VERSION, "frames": frames}, indent=1) + "\n")
+    GOLDEN.write_text(json.dumps({"protocol": PROTOCOL_VERSION, "frames": frames}, indent=1) + "\n")

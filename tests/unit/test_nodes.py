@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from omni_actors.config import PipelineConfig
-from omni_actors.core.nodes import Greeting, NodeTable, greeting
-from omni_actors.core.replicas import Replica, ReplicaTable
-from omni_actors.core.states import ReplicaEvent, ReplicaState
-from omni_actors.messages import RunningReplica
+from omni_actors.coordinator.core.nodes import Greeting, NodeTable, greeting
+from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
+from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
+from omni_actors.protocol.nodes import RunningReplica
 from tests.unit.builders import chain, pipeline
 
 T = 100.0
@@ -18,18 +18,18 @@ T = 100.0
 class World:
     """The echo chain on one node, whose processes were started as 7."""
 
-    def __init__(self, born: int = 7) -> None:
+    def __init__(self, spawn_epoch: int = 7) -> None:
         self.replicas = ReplicaTable()
         self.nodes = NodeTable(pipeline(), self.replicas, T)
         self.node = self.nodes.find(0)
         for stage in ("prompt", "thinker", "talker", "code2wav"):
-            self.replicas.add(stage, 0, born).heard = T
+            self.replicas.add(stage, 0, spawn_epoch).heard = T
 
     def replica(self, stage: str = "talker") -> Replica:
         return self.replicas.current(stage, 0)
 
-    def take_over(self, **born: int):
-        return self.nodes.take_over(self.node, [RunningReplica(stage, 0, b, 1) for stage, b in born.items()])
+    def take_over(self, **spawn_epoch: int):
+        return self.nodes.take_over(self.node, [RunningReplica(stage, 0, b, 1) for stage, b in spawn_epoch.items()])
 
 
 def advanced(replica: Replica, *events: ReplicaEvent) -> Replica:
@@ -39,7 +39,7 @@ def advanced(replica: Replica, *events: ReplicaEvent) -> Replica:
 
 
 @pytest.mark.parametrize(
-    ("born", "epoch", "expected"),
+    ("spawn_epoch", "epoch", "expected"),
     [
         (7, 7, Greeting.EXPECTED),
         (7, 9, Greeting.RENEWED),
@@ -48,12 +48,12 @@ def advanced(replica: Replica, *events: ReplicaEvent) -> Replica:
         (6, 9, Greeting.FOREIGN),
     ],
 )
-def test_hello_of_a_process(born: int, epoch: int, expected: Greeting) -> None:
-    assert greeting(World().replica(), epoch, born) is expected
+def test_hello_of_a_process(spawn_epoch: int, epoch: int, expected: Greeting) -> None:
+    assert greeting(World().replica(), epoch, spawn_epoch) is expected
 
 
 def test_hello_before_its_node_and_of_nobody() -> None:
-    assert greeting(World(born=0).replica(), 7, 7) is Greeting.EARLY
+    assert greeting(World(spawn_epoch=0).replica(), 7, 7) is Greeting.EARLY
     assert greeting(None, 7, 7) is Greeting.FOREIGN
 
 
@@ -67,14 +67,14 @@ def test_a_hello_may_not_reset_what_works_but_may_renew_what_was_lost() -> None:
 
 
 def test_a_first_hello_starts_everything() -> None:
-    takeover = World(born=0).take_over()
+    takeover = World(spawn_epoch=0).take_over()
     assert takeover.start == (("prompt", 0), ("thinker", 0), ("talker", 0), ("code2wav", 0))
     assert not any([takeover.adopt, takeover.ended, takeover.kill])
 
 
 def test_what_a_new_coordinator_takes_over() -> None:
-    takeover = World(born=0).take_over(prompt=5, thinker=5, talker=6)
-    assert [(item.stage, item.born) for item in takeover.adopt] == [("prompt", 5), ("thinker", 5), ("talker", 6)]
+    takeover = World(spawn_epoch=0).take_over(prompt=5, thinker=5, talker=6)
+    assert [(item.stage, item.spawn_epoch) for item in takeover.adopt] == [("prompt", 5), ("thinker", 5), ("talker", 6)]
     assert takeover.start == (("code2wav", 0),)
 
 

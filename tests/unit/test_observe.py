@@ -13,47 +13,40 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from omni_actors.codec import encode
 from omni_actors.errors import EngineError, InvalidPayload, Overloaded, StageLost
-from omni_actors.messages import (
-    AudioChunk,
-    DType,
+from omni_actors.protocol.codec import encode
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Header, Limits, ReplicaId
+from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, StageUsage, TextDelta
+from omni_actors.protocol.telemetry import (
     EndedWork,
-    FinishReason,
-    Header,
     HistogramSample,
-    Hop,
     HopTimeline,
-    Limits,
     RequestTimeline,
     Sample,
     Snapshot,
-    StageDone,
     StageTimeline,
-    StageUsage,
-    TensorRef,
-    TextDelta,
     TimelineEvent,
-    pack_token_ids,
 )
-from omni_actors.observe import table
-from omni_actors.observe.chart import Chart, chart
-from omni_actors.observe.clocks import AnchoredClock, ClockOffset
-from omni_actors.observe.drawing import duration, page, size, svg
-from omni_actors.observe.exposition import render
-from omni_actors.observe.figures import edge_figures
-from omni_actors.observe.merge import StageMeters
-from omni_actors.observe.meters import Histogram, Meters
-from omni_actors.observe.otlp import SpanExport
-from omni_actors.observe.requests import KEPT, SETTLE_SECONDS, Finished, RequestLog
-from omni_actors.observe.table import TABLE, Kind
-from omni_actors.observe.watch import Watch
-from omni_actors.stage import figures
+from omni_actors.protocol.tensors import DType, TensorRef
+from omni_actors.stage import snapshot as figures
 from omni_actors.stage.echo import EchoEngine
-from omni_actors.stage.figures import Baseline
-from omni_actors.stage.interface import EngineStatistics
+from omni_actors.stage.engine_interface import EngineStatistics
 from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
-from omni_actors.transport.credit import EdgeFigures, Traffic
+from omni_actors.stage.snapshot import Baseline
+from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry.chart import Chart, chart
+from omni_actors.telemetry.clocks import AnchoredClock, ClockOffset
+from omni_actors.telemetry.collector import TelemetryCollector
+from omni_actors.telemetry.drawing import duration, page, size, svg
+from omni_actors.telemetry.merge import StageMeters
+from omni_actors.telemetry.meters import Histogram, Meters
+from omni_actors.telemetry.metric_table import TABLE, Kind
+from omni_actors.telemetry.otlp import SpanExport
+from omni_actors.telemetry.process_metrics import edge_metrics
+from omni_actors.telemetry.prometheus import render
+from omni_actors.telemetry.request_log import KEPT, SETTLE_SECONDS, Finished, RequestLog
+from omni_actors.transport.credit import EdgeMetrics, Traffic
 from tests.unit.builders import pipeline, submit
 from tests.unit.test_actor import StageUnderTest
 
@@ -97,7 +90,7 @@ def test_the_table_keeps_the_rules_of_prometheus() -> None:
 
 
 def test_the_documentation_has_this_table() -> None:
-    """Write it with `python -m omni_actors.observe.table`."""
+    """Write it with `python -m omni_actors.telemetry.metric_table`."""
     assert table.markdown() in (ROOT / "docs" / "observability.md").read_text()
 
 
@@ -185,7 +178,7 @@ def test_a_snapshot_that_is_not_after_the_table_changes_nothing(wrong: Snapshot)
 
 
 def test_a_wrong_snapshot_is_counted_and_the_rest_of_the_pipeline_shown() -> None:
-    watch = Watch()
+    watch = TelemetryCollector()
     watch.spawned("talker", 0, 0)
     watch.spawned("talker", 0, 7)
     watch.took("talker", 0, snapshot(5))
@@ -226,9 +219,9 @@ def test_edges_that_are_gone_keep_their_counts_only() -> None:
     traffic = Traffic()
     traffic.messages, traffic.bytes, traffic.shared_bytes = 3, 300, 4000
     meters = Meters()
-    edge_figures(meters, "a/0", {"b/0": traffic.figures()._replace(open=True, messages_out=1, credit=9, waiting=2)})
+    edge_metrics(meters, "a/0", {"b/0": traffic.figures()._replace(open=True, messages_out=1, credit=9, waiting=2)})
     assert meters.values[(table.EDGE_CREDIT.name, ("a/0", "b/0"))] == 9
-    edge_figures(meters, "a/0", {"b/0": EdgeFigures(4, 400, 4000)})
+    edge_metrics(meters, "a/0", {"b/0": EdgeMetrics(4, 400, 4000)})
     assert meters.values == {
         (table.EDGE_MESSAGES.name, ("a/0", "b/0")): 4,
         (table.EDGE_BYTES.name, ("a/0", "b/0")): 400,
@@ -365,7 +358,7 @@ class Observed:
 
     def begin(self, request_id: str = "r", **fields: object) -> None:
         self.log.admitted(request_id, submit(sent=self.clock.now - 0.25, **fields))
-        self.log.bound(request_id, 0, (Hop("thinker", 0, 1), Hop("talker", 1, 1)), ("thinker", "talker"))
+        self.log.bound(request_id, 0, (ReplicaId("thinker", 0, 1), ReplicaId("talker", 1, 1)), ("thinker", "talker"))
 
     def text(self, seconds: float, request_id: str = "r", tokens: int = 2) -> None:
         self.clock.now += seconds
@@ -457,7 +450,7 @@ def test_a_replayed_request_shows_both_attempts() -> None:
     seen.begin()
     seen.log.replayed("r", EngineError("lost"), counts=True)
     seen.log.stage_ended("thinker", 0, EndedWork("r", StageTimeline("thinker", outcome="dropped", expected=1000.0)))
-    seen.log.bound("r", 1, (Hop("thinker", 0, 2),), ("thinker",))
+    seen.log.bound("r", 1, (ReplicaId("thinker", 0, 2),), ("thinker",))
     seen.stage(StageTimeline("thinker", 0, 2, attempt=1, expected=1000.0, ended=1001.0))
     seen.log.ended("r", None)
     assert seen.value(table.REPLAYS) == 1
@@ -475,7 +468,7 @@ def test_a_stage_that_goes_on_keeps_its_part_and_its_clock() -> None:
     seen.clock.now += 10.0
     seen.log.replayed("r", StageLost("talker/1 died"), counts=True)
     seen.log.replayed("r", StageLost("and what it needs was not kept"), counts=False)
-    seen.log.bound("r", 1, (Hop("thinker", 0, 1), Hop("talker", 0, 1)), ("talker",))
+    seen.log.bound("r", 1, (ReplicaId("thinker", 0, 1), ReplicaId("talker", 0, 1)), ("talker",))
     seen.stage(StageTimeline("thinker", 0, 1, attempt=0, expected=1000.0, ended=1012.0))
     seen.stage(StageTimeline("talker", 0, 1, attempt=1, expected=1010.0, ended=1013.0))
     seen.clock.now += 3.0

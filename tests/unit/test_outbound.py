@@ -10,23 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from omni_actors.codec import BufferList, Decoder
 from omni_actors.config import FlowConfig
 from omni_actors.errors import StageLost
-from omni_actors.messages import (
-    Chunk,
-    Credit,
-    DType,
-    FromStage,
-    Header,
-    Hop,
-    HostTensor,
-    IntoStage,
-    Limits,
-    Peer,
-    Peers,
-    TextDelta,
-)
+from omni_actors.protocol.codec import BufferList, Decoder
+from omni_actors.protocol.common import Credit
+from omni_actors.protocol.control import Peer, Peers
+from omni_actors.protocol.header import Header, Limits, ReplicaId
+from omni_actors.protocol.results import FromStage, TextDelta
+from omni_actors.protocol.stage import Chunk, IntoStage
+from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.events import Event, Rejected, Undelivered
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.outgoing import Outgoing
@@ -34,8 +26,8 @@ from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.sockets import Sockets, drain
 from tests.unit.test_transport import until
 
-ME = Hop("thinker", 0, 5)
-TALKER, OTHER = Hop("talker", 0, 5), Hop("other", 0, 5)
+ME = ReplicaId("thinker", 0, 5)
+TALKER, OTHER = ReplicaId("talker", 0, 5), ReplicaId("other", 0, 5)
 LARGE = bytes(range(256)) * 400
 
 
@@ -61,30 +53,33 @@ class Harness:
             ArenaReader(lambda: None),
         )
         self.outbound.start()
-        self.got: dict[Hop, list] = {}
-        self.inboxes: dict[Hop, object] = {}
+        self.got: dict[ReplicaId, list] = {}
+        self.inboxes: dict[ReplicaId, object] = {}
 
-    def bind(self, *hops: Hop) -> None:
-        for hop in hops:
-            self.inboxes[hop] = self.sockets.pull(self.endpoint(hop))[0]
-            self.got[hop] = []
+    def bind(self, *hops: ReplicaId) -> None:
+        for replica_id in hops:
+            self.inboxes[replica_id] = self.sockets.pull(self.endpoint(replica_id))[0]
+            self.got[replica_id] = []
 
-    def endpoint(self, hop: Hop) -> str:
-        return f"ipc://{self.folder}/{hop.stage}-{hop.replica}-{hop.epoch}"
+    def endpoint(self, replica_id: ReplicaId) -> str:
+        return f"ipc://{self.folder}/{replica_id.stage}-{replica_id.replica}-{replica_id.epoch}"
 
-    def peers(self, *hops: Hop, sources: tuple[Hop, ...] = ()) -> None:
-        made = [tuple(Peer(*msgspec.structs.astuple(hop), self.endpoint(hop)) for hop in of) for of in (hops, sources)]
+    def peers(self, *hops: ReplicaId, sources: tuple[ReplicaId, ...] = ()) -> None:
+        made = [
+            tuple(Peer(*msgspec.structs.astuple(replica_id), self.endpoint(replica_id)) for replica_id in of)
+            for of in (hops, sources)
+        ]
         self.outbound.set_peers(Peers(peers=made[0], sources=made[1]))
 
-    def receive(self, hop: Hop, count: int) -> list:
+    def receive(self, replica_id: ReplicaId, count: int) -> list:
         decoder: Decoder[IntoStage] = Decoder(IntoStage, None, self.reader.open)
 
         def enough() -> bool:
-            self.got[hop] += [decoder.decode(frames) for frames in drain(self.inboxes[hop])]
-            return len(self.got[hop]) >= count
+            self.got[replica_id] += [decoder.decode(frames) for frames in drain(self.inboxes[replica_id])]
+            return len(self.got[replica_id]) >= count
 
         until(enough)
-        return self.got[hop]
+        return self.got[replica_id]
 
     def close(self) -> None:
         self.outbound.finish()
@@ -101,16 +96,16 @@ def harness(short_path: Path) -> Iterator[Harness]:
     made.close()
 
 
-def chunk(*hops: Hop, data: bytes = b"small", seq: int = 0, request: str = "r") -> list[Outgoing]:
+def chunk(*hops: ReplicaId, data: bytes = b"small", seq: int = 0, request: str = "r") -> list[Outgoing]:
     buffers = BufferList()
     body = Chunk(tensors={"x": buffers.add(HostTensor(DType.U8, (len(data),), data))})
     header = Header("", request, *msgspec.structs.astuple(ME), seq=seq, deadline=time.time() + 60)
-    return [Outgoing(hop, header, body, buffers.buffers) for hop in hops]
+    return [Outgoing(replica_id, header, body, buffers.buffers) for replica_id in hops]
 
 
-def mapped(harness: Harness, *hops: Hop) -> None:
-    for hop in hops:
-        harness.outbound.granted(hop, Credit(mapped=True))
+def mapped(harness: Harness, *hops: ReplicaId) -> None:
+    for replica_id in hops:
+        harness.outbound.granted(replica_id, Credit(mapped=True))
 
 
 def test_fan_out_publishes_once_for_those_that_have_mapped_the_arena(harness: Harness) -> None:
@@ -129,7 +124,7 @@ def test_fan_out_publishes_once_for_those_that_have_mapped_the_arena(harness: Ha
     harness.got[TALKER].clear()
     assert harness.receive(OTHER, 1)[0].header.blocks[0].ticket == ticket
     harness.outbound.granted(TALKER, Credit(released=(ticket,)))
-    harness.outbound.granted(Hop("nobody", 0, 5), Credit(released=(ticket,)))
+    harness.outbound.granted(ReplicaId("nobody", 0, 5), Credit(released=(ticket,)))
     time.sleep(0.05)
     assert harness.outbound.counts()["arena_blocks"] == 1
     harness.outbound.granted(OTHER, Credit(released=(ticket,)))
@@ -277,7 +272,7 @@ def test_restarted_peer_is_another_one(harness: Harness) -> None:
     harness.outbound.send(chunk(TALKER, data=LARGE))
     harness.receive(TALKER, 1)
     assert harness.outbound.counts()["arena_blocks"] == 1
-    again = Hop("talker", 0, 6)
+    again = ReplicaId("talker", 0, 6)
     harness.bind(again)
     harness.peers(again)
     until(lambda: harness.outbound.counts()["arena_blocks"] == 0)
@@ -307,18 +302,18 @@ def test_peer_that_never_comes_ends_its_requests(harness: Harness, monkeypatch: 
 
 
 def test_sources_hear_whether_their_arena_was_mapped(harness: Harness) -> None:
-    source = Hop("prompt", 0, 5)
+    source = ReplicaId("prompt", 0, 5)
     harness.bind(source)
     harness.peers(sources=(source,))
     harness.outbound.grant(source, 3, 300)
     first, second = harness.receive(source, 2)
     assert first.body == Credit(mapped=False)
     assert second.body == Credit(messages=3, bytes=300)
-    harness.outbound.grant(Hop("gone", 0, 5), 1, 1)
+    harness.outbound.grant(ReplicaId("gone", 0, 5), 1, 1)
 
 
 def test_what_comes_before_the_address_of_a_new_life_waits_for_it(harness: Harness) -> None:
-    again = Hop("talker", 0, 6)
+    again = ReplicaId("talker", 0, 6)
     harness.bind(TALKER, again)
     harness.peers(TALKER)
     harness.outbound.send(chunk(TALKER, seq=0))

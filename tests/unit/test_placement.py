@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from omni_actors import addresses, config, launch, slurm
+from omni_actors import addresses, config, launch
 from omni_actors.addresses import resolve, resolve_soon, towards
-from omni_actors.core import placement
-from omni_actors.core.replicas import ReplicaTable
+from omni_actors.config import placement, slurm
+from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
-from omni_actors.messages import ArenaAddress
+from omni_actors.protocol.control import ArenaAddress
 from tests.unit.builders import chain, load, write
 
 
@@ -254,7 +254,7 @@ def test_threads_of_a_stage(has_device: bool, replicas: int, cores: int, threads
 def test_a_stage_gives_way_where_it_shares_a_device(
     tmp_path: Path, stages: dict[str, Any], devices: int, first: list[tuple[str, int]]
 ) -> None:
-    stages = {**stages, "talker": {"gives_way_to": ["thinker"], **stages.get("talker", {})}}
+    stages = {**stages, "talker": {"yields_to": ["thinker"], **stages.get("talker", {})}}
     pipeline = load(tmp_path, spread(**stages), devices=devices).pipeline
     assert placement.goes_first(pipeline, "talker", 0, devices) == first
     assert placement.goes_first(pipeline, "thinker", 0, devices) == []

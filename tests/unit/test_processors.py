@@ -8,7 +8,7 @@ import pytest
 
 from omni_actors.config import BUILT_IN_PROCESSORS
 from omni_actors.errors import InvalidPayload
-from omni_actors.messages import DType, HostTensor
+from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.processors import (
     PROCESSORS,
     Extend,

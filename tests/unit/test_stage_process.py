@@ -14,15 +14,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_actors.codec import encode
-from omni_actors.messages import Header, Hop, Shutdown, Welcome
-from omni_actors.node import LocalNode
+from omni_actors.launcher.replica_processes import ReplicaProcesses
+from omni_actors.protocol.codec import encode
+from omni_actors.protocol.control import Shutdown, Welcome
+from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.run_directory import RunDirectory
+from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.meter import HeldBack
 from omni_actors.stage.process import ReplicaSpec, StageProcess, build_engine
 from omni_actors.stage.session import CONGESTED_SECONDS, TICK_SECONDS, pause
-from omni_actors.stage.turns import POLL_SECONDS, Sign
-from omni_actors.transport.run_directory import RunDirectory
 from omni_actors.transport.sockets import Sockets
 from tests.unit.builders import chain, load, pipeline
 from tests.unit.test_transport import until
@@ -106,25 +107,27 @@ def test_a_coordinator_that_ends_takes_the_stage_along(
 def test_a_process_sees_its_gpu_among_those_that_were_left_to_us(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_actors.node.host_devices", lambda: 2)
+    monkeypatch.setattr("omni_actors.launcher.replica_processes.host_devices", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     data = chain()
     data["stages"][2] |= {"devices": [1]}
     config = load(short_path, data, devices=2).pipeline
-    spec = LocalNode(config, RunDirectory(str(short_path / "run")), "ipc:///control")._spec(Hop("talker", 0, 7))
+    spec = ReplicaProcesses(config, RunDirectory(str(short_path / "run")), "ipc:///control")._spec(
+        ReplicaId("talker", 0, 7)
+    )
     assert spec.devices == ("5",)
 
 
 def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
     data = chain()
     environment = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_SHARE": 80}
-    data["stages"][2] |= {"gives_way_to": ["thinker"], "environment": environment}
+    data["stages"][2] |= {"yields_to": ["thinker"], "environment": environment}
     config = load(short_path, data).pipeline
-    spec = LocalNode(config, RunDirectory(str(short_path)), "ipc:///control")._spec(Hop("talker", 0, 7))
+    spec = ReplicaProcesses(config, RunDirectory(str(short_path)), "ipc:///control")._spec(ReplicaId("talker", 0, 7))
     assert spec.environment == (("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_SHARE", "80"))
     talker = StageProcess(spec)
     assert not talker._give_way.now()
-    Sign(short_path, "thinker", 0).show(wanted=True)
+    DemandFlag(short_path, "thinker", 0).show(wanted=True)
     talker._give_way._search_at = 0.0
     assert talker._give_way.now(), "its thinker's requests wait for their first output"
 

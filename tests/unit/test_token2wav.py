@@ -20,9 +20,9 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (  # noqa: E4
     Qwen2_5OmniToken2WavBigVGANModel,
 )
 
-from omni_actors.engine.models.qwen2_5_omni_code2wav import NoiseBlocks  # noqa: E402
-from omni_actors.engine.models.token2wav import bigvgan, kernels  # noqa: E402
-from omni_actors.engine.models.token2wav.chunks import ChunkPolicy, DecodeOptions  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni import bigvgan, kernels  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.chunks import ChunkPolicy, DecodeOptions  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.code2wav import NoiseBlocks  # noqa: E402
 from omni_actors.errors import ConfigError  # noqa: E402
 from tests.reference import vocoder_noise  # noqa: E402
 

@@ -19,12 +19,12 @@ import pytest
 from zmq import EVENTS
 
 from omni_actors.errors import ConfigError, InvalidRequest, ProtocolError
+from omni_actors.run_directory import RunDirectory, clear_abandoned, short_temporary_folder
 from omni_actors.transport import link as link_module
 from omni_actors.transport.link import Link
 from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.run_directory import RunDirectory, clear_abandoned, short_temporary_folder
 from omni_actors.transport.sockets import PeerGone, Sockets, drain, try_send
-from omni_actors.transport.wake import WakeableQueue
+from omni_actors.transport.wakeup import WakeableQueue
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_abandoned_folder_is_cleared_but_not_a_living_one(short_path: Path, temp
     run = RunDirectory(str(folder))
     leave_socket(folder / "client")
     code = (
-        "import sys; from pathlib import Path; from omni_actors.transport.run_directory import clear_abandoned;"
+        "import sys; from pathlib import Path; from omni_actors.run_directory import clear_abandoned;"
         f"clear_abandoned(Path({str(folder)!r}), {temporary})"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from omni_actors.config import check_allowed
 from omni_actors.errors import ConfigError
-from omni_actors.messages import StageParams
+from omni_actors.protocol.payloads import StageParams
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-StageKind = Literal["autoregressive", "diffusion", "prompt"]
+ModelKind = Literal["autoregressive", "diffusion", "prompt"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ModelSpec:
         runner: class path of the runner (diffusion stages).
     """
 
-    kind: StageKind
+    kind: ModelKind
     hf_overrides: Callable[[PretrainedConfig], PretrainedConfig]
     vllm_models: Mapping[str, type[nn.Module]] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,114 @@
+"""Look into a running pipeline and operate it: `omni-actors ctl ENDPOINT status|drain|restart|shutdown`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from omni_actors import envs
+from omni_actors.client import AsyncOmniClient
+from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout
+from omni_actors.protocol.client import Operation, Report
+
+EXIT_OK, EXIT_FAILED = 0, 1
+LOOK_SECONDS = 0.1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
+    options = _parser().parse_args(arguments)
+    try:
+        stage, replica = _target(options.replica) if "replica" in options else ("", 0)
+        return asyncio.run(_run(options, Operation(options.operation), stage, replica))
+    except OmniError as error:
+        print(f"error ({error.code.value}): {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="omni-actors ctl", description=__doc__)
+    parser.add_argument("endpoint", help="where clients connect, as the launcher prints it")
+    parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
+    operations = parser.add_subparsers(dest="operation", required=True)
+    operations.add_parser("status", help="stages, links and requests in flight")
+    for name, text in (
+        ("drain", "let a replica take nothing new"),
+        ("restart", "drain a replica and start it anew, without failing a request"),
+    ):
+        command = operations.add_parser(name, help=text)
+        command.add_argument("replica", metavar="STAGE/REPLICA", help="for instance talker/0")
+        command.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="until it is done")
+    operations.add_parser("shutdown", help="end the pipeline as SIGTERM would")
+    return parser
+
+
+def _target(text: str) -> tuple[str, int]:
+    stage, separator, number = text.partition("/")
+    if not stage or not separator or not number.isdecimal() or int(number) > 65535:
+        raise InvalidRequest(f"{text!r} names no replica.", hint="Write STAGE/REPLICA, for instance talker/0.")
+    return stage, int(number)
+
+
+async def _run(options: argparse.Namespace, operation: Operation, stage: str, replica: int) -> int:
+    async with AsyncOmniClient(options.endpoint, keys=options.keys) as client:
+        before = await client.operate(Operation.STATUS)
+        report = await client.operate(operation, stage, replica)
+        if operation is Operation.STATUS:
+            print(render(report))
+            return EXIT_OK
+        print(report.text)
+        if stage and options.wait:
+            await _wait(client, operation, before, stage, replica, options.wait)
+            print("done")
+    return EXIT_OK
+
+
+async def _wait(
+    client: AsyncOmniClient, operation: Operation, before: Report, stage: str, replica: int, seconds: float
+) -> None:
+    former = _epoch(before, stage, replica)
+    deadline = asyncio.get_running_loop().time() + seconds
+    while True:
+        description = await client.describe()
+        status = next(item for item in description.stages if (item.stage, item.replica) == (stage, replica))
+        if operation is Operation.DRAIN and not status.in_flight:
+            return
+        if operation is Operation.RESTART and status.epoch != former and status.state == "ready":
+            return
+        if asyncio.get_running_loop().time() > deadline:
+            raise RequestTimeout(f"{stage}/{replica} is {status.state} with {status.in_flight} requests.", hint="")
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def _epoch(report: Report, stage: str, replica: int) -> int:
+    return next((e.epoch for e in report.description.stages if (e.stage, e.replica) == (stage, replica)), 0)
+
+
+def render(report: Report) -> str:
+    """A report as text: one line a replica, one line a request, the counts that are not zero."""
+    shown = report.description
+    health = "healthy" if shown.healthy else "degraded"
+    lines = [f"{shown.pipeline}: {health}, {shown.in_flight} of {shown.max_in_flight} requests in flight"]
+    edges = {(edge.stage, edge.replica): edge for edge in report.edges}
+    for stage in shown.stages:
+        text = f"  {stage.stage}/{stage.replica}: {stage.state}, epoch {stage.epoch}, pid {stage.pid}"
+        text += f", {stage.in_flight} requests"
+        edge = edges.get((stage.stage, stage.replica))
+        if edge is not None:
+            text += f", {edge.phase}" if edge.phase != stage.state else ""
+            text += f", {edge.restarts} restarts, heard {edge.silent:.1f} s ago, turned {edge.idle:.1f} s ago"
+            text += f", link: {edge.messages_out} messages and {edge.bytes_out} bytes out, {edge.waiting} waiting"
+        lines.append(text)
+    for request in report.requests:
+        text = f"  request {request.request_id}: {request.state}, attempt {request.attempt}"
+        text += f", {' -> '.join(request.route) or 'unbound'}, done: {', '.join(request.stages_done) or 'none'}"
+        text += f", {request.remaining:.1f} s left"
+        lines.append(f"{text}{''.join(f', lost {loss}' for loss in request.losses)}")
+    lines += [f"  {name}: {count}" for name, count in sorted(shown.counts.items()) if count]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

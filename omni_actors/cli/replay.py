@@ -1,0 +1,176 @@
+"""Replays a recording into its stage alone: `omni-actors replay FILE`.
+
+Reads what a stage took under `--record`, gives it to the same stage in this process (engine included, no sockets, no
+other stage) and compares what comes out with what came out then: for every request that was finished then, the text,
+the audio, the tokens and the rows as wholes, however they are cut into messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from omni_actors import logs
+from omni_actors.config import PipelineConfig
+from omni_actors.errors import OmniError
+from omni_actors.protocol.codec import Decoder, Envelope, Frame
+from omni_actors.protocol.common import Abort, Failed
+from omni_actors.protocol.header import Body, Header
+from omni_actors.protocol.results import AudioChunk, FromStage, StageDone, StageUsage, TextDelta
+from omni_actors.protocol.stage import Chunk, IntoStage, Resend
+from omni_actors.stage.actor import StageActor
+from omni_actors.stage.outgoing import Outgoing
+from omni_actors.stage.process import build_engine, processor_class
+from omni_actors.stage.recorder import INBOUND, RecordingHeader, read
+
+
+@dataclass
+class Output:
+    """All that a stage made of one request for one receiver, joined."""
+
+    text: str = ""
+    token_ids: bytes = b""
+    buffers: dict[str, bytearray] = field(default_factory=dict)
+    scalars: dict[str, object] = field(default_factory=dict)
+    final: bool = False
+    end: object = None
+
+    def add(self, body: Body, buffers: Sequence[Frame]) -> None:
+        """One more message. Times are left out: they differ from run to run."""
+        if isinstance(body, TextDelta):
+            self.text += body.text
+            self.token_ids += body.token_ids
+        elif isinstance(body, AudioChunk):
+            self._append("samples", buffers[body.samples.buffer])
+            self.scalars["sample_rate"] = body.sample_rate
+        elif isinstance(body, Chunk):
+            self.token_ids += body.token_ids
+            for name, ref in body.tensors.items():
+                self._append(name, buffers[ref.buffer])
+            if body.rows is not None:
+                self._append("rows", buffers[body.rows.tensor.buffer])
+            if body.information is not None:
+                self.scalars |= {name: entry.scalar for name, entry in body.information.entries.items()}
+            self.final |= body.final
+        elif isinstance(body, StageDone):
+            usage: StageUsage = body.usage
+            self.end = (usage.finish_reason, usage.input_tokens, usage.output_tokens)
+        elif isinstance(body, Failed):
+            self.end = (body.code, body.message)
+
+    def _append(self, name: str, data: Frame) -> None:
+        self.buffers.setdefault(name, bytearray()).extend(data)
+
+    def difference(self, other: Output) -> str:
+        """What differs, in words; empty if nothing does."""
+        for name in ("end", "text", "token_ids", "scalars", "final"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name}: {str(mine)[:80]!r} then, {str(theirs)[:80]!r} now"
+        for name in sorted({*self.buffers, *other.buffers}):
+            then, now = self.buffers.get(name, bytearray()), other.buffers.get(name, bytearray())
+            if then != now:
+                same = bisect.bisect_left(range(min(len(then), len(now))), True, key=lambda n: then[:n] != now[:n])
+                return f"{name}: {len(then)} bytes then, {len(now)} now, the same up to byte {max(0, same - 1)}"
+        return ""
+
+
+Outputs = dict[tuple[str, str], Output]  # by request and receiving stage ("" for the coordinator)
+
+
+@dataclass
+class Comparison:
+    """The result of a replay."""
+
+    finished: int  # requests that had finished, or failed, in the recording
+    differences: list[str]
+
+
+def replay(path: Path, pipeline: PipelineConfig | None = None) -> Comparison:
+    """Replay a recording, with another configuration of the pipeline if one is given.
+
+    Raises:
+        OmniError: the file is no recording, or the stage does not start.
+    """
+    origin, entries = read(path)
+    pipeline = pipeline or msgspec.json.decode(origin.pipeline_json, type=PipelineConfig)
+    inbound: Decoder[IntoStage] = Decoder(IntoStage, pipeline.limits)
+    outbound: Decoder[Chunk | FromStage] = Decoder(Chunk | FromStage, pipeline.limits)
+    taken: list[Envelope[IntoStage]] = []
+    then: Outputs = {}
+    for entry in entries:
+        if entry.direction == INBOUND:
+            envelope = inbound.decode(entry.frames)
+            # What was in time then is in time now.
+            header = msgspec.structs.replace(envelope.header, deadline=0.0)
+            taken.append(msgspec.structs.replace(envelope, header=header))
+        else:
+            sent = outbound.decode(entry.frames)
+            _add(then, sent.header, entry.direction, sent.body, sent.buffers)
+    ended = {request for (request, receiver), output in then.items() if not receiver and output.end is not None}
+    # What one stage got a second time, because it began anew, is no output of its own.
+    ended -= {item.header.request_id for item in taken if isinstance(item.body, Resend)}
+    # An abort that came after the end must not come before it now: steps need no time here.
+    taken = [item for item in taken if not (isinstance(item.body, Abort) and item.header.request_id in ended)]
+    now = _run(origin, pipeline, taken)
+    differences = []
+    for request in sorted(ended):
+        for key in sorted({key for key in (*then, *now) if key[0] == request}):
+            difference = then.get(key, Output()).difference(now.get(key, Output()))
+            if difference:
+                differences.append(f"{request} -> {key[1] or 'coordinator'}: {difference}")
+    return Comparison(len(ended), differences)
+
+
+def _run(origin: RecordingHeader, pipeline: PipelineConfig, taken: Iterable[Envelope[IntoStage]]) -> Outputs:
+    """The stage's output for these messages. Time stands still."""
+    config = pipeline.stage(origin.stage.stage)
+    engine = build_engine(pipeline, config, lambda phase: None)
+    outputs: Outputs = {}
+
+    def collect(messages: Iterable[Outgoing]) -> None:
+        for message in messages:
+            receiver = message.destination.stage if message.destination is not None else ""
+            _add(outputs, message.header, receiver, message.body, message.buffers)
+
+    try:
+        stage = StageActor(pipeline, config, origin.stage, engine, processor_class(config), lambda: 0.0)
+        for envelope in taken:
+            collect(stage.receive(envelope))
+            collect(stage.step())
+        while stage.runnable():
+            collect(stage.step())
+    finally:
+        engine.shutdown()
+    return outputs
+
+
+def _add(outputs: Outputs, header: Header, receiver: str, body: Body, buffers: Sequence[Frame]) -> None:
+    outputs.setdefault((header.request_id, receiver), Output()).add(body, buffers)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 0 if all is equal, 1 if not, 2 if the recording cannot be replayed."""
+    parser = argparse.ArgumentParser(prog="omni-actors replay", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path, help="a file that a stage wrote under --record")
+    options = parser.parse_args(arguments)
+    logs.configure("replay")
+    try:
+        comparison = replay(options.file)
+    except OmniError as error:
+        print(f"error ({error.code.value}): {error}", file=sys.stderr)
+        return 2
+    for difference in comparison.differences:
+        print(difference)
+    print(f"{comparison.finished} requests, {len(comparison.differences)} differences")
+    return 1 if comparison.differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

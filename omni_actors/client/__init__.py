@@ -1,0 +1,23 @@
+"""Client library of a running pipeline; usable from any process that reaches its endpoint.
+
+`AsyncOmniClient` is the implementation, `OmniClient` runs one in a thread for code without an event loop, `OmniLLM`
+(`client/offline.py`) starts a pipeline of its own. Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from omni_actors.client.async_client import AsyncOmniClient
+from omni_actors.client.prompts import Prompting
+from omni_actors.client.streams import Audio, RequestStream, StreamItem, Text
+from omni_actors.client.sync_client import OmniClient, SyncRequestStream
+
+__all__ = [
+    "AsyncOmniClient",
+    "Audio",
+    "OmniClient",
+    "Prompting",
+    "RequestStream",
+    "StreamItem",
+    "SyncRequestStream",
+    "Text",
+]

@@ -1,0 +1,380 @@
+"""The asyncio client of a running pipeline. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy
+
+from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
+from omni_actors.client.streams import Audio, RequestStream, Text
+from omni_actors.errors import InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
+from omni_actors.logs import get_logger
+from omni_actors.protocol.client import (
+    CoordinatorToClient,
+    Describe,
+    Description,
+    Done,
+    Observation,
+    Observe,
+    Operate,
+    Operation,
+    Report,
+    Subject,
+    Submit,
+)
+from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, encode
+from omni_actors.protocol.common import Abort, Credit, Failed
+from omni_actors.protocol.fields import TRACEPARENT, unpack_token_ids
+from omni_actors.protocol.header import Body, Header, Limits
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.results import AudioChunk, TextDelta
+from omni_actors.protocol.telemetry import RequestTimeline
+from omni_actors.transport.credit import wire_size
+from omni_actors.transport.curve import load_keys
+from omni_actors.transport.reader import SocketReader
+from omni_actors.transport.sockets import Sockets, try_send
+
+logger = get_logger(__name__)
+
+ANSWER_SECONDS = 10.0  # a coordinator that does not answer `Describe` within this time is gone
+GRANT_MESSAGES, GRANT_BYTES = 64, 256 << 10  # taken messages that are worth a message of credit
+GRANT_SECONDS = 0.05  # after which fewer are
+PING_SECONDS = 2.0  # how often a client with requests asks whether they still live
+
+Answer = Description | Report | Observation
+
+
+class AsyncOmniClient:
+    """A connection to a coordinator; many requests at once. Use it as an async context manager.
+
+    Args:
+        endpoint: as the launcher prints it, for instance `ipc:///tmp/omni-x/client` or `tcp://127.0.0.1:5555`.
+        limits: largest message to send or accept.
+        keys: folder of CURVE keys, for `tcp://` endpoints of a pipeline that has keys.
+
+    Raises:
+        ConfigError: the folder of keys is missing, broken, or open to others.
+        Unauthorized: from any method, when the pipeline does not take these keys (or none).
+    """
+
+    def __init__(self, endpoint: str, limits: Limits | None = None, keys: str | Path | None = None) -> None:
+        self._endpoint = endpoint
+        self._keys = load_keys(keys)
+        self._limits = limits or Limits()
+        self._decoder: Decoder[CoordinatorToClient] = Decoder(CoordinatorToClient, self._limits)
+        self._streams: dict[str, RequestStream] = {}
+        self._next_seq: dict[str, int] = {}
+        self._answers: dict[str, asyncio.Future[Answer]] = {}
+        self._last_heard = time.monotonic()
+        self._sockets: Sockets | None = None
+        self._taken, self._taken_bytes = 0, 0
+        self._grant_timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> AsyncOmniClient:
+        sockets = Sockets(max_message_bytes=self._limits.message_bytes, keys=self._keys)
+        self._socket, self._handshake = sockets.watched_dealer(self._endpoint, uuid.uuid4().bytes)
+        self._sockets = sockets
+        self._watching = SocketReader(self._handshake.socket, self._on_handshake)
+        self._reader = SocketReader(self._socket, self._on_message)
+        self._watch = asyncio.create_task(self._watch_coordinator(), name="client watch")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Abort what is in flight and disconnect. Idempotent."""
+        if self._sockets is None:
+            return
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        for request_id in list(self._streams):
+            self._give_up(request_id, RequestTimeout("The client was closed."))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(RequestTimeout("The client was closed."))
+        self._grant()
+        if self._grant_timer is not None:
+            self._grant_timer.cancel()
+        sockets, self._sockets = self._sockets, None
+        self._watching.close()
+        self._handshake.close()
+        self._reader.close()
+        self._socket.close()
+        await asyncio.get_running_loop().run_in_executor(None, sockets.context.term)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        prompt: Prompting,
+        *,
+        modalities: Sequence[str] | None = None,
+        voice: str | None = None,
+        params: Mapping[str, StageParams | Mapping[str, Any]] | None = None,
+        seed: int | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        audios: Sequence[AudioInput] = (),
+        images: Sequence[ImageInput] = (),
+        videos: Sequence[VideoInput] = (),
+        traceparent: str | None = None,
+    ) -> RequestStream:
+        """Send a request; the answer comes through the returned stream.
+
+        Args:
+            prompt: a user's text, chat messages (`[{"role": ..., "content": str | [parts]}]` with parts
+                `{"type": "text", "text": ...}`, `{"type": "audio", "audio": AudioInput}`, and likewise `image` and
+                `video`), or `{"prompt_token_ids": [...]}`.
+            modalities: `["text"]`, `["text", "audio"]` or `["audio"]`; all that the pipeline has when `None`.
+            voice: a speaker out of `describe().voices`.
+            params: by stage name, for instance `{"thinker": {"max_tokens": 64, "temperature": 0.7}}`.
+            seed: makes sampling and the vocoder's noise repeatable.
+            timeout: seconds until the request is ended with `DeadlineExceeded`.
+            priority: lower is earlier among the requests that wait.
+            request_id: name of the request in all logs; a new one when `None`.
+            audios: sound that goes before a prompt given as text: (f32 [samples], Hz), a file's bytes, or a path.
+            images: the same for pictures: u8 [height, width, 3], a file's bytes, or a path.
+            videos: the same for videos: (u8 [frames, height, width, 3], frames per second).
+            traceparent: the caller's span (W3C Trace Context), whose children the request's spans become.
+
+        Raises:
+            InvalidRequest, InvalidPayload, MalformedMedia: the request is wrong before it is sent.
+            RequestTimeout: the coordinator does not answer.
+        """
+        buffers = BufferList()
+        try:
+            message = to_prompt(prompt, audios, images, videos, buffers)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidRequest(f"The prompt does not have the documented form: {error}.") from error
+        body = Submit(
+            prompt=message,
+            modalities=tuple(modalities) if modalities is not None else (await self.describe()).modalities,
+            voice=voice,
+            params=to_params(params or {}),
+            seed=seed,
+            priority=priority,
+            traceparent=_checked(traceparent),
+            sent=time.time(),
+        )
+        request_id = request_id or uuid.uuid4().hex
+        if request_id in self._streams:
+            raise InvalidRequest(f"The request id {request_id!r} is in use.")
+        deadline = time.time() + timeout if timeout is not None else 0.0
+        stream = self._streams[request_id] = RequestStream(request_id, self.abort)
+        try:
+            self._send(request_id, body, buffers, deadline)
+        except OmniError:
+            self._streams.pop(request_id, None)
+            raise
+        return stream
+
+    async def generate(self, prompt: Prompting, **options: Any) -> OmniRequestOutput:
+        """`submit` and wait for the whole answer."""
+        stream = await self.submit(prompt, **options)
+        return await stream.result()
+
+    def abort(self, request_id: str) -> None:
+        """End a request everywhere. Idempotent."""
+        if request_id in self._streams:
+            self._send(request_id, Abort())
+
+    async def describe(self, timeout: float = ANSWER_SECONDS) -> Description:
+        """What the pipeline offers and how its stages are. Raises `RequestTimeout` if nobody answers."""
+        asked_about = list(self._streams)
+        description = await self._ask(Describe(), timeout)
+        if not isinstance(description, Description):
+            raise ProtocolError("The coordinator answered another question.")
+        # Messages keep their order: what was submitted before the question and is neither in the answer nor ended by
+        # now will never be answered (the coordinator was started anew, or could not reach this client for a while).
+        for request_id in asked_about:
+            if request_id not in description.requests:
+                self._end(request_id, StageLost("The coordinator does not know this request any more."))
+        return description
+
+    async def operate(
+        self, operation: Operation, stage: str = "", replica: int = 0, timeout: float = ANSWER_SECONDS
+    ) -> Report:
+        """For operators: look into the pipeline, drain or restart a replica, shut down.
+
+        Raises:
+            InvalidRequest, ProtocolError: there is no such replica, or it is in a state in which that cannot be done.
+            Unauthorized: to change something takes an operator's key.
+            RequestTimeout: nobody answers.
+        """
+        report = await self._ask(Operate(operation=operation, stage=stage, replica=replica), timeout)
+        if not isinstance(report, Report):
+            raise ProtocolError("The coordinator answered another question.")
+        return report
+
+    async def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
+        """All metrics of the pipeline as Prometheus text. Raises `RequestTimeout` if nobody answers."""
+        return (await self._observe(Observe(subject=Subject.METRICS), timeout)).text
+
+    async def timeline(self, request_id: str, timeout: float = ANSWER_SECONDS) -> RequestTimeline:
+        """When what happened to a request that runs or is among the last 200 that ended.
+
+        Raises:
+            InvalidRequest: it is not known, or not any more.
+            RequestTimeout: nobody answers.
+        """
+        question = Observe(subject=Subject.TIMELINE, request_id=request_id)
+        return (await self._observe(question, timeout)).timelines[0]
+
+    async def recent(self, count: int = 20, timeout: float = ANSWER_SECONDS) -> tuple[RequestTimeline, ...]:
+        """Timelines of the requests that ended last (at most 200), the newest first."""
+        return (await self._observe(Observe(subject=Subject.RECENT, count=count), timeout)).timelines
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _observe(self, question: Observe, timeout: float) -> Observation:
+        answer = await self._ask(question, timeout)
+        if not isinstance(answer, Observation):
+            raise ProtocolError("The coordinator answered another question.")
+        return answer
+
+    async def _ask(self, question: Body, timeout: float) -> Answer:
+        token = uuid.uuid4().hex
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[token] = answer
+        try:
+            self._send(token, question)
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise RequestTimeout(f"The coordinator at {self._endpoint} did not answer within {timeout:g} s.") from None
+        finally:
+            del self._answers[token]
+
+    def _send(self, request_id: str, body: Body, buffers: BufferList | None = None, deadline: float = 0.0) -> None:
+        if self._sockets is None:
+            raise InvalidRequest("This client is not connected.", hint="Use it inside its context manager.")
+        refusal = self._handshake.verdict.refusal
+        if refusal is not None:
+            raise refusal
+        header = Header("", request_id=request_id, deadline=deadline)
+        frames = encode(header, body, buffers.buffers if buffers is not None else (), self._limits)
+        if not try_send(self._socket, frames):
+            self._watching.drain()  # a peer that refused us has ended the connection, and it may not be read yet
+            raise self._handshake.verdict.refusal or RequestTimeout(
+                f"The coordinator at {self._endpoint} takes no messages."
+            )
+        self._reader.poke()
+
+    def _on_handshake(self, frames: Sequence[bytes]) -> None:
+        """The connection came up, or did not: then nobody waits for its answer any longer."""
+        self._handshake.on(frames)
+        refusal = self._handshake.verdict.refusal
+        if refusal is None:
+            return
+        for request_id in list(self._streams):
+            self._end(request_id, refusal)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(refusal)
+
+    def _on_message(self, frames: Sequence[bytes]) -> None:
+        self._last_heard = time.monotonic()
+        self._take(wire_size(frames))
+        try:
+            envelope = self._decoder.decode(frames)
+        except BadHeader as error:
+            logger.warning("dropped a message with a bad header: %s", error.reason)
+            return
+        except BadBody as error:
+            self._give_up(error.header.request_id, error.error)
+            return
+        header, body = envelope.header, envelope.body
+        answer = self._answers.get(header.request_id)
+        if answer is not None:
+            if isinstance(body, Answer) and not answer.done():
+                answer.set_result(body)
+            elif isinstance(body, Failed) and not answer.done():
+                answer.set_exception(body.to_error())
+            return
+        stream = self._streams.get(header.request_id)
+        if stream is None or isinstance(body, Answer):
+            return
+        expected = self._next_seq.get(header.request_id, 0)
+        if header.seq != expected and not isinstance(body, Failed):
+            self._give_up(header.request_id, ProtocolError(f"Message {header.seq} came where {expected} was due."))
+            return
+        self._next_seq[header.request_id] = expected + 1
+        if isinstance(body, TextDelta):
+            stream.deliver(Text(body.text, unpack_token_ids(body.token_ids)))
+        elif isinstance(body, AudioChunk):
+            samples = numpy.frombuffer(envelope.tensor(body.samples).data, "<f4").astype(numpy.float32)
+            stream.deliver(Audio(samples, body.sample_rate))
+        elif isinstance(body, Failed):
+            self._end(header.request_id, body.to_error())
+        else:
+            self._end(header.request_id, body)
+
+    def _take(self, size: int) -> None:
+        """A message was taken: the coordinator may send another, and hears of it after a few or a little later."""
+        self._taken += 1
+        self._taken_bytes += size
+        if self._taken >= GRANT_MESSAGES or self._taken_bytes >= GRANT_BYTES:
+            self._grant()
+        elif self._grant_timer is None:
+            self._grant_timer = asyncio.get_running_loop().call_later(GRANT_SECONDS, self._grant_rest)
+
+    def _grant_rest(self) -> None:
+        self._grant_timer = None
+        self._grant()
+        if self._taken and self._sockets is not None:
+            self._grant_timer = asyncio.get_running_loop().call_later(GRANT_SECONDS, self._grant_rest)
+
+    def _grant(self) -> None:
+        if self._taken:
+            with contextlib.suppress(OmniError):  # it is kept, and sent with the next
+                self._send("", Credit(messages=self._taken, bytes=self._taken_bytes))
+                self._taken, self._taken_bytes = 0, 0
+
+    def _end(self, request_id: str, last: Done | OmniError) -> None:
+        self._next_seq.pop(request_id, None)
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.deliver(last)
+
+    def _give_up(self, request_id: str, error: OmniError) -> None:
+        """End a request on this side and tell the coordinator, which may not know."""
+        if request_id in self._streams:
+            with contextlib.suppress(OmniError):  # the reason that `error` gives is the one to report
+                self._send(request_id, Abort())
+            self._end(request_id, error)
+
+    async def _watch_coordinator(self) -> None:
+        """Every waiter is answered when the coordinator is gone: while requests wait, it has to answer pings."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            if not self._streams:
+                continue
+            asked = time.monotonic()
+            try:
+                await self.describe(ANSWER_SECONDS)
+            except OmniError as error:
+                if self._last_heard > asked:
+                    continue  # it lives, and is only busy
+                for request_id in list(self._streams):
+                    self._end(request_id, error)
+
+
+def _checked(traceparent: str | None) -> str | None:
+    if traceparent is not None and not re.match(TRACEPARENT, traceparent):
+        raise InvalidRequest(
+            f"traceparent {traceparent[:80]!r} is none of W3C Trace Context.", hint="00-<32 hex>-<16 hex>-<2 hex>"
+        )
+    return traceparent

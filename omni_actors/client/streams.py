@@ -1,0 +1,91 @@
+"""What comes back of a request: pieces of text and sound in order, then usage by stage or a typed error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+import numpy
+from numpy.typing import NDArray
+
+from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.errors import OmniError
+from omni_actors.protocol.client import Done
+from omni_actors.protocol.results import StageUsage
+
+
+class Text(msgspec.Struct, frozen=True):
+    """More of the answer's text. `token_ids` are the thinker's; the text may be empty inside a character."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Audio(msgspec.Struct, frozen=True):
+    """The next samples: f32 [samples] in [-1, 1] at `sample_rate` Hz."""
+
+    samples: NDArray[numpy.float32]
+    sample_rate: int
+
+
+StreamItem = Text | Audio
+
+
+class RequestStream:
+    """The answer to one request: iterate for `Text` and `Audio` in order, then read `usage`. Raises typed errors."""
+
+    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self.usage: dict[str, StageUsage] = {}
+        self._abort = abort
+        self._items: asyncio.Queue[StreamItem | Done | OmniError] = asyncio.Queue()
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[StreamItem]:
+        return self
+
+    async def __anext__(self) -> StreamItem:
+        if self._ended:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, Text | Audio):
+            return item
+        self._ended = True
+        if isinstance(item, OmniError):
+            raise item
+        self.usage = item.usage
+        raise StopAsyncIteration
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step of the iteration has not to wait."""
+        return self._ended or not self._items.empty()
+
+    async def abort(self) -> None:
+        """End the request everywhere. Idempotent; iteration then raises `Aborted` unless it was over already."""
+        if not self._ended:
+            self._abort(self.request_id)
+
+    async def result(self) -> OmniRequestOutput:
+        """Wait for the whole answer. Raises what the request failed with."""
+        output = OmniRequestOutput(self.request_id)
+        texts: list[str] = []
+        pieces: list[NDArray[numpy.float32]] = []
+        async for item in self:
+            if isinstance(item, Text):
+                texts.append(item.text)
+                output.token_ids.extend(item.token_ids)
+            else:
+                pieces.append(item.samples)
+                output.sample_rate = item.sample_rate
+        output.text = "".join(texts)
+        if pieces:
+            output.audio = numpy.concatenate(pieces)
+        output.usage = self.usage
+        output.finish_reasons = {stage: usage.finish_reason.value for stage, usage in self.usage.items()}
+        return output
+
+    def deliver(self, item: StreamItem | Done | OmniError) -> None:
+        """Called by the client for each message about this request."""
+        self._items.put_nowait(item)

@@ -1,0 +1,134 @@
+"""What goes to clients: a link for each on the coordinator's ROUTER, and what becomes of those that read too slowly."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from omni_actors.config import PipelineConfig
+from omni_actors.coordinator.core.lifecycle import Instruction, RequestMachine, ToClient
+from omni_actors.errors import SlowClient
+from omni_actors.logs import get_logger
+from omni_actors.protocol.codec import encode
+from omni_actors.protocol.common import Credit
+from omni_actors.protocol.header import Header
+from omni_actors.transport.credit import Traffic, Window, wire_size
+from omni_actors.transport.link import Link
+from omni_actors.transport.sockets import PeerGone, Socket
+
+logger = get_logger(__name__)
+
+FORGET_CLIENT_SECONDS = 600.0  # after which a client without requests that owes credit is taken for gone
+SWEEP_SECONDS = 10.0
+
+
+class ClientLinks:
+    """Belongs to the coordinator's loop.
+
+    Args:
+        do: carries out what ending a client's requests asks for.
+        traffic: of all clients together, for metrics.
+        dropped: counts clients that were slow or lost.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        pipeline: PipelineConfig,
+        state: RequestMachine,
+        do: Callable[[Iterable[Instruction]], None],
+        traffic: Traffic,
+        dropped: collections.Counter[str],
+    ) -> None:
+        self._socket = socket
+        self._flow = pipeline.flow
+        self._limits = pipeline.limits
+        self._state = state
+        self._do = do
+        self._traffic = traffic
+        self._dropped = dropped
+        self._links: dict[bytes, Link] = {}
+        self._next_sweep = 0.0
+
+    def send(self, message: ToClient) -> None:
+        """A client that takes no more loses its requests, one that is gone is forgotten."""
+        client = message.client
+        header = Header("", request_id=message.request_id, seq=message.seq)
+        frames = encode(header, message.body, message.buffers, self._limits)
+        link = self._links.get(client)
+        if link is None:
+            link = self._links[client] = self._new_link()
+        with self._reaching(client):
+            if not link.send(message.request_id, [client, *frames], wire_size(frames)):
+                self._end_slow(client, link, "more waited for it than may wait")
+
+    def _new_link(self) -> Link:
+        flow = self._flow
+        return Link(
+            self._socket,
+            time.monotonic,
+            flow.client_stall_seconds,
+            Window(flow.client_window_messages, flow.client_window_bytes),
+            needs_credit=True,
+            outbox_messages=flow.client_messages,
+            outbox_bytes=flow.client_bytes,
+            traffic=self._traffic,
+        )
+
+    def granted(self, client: bytes, credit: Credit) -> None:
+        """A client has read that much."""
+        link = self._links.get(client)
+        if link is not None:
+            with self._reaching(client):
+                link.granted(credit.messages, credit.bytes)
+
+    def flush(self) -> None:
+        """Send what waits, as far as it can be sent, and give up clients that have taken nothing for too long."""
+        for client, link in list(self._links.items()):
+            if not link.backlog:
+                continue
+            with self._reaching(client):
+                link.flush()
+                if link.stalled():
+                    self._end_slow(client, link, "it took nothing for too long")
+
+    def sweep(self) -> None:
+        """Forget clients that have nothing in flight, now and then; most have closed by now."""
+        now = time.monotonic()
+        if now < self._next_sweep:
+            return
+        self._next_sweep = now + SWEEP_SECONDS
+        busy = self._state.clients()
+        for client, link in list(self._links.items()):
+            idle = client not in busy and not link.backlog
+            if idle and (link.settled or link.moved + FORGET_CLIENT_SECONDS < now):
+                del self._links[client]
+
+    @contextlib.contextmanager
+    def _reaching(self, client: bytes) -> Iterator[None]:
+        """A client that cannot be reached any more is given up."""
+        try:
+            yield
+        except PeerGone:
+            self._lose(client, "it is not connected")
+
+    def _end_slow(self, client: bytes, link: Link, why: str) -> None:
+        """Give up what waits for a client and end its requests; it hears of it when it reads again."""
+        if not self._state.requests_of(client):  # it has not even taken that
+            self._lose(client, "it reads nothing")
+            return
+        logger.warning("ended the requests of a slow client: %s", why)
+        self._dropped["client_slow"] += 1
+        link.give_up()
+        link.moved = time.monotonic()
+        error = SlowClient(f"The client reads too slowly: {why}.")
+        self._do(self._state.end_client(client, error, time.time()))
+
+    def _lose(self, client: bytes, why: str) -> None:
+        """Give a client's messages and requests up; should it come back, the answer to its ping tells it so."""
+        logger.warning("lost a client: %s; its requests end", why)
+        self._dropped["client_lost"] += 1
+        self._links.pop(client, None)
+        self._do(self._state.client_gone(client, time.time()))

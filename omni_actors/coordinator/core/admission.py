@@ -1,0 +1,103 @@
+"""May this request run, and with which parameters? What can be refused is refused here, before any work starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from omni_actors.config import PARAMS_BY_KIND, CoordinatorConfig, PipelineConfig, suggest
+from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice
+from omni_actors.protocol.client import Submit
+from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.payloads import StageParams
+
+TOKEN_BYTES = 4  # token ids travel as int32
+
+
+class AdmittedRequest(NamedTuple):
+    """What a request needs: the stages in order of the graph and the parameters of each."""
+
+    stages: tuple[str, ...]
+    params: dict[str, StageParams]
+    modalities: frozenset[str]
+
+
+def admit(
+    pipeline: PipelineConfig, submit: Submit, voices: tuple[str, ...], max_input_tokens: int = 0
+) -> AdmittedRequest:
+    """Check a request against the pipeline.
+
+    Args:
+        max_input_tokens: longest prompt of token ids, 0 where nobody knows. How many tokens a text has, only the prompt
+            stage can tell.
+
+    Raises:
+        UnknownModality, UnknownVoice, PromptTooLong, InvalidRequest: with the values that would be right.
+    """
+    offered = pipeline.modalities
+    for modality in submit.modalities:
+        if modality not in offered:
+            raise UnknownModality(
+                f"The output modality {modality!r} is not offered; this pipeline answers in {_listed(offered)}."
+            )
+    if submit.voice is not None and voices and submit.voice not in voices:
+        raise UnknownVoice(f"There is no voice {submit.voice!r}; the voices are {_listed(voices)}.")
+    tokens = len(submit.prompt.token_ids) // TOKEN_BYTES
+    if 0 < max_input_tokens < tokens:
+        raise PromptTooLong(f"The prompt has {tokens} tokens, at most {max_input_tokens} are possible.")
+    stages = pipeline.route(submit.modalities)
+    return AdmittedRequest(stages, _stage_params(pipeline, submit.params), frozenset(submit.modalities))
+
+
+def deadline_of(coordinator: CoordinatorConfig, given: float, now: float) -> float:
+    """When a request has to be done, in Unix time; `given` is 0 if it does not say.
+
+    Raises:
+        InvalidRequest: that is no time, or too far away.
+        DeadlineExceeded: it has passed.
+    """
+    if not math.isfinite(given):
+        raise InvalidRequest(f"The deadline {given} is no point in time.")
+    latest = coordinator.max_timeout
+    if given > now + latest:
+        raise InvalidRequest(f"The deadline is {given - now:.0f} s away; at most {latest:g} s are allowed.")
+    deadline = given or now + min(coordinator.default_timeout, latest)
+    if deadline <= now:
+        raise DeadlineExceeded("The deadline had passed before the request arrived.")
+    return deadline
+
+
+def size_of(submit: Submit, buffers: Sequence[Frame]) -> int:
+    """Bytes of a request's prompt and media, roughly."""
+    texts = sum(len(part.text or "") for message in submit.prompt.messages for part in message.content)
+    return texts + len(submit.prompt.token_ids) + sum(memoryview(buffer).nbytes for buffer in buffers)
+
+
+def _stage_params(pipeline: PipelineConfig, given: Mapping[str, StageParams]) -> dict[str, StageParams]:
+    names = [stage.name for stage in pipeline.stages]
+    for name in given:
+        if name not in names:
+            raise InvalidRequest(f"Parameters for the unknown stage {name!r}.{suggest(name, names)}")
+    merged = {}
+    for stage in pipeline.stages:
+        own = given.get(stage.name)
+        for parameter in own.given() if own is not None else ():
+            allowed = PARAMS_BY_KIND[stage.kind]
+            if parameter not in allowed:
+                raise InvalidRequest(
+                    f"{parameter} does not apply to stage {stage.name!r} of kind {stage.kind}."
+                    f"{suggest(parameter, allowed)}"
+                )
+        merged[stage.name] = own.merged_over(stage.sampling) if own is not None else stage.sampling
+        _check_lengths(stage.name, merged[stage.name])
+    return merged
+
+
+def _check_lengths(stage: str, params: StageParams) -> None:
+    if params.min_tokens is not None and params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidRequest(f"Stage {stage!r}: min_tokens {params.min_tokens} exceeds max_tokens {params.max_tokens}.")
+
+
+def _listed(values: tuple[str, ...]) -> str:
+    return ", ".join(str(value) for value in values) or "nothing"

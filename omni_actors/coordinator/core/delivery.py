@@ -1,0 +1,86 @@
+"""What a client already has of an answer, so that a replay gives it only the rest.
+
+A stage that begins anew computes its part of the answer again from the start, with the same seed. Tokens, characters
+and samples are counted, not messages: another attempt may cut them differently.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+
+from omni_actors.errors import StageLost
+from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.results import AudioChunk, TextDelta
+from omni_actors.protocol.tensors import TensorRef
+
+TOKEN_BYTES = 4
+SAMPLE_BYTES = 4
+
+
+class Delivery:
+    """The account of one request."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.characters = 0
+        self.samples = 0
+        self._checksum = 0  # of the tokens that the client has
+        self._skip_tokens = 0  # so many will come again
+        self._skip_characters = 0
+        self._skip_samples = 0
+        self._again = 0  # checksum of those that came again
+
+    def replay(self, modalities: Collection[str]) -> None:
+        """All that was delivered in these modalities will come again."""
+        if "text" in modalities:
+            self._skip_tokens, self._skip_characters = self.tokens, self.characters
+            self._again = 0
+        if "audio" in modalities:
+            self._skip_samples = self.samples
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that the client had before a replay has come again."""
+        return not (self._skip_tokens or self._skip_characters or self._skip_samples)
+
+    def text(self, body: TextDelta) -> TextDelta | None:
+        """What of `body` is new; `None` for nothing.
+
+        Raises:
+            StageLost: the replay says something else than the client was told, so that the rest would not fit.
+        """
+        known = min(self._skip_tokens, len(body.token_ids) // TOKEN_BYTES)
+        letters = min(self._skip_characters, len(body.text))
+        if known:
+            self._again = zlib.crc32(body.token_ids[: known * TOKEN_BYTES], self._again)
+            self._skip_tokens -= known
+            if not self._skip_tokens and self._again != self._checksum:
+                raise diverged()
+        self._skip_characters -= letters
+        token_ids, text = body.token_ids[known * TOKEN_BYTES :], body.text[letters:]
+        if (known or letters) and not token_ids and not text:
+            return None
+        self._checksum = zlib.crc32(token_ids, self._checksum)
+        self.tokens += len(token_ids) // TOKEN_BYTES
+        self.characters += len(text)
+        return TextDelta(text=text, token_ids=token_ids) if known or letters else body
+
+    def audio(self, body: AudioChunk, buffers: Sequence[Frame]) -> tuple[AudioChunk, Sequence[Frame]] | None:
+        """What of the chunk is new, with its buffers; `None` for nothing."""
+        (length,) = body.samples.shape
+        known = min(self._skip_samples, length)
+        self._skip_samples -= known
+        self.samples += length - known
+        if not known:
+            return body, buffers
+        if known == length:
+            return None
+        rest = memoryview(buffers[body.samples.buffer]).cast("B")[known * SAMPLE_BYTES :]
+        samples = TensorRef(body.samples.dtype, (length - known,), 0)
+        return AudioChunk(samples=samples, sample_rate=body.sample_rate), (rest,)
+
+
+def diverged() -> StageLost:
+    """For an answer that cannot be continued."""
+    return StageLost("A stage was lost, and the replay did not repeat what had been delivered.")

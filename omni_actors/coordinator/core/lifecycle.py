@@ -1,0 +1,541 @@
+"""The coordinator's decisions: events in, instructions out. No socket, no clock, no event loop.
+
+A request lives in `_requests` from its admission to its one terminal message (`Done` or `Failed`); after that a
+tombstone absorbs what still arrives about it. When a replica of its route is lost, its stage and those after it begin
+anew, with the next attempt number and the same seed; the stages before send them again what they had sent
+(`core/replay.py`). What the client has already is left out (`core/delivery.py`).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+
+from omni_actors.config import LossPolicy, PipelineConfig
+from omni_actors.coordinator.core.admission import admit, deadline_of, size_of
+from omni_actors.coordinator.core.delivery import diverged
+from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
+from omni_actors.coordinator.core.observer import Observer
+from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
+from omni_actors.coordinator.core.requests import ActiveRequest, RequestBook, Retained
+from omni_actors.coordinator.core.restart_scope import StageGraph
+from omni_actors.coordinator.core.states import ReplicaEvent, RequestEvent, RequestState
+from omni_actors.coordinator.core.suspects import IsolationRuns, clear_others, poison, record_crash
+from omni_actors.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidRequest,
+    OmniError,
+    Overloaded,
+    ProtocolError,
+    StageLost,
+    StageUnavailable,
+)
+from omni_actors.protocol.client import Done, RequestStatus, Submit
+from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.common import Abort, Failed
+from omni_actors.protocol.fields import MAX_ATTEMPT
+from omni_actors.protocol.header import Body, Header, ReplicaId
+from omni_actors.protocol.results import AudioChunk, StageDone, StageUsage, TextDelta, Unreachable
+from omni_actors.protocol.stage import MAX_ENDED, Ended, OpenRequest, Resend
+from omni_actors.protocol.tombstones import Tombstones
+
+__all__ = ["Instruction", "RequestMachine", "ToClient", "ToStage"]
+
+RETRY_AFTER_SECONDS = 1.0
+LISTED_REQUESTS = 1000
+
+
+class RequestMachine:
+    """Owns requests and replicas.
+
+    Args:
+        new_seed: gives the seed of a request that brings none.
+        observer: is told what happens to requests.
+    """
+
+    def __init__(self, pipeline: PipelineConfig, new_seed: Callable[[], int], observer: Observer | None = None) -> None:
+        self._observer = observer or Observer()
+        self.pipeline = pipeline
+        self.replicas = ReplicaTable()
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self._new_seed = new_seed
+        self._requests = RequestBook()
+        self._graph = StageGraph(pipeline)
+        self._entry = pipeline.entry.name
+        self._outputs = {stage.name: frozenset(stage.outputs) for stage in pipeline.stages}
+        self._policies = {stage.name: stage.on_replica_loss for stage in pipeline.stages}
+        self._isolation_runs = IsolationRuns(self.replicas)
+        self._ended: dict[ReplicaId, list[str]] = {}  # what stages may forget; they are told on the next tick
+        self._retained_bytes = 0
+        self.replays = 0
+        self._closing = False
+        self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._requests)
+
+    def clients(self) -> set[bytes]:
+        """Those with requests in flight."""
+        return self._requests.clients()
+
+    def requests_of(self, client: bytes) -> tuple[str, ...]:
+        """The ids of a client's requests in flight."""
+        return self._requests.ids_of(client)
+
+    def attempt_of(self, request_id: str, stage: str) -> int:
+        """The attempt that a stage works on; 0 for unknown requests."""
+        request = self._requests.get(request_id)
+        return request.attempts.get(stage, 0) if request is not None else 0
+
+    def requests(self, now: float) -> tuple[RequestStatus, ...]:
+        """The oldest requests in flight."""
+        return tuple(request.status(now) for request in self._requests.oldest(LISTED_REQUESTS))
+
+    @property
+    def retained_bytes(self) -> int:
+        return self._retained_bytes
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """All voices that the loaded stages know."""
+        return self.replicas.voices
+
+    @property
+    def sample_rate(self) -> int:
+        return self.replicas.sample_rate
+
+    @property
+    def max_input_tokens(self) -> int:
+        """The longest prompt that every replica of the entry stage takes; 0 while none has said."""
+        entry = self.pipeline.entry.name
+        limits = [replica.max_input_tokens for replica in self.replicas if replica.stage == entry]
+        return min((limit for limit in limits if limit), default=0)
+
+    # -- clients ------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, client: bytes, header: Header, submit: Submit, buffers: Sequence[Frame], now: float
+    ) -> list[Instruction]:
+        """Admit a request and open it in every stage of its route, or refuse it with one `Failed`."""
+        try:
+            request = self._admit(client, header, submit, buffers, now)
+        except OmniError as error:
+            self._observer.refused(error)
+            return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
+        self._observer.admitted(request.request_id, submit)
+        return self._open(request, now)
+
+    def _admit(
+        self, client: bytes, header: Header, submit: Submit, buffers: Sequence[Frame], now: float
+    ) -> ActiveRequest:
+        request_id = header.request_id
+        if self._closing:
+            raise _shutting_down()
+        if not request_id:
+            raise InvalidRequest("The request has no id.")
+        if request_id in self._requests or request_id in self._tombstones:
+            raise InvalidRequest(f"The request id {request_id!r} was used before.", hint="Use a new id per request.")
+        limit = self.pipeline.coordinator.max_in_flight
+        if self.in_flight >= limit:
+            raise Overloaded(
+                f"{self.in_flight} requests are in flight, the limit is {limit}.", retry_after=RETRY_AFTER_SECONDS
+            )
+        deadline = deadline_of(self.pipeline.coordinator, header.deadline, now)
+        longest = self.max_input_tokens if submit.prompt.token_ids else 0
+        admitted = admit(self.pipeline, submit, self.voices, longest)
+        size = size_of(submit, buffers)
+        for stage in admitted.stages:
+            self._check_stage(stage, size)
+        request = ActiveRequest(
+            request_id,
+            client,
+            admitted.stages,
+            admitted.modalities,
+            deadline,
+            params=admitted.params,
+            seed=submit.seed if submit.seed is not None else self._new_seed(),
+            voice=submit.voice,
+            priority=submit.priority,
+            retained=Retained(submit.prompt, buffers, size),
+        )
+        self._retained_bytes += size
+        self._requests.add(request)
+        return request
+
+    def _check_stage(self, stage: str, size: int) -> None:
+        """Refuse what a stage cannot take, now or in a while."""
+        replica = self.replicas.choose(stage)
+        if replica is None:
+            waits = self._policies[stage] is LossPolicy.REPLAY and self.replicas.recoverable(stage)
+            if not waits or not self._may_retain(size):
+                raise StageUnavailable(f"No replica of stage {stage!r} is ready.", stage=stage)
+        elif replica.congested:
+            raise Overloaded(
+                f"Stage {stage!r} takes no more input for now.", stage=stage, retry_after=RETRY_AFTER_SECONDS
+            )
+
+    def _may_retain(self, size: int) -> bool:
+        return self._retained_bytes + size <= self.pipeline.coordinator.retain_bytes
+
+    def _open(self, request: ActiveRequest, now: float) -> list[Instruction]:
+        """Bind the stages that have no replica and announce the request to them, or let it wait for what is coming."""
+        missing = [stage for stage in request.stages if stage not in request.bound]
+        retained = request.retained
+        if self._entry in missing and retained is None:
+            return self._fail(request, StageLost("What it takes to run the request again was not kept."), now)
+        chosen = []
+        # The stage that suspects it last: no replica is emptied for a request that has to wait for another one.
+        for stage in sorted(missing, key=lambda stage: stage == request.suspected_by):
+            on_trial = request.suspected_by == stage
+            replica = self._isolation_runs.replica_for(request, stage) if on_trial else self.replicas.choose(stage)
+            if replica is None:
+                if self.replicas.recoverable(stage):
+                    return []
+                return self._fail(request, self._unavailable(request, stage), now)
+            chosen.append(replica)
+        for replica in chosen:
+            replica.hold(request.request_id)
+            request.bound[replica.stage] = replica.replica_id
+            request.attempts[replica.stage] = request.attempt
+        self._requests.on(request, RequestEvent.OPENED)
+        self._observer.bound(request.request_id, request.attempt, request.route, missing)
+        instructions: list[Instruction] = []
+        # Later stages first: their expectation should be there before the first output of the stage before them.
+        route = request.route
+        for stage in reversed(missing):
+            prompt = retained.prompt if retained is not None and stage == self._entry else None
+            body = OpenRequest(
+                route=route,
+                params=request.params[stage],
+                seed=request.seed,
+                voice=request.voice,
+                priority=request.priority,
+                prompt=prompt,
+            )
+            buffers = retained.buffers if retained is not None and prompt is not None else ()
+            instructions.append(self._to_stage(request, stage, body, buffers))
+        instructions += self._resends(request, missing)
+        if not self._wants_retention(request):
+            self._release_request(request)
+        return instructions
+
+    def _resends(self, request: ActiveRequest, opened: Sequence[str]) -> list[Instruction]:
+        """Ask the stages that went on to give those that begin anew their input again."""
+        return [
+            self._to_stage(request, source, Resend(receiver=request.bound[stage], attempt=request.attempts[stage]))
+            for stage in opened
+            for source in self._graph.feeders(stage, opened)
+        ]
+
+    def _wants_retention(self, request: ActiveRequest) -> bool:
+        """Whether a running request could run again, and there is room to keep what that takes."""
+        if request.retained is None or not self._may_retain(0):
+            return False
+        return any(self._policies[stage] is LossPolicy.REPLAY for stage in request.stages)
+
+    def _release_request(self, request: ActiveRequest) -> None:
+        if request.retained is not None:
+            self._retained_bytes -= request.retained.size
+            request.retained = None
+
+    def _unavailable(self, request: ActiveRequest, stage: str) -> StageUnavailable:
+        lost = f" It was lost before: {request.history()}." if request.losses else ""
+        return StageUnavailable(f"No replica of stage {stage!r} is ready, and none will be.{lost}", stage=stage)
+
+    def reopen(self, now: float) -> list[Instruction]:
+        """Run the requests that wait, the oldest first. Call it when a replica became ready."""
+        self._isolation_runs.ended = False
+        return [instruction for request in self._requests.waiting() for instruction in self._open(request, now)]
+
+    def abort(self, client: bytes, request_id: str, now: float) -> list[Instruction]:
+        """A client ends its own request. Idempotent; requests of others are not touched."""
+        request = self._requests.get(request_id)
+        if request is None or request.client != client:
+            self.dropped["abort_of_unknown_request"] += 1
+            return []
+        return self._fail(request, Aborted("The client aborted the request."), now)
+
+    def reject(self, client: bytes, header: Header, error: OmniError, now: float) -> list[Instruction]:
+        """A client's message did not decode: tell it, and end the request if it exists."""
+        request = self._requests.get(header.request_id)
+        if request is not None and request.client == client:
+            return self._fail(request, error, now)
+        self._observer.refused(error)
+        return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
+
+    def end_client(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
+        """A client reads too slowly, or may not go on: its requests end, and it is told so."""
+        return [instruction for request in self._requests.of(client) for instruction in self._fail(request, error, now)]
+
+    def client_gone(self, client: bytes, now: float) -> list[Instruction]:
+        """A client cannot be reached any more: its requests end."""
+        error = Aborted("The client is gone.")
+        return [
+            instruction
+            for request in self._requests.of(client)
+            for instruction in self._fail(request, error, now)
+            if isinstance(instruction, ToStage)
+        ]
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    def from_stage(
+        self,
+        header: Header,
+        body: TextDelta | AudioChunk | StageDone | Failed | Unreachable,
+        buffers: Sequence[Frame],
+        now: float,
+    ) -> list[Instruction]:
+        """A result of a stage: forward it, note it, or drop it if it is late or foreign."""
+        request = self._expected_sender(header)
+        if request is None:
+            return []
+        expected = request.next_seq.get(header.stage, 0)
+        # A failure may be about the very message that is missing.
+        if header.seq != expected and not isinstance(body, Failed):
+            error = ProtocolError(
+                f"Stage {header.stage!r} sent message {header.seq} where {expected} was due.", stage=header.stage
+            )
+            return self._fail(request, error, now)
+        request.next_seq[header.stage] = expected + 1
+        if isinstance(body, Failed):
+            return self._stage_failed(request, header.stage, body.to_error(), now)
+        if isinstance(body, StageDone):
+            self._observer.stage_done(header, body)
+            return self._stage_done(request, header.stage, body.usage, now)
+        if isinstance(body, Unreachable):
+            return self._unreachable(request, body, now)
+        self._observer.came(header, body)
+        try:
+            return self._forward(request, header.stage, body, buffers)
+        except StageLost as error:
+            return self._fail(request, error, now)
+
+    def reject_from_stage(self, header: Header, error: OmniError, now: float) -> list[Instruction]:
+        """A stage's message did not decode: its request ends."""
+        request = self._expected_sender(header)
+        return self._stage_failed(request, header.stage, error, now) if request is not None else []
+
+    def _stage_failed(self, request: ActiveRequest, stage: str, error: OmniError, now: float) -> list[Instruction]:
+        """A stage cannot go on with a request; that something was lost is no fault of the request's."""
+        if not isinstance(error, StageLost):
+            return self._fail(request, error, now)
+        # A stage that went on when one after it began anew, and cannot give it its input again, belongs to that loss.
+        follows = request.attempts[stage] < request.attempt
+        return self._replay_or_fail(request, stage, error, now, counts=not follows)
+
+    def _unreachable(self, request: ActiveRequest, body: Unreachable, now: float) -> list[Instruction]:
+        """A stage cannot reach the one after it, and keeps what it makes for its next life."""
+        stage = body.receiver.stage
+        if request.bound.get(stage) != body.receiver or request.attempts[stage] != body.attempt:
+            return []  # that is known, and made up for
+        error = StageLost(f"{stage}/{body.receiver.replica} takes no messages.", stage=stage)
+        return self._replay_or_fail(request, stage, error, now)
+
+    def _expected_sender(self, header: Header) -> ActiveRequest | None:
+        request = self._requests.get(header.request_id)
+        if request is None:
+            self.dropped["late" if header.request_id in self._tombstones else "unknown_request"] += 1
+            return None
+        if request.bound.get(header.stage) != ReplicaId(header.stage, header.replica, header.epoch):
+            self.dropped["foreign_epoch"] += 1
+            return None
+        if header.attempt != request.attempts[header.stage]:
+            self.dropped["foreign_attempt"] += 1
+            return None
+        return request
+
+    def _forward(
+        self, request: ActiveRequest, stage: str, body: TextDelta | AudioChunk, buffers: Sequence[Frame]
+    ) -> list[Instruction]:
+        modality = "text" if isinstance(body, TextDelta) else "audio"
+        if modality not in request.modalities or modality not in self._outputs[stage]:
+            return []
+        if isinstance(body, TextDelta):
+            delta = request.delivery.text(body)
+            if delta is None:
+                return []
+            self._observer.delivered(request.request_id, delta)
+            return [self._to_client(request, delta)]
+        chunk = request.delivery.audio(body, buffers)
+        if chunk is None:
+            return []
+        self._observer.delivered(request.request_id, chunk[0])
+        return [self._to_client(request, *chunk)]
+
+    def _stage_done(self, request: ActiveRequest, stage: str, usage: StageUsage, now: float) -> list[Instruction]:
+        request.usage[stage] = usage
+        replica = self.replicas.at(request.bound[stage])
+        if replica is not None:
+            replica.finished(request.request_id)
+        if request.suspected_by == stage:
+            self._isolation_runs.end(request)
+        if len(request.usage) < len(request.stages):
+            return []
+        if not request.delivery.complete:
+            return self._fail(request, diverged(), now)
+        self._requests.on(request, RequestEvent.COMPLETED)
+        self._observer.ended(request.request_id, None)
+        done = self._to_client(request, Done(usage=request.usage))
+        for stage, replica_id in request.bound.items():
+            if self._graph.feeds(stage, request.stages):
+                self._ended.setdefault(replica_id, []).append(request.request_id)
+        self._close(request, now)
+        return [done]
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def replica_lost(self, replica: Replica, now: float, why: str, restart: bool = False) -> list[Instruction]:
+        """A process is dead: what it held runs again or fails. `restart` says that its replica will be back."""
+        replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+        error = StageLost(f"{replica.name} (epoch {replica.epoch}) died: {why}.", stage=replica.stage)
+        held = [self._requests[request_id] for request_id in sorted(replica.requests) if request_id in self._requests]
+        replica.release_all()
+        self._ended.pop(replica.replica_id, None)
+        held = [request for request in held if not self._is_through_with(request, replica.stage)]
+        blameless = replica.restart_wanted or replica.blameless
+        culprit = None if blameless else record_crash(held, replica, why)
+        instructions: list[Instruction] = []
+        if culprit is not None:
+            instructions += self._fail(culprit, poison(culprit, replica.stage), now)
+            for innocent in clear_others(culprit, self._requests):
+                self._isolation_runs.end(innocent)
+        for request in held:
+            if request is not culprit:
+                instructions += self._replay_or_fail(request, replica.stage, error, now)
+        return instructions + self.reopen(now)
+
+    def _is_through_with(self, request: ActiveRequest, stage: str) -> bool:
+        """Whether a request needs nothing of a stage any more: it is done, and so are those that take its output.
+
+        That it is done is not enough: its last chunks may have died with it on their way.
+        """
+        needed = {stage, *self._graph.downstream[stage]} & set(request.stages)
+        return needed <= set(request.usage)
+
+    def _holds(self, request: ActiveRequest, stage: str) -> bool:
+        """Whether the replica that has worked on a request lives."""
+        replica_id = request.bound.get(stage)
+        replica = self.replicas.at(replica_id) if replica_id is not None else None
+        return replica is not None and replica.alive
+
+    def _replay_or_fail(
+        self, request: ActiveRequest, lost: str, error: OmniError, now: float, counts: bool = True
+    ) -> list[Instruction]:
+        """The work of the stage `lost` on a request is gone: it begins anew, with those that depend on it.
+
+        `counts` says whether this is one of the losses that `max_attempts` bounds.
+        """
+        again = self._graph.again(request.stages, [lost], lambda stage: self._holds(request, stage))
+        may_replay = (
+            (self._entry not in again or request.retained is not None)
+            and request.losses_made_up + counts < self.pipeline.coordinator.max_attempts
+            and request.attempt < MAX_ATTEMPT
+            and self._policies[lost] is LossPolicy.REPLAY
+            and all(self.replicas.recoverable(stage) for stage in again)
+        )
+        if not may_replay:
+            return self._fail(request, error, now)
+        bound = [stage for stage in request.bound if stage in again]
+        instructions = self._aborts(request, bound)
+        self._unbind(request, bound)
+        for stage in bound:
+            request.next_seq.pop(stage, None)
+            request.usage.pop(stage, None)
+        request.delivery.replay({modality for stage in again for modality in self._outputs[stage]})
+        request.losses_made_up += counts
+        self.replays += counts
+        self._observer.replayed(request.request_id, error, counts)
+        if request.state is RequestState.RUNNING:  # else nobody has seen the number yet
+            self._requests.on(request, RequestEvent.REPLAYED)
+            request.attempt += 1
+        return instructions + self._open(request, now)
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Ends requests whose deadline has passed. Call it a few times a second."""
+        self._tombstones.expire(now)
+        instructions = [
+            instruction
+            for request in self._requests.late(now)
+            for instruction in self._fail(request, _too_late(request), now)
+        ]
+        if self._isolation_runs.ended or self._isolation_runs.running:  # a replica is empty now, or free again
+            instructions += self.reopen(now)
+        return instructions + self._tell_ended()
+
+    def _tell_ended(self) -> list[Instruction]:
+        """Stages forget what they kept of requests that are done."""
+        instructions: list[Instruction] = []
+        for replica_id, request_ids in self._ended.items():
+            replica = self.replicas.at(replica_id)
+            if replica is None or not replica.alive:
+                continue
+            for begin in range(0, len(request_ids), MAX_ENDED):
+                body = Ended(request_ids=tuple(request_ids[begin : begin + MAX_ENDED]))
+                instructions.append(ToStage(replica_id, "", 0, 0.0, body))
+        self._ended.clear()
+        return instructions
+
+    def refuse_new(self) -> None:
+        """Admit no request any more; those in flight go on."""
+        self._closing = True
+
+    def shut_down(self, now: float) -> list[Instruction]:
+        """Ends every request and admits none any more; each client gets its answer."""
+        self._closing = True
+        return [
+            instruction
+            for request in list(self._requests)
+            for instruction in self._fail(request, _shutting_down(), now)
+        ]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
+        """The one way in which a request ends badly: tell the client once, and every stage of the route."""
+        self._requests.on(request, RequestEvent.FAILED)
+        self._observer.ended(request.request_id, error)
+        instructions: list[Instruction] = [self._to_client(request, Failed.from_error(error))]
+        instructions += self._aborts(request, request.bound)
+        self._close(request, now)
+        return instructions
+
+    def _aborts(self, request: ActiveRequest, stages: Iterable[str]) -> list[Instruction]:
+        """To the replicas that live."""
+        return [self._to_stage(request, stage, Abort()) for stage in stages if self._holds(request, stage)]
+
+    def _unbind(self, request: ActiveRequest, stages: Iterable[str]) -> None:
+        for stage in list(stages):
+            replica_id = request.bound.pop(stage)
+            del request.attempts[stage]
+            replica = self.replicas.at(replica_id)
+            if replica is not None:
+                replica.release(request.request_id)
+        self._isolation_runs.end(request)
+
+    def _close(self, request: ActiveRequest, now: float) -> None:
+        self._requests.remove(request)
+        self._release_request(request)
+        self._unbind(request, request.bound)
+        self._tombstones.add(request.request_id, now)
+
+    def _to_client(self, request: ActiveRequest, body: Body, buffers: Sequence[Frame] = ()) -> ToClient:
+        seq = request.client_seq
+        request.client_seq += 1
+        return ToClient(request.client, request.request_id, seq, body, buffers)
+
+    @staticmethod
+    def _to_stage(request: ActiveRequest, stage: str, body: Body, buffers: Sequence[Frame] = ()) -> ToStage:
+        replica_id, attempt = request.bound[stage], request.attempts[stage]
+        return ToStage(replica_id, request.request_id, attempt, request.deadline, body, buffers)
+
+
+def _too_late(request: ActiveRequest) -> DeadlineExceeded:
+    lost = f" It was lost before: {request.history()}." if request.losses else ""
+    return DeadlineExceeded(f"The request's deadline has passed.{lost}")
+
+
+def _shutting_down() -> StageUnavailable:
+    return StageUnavailable("The pipeline is shutting down.", hint="Send the request to another pipeline.")

@@ -1,0 +1,247 @@
+"""Which replicas there are, what state they are in, and which one takes the next request."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from omni_actors.coordinator.core.states import REPLICA_TRANSITIONS, ReplicaEvent, ReplicaState, advance
+from omni_actors.protocol.client import StageStatus
+from omni_actors.protocol.control import ArenaAddress, Peer
+from omni_actors.protocol.header import ReplicaId
+
+STALE_ENTRIES = 64  # that a stage's heap may hold beside twice its replicas
+
+# A change of these is reported to the table: the choice of a replica, or what clients are told, depends on them.
+_FACTS = frozenset({"voices", "sample_rate"})
+_REPORTED = _FACTS | {"state", "congested", "reserved_for", "requests"}
+
+
+@dataclass
+class Replica:
+    """One process of a stage. An epoch is one life of it as far as others can tell: one registration.
+
+    A restart gets the next number, and so does a process that registers again. `spawn_epoch` is the epoch with which
+    the process was started, by which its node knows it; 0 while no process is known.
+    """
+
+    stage: str
+    index: int
+    epoch: int
+    spawn_epoch: int = 0
+    node: int = 0  # rank of the one that runs it
+    state: ReplicaState = ReplicaState.STARTING
+    inbox: str = ""
+    arena: ArenaAddress | None = None
+    pid: int = 0
+    phase: str = "starting process"
+    seconds: float = 0.0
+    voices: tuple[str, ...] = ()
+    sample_rate: int = 0
+    max_input_tokens: int = 0
+    progress: int = -1
+    counts: dict[str, int] = field(default_factory=dict)
+    requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
+    computing: set[str] = field(default_factory=set)  # those of them that this stage has not finished
+    congested: bool = False  # it has granted no credit for more input
+    reserved_for: str = ""  # the only request that it takes
+    # Times of the supervision's clock: the process was started, was last heard of, its engine loop last turned.
+    spawned: float = 0.0
+    heard: float = 0.0
+    moved: float = 0.0
+    restart_at: float = 0.0
+    restart_wanted: bool = False  # somebody asked for it; it is no fault
+    drain_wanted: bool = False  # somebody asked for it: holds for this process, however often it registers
+    drain_until: float = 0.0
+    stopping: bool = False  # it was told to end
+    blameless: bool = False  # it was lost with its node or its link: no request did that
+    left_with_node: bool = False  # it is dead because its node is away
+    on_change: Callable[[Replica, bool], None] | None = field(default=None, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        changes = name in _REPORTED and self.__dict__.get(name) != value
+        object.__setattr__(self, name, value)
+        if changes:
+            self._changed(name in _FACTS)
+
+    def _changed(self, facts: bool = False) -> None:
+        report = self.__dict__.get("on_change")
+        if report is not None:
+            report(self, facts)
+
+    @property
+    def replica_id(self) -> ReplicaId:
+        return ReplicaId(self.stage, self.index, self.epoch)
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}/{self.index}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is there, as far as anybody knows."""
+        return self.state not in (ReplicaState.WAITING, ReplicaState.DEAD)
+
+    @property
+    def ready(self) -> bool:
+        return self.state is ReplicaState.READY
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state is ReplicaState.READY and not self.reserved_for
+
+    @property
+    def preference(self) -> tuple[bool, int, int]:
+        """The smallest is chosen: those that take input first, then the fewest requests."""
+        return (self.congested, len(self.requests), self.index)
+
+    def on(self, event: ReplicaEvent) -> None:
+        """Enter the state that follows."""
+        self.state = advance(REPLICA_TRANSITIONS, self.state, event)
+
+    def hold(self, request_id: str) -> None:
+        self.requests.add(request_id)
+        self.computing.add(request_id)
+        self._changed()
+
+    def finished(self, request_id: str) -> None:
+        """This stage has computed a request, which may still need it."""
+        self.computing.discard(request_id)
+
+    def release(self, request_id: str) -> None:
+        self.requests.discard(request_id)
+        self.computing.discard(request_id)
+        self._changed()
+
+    def release_all(self) -> None:
+        self.requests.clear()
+        self.computing.clear()
+        self._changed()
+
+    def status(self) -> StageStatus:
+        return StageStatus(
+            self.stage, self.index, self.epoch, self.state, self.pid, len(self.requests), dict(self.counts)
+        )
+
+
+class ReplicaTable:
+    """All replicas of a pipeline, by stage and index.
+
+    The least loaded one of a stage comes from a heap. Every change of a replica puts a new entry on it, and entries
+    that are not true any more are passed over, so that a choice among a thousand costs no search.
+    """
+
+    def __init__(self) -> None:
+        self._replicas: dict[tuple[str, int], Replica] = {}
+        self._by_stage: dict[str, dict[int, Replica]] = {}
+        self._heaps: dict[str, list[tuple[tuple[bool, int, int], int]]] = {}  # (preference, epoch)
+        self._voices: tuple[str, ...] | None = None
+        self._sample_rate = 0
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def add(self, stage: str, index: int, epoch: int, spawn_epoch: int | None = None, node: int = 0) -> Replica:
+        """Register a new life of a replica, in place of the one before. `spawn_epoch`: `epoch` unless given."""
+        before = self._replicas.get((stage, index))
+        if before is not None:
+            before.on_change = None
+        spawn_epoch = epoch if spawn_epoch is None else spawn_epoch
+        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, spawn_epoch, node)
+        if before is not None and before.spawn_epoch == spawn_epoch:  # the same process
+            replica.drain_wanted, replica.drain_until = before.drain_wanted, before.drain_until
+            replica.restart_wanted = before.restart_wanted
+        self._by_stage.setdefault(stage, {})[index] = replica
+        self._heaps.setdefault(stage, [])
+        replica.on_change = self._note
+        self._note(replica, facts=True)
+        return replica
+
+    def _note(self, replica: Replica, facts: bool) -> None:
+        if facts:
+            self._voices = None
+        if not replica.takes_requests:
+            return
+        heap = self._heaps[replica.stage]
+        heapq.heappush(heap, (replica.preference, replica.epoch))
+        others = self._by_stage[replica.stage]
+        if len(heap) > 2 * len(others) + STALE_ENTRIES:
+            heap[:] = [(other.preference, other.epoch) for other in others.values() if other.takes_requests]
+            heapq.heapify(heap)
+
+    def current(self, stage: str, index: int) -> Replica | None:
+        """The replica in whatever epoch it is."""
+        return self._replicas.get((stage, index))
+
+    def is_current(self, replica: Replica) -> bool:
+        return self._replicas.get((replica.stage, replica.index)) is replica
+
+    def find(self, stage: str, index: int, epoch: int) -> Replica | None:
+        """The replica in exactly this epoch; `None` for unknown ones and for former lives."""
+        replica = self._replicas.get((stage, index))
+        return replica if replica is not None and replica.epoch == epoch else None
+
+    def at(self, replica_id: ReplicaId) -> Replica | None:
+        """As `find`."""
+        return self.find(replica_id.stage, replica_id.replica, replica_id.epoch)
+
+    def choose(self, stage: str) -> Replica | None:
+        """The ready replica of a stage with the fewest requests, those that take input first; `None`: none is ready."""
+        heap, replicas = self._heaps.get(stage, []), self._by_stage.get(stage, {})
+        while heap:
+            preference, epoch = heap[0]
+            replica = replicas[preference[2]]
+            if replica.takes_requests and (replica.preference, replica.epoch) == (preference, epoch):
+                return replica
+            heapq.heappop(heap)
+        return None
+
+    def recoverable(self, stage: str) -> bool:
+        """Whether some replica of a stage is ready or will be: all others are gone for good, or take nothing new."""
+        return any(
+            replica.state not in (ReplicaState.DEAD, ReplicaState.DRAINING) or replica.restart_wanted
+            for replica in self._by_stage.get(stage, {}).values()
+        )
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """All voices that the loaded stages know."""
+        return self._facts()[0]
+
+    @property
+    def sample_rate(self) -> int:
+        return self._facts()[1]
+
+    def _facts(self) -> tuple[tuple[str, ...], int]:
+        if self._voices is None:
+            self._voices = tuple(dict.fromkeys(voice for replica in self for voice in replica.voices))
+            self._sample_rate = max((replica.sample_rate for replica in self), default=0)
+        return self._voices, self._sample_rate
+
+    def missing(self) -> list[Replica]:
+        """Replicas that are not ready, in order of the pipeline."""
+        return [replica for replica in self if not replica.ready]
+
+    def unavailable_stages(self) -> list[str]:
+        """Stages without any ready replica."""
+        return [
+            stage for stage, replicas in self._by_stage.items() if not any(item.ready for item in replicas.values())
+        ]
+
+    def peers(self, stages: tuple[str, ...], node: int = 0, only_there: bool = False) -> tuple[Peer, ...]:
+        """Addresses of all live replicas of these stages that have said hello, for a reader on `node`.
+
+        Memory is shared on one host only. `only_there`: leave out those on other nodes.
+        """
+        return tuple(
+            Peer(
+                replica.stage,
+                replica.index,
+                replica.epoch,
+                replica.inbox,
+                replica.arena if replica.node == node else None,
+            )
+            for replica in self
+            if replica.stage in stages and replica.inbox and replica.alive and (replica.node == node or not only_there)
+        )

@@ -1,0 +1,175 @@
+"""Requests between admission and their one terminal message, and the books that find them without a search."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from omni_actors.coordinator.core.delivery import Delivery
+from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, RequestEvent, RequestState, advance
+from omni_actors.protocol.client import RequestStatus
+from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.header import ReplicaId
+from omni_actors.protocol.payloads import Prompt, StageParams
+from omni_actors.protocol.results import StageUsage
+
+STALE_DEADLINES = 1024  # entries of ended requests that the heap may hold beside those of living ones
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A replica that died while it held a request. `computing`: its stage had not finished the request."""
+
+    replica_id: ReplicaId
+    why: str
+    computing: bool
+
+    def __str__(self) -> str:
+        return f"{self.replica_id.name} (epoch {self.replica_id.epoch}): {self.why}"
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What the entry stage needs to run a request again."""
+
+    prompt: Prompt
+    buffers: Sequence[Frame]
+    size: int  # bytes that count for the budget
+
+
+@dataclass
+class ActiveRequest:
+    """A request between admission and its terminal message.
+
+    `attempt` is the number of the newest attempt, `attempts` the one that each bound stage works on: when a replica is
+    lost, only its stage and those after it begin anew. `losses_made_up` counts what `max_attempts` bounds.
+    """
+
+    request_id: str
+    client: bytes
+    stages: tuple[str, ...]
+    modalities: frozenset[str]
+    deadline: float
+    params: dict[str, StageParams]
+    seed: int
+    voice: str | None = None
+    priority: int = 0
+    retained: Retained | None = None
+    state: RequestState = RequestState.WAITING
+    bound: dict[str, ReplicaId] = field(default_factory=dict)  # by stage; not all of them while it waits
+    attempt: int = 0
+    attempts: dict[str, int] = field(default_factory=dict)
+    losses_made_up: int = 0
+    client_seq: int = 0
+    next_seq: dict[str, int] = field(default_factory=dict)
+    usage: dict[str, StageUsage] = field(default_factory=dict)
+    delivery: Delivery = field(default_factory=Delivery)
+    losses: list[Loss] = field(default_factory=list)
+    suspected_by: str | None = None  # the stage in which it runs alone, to see whether it is the one that kills
+
+    @property
+    def route(self) -> tuple[ReplicaId, ...]:
+        """The replicas that it is bound to, in order of the pipeline."""
+        return tuple(self.bound[stage] for stage in self.stages if stage in self.bound)
+
+    def losses_of(self, stage: str | None) -> int:
+        """How many replicas of a stage died while they computed this request."""
+        return sum(loss.replica_id.stage == stage and loss.computing for loss in self.losses)
+
+    def replica_id(self, stage: str) -> ReplicaId | None:
+        return self.bound.get(stage)
+
+    def history(self) -> str:
+        return "; ".join(str(loss) for loss in self.losses)
+
+    def status(self, now: float) -> RequestStatus:
+        return RequestStatus(
+            self.request_id,
+            self.state,
+            self.attempt,
+            tuple(replica_id.name for replica_id in self.route),
+            tuple(self.usage),
+            self.deadline - now,
+            tuple(str(loss) for loss in self.losses),
+        )
+
+
+class RequestBook:
+    """All active requests: by id, by client, by deadline, and those that wait. Nothing here searches through all."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, ActiveRequest] = {}
+        self._by_client: dict[bytes, dict[str, None]] = {}
+        self._waiting: dict[str, None] = {}  # in order of admission, or of their last loss
+        self._deadlines: list[tuple[float, str]] = []  # a heap; those of ended requests are passed over
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[ActiveRequest]:
+        return iter(self._all.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._all
+
+    def __getitem__(self, request_id: str) -> ActiveRequest:
+        return self._all[request_id]
+
+    def get(self, request_id: str) -> ActiveRequest | None:
+        return self._all.get(request_id)
+
+    def add(self, request: ActiveRequest) -> None:
+        self._all[request.request_id] = request
+        self._by_client.setdefault(request.client, {})[request.request_id] = None
+        self._waiting[request.request_id] = None
+        heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+
+    def remove(self, request: ActiveRequest) -> None:
+        request_id = request.request_id
+        del self._all[request_id]
+        self._waiting.pop(request_id, None)
+        own = self._by_client[request.client]
+        del own[request_id]
+        if not own:
+            del self._by_client[request.client]
+        if len(self._deadlines) > 2 * len(self._all) + STALE_DEADLINES:
+            self._deadlines = [(living.deadline, living.request_id) for living in self._all.values()]
+            heapq.heapify(self._deadlines)
+
+    def on(self, request: ActiveRequest, event: RequestEvent) -> None:
+        """Enter the state that follows."""
+        request.state = advance(REQUEST_TRANSITIONS, request.state, event)
+        if request.state is RequestState.WAITING:
+            self._waiting[request.request_id] = None
+        else:
+            self._waiting.pop(request.request_id, None)
+
+    def of(self, client: bytes) -> list[ActiveRequest]:
+        """A client's requests, the oldest first."""
+        return [self._all[request_id] for request_id in self._by_client.get(client, ())]
+
+    def ids_of(self, client: bytes) -> tuple[str, ...]:
+        return tuple(self._by_client.get(client, ()))
+
+    def clients(self) -> set[bytes]:
+        return set(self._by_client)
+
+    def oldest(self, count: int) -> list[ActiveRequest]:
+        return list(itertools.islice(self._all.values(), count))
+
+    def waiting(self) -> list[ActiveRequest]:
+        """Those that wait: suspects last, so that whoever else waited gets in before a replica is emptied for them."""
+        requests = [self._all[request_id] for request_id in self._waiting]
+        return sorted(requests, key=lambda request: request.suspected_by is not None)
+
+    def late(self, now: float) -> list[ActiveRequest]:
+        """Those whose deadline has passed; each is named once only."""
+        passed = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            request = self._all.get(request_id)
+            if request is not None and request.deadline == deadline:
+                passed.append(request)
+        return passed

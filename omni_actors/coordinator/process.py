@@ -1,0 +1,130 @@
+"""The coordinator's process: a child of the launcher, light enough to be started again in a fraction of a second.
+
+The launcher writes a `CoordinatorSpec` to its stdin and reads from its stdout one line when it listens (or why it does
+not) and one when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import setproctitle
+from msgspec import Struct
+
+from omni_actors import logs
+from omni_actors.config import PipelineConfig
+from omni_actors.coordinator.shell import Endpoints
+from omni_actors.coordinator.supervisor import Supervisor
+from omni_actors.errors import OmniError
+from omni_actors.protocol.common import Failed
+from omni_actors.run_directory import clear_abandoned
+from omni_actors.telemetry.export import span_export
+
+logger = logs.get_logger(__name__)
+
+ORPHAN_SECONDS = 3.0  # after which a process without a launcher ends whatever its event loop does
+FAREWELL_SECONDS = 0.2  # for the last answers to clients when the launcher is dead
+EXIT_OK, EXIT_REFUSED = 0, 3
+
+
+class CoordinatorSpec(Struct, frozen=True):
+    """What the process is told at birth. `began`: when the launch began, on the monotonic clock."""
+
+    pipeline: PipelineConfig
+    client: str
+    control: str
+    results: str
+    launcher_pid: int
+    run_dir: str
+    run_dir_is_temporary: bool
+    began: float
+
+
+class Listening(Struct, frozen=True, tag="listening"):
+    """It has bound its sockets."""
+
+    client: str
+    control: str
+
+
+class Ended(Struct, frozen=True, tag="ended"):
+    """It ends in order; `failure` says why the launch failed, if it did."""
+
+    failure: str = ""
+
+
+Answer = Listening | Failed | Ended
+
+
+def main() -> int:
+    """Run until SIGTERM, an operator's wish, or a launch that failed: exit code 0; 3 if it cannot begin."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides in which order things end
+    setproctitle.setproctitle("omni:coordinator")
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=CoordinatorSpec)
+    logs.configure("coordinator")
+    return asyncio.run(_run(spec))
+
+
+async def _run(spec: CoordinatorSpec) -> int:
+    loop = asyncio.get_running_loop()
+    try:
+        launcher = os.pidfd_open(spec.launcher_pid)
+        endpoints = Endpoints(spec.client, spec.control, spec.results)
+        supervisor = Supervisor(spec.pipeline, endpoints, spec.began, span_export(spec.pipeline))
+    except OSError:  # it died before us
+        return EXIT_REFUSED
+    except OmniError as error:
+        _answer(Failed.from_error(error))
+        return EXIT_REFUSED
+    loop.add_reader(launcher, _on_launcher_dead, spec, supervisor, launcher)
+    threading.Thread(target=_end_as_orphan, args=(spec, launcher), daemon=True).start()
+    loop.add_signal_handler(signal.SIGTERM, supervisor.stop)
+    coordinator = supervisor.coordinator
+    _answer(Listening(coordinator.client_endpoint, coordinator.control_endpoint))
+    await supervisor.run()
+    _answer(Ended(supervisor.failure))
+    return EXIT_OK
+
+
+def _answer(answer: Answer) -> None:
+    """Nobody may be there to read it any more."""
+    with contextlib.suppress(BrokenPipeError):
+        _write(answer)
+
+
+def _write(answer: Answer) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _on_launcher_dead(spec: CoordinatorSpec, supervisor: Supervisor, launcher: int) -> None:
+    """Answer the clients and end. Sockets stay open: to close them would remove the files of the next launcher's."""
+    loop = asyncio.get_running_loop()
+    loop.remove_reader(launcher)
+    logger.error("the launcher is gone")
+    supervisor.abandon()
+    loop.call_later(FAREWELL_SECONDS, _leave, spec)
+
+
+def _end_as_orphan(spec: CoordinatorSpec, launcher: int) -> None:
+    select.select([launcher], [], [])
+    time.sleep(ORPHAN_SECONDS)
+    _leave(spec)
+
+
+def _leave(spec: CoordinatorSpec) -> None:
+    clear_abandoned(Path(spec.run_dir), spec.run_dir_is_temporary)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""What goes to stages: a PUSH link to each replica's inbox, and the credit for what came from them."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import time
+from collections.abc import Callable, Sequence
+
+from omni_actors.config import PipelineConfig
+from omni_actors.coordinator.core.lifecycle import RequestMachine, ToStage
+from omni_actors.coordinator.core.replicas import Replica
+from omni_actors.errors import OmniError, StageLost
+from omni_actors.protocol.codec import Frame, encode
+from omni_actors.protocol.common import Abort, Credit
+from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.transport.credit import EdgeMetrics, ReceivedCredit, Traffic, Window, wire_size
+from omni_actors.transport.disconnects import DisconnectDetector
+from omni_actors.transport.link import Link
+from omni_actors.transport.sockets import Sockets
+
+
+class StageLinks:
+    """Belongs to the coordinator's loop.
+
+    Args:
+        fail: called, on a later turn of the loop, with the header of an attempt that could not be sent, and why.
+        traffic: by receiver, for metrics; outlives the links.
+        dropped: counts credit of replicas without a link.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        pipeline: PipelineConfig,
+        state: RequestMachine,
+        fail: Callable[[Header, OmniError], None],
+        traffic: dict[str, Traffic],
+        dropped: collections.Counter[str],
+    ) -> None:
+        self._sockets = sockets
+        self._flow = pipeline.flow
+        self._limits = pipeline.limits
+        self._state = state
+        self._fail = fail
+        self._traffic = traffic
+        self._dropped = dropped
+        self._links: dict[ReplicaId, Link] = {}
+        self._cuts: DisconnectDetector[ReplicaId] = DisconnectDetector()
+        self._tally: ReceivedCredit[ReplicaId] = ReceivedCredit(self._flow.edge_messages, self._flow.edge_bytes)
+
+    def open(self, replica: Replica) -> None:
+        """Connect to the inbox of a replica that has registered."""
+        link = self._links[replica.replica_id] = Link(
+            self._sockets.push(replica.inbox),
+            time.monotonic,
+            window=Window(self._flow.edge_messages, self._flow.edge_bytes),
+            traffic=self._traffic.setdefault(replica.name, Traffic()),
+        )
+        self._cuts.watch(replica.replica_id, link.socket, replica.inbox)
+        # What waited for the connection or for a slow stage leaves at once, not on the next tick.
+        asyncio.get_running_loop().add_reader(link.descriptor, link.wake)
+
+    def close(self, replica_id: ReplicaId) -> None:
+        """Idempotent."""
+        link = self._links.pop(replica_id, None)
+        if link is not None:
+            asyncio.get_running_loop().remove_reader(link.descriptor)
+            self._cuts.forget(replica_id)
+            link.close()
+
+    def close_all(self) -> None:
+        for replica_id in list(self._links):
+            self.close(replica_id)
+
+    def find(self, replica_id: ReplicaId) -> Link | None:
+        return self._links.get(replica_id)
+
+    def figures(self) -> dict[str, EdgeMetrics]:
+        """Of the links that are open, by receiver."""
+        return {replica_id.name: link.figures() for replica_id, link in self._links.items()}
+
+    def send(self, message: ToStage) -> None:
+        """What cannot be sent fails its request."""
+        replica_id = message.replica_id
+        header = Header("", request_id=message.request_id, attempt=message.attempt, deadline=message.deadline)
+        link = self._links.get(replica_id)
+        try:
+            frames = encode(header, message.body, message.buffers, self._limits)
+        except OmniError as error:  # a hair larger than what the client sent, and so over the limit
+            self._fail_later(header.request_id, replica_id, error, header.attempt)
+            return
+        if link is None:
+            self._fail_later(header.request_id, replica_id, _takes_no_messages(replica_id), header.attempt)
+            return
+        if isinstance(message.body, Abort):  # must not wait, and what it overtakes is not wanted any more
+            link.forget(header.request_id)
+            link.send_urgent(header.request_id, frames)
+        elif not link.send(header.request_id, frames):
+            self._fail_later(header.request_id, replica_id, _takes_no_messages(replica_id), header.attempt)
+        self._note_congestion(replica_id, link)
+
+    def tick(self) -> None:
+        """Send what waits; give up what a replica has not taken for too long."""
+        for replica_id, link in self._links.items():
+            link.flush()
+            if link.stalled():
+                for request_id in link.give_up():
+                    attempt = self._state.attempt_of(request_id, replica_id.stage)
+                    self._fail_later(request_id, replica_id, _takes_no_messages(replica_id), attempt)
+
+    def cut(self) -> list[ReplicaId]:
+        """Replicas whose link over the network was cut since the last call."""
+        cut = self._cuts.found(time.monotonic())
+        for replica_id in cut:
+            self._cuts.forget(replica_id)
+        return cut
+
+    def took(self, header: Header, frames: Sequence[Frame]) -> None:
+        """A result was taken; its stage may send another."""
+        if not header.stage:
+            return  # of nobody
+        if self._tally.take(ReplicaId(header.stage, header.replica, header.epoch), wire_size(frames)):
+            self.grant(everything=False)
+
+    def grant(self, everything: bool) -> None:
+        """Tell stages how much was taken of them; small amounts wait unless `everything`."""
+        for replica_id, messages, size in self._tally.collect(everything):
+            link = self._links.get(replica_id)
+            if link is not None:
+                credit = Credit(messages=messages, bytes=size)
+                link.send_urgent("", encode(Header(""), credit, limits=self._limits))
+
+    def granted(self, replica_id: ReplicaId, credit: Credit) -> None:
+        """A replica has taken that much."""
+        link = self._links.get(replica_id)
+        if link is None:
+            self._dropped["credit_of_unknown_replica"] += 1
+            return
+        link.granted(credit.messages, credit.bytes)
+        self._note_congestion(replica_id, link)
+
+    def _note_congestion(self, replica_id: ReplicaId, link: Link) -> None:
+        """Admission looks at it.
+
+        A socket that refuses is no sign of a slow stage, which holds us up by credit, but of one that may be lost: the
+        supervision will know soon, and what waits here is replayed then.
+        """
+        replica = self._state.replicas.find(replica_id.stage, replica_id.replica, replica_id.epoch)
+        if replica is not None:
+            replica.congested = link.congested and not link.refused
+
+    def _fail_later(self, request_id: str, replica_id: ReplicaId, error: OmniError, attempt: int) -> None:
+        """On the next turn of the loop, outside of the instructions that are being done now."""
+        header = Header(
+            "",
+            request_id=request_id,
+            stage=replica_id.stage,
+            replica=replica_id.replica,
+            epoch=replica_id.epoch,
+            attempt=attempt,
+        )
+        asyncio.get_running_loop().call_soon(self._fail, header, error)
+
+
+def _takes_no_messages(replica_id: ReplicaId) -> StageLost:
+    return StageLost(f"{replica_id.name} takes no messages.", stage=replica_id.stage)

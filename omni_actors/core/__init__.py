@@ -1,1 +1,0 @@
-"""Pure decisions: no sockets, no event loop, no engine, no clock."""

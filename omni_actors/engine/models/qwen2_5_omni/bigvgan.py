@@ -1,0 +1,143 @@
+"""BigVGAN: mel frames to waveform, batched, with the context that a chunk needs to equal the whole decode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from omni_actors.engine.models.qwen2_5_omni.kernels import anti_aliased_snake
+
+if TYPE_CHECKING:
+    from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
+
+FLOOR_DB, REFERENCE_DB = -115, -20  # of the mel amplitudes, as transformers' BigVGAN takes them
+ACTIVATION_REACH = 5  # samples on either side that an anti-aliased activation looks at
+
+
+def receptive_frames(config: Qwen2_5OmniBigVGANConfig) -> int:
+    """Mel frames on either side of a sample's own frame that can change the sample. An upper bound, tight to a frame.
+
+    Found by walking from the waveform back to the mel frames with the half-width that a sample depends on.
+    """
+    residual = max(
+        sum(2 * ACTIVATION_REACH + (kernel - 1) // 2 * (dilation + 1) for dilation in dilations)
+        for kernel, dilations in zip(config.resblock_kernel_sizes, config.resblock_dilation_sizes, strict=True)
+    )
+    reach = 3 + ACTIVATION_REACH  # the last convolution has 7 taps
+    for stride, kernel in reversed(list(zip(config.upsample_rates, config.upsample_kernel_sizes, strict=True))):
+        padding = (kernel - stride) // 2
+        reach = (reach + residual + max(padding, kernel - 1 - padding)) // stride + 1
+    return reach + 3  # and so has the first
+
+
+class Vocoder:
+    """transformers' BigVGAN, without its copy to the host.
+
+    Args:
+        model: the loaded `Qwen2_5OmniToken2WavBigVGANModel`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.context = receptive_frames(model.config)
+        self.samples_per_frame = math.prod(model.config.upsample_rates)
+        self._least_amplitude = torch.tensor(FLOOR_DB / 20 * math.log(10)).exp().item()
+
+    @torch.inference_mode()
+    def __call__(self, mel: torch.Tensor) -> torch.Tensor:
+        """`mel` f32 [requests, mel_dim, frames] to f32 [requests, samples], on the same device."""
+        model = self.model
+        kernels = model.num_residual_blocks
+        hidden = model.conv_pre(self._decibels(mel))
+        for index, (upsample,) in enumerate(model.ups):
+            hidden = upsample(hidden)
+            blocks = model.resblocks[index * kernels : (index + 1) * kernels]
+            hidden = sum(block(hidden) for block in blocks) / kernels
+        hidden = model.conv_post(model.activation_post(hidden))
+        return hidden.clamp(-1.0, 1.0)[:, 0]
+
+    def _decibels(self, mel: torch.Tensor) -> torch.Tensor:
+        """Logarithms of amplitudes to decibels scaled to -1..1, f32.
+
+        As transformers' `process_mel_spectrogram`, which makes a tensor on the device from a number: there the host
+        waits for all that was queued before.
+        """
+        decibels = 20 * torch.log10(mel.exp().clamp(min=self._least_amplitude)) + REFERENCE_DB
+        return (2 * ((decibels - FLOOR_DB) / -FLOOR_DB) - 1).clamp(-1, 1)
+
+
+class _Convolution:
+    """A one-dimensional convolution as one over [batch, channels, 1, samples], channels last in memory."""
+
+    def __init__(self, module: nn.Conv1d | nn.ConvTranspose1d, dtype: torch.dtype) -> None:
+        self.function = F.conv_transpose2d if isinstance(module, nn.ConvTranspose1d) else F.conv2d
+        self.weight = module.weight[:, :, None].to(dtype).contiguous(memory_format=torch.channels_last)
+        self.bias = None if module.bias is None else module.bias.to(dtype)
+        self.options = {
+            name: (first, *getattr(module, name)) for name, first in (("stride", 1), ("padding", 0), ("dilation", 1))
+        }
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.function(hidden, self.weight, self.bias, **self.options)
+
+
+class _Activation:
+    """The parameters of `anti_aliased_snake`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = (
+            module.upsample.filter.flatten().float().contiguous(),
+            module.downsample.filter.flatten().float().contiguous(),
+            module.act.alpha.exp().float(),
+            1.0 / (module.act.beta.exp().float() + module.act.no_div_by_zero),
+        )
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return anti_aliased_snake(hidden, *self.parameters)
+
+
+class FusedVocoder(Vocoder):
+    """BigVGAN for CUDA: fused activations, and channels last, which is how tensor cores take convolutions.
+
+    Args:
+        dtype: of weights and activations; float16 has the mantissa of TF32 at half the traffic.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(model)
+        self._dtype = dtype
+        self._pre, self._post = _Convolution(model.conv_pre, dtype), _Convolution(model.conv_post, dtype)
+        self._activate_post = _Activation(model.activation_post)
+        self._ups = [_Convolution(upsample, dtype) for (upsample,) in model.ups]
+        self._blocks = [
+            [
+                (_Activation(act1), _Convolution(conv1, dtype), _Activation(act2), _Convolution(conv2, dtype))
+                for act1, conv1, act2, conv2 in zip(
+                    block.activations[::2], block.convs1, block.activations[1::2], block.convs2, strict=True
+                )
+            ]
+            for block in model.resblocks
+        ]
+
+    @torch.inference_mode()
+    def __call__(self, mel: torch.Tensor) -> torch.Tensor:
+        kernels = self.model.num_residual_blocks
+        hidden = self._decibels(mel)[:, :, None].to(self._dtype)
+        hidden = self._pre(hidden.contiguous(memory_format=torch.channels_last))
+        for index, upsample in enumerate(self._ups):
+            source = upsample(hidden)
+            hidden = sum(self._residual(block, source) for block in self._blocks[index * kernels :][:kernels])
+            hidden = hidden / kernels
+        hidden = self._post(self._activate_post(hidden))
+        return hidden.float().clamp(-1.0, 1.0)[:, 0, 0]
+
+    @staticmethod
+    def _residual(block: Sequence[tuple[Any, ...]], hidden: torch.Tensor) -> torch.Tensor:
+        for act1, conv1, act2, conv2 in block:
+            hidden = hidden + conv2(act2(conv1(act1(hidden))))
+        return hidden

@@ -1,0 +1,437 @@
+"""The diffusion transformer of token2wav: one interval of its Runge-Kutta solver for any mix of chunks.
+
+Its attention is local: a frame sees the frames of its own block (24), in a few layers also the block before or after.
+So a batch is a stack of blocks, the rows: all chunks, both guidance branches, [rows, frames, width]. Linear in the
+length, no padding beyond a request's last block, and nothing can leak between requests. A chunk continues an earlier
+one exactly: its first block reads the keys and values that the block before had at the same evaluation, which were
+kept (`left`), so blocks to the left are never computed twice and reach as far back as in a whole decode.
+
+On CUDA an interval is one graph, captured for a few numbers of rows; unused rows compute nonsense that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from omni_actors.engine.models.qwen2_5_omni.kernels import MIN_HALF_HEAD, block_attention, modulated_norm
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_Reach = tuple[int, int]  # blocks that a layer looks back, and ahead
+_Window = tuple[torch.Tensor, torch.Tensor]  # `keys` and `valid` of `block_attention`
+
+EVALUATIONS = 4  # of the network, per interval
+# Up to 16 chunks of 17 blocks with both branches; more rows run without a graph.
+GRAPH_ROWS = (6, 8, 12, 18, 24, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, *range(256, 545, 32))
+MODULATIONS_KEPT = 64  # intervals whose modulations are kept: several usual schedules
+
+
+def solver_times(num_steps: int, sway_coefficient: float) -> torch.Tensor:
+    """The solver's points in time, f32 [num_steps] from 0 to 1, as transformers computes them.
+
+    `num_steps` counts points, so there are `num_steps - 1` intervals. One point means no interval at all: the reference
+    then decodes the initial noise, and so do we.
+    """
+    times = torch.linspace(0, 1, num_steps, dtype=torch.float32)
+    times += sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
+    return times
+
+
+@dataclass(frozen=True)
+class DitChunk:
+    """What the network needs to know of one chunk for one interval.
+
+    Args:
+        state: f32 [blocks, frames, mel_dim], the latents now.
+        fixed: f32 [branches * blocks, frames, width], the part of the input that never changes; see `condition`.
+        frames: real frames; the rest of the last block is padding.
+        guidance: scale, if there are two branches.
+        times: the interval's two points in time.
+        left: [evaluations, layers, branches, frames, 2 * width], kept of the block before; None at the beginning.
+        keep: where to keep the same of block `keep_block`, of the same shape; None to keep nothing.
+    """
+
+    state: torch.Tensor
+    fixed: torch.Tensor
+    frames: int
+    guidance: float
+    times: tuple[float, float]
+    left: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
+    keep_block: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return self.state.shape[0]
+
+    @property
+    def branches(self) -> int:
+        return self.fixed.shape[0] // self.blocks
+
+
+@dataclass
+class _Rows:
+    """The tensors that one interval reads, for a number of rows; those of a graph never move.
+
+    `conditional` and `null` i64 [rows] name the two rows that a row's slope is guided by, `guidance` f32 [rows, 1, 1].
+    `slot` i64 [rows] is the row's place among `modulation` f32 [EVALUATIONS, slots, modulations] and `width` f32
+    [slots], the widths of the intervals. `keys` and `valid` i32 [windows, rows, 3] are the windows of
+    `block_attention`, one for each reach there is. `left` and `kept` [EVALUATIONS, layers, entries, frames, 2 * width];
+    `keep` i64 [entries] are the rows whose keys and values are kept.
+    """
+
+    state: torch.Tensor
+    fixed: torch.Tensor
+    conditional: torch.Tensor
+    null: torch.Tensor
+    guidance: torch.Tensor
+    slot: torch.Tensor
+    modulation: torch.Tensor
+    width: torch.Tensor
+    keys: torch.Tensor
+    valid: torch.Tensor
+    left: torch.Tensor
+    keep: torch.Tensor
+
+
+class _Layer:
+    """Weights of one layer, as few matrices as possible."""
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        attention = layer.attn
+        # Rotary positions of the checkpoint are interleaved; half-split heads, which a kernel reads in order, have the
+        # same products.
+        head_dim = attention.inner_dim // attention.heads
+        order = torch.arange(attention.inner_dim).view(attention.heads, head_dim)
+        order = torch.cat([order[:, 0::2], order[:, 1::2]], dim=1).flatten().to(attention.to_q.weight.device)
+        weight = [attention.to_q.weight[order], attention.to_k.weight[order], attention.to_v.weight]
+        bias = [attention.to_q.bias[order], attention.to_k.bias[order], attention.to_v.bias]
+        self.qkv = torch.cat(weight).to(dtype), torch.cat(bias).to(dtype)
+        self.out = attention.to_out[0].weight.to(dtype), attention.to_out[0].bias.to(dtype)
+        self.up = layer.ff.ff[0].weight.to(dtype), layer.ff.ff[0].bias.to(dtype)
+        self.down = layer.ff.ff[3].weight.to(dtype), layer.ff.ff[3].bias.to(dtype)
+        self.modulation = layer.attn_norm.linear.weight, layer.attn_norm.linear.bias
+        self.back: int = layer.look_backward_block
+        self.ahead: int = layer.look_ahead_block
+
+
+class Dit:
+    """The network and its solver.
+
+    Args:
+        model: the loaded `Qwen2_5OmniToken2WavDiTModel`; its weights are taken over, not the module.
+        dtype: of the matrix products; the residual, the norms, the modulations and the solver stay float32.
+        precise: float32 products in float32, not TF32.
+        max_requests: chunks in a batch at most.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype, precise: bool, max_requests: int) -> None:
+        config = model.config
+        self.dtype, self.precise, self.max_requests = dtype, precise, max_requests
+        self.device = model.proj_out.weight.device
+        self.frames: int = config.block_size
+        self.mel_dim: int = config.mel_dim
+        self.width: int = config.hidden_size
+        self.heads: int = config.num_attention_heads
+        self.inner: int = config.head_dim * config.num_attention_heads
+        self.repeats: int = config.repeats
+        self.fused = self.device.type == "cuda" and config.head_dim // 2 >= MIN_HALF_HEAD
+        self.layers = [_Layer(layer, dtype) for layer in model.transformer_blocks]
+        self.reaches = sorted({(layer.back, layer.ahead) for layer in self.layers})
+        self.kept_layers = [index for index, layer in enumerate(self.layers) if layer.back]
+        self._time_embed = model.time_embed
+        self._final_modulation = model.norm_out.linear.weight, model.norm_out.linear.bias
+        self._proj_out = model.proj_out.weight.to(dtype), model.proj_out.bias.to(dtype)
+        self._split_input(model, config)
+        self._rotary = {reach: self._rotary_table(model, *reach) for reach in self.reaches}
+        self._modulations: OrderedDict[tuple[float, float], torch.Tensor] = OrderedDict()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._static: _Rows | None = None
+        self._results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _split_input(self, model: nn.Module, config: object) -> None:
+        """The input projection is linear, so its parts are applied where they change: latents, code, voice."""
+        weight, bias = model.input_embed.proj.weight, model.input_embed.proj.bias
+        widths = [self.mel_dim, config.enc_dim, config.emb_dim, config.enc_emb_dim]
+        self._state_weight, voice, code, conditioning = (part.contiguous() for part in weight.split(widths, dim=1))
+        self._voice_weight = torch.cat([voice, conditioning], dim=1)
+        self._code_table = model.text_embed.codec_embed.weight @ code.T + bias  # [codes, width]
+
+    def _rotary_table(self, model: nn.Module, back: int, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Only differences of positions matter, so each window counts from its own first frame."""
+        positions = torch.arange((back + 1 + ahead) * self.frames, device=self.device)
+        angles = positions[:, None].float() * model.rotary_embed.inv_freq.to(self.device)
+        scaling = model.rotary_embed.attention_scaling
+        return (angles.cos() * scaling).contiguous(), (angles.sin() * scaling).contiguous()
+
+    # ------------------------------------------------------------------------------------------------------ conditions
+
+    def condition(self, tokens: torch.Tensor, voices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """`DitChunk.fixed` of codec `tokens` i64 [blocks * tokens per block] on the device.
+
+        `voices` are (speaker [enc_dim], conditioning [enc_emb_dim]) of each branch; the second one has no code.
+        """
+        branches = []
+        for branch, (speaker, conditioning) in enumerate(voices):
+            voice = self._voice_weight @ torch.cat([speaker, conditioning])
+            code = self._code_table[tokens if branch == 0 else torch.zeros_like(tokens)]
+            branches.append((code + voice).repeat_interleave(self.repeats, dim=0))
+        return torch.cat(branches).view(-1, self.frames, self.width)
+
+    def _modulation(self, start: float, end: float) -> torch.Tensor:
+        """Every scale, shift and gate of the interval's evaluations, f32 [EVALUATIONS, modulations]."""
+        key = (start, end)
+        if (found := self._modulations.get(key)) is not None:
+            self._modulations.move_to_end(key)
+            return found
+        step = np.float32(end) - np.float32(start)
+        points = [start, start + step * np.float32(1 / 3), start + step * np.float32(2 / 3), end]
+        embedding = F.silu(self._time_embed(torch.tensor(points, dtype=torch.float32, device=self.device)))
+        parts = [F.linear(embedding, *layer.modulation) for layer in self.layers]
+        made = torch.cat([*parts, F.linear(embedding, *self._final_modulation)], dim=1)
+        self._modulations[key] = made
+        if len(self._modulations) > MODULATIONS_KEPT:
+            self._modulations.popitem(last=False)
+        return made
+
+    def kept_shape(self, intervals: int, branches: int) -> tuple[int, ...]:
+        """Shape of what is kept of one block for the chunk after it; see `DitChunk.left`."""
+        return (EVALUATIONS * intervals, len(self.kept_layers), branches, self.frames, 2 * self.inner)
+
+    # -------------------------------------------------------------------------------------------------------- interval
+
+    @torch.inference_mode()
+    def advance(self, chunks: Sequence[DitChunk]) -> list[torch.Tensor]:
+        """One interval of the 3/8-rule Runge-Kutta solver for all chunks, each at its own time; their new states."""
+        rows = sum(chunk.fixed.shape[0] for chunk in chunks)
+        size = next((size for size in self._graphs if size >= rows), None)
+        entries = sum(chunk.branches for chunk in chunks)
+        if size is not None and len(chunks) <= self.max_requests:
+            batch = self._view(self._static, size)
+            self._fill(batch, chunks, size)
+            self._graphs[size].replay()
+            state, kept = self._results[size]
+            state = state.clone()
+        else:
+            batch = self._allocate(rows, len(chunks), entries)
+            self._fill(batch, chunks, rows)
+            state, kept = self._interval(batch)
+        states, first, entry = [], 0, 0
+        for chunk in chunks:
+            states.append(state[first : first + chunk.blocks])
+            if chunk.keep is not None:
+                chunk.keep.copy_(kept[:, :, entry : entry + chunk.branches])
+            first += chunk.fixed.shape[0]
+            entry += chunk.branches
+        return states
+
+    def _allocate(self, rows: int, slots: int, entries: int) -> _Rows:
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        modulations = (6 * len(self.layers) + 2) * self.width
+        return _Rows(
+            state=empty(rows, self.frames, self.mel_dim),
+            fixed=empty(rows, self.frames, self.width),
+            conditional=empty(rows, dtype=torch.int64),
+            null=empty(rows, dtype=torch.int64),
+            guidance=empty(rows, 1, 1),
+            slot=empty(rows, dtype=torch.int64),
+            modulation=empty(EVALUATIONS, slots, modulations),
+            width=empty(slots),
+            keys=empty(len(self.reaches), rows, 3, dtype=torch.int32),
+            valid=empty(len(self.reaches), rows, 3, dtype=torch.int32),
+            left=empty(EVALUATIONS, len(self.kept_layers), entries, self.frames, 2 * self.inner, dtype=self.dtype),
+            keep=empty(entries, dtype=torch.int64),
+        )
+
+    def _view(self, whole: _Rows, rows: int) -> _Rows:
+        """The first `rows` rows of a larger allocation, and the slots and entries that so many rows can need."""
+        slots, entries = self._room(rows)
+        limits = {"modulation": (1, slots), "width": (0, slots), "left": (2, entries), "keep": (0, entries)}
+        limits |= {"keys": (1, rows), "valid": (1, rows)}
+        views = {}
+        for item in fields(_Rows):
+            dimension, length = limits.get(item.name, (0, rows))
+            views[item.name] = getattr(whole, item.name).narrow(dimension, 0, length)
+        return _Rows(**views)
+
+    def _room(self, rows: int) -> tuple[int, int]:
+        return min(rows, self.max_requests), min(rows, 2 * self.max_requests)
+
+    def _fill(self, batch: _Rows, chunks: Sequence[DitChunk], rows: int) -> None:
+        """Lay the chunks out in `batch`: request after request, in each the conditional and then the null branch."""
+        intervals = list(dict.fromkeys(chunk.times for chunk in chunks))
+        index = {name: np.zeros(rows, np.int64) for name in ("conditional", "null", "slot")}
+        index["conditional"][:] = index["null"][:] = np.arange(rows)
+        guidance = np.zeros(rows, np.float32)
+        keys = np.full((len(self.reaches), rows, 3), -1, np.int32)
+        valid = np.zeros((len(self.reaches), rows, 3), np.int32)
+        for number, (back, _) in enumerate(self.reaches):  # rows that stand for nothing see themselves
+            keys[number, :, back], valid[number, :, back] = np.arange(rows), self.frames
+        # All of it is written: a number left over from a larger batch would point outside of this one.
+        keep, entry = np.zeros(len(batch.keep), np.int64), 0
+        first, left_entries = 0, 0
+        for chunk in chunks:
+            blocks = chunk.blocks
+            span = slice(first, first + blocks * chunk.branches)
+            index["slot"][span] = intervals.index(chunk.times)
+            index["conditional"][span] = np.tile(np.arange(first, first + blocks), chunk.branches)
+            if chunk.branches == 2:
+                index["null"][span] = np.tile(np.arange(first + blocks, first + 2 * blocks), 2)
+                guidance[span] = chunk.guidance
+            block = np.arange(blocks)
+            real = np.minimum(self.frames, chunk.frames - block * self.frames)
+            for branch in range(chunk.branches):
+                begin = first + branch * blocks
+                for number, (back, ahead) in enumerate(self.reaches):
+                    for place in range(back + 1 + ahead):
+                        wanted = block + place - back
+                        inside = (wanted >= 0) & (wanted < blocks)
+                        keys[number, begin : begin + blocks, place] = np.where(inside, begin + wanted, -1)
+                        valid[number, begin : begin + blocks, place] = np.where(inside, real[wanted % blocks], 0)
+                    if back and chunk.left is not None:
+                        keys[number, begin, 0], valid[number, begin, 0] = rows + left_entries + branch, self.frames
+                keep[entry] = begin + chunk.keep_block
+                entry += 1
+            first = span.stop
+            left_entries += chunk.branches if chunk.left is not None else 0
+
+        slots = len(intervals)
+        if chunks:  # none only while graphs are captured
+            states = [chunk.state for chunk in chunks for _ in range(chunk.branches)]
+            torch.cat(states, out=batch.state[:first])
+            torch.cat([chunk.fixed for chunk in chunks], out=batch.fixed[:first])
+            modulations = [self._modulation(*interval) for interval in intervals]
+            batch.modulation[:, :slots] = torch.stack(modulations, dim=1) if slots > 1 else modulations[0][:, None]
+        lefts = [chunk.left for chunk in chunks if chunk.left is not None]
+        if lefts:
+            batch.left[:, :, :left_entries] = torch.cat(lefts, dim=2) if len(lefts) > 1 else lefts[0]
+        widths = np.array([np.float32(end) - np.float32(start) for start, end in intervals], np.float32)
+        # One copy to the device for all that the host computed.
+        self._upload(
+            (batch.conditional, index["conditional"]),
+            (batch.null, index["null"]),
+            (batch.slot, index["slot"]),
+            (batch.keep, keep),
+            (batch.keys, keys),
+            (batch.valid, valid),
+            (batch.guidance, guidance),
+            (batch.width[:slots], widths),
+        )
+
+    def _upload(self, *pairs: tuple[torch.Tensor, np.ndarray]) -> None:
+        if self.device.type != "cuda":
+            for target, source in pairs:
+                target.copy_(torch.from_numpy(source).view(target.shape))
+            return
+        packed = torch.from_numpy(np.concatenate([source.reshape(-1).view(np.uint8) for _, source in pairs]))
+        packed = packed.pin_memory().to(self.device, non_blocking=True)
+        offset = 0
+        for target, source in pairs:
+            target.copy_(packed[offset : offset + source.nbytes].view(target.dtype).view(target.shape))
+            offset += source.nbytes
+
+    def _interval(self, batch: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """New states [rows, frames, mel_dim] and the keys and values kept, as `_Rows.left`."""
+        third, state = 1 / 3, batch.state
+        step = batch.width[batch.slot].view(-1, 1, 1)
+        kept = torch.empty(
+            (EVALUATIONS, len(self.kept_layers), len(batch.keep), *batch.left.shape[3:]),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        windows = {
+            reach: tuple(table[number, :, : sum(reach) + 1].contiguous() for table in (batch.keys, batch.valid))
+            for number, reach in enumerate(self.reaches)
+        }
+
+        def slope(evaluation: int, at: torch.Tensor) -> torch.Tensor:
+            return self._slope(batch, evaluation, at, windows, kept[evaluation])
+
+        k1 = slope(0, state)
+        k2 = slope(1, state + step * k1 * third)
+        k3 = slope(2, state + step * (k2 - k1 * third))
+        k4 = slope(3, state + step * (k1 - k2 + k3))
+        return state + (k1 + 3 * (k2 + k3) + k4) * step / 8, kept
+
+    def _slope(
+        self, batch: _Rows, evaluation: int, state: torch.Tensor, windows: Mapping[_Reach, _Window], kept: torch.Tensor
+    ) -> torch.Tensor:
+        """The guided slope at `state` [rows, frames, mel_dim]; what is to be kept goes to `kept`."""
+        width = self.width
+        modulation = batch.modulation[evaluation]
+
+        def part(index: int) -> torch.Tensor:
+            return modulation[:, index * width : (index + 1) * width]
+
+        def norm(update: torch.Tensor | None, gate: torch.Tensor | None, scale: int, shift: int) -> torch.Tensor:
+            return modulated_norm(
+                hidden, update, gate, part(scale), part(shift), batch.slot, self.dtype, fused=self.fused
+            )
+
+        hidden = batch.fixed + F.linear(state, self._state_weight)
+        update, gate = None, None
+        for index, layer in enumerate(self.layers):
+            # In the order of the checkpoint: shift, scale and gate of the attention, then of the feed-forward layer.
+            first = 6 * index
+            normed = norm(update, gate, first + 1, first)
+            qkv = F.linear(normed, *layer.qkv)
+            left = batch.left[evaluation, 0][:0]
+            if layer.back:
+                place = self.kept_layers.index(index)
+                left = batch.left[evaluation, place]
+                torch.index_select(qkv[..., self.inner :], 0, batch.keep, out=kept[place])
+            reach = (layer.back, layer.ahead)
+            mixed = block_attention(
+                qkv,
+                left,
+                *windows[reach],
+                self._rotary[reach],
+                self.heads,
+                back=layer.back,
+                precise=self.precise,
+                fused=self.fused,
+            )
+            normed = norm(F.linear(mixed, *layer.out), part(first + 2), first + 4, first + 3)
+            update = F.linear(self._gelu_linear(normed, *layer.up), *layer.down)
+            gate = part(first + 5)
+        last = 6 * len(self.layers)
+        slope = F.linear(norm(update, gate, last, last + 1), *self._proj_out).float()
+        conditional = slope[batch.conditional]
+        return conditional + (conditional - slope[batch.null]) * batch.guidance
+
+    def _gelu_linear(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if not self.fused:
+            return F.gelu(F.linear(hidden, weight, bias), approximate="tanh")
+        # The same in the epilogue of the product: spares reading and writing the widest activation.
+        flat = torch._addmm_activation(bias, hidden.flatten(0, 1), weight.T, use_gelu=True)
+        return flat.unflatten(0, hidden.shape[:2])
+
+    # ---------------------------------------------------------------------------------------------------------- graphs
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int] = GRAPH_ROWS) -> None:
+        """Capture an interval for each number of rows. Needs CUDA."""
+        largest = max(sizes)
+        self._static = self._allocate(largest, *self._room(largest))
+        pool = torch.cuda.graph_pool_handle()
+        for size in sorted(sizes, reverse=True):  # the largest first: the smaller ones fit in its memory
+            batch = self._view(self._static, size)
+            self._fill(batch, [], size)
+            if size == largest:
+                self._interval(batch)  # compile the kernels and let cuBLAS take its workspace outside of the capture
+                torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._results[size] = self._interval(batch)
+            self._graphs[size] = graph
+        self._graphs = dict(sorted(self._graphs.items()))

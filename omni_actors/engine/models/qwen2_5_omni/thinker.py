@@ -1,0 +1,225 @@
+"""The thinker of Qwen2.5-Omni: vLLM's own model; this module only speaks to it.
+
+Gives text to the client and, to requests that stream, one row per computed position to the talker: last hidden state
+plus token embedding (see `OmniRunnerMixin`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
+from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
+from omni_actors.engine.core import make_request
+from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.runner import EmitRows
+from omni_actors.engine.sampling import make_sampling_params
+from omni_actors.engine.tensors import FRAME_PREFIX, to_host
+from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest
+from omni_actors.protocol.payloads import MEDIA_MODALITIES, StageParams
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, StreamEvent, TextEvent
+
+ARCHITECTURE = "OmniActorsQwen2_5OmniThinker"
+MAX_FRAMES = 4096
+
+
+def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The checkpoint's configuration under an architecture of our own, which is registered as a class object."""
+    if hasattr(config, "thinker_config"):  # vLLM first tries the function on an empty configuration
+        config.architectures = [ARCHITECTURE]
+    return config
+
+
+class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
+    """vLLM's, able to embed tokens also where its last layers are: rows of the talker hold a token's embedding."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        decoder = self.language_model.model
+        if get_pp_group().is_last_rank and isinstance(decoder.embed_tokens, PPMissingLayer):
+            config = decoder.config
+            decoder.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+
+
+class ThinkerOutputs(RequestOutputs):
+    """Text deltas, and rows in the order of their positions, each position once."""
+
+    def __init__(self, request_id: str, prompt_tokens: int, detokenizer: IncrementalDetokenizer, streams: bool) -> None:
+        self._request_id = request_id
+        self._prompt_tokens = prompt_tokens
+        self._detokenizer = detokenizer
+        self._streams = streams
+        self._next_row = 0
+
+    def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
+        events: list[EngineEvent] = []
+        finished = output.finish_reason is not None
+        if output.new_token_ids:
+            self._detokenizer.update(list(output.new_token_ids), False)
+            text = self._detokenizer.get_next_output_text(finished, True)
+            events.append(TextEvent(self._request_id, text, list(output.new_token_ids)))
+        if self._streams:
+            event = self._rows(output.pooling_output, final=finished)
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _rows(self, emitted: Mapping[str, Any] | None, *, final: bool) -> StreamEvent | None:
+        start = self._next_row
+        tensors: dict[str, HostTensor] = {}
+        if emitted is not None:
+            skip = start - emitted["start"]
+            if skip < 0:
+                raise EngineError(f"Rows {start} to {emitted['start']} of request {self._request_id!r} are missing.")
+            rows = emitted["rows"][skip:]  # a preempted request computes its first positions again
+            if len(rows):
+                tensors["rows"] = to_host(rows)
+                self._next_row += len(rows)
+        if not tensors and not final:
+            return None
+        scalars: dict[str, int] = {}
+        if start == 0:
+            scalars["prompt_tokens"] = self._prompt_tokens
+            if emitted is not None and "mrope_positions" in emitted:
+                tensors["mrope_positions"] = to_host(emitted["mrope_positions"])
+        return StreamEvent(self._request_id, tensors=tensors, scalars=scalars, start=start, final=final)
+
+
+class ThinkerAdapter(AutoregressiveAdapter):
+    """Prompt ids, or the prompt stage's encoded request for multimodal prompts -> a vLLM request."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model_config = self.vllm_config.model_config
+        self._tokenizer = cached_tokenizer_from_config(model_config)
+        generation = model_config.try_get_generation_config()
+        ends = generation.get("eos_token_id", self._tokenizer.eos_token_id)
+        self._ends = frozenset(ends if isinstance(ends, list) else [ends])
+        self._merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+
+    def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
+        token_ids = list(inputs.token_ids)
+        features: list[MultiModalFeatureSpec] = []
+        if inputs.tensors:
+            token_ids, features = self._decode(inputs.tensors, token_ids)
+        if not token_ids:
+            raise InvalidRequest("The prompt is empty.")
+        self.check_length(len(token_ids))
+        if beyond := [token for token in token_ids if not 0 <= token < self.vocabulary]:
+            raise InvalidPayload(f"Token ids {beyond[:8]} lie outside the vocabulary of {self.vocabulary}.")
+        sampling = make_sampling_params(
+            request.params.merged_over(self.defaults),
+            seed=request.effective_seed,
+            end_token_ids=self._ends,
+            vocabulary=self.vocabulary,
+            payload=EmitRows() if request.streams else None,
+            read_prefix_cache=not request.streams,  # cached positions are not computed, so they would give no rows
+        )
+        core_request = make_request(
+            request.request_id, token_ids, sampling, mm_features=features or None, priority=request.priority
+        )
+        detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, core_request)
+        return Admission(core_request, ThinkerOutputs(request.request_id, len(token_ids), detokenizer, request.streams))
+
+    def read_rows(self, rows: HostTensor) -> torch.Tensor:
+        raise InvalidPayload("The thinker takes no streamed rows.")
+
+    def warm_up_inputs(self, length: int) -> StageInputs:
+        return StageInputs(token_ids=[0] * length)
+
+    def _decode(
+        self, tensors: Mapping[str, HostTensor], token_ids: list[int]
+    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+        """Prompt ids and media features from an encoded EngineCoreRequest; nothing else of it is used."""
+        names = [f"{FRAME_PREFIX}{index}" for index in range(len(tensors))]
+        if len(tensors) > MAX_FRAMES or set(names) != set(tensors):
+            raise InvalidPayload(f"The thinker needs the tensors vllm.0, vllm.1, ...; it got {sorted(tensors)[:8]}.")
+        frames = []
+        for name in names:
+            frame = tensors[name].validate(name)
+            if frame.dtype is not DType.U8 or len(frame.shape) != 1:
+                raise InvalidPayload(f"{name}: needs u8 [bytes]; got {frame.dtype} {list(frame.shape)}.")
+            frames.append(bytearray(frame.data))  # a copy: decoded tensors alias it, and the frame's memory is reused
+        try:
+            decoded = self._decoder.decode(frames)
+        except Exception as error:
+            # Hostile frames end in anything from IndexError to RuntimeError inside the decoder.
+            raise InvalidPayload(f"The encoded request cannot be read: {type(error).__name__}: {error}") from error
+        prompt = decoded.prompt_token_ids
+        if prompt is None or decoded.prompt_embeds is not None:
+            raise InvalidPayload("The encoded request must hold prompt_token_ids and no prompt_embeds.")
+        if token_ids and token_ids != prompt:
+            raise InvalidPayload("The encoded request and token_ids disagree about the prompt.")
+        features = decoded.mm_features or []
+        for feature in features:
+            check_feature(feature, len(prompt), self._merge_size)
+        return list(prompt), features
+
+
+def check_feature(feature: MultiModalFeatureSpec, prompt_tokens: int, merge_size: int) -> None:
+    """Raise `InvalidPayload` unless one medium's features fit its place in the prompt.
+
+    A medium whose encoder gives more or fewer embeddings than the prompt has places fails the step, and with it every
+    request of the batch.
+    """
+    place = feature.mm_position
+    if feature.modality not in MEDIA_MODALITIES:
+        raise InvalidPayload(f"Media are of {', '.join(MEDIA_MODALITIES)}; got {feature.modality!r}.")
+    if place.offset < 0 or place.length < 1 or place.offset + place.length > prompt_tokens:
+        raise InvalidPayload(
+            f"{feature.modality}: the placeholder [{place.offset}, {place.offset + place.length}) lies outside the "
+            f"prompt of {prompt_tokens} tokens."
+        )
+    mask = place.is_embed
+    if mask is not None and (mask.dtype is not torch.bool or tuple(mask.shape) != (place.length,)):
+        raise InvalidPayload(f"{feature.modality}: is_embed must be bool [{place.length}].")
+    if feature.data is None or not feature.identifier:
+        raise InvalidPayload(f"{feature.modality}: features or identifier are missing.")
+    try:
+        data = {name: item.data for name, item in feature.data.items()}
+        expected = count_embeddings(feature.modality, data, merge_size)
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise InvalidPayload(f"{feature.modality}: the features are incomplete ({error!r}).") from error
+    if expected != (places := place.get_num_embeds()):
+        raise InvalidPayload(f"{feature.modality}: the features give {expected} embeddings for {places} places.")
+
+
+def count_embeddings(modality: str, data: Mapping[str, Any], merge_size: int) -> int:
+    """How many embeddings the encoder makes of one medium; -1 where its tensors contradict one another."""
+    if modality == "audio":
+        frames = int(data["audio_feature_lengths"])
+        if frames != data["input_audio_features"].shape[-1] or frames < 1:
+            return -1
+        return ((frames - 1) // 2 - 1) // 2 + 1  # a convolution of stride 2, then pooling by 2
+    suffix = "_videos" if modality == "video" else ""
+    time, height, width = (int(size) for size in data[f"{modality}_grid_thw"])
+    patches: int = data[f"pixel_values{suffix}"].shape[0]
+    if min(time, height, width) < 1 or time * height * width != patches or height % merge_size or width % merge_size:
+        return -1
+    return patches // merge_size**2
+
+
+SPEC = ModelSpec(
+    kind="autoregressive",
+    hf_overrides=thinker_config,
+    vllm_models={ARCHITECTURE: Qwen2_5OmniThinker},
+    engine={"enable_prefix_caching": True},  # used by requests that want no rows
+    # The defaults of transformers' Qwen2_5OmniForConditionalGeneration.generate.
+    params=StageParams(max_tokens=1024, temperature=0.0),
+    adapter="omni_actors.engine.models.qwen2_5_omni.thinker.ThinkerAdapter",
+)

@@ -1,0 +1,201 @@
+"""One request of the pipeline on behalf of one HTTP request: it ends everywhere when the HTTP client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from omni_actors.client import RequestStream, StreamItem
+from omni_actors.errors import Aborted, ErrorCode, OmniError
+from omni_actors.http_server.failures import HttpError
+from omni_actors.http_server.state import ServerState
+from omni_actors.logs import get_logger
+from omni_actors.protocol.client import Description
+from omni_actors.protocol.results import StageUsage
+
+logger = get_logger(__name__)
+
+MAX_JOINED = 32  # pieces in one write
+
+
+class Answer:
+    """Iterate for `Text` and `Audio`; `close` it whatever happens. Made by `begin`.
+
+    The first item is awaited before anything is sent to the client, so that what goes wrong until then is a plain HTTP
+    status and not an error inside of a stream.
+    """
+
+    def __init__(self, stream: RequestStream, request: Request, fields: Mapping[ErrorCode, str]) -> None:
+        self._stream = stream
+        self._fields = fields
+        self._first: list[StreamItem] = []
+        self._watch = asyncio.create_task(self._abort_when_gone(request), name="watch for disconnect")
+
+    @classmethod
+    async def begin(
+        cls, request: Request, state: ServerState, prompt: Any, fields: Mapping[ErrorCode, str], **options: Any
+    ) -> Answer:
+        """Submit, and wait for the first item. Raises `HttpError`; `fields` names the field at fault by error code.
+
+        The pipeline's request id is the HTTP request's, so that logs of both can be joined, and so is its trace.
+        """
+        if options.get("timeout") is None:
+            options["timeout"] = state.settings.request_timeout
+        try:
+            stream = await state.client.submit(
+                prompt, request_id=request.state.request_id, traceparent=request.state.traceparent, **options
+            )
+        except OmniError as error:
+            raise HttpError.of(error, fields) from error
+        answer = cls(stream, request, fields)
+        try:
+            async for item in answer:
+                answer._first.append(item)
+                break
+        except BaseException:
+            await answer.close()
+            raise
+        return answer
+
+    @property
+    def usage(self) -> dict[str, StageUsage]:
+        """What each stage did; there when the iteration has ended."""
+        return self._stream.usage
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next item is there already."""
+        return bool(self._first) or self._stream.ready
+
+    async def __aiter__(self) -> AsyncIterator[StreamItem]:
+        """Raises `HttpError` when the request fails."""
+        try:
+            while self._first:
+                yield self._first.pop()
+            async for item in self._stream:
+                yield item
+        except OmniError as error:
+            raise HttpError.of(error, self._fields) from error
+
+    async def close(self) -> None:
+        """End the request in every stage unless it is over. Idempotent."""
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await self._stream.abort()
+
+    async def __aenter__(self) -> Answer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _abort_when_gone(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            continue
+        logger.info("the client went away", extra={"request_id": self._stream.request_id})
+        await self._stream.abort()
+
+
+class AnswerResponse(Response):
+    """Sends the pieces of an answer as they come and closes it in the end.
+
+    Args:
+        pieces: bytes to send. It raises `HttpError` where the answer fails in a way that the format cannot express;
+            the connection is then broken off, so that nobody takes the piece for the whole.
+        write_timeout: seconds that the client may leave a piece unread before its request is ended.
+    """
+
+    def __init__(self, answer: Answer, pieces: AsyncIterator[bytes], media_type: str, write_timeout: float) -> None:
+        super().__init__(media_type=media_type)
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-store"
+        self.headers["x-accel-buffering"] = "no"  # nginx would hold the stream back
+        self._answer = answer
+        self._pieces = pieces
+        self._write_timeout = write_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        about = {"request_id": scope["state"]["request_id"]}
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            held: list[bytes] = []
+            async for piece in self._pieces:
+                held.append(piece)
+                if self._answer.ready and len(held) < MAX_JOINED:
+                    continue  # under load several pieces are there at once: one write for all of them
+                async with asyncio.timeout(self._write_timeout):
+                    await send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
+                held.clear()
+            await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
+        except TimeoutError:
+            logger.warning("a client reads nothing; its request ends", extra=about)
+        except HttpError as error:
+            if error.code != Aborted.code:
+                logger.warning("broken off: %s", error.message, extra=about)
+        finally:
+            await self._answer.close()
+
+
+def event(data: Any) -> bytes:
+    """A server-sent event with JSON data."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def usage_of(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
+    """OpenAI's usage out of what the stages report.
+
+    Prompt tokens are those that the text stage read, completion tokens what it wrote, plus the audio tokens. `stages`
+    is our own addition: seconds count from the moment at which the request was opened in all stages.
+    """
+    text_stage = description.outputs.get("text", "")
+    text = usage.get(text_stage)
+    order = list(dict.fromkeys(status.stage for status in description.stages))
+    speaker = _speaker(order, text_stage, description.outputs.get("audio", ""))
+    audio_tokens = usage[speaker].output_tokens if speaker in usage else 0
+    prompt_tokens = text.input_tokens if text else 0
+    text_tokens = text.output_tokens if text else 0
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": text_tokens + audio_tokens,
+        "total_tokens": prompt_tokens + text_tokens + audio_tokens,
+        "completion_tokens_details": {"text_tokens": text_tokens, "audio_tokens": audio_tokens},
+        "stages": {
+            stage: {
+                "finish_reason": usage[stage].finish_reason.value,
+                "input_tokens": usage[stage].input_tokens,
+                "output_tokens": usage[stage].output_tokens,
+                "first_output": round(usage[stage].first_output, 4),
+                "finished": round(usage[stage].finished, 4),
+            }
+            for stage in order
+            if stage in usage
+        },
+    }
+
+
+def _speaker(order: list[str], text_stage: str, audio_stage: str) -> str:
+    """The stage that writes tokens for sound: the one after the text, or without text before the sound; else "".
+
+    What comes after it, up to the sound, counts in steps or pieces.
+    """
+    if audio_stage not in order:
+        return ""
+    if text_stage not in order:
+        return order[order.index(audio_stage) - 1] if order.index(audio_stage) else ""
+    between = order[order.index(text_stage) + 1 : order.index(audio_stage)]
+    return between[0] if between else ""
+
+
+def finish_reason(usage: Mapping[str, StageUsage], description: Description) -> str:
+    """ "stop" or "length", of the stage that answers in text."""
+    text = usage.get(description.outputs.get("text", ""))
+    return text.finish_reason.value if text is not None else "stop"

@@ -1,0 +1,185 @@
+"""The application: routes, error shapes, web page."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from omni_actors import __version__
+from omni_actors.errors import OmniError
+from omni_actors.http_server import chat, completions, information, speech
+from omni_actors.http_server.failures import HttpError, field_name
+from omni_actors.http_server.fetch import Fetcher
+from omni_actors.http_server.gate import Gate
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.state import ServerState
+from omni_actors.logs import get_logger
+
+logger = get_logger(__name__)
+
+PAGE = {
+    "/": ("index.html", "text/html"),
+    "/app.js": ("app.js", "text/javascript"),
+    "/style.css": ("style.css", "text/css"),
+}
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:; "
+        "media-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> ASGIApp:
+    """The whole server as an ASGI application.
+
+    Args:
+        fetcher: gets media by URL; one after `settings` when `None`.
+    """
+    app: ASGIApp = Gate(create_routes(settings, fetcher=fetcher), settings)
+    if settings.cors_origins:
+        # Outside of the gate: a browser asks beforehand, without the key, and has to be able to read refusals.
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "traceparent"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+def create_routes(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> FastAPI:
+    """The application behind the gate; on its own it has no key, no limits on bodies and no request ids."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state = ServerState(settings, fetcher)
+        async with state.client:
+            app.state.server = state
+            yield
+            await state.close()
+
+    app = FastAPI(title="omni_actors", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_exception_handler(HttpError, _on_http_error)
+    app.add_exception_handler(OmniError, _on_omni_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_routing)
+    app.add_exception_handler(Exception, _on_bug)
+    for module in (chat, completions, speech, information):
+        app.include_router(module.router)
+    for path in PAGE:
+        app.add_api_route(path, _page, include_in_schema=False)
+    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _page(request: Request) -> Response:
+    name, media_type = PAGE[request.url.path]
+    content = (resources.files("omni_actors.http_server") / "page" / name).read_bytes()
+    return Response(content, media_type=media_type, headers=PAGE_HEADERS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    return error.response() if isinstance(error, HttpError) else await _on_bug(request, error)
+
+
+async def _on_omni_error(request: Request, error: Exception) -> Response:
+    return HttpError.of(error).response() if isinstance(error, OmniError) else await _on_bug(request, error)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    """The first thing that is wrong with the body, with its field. The value is not repeated."""
+    if not isinstance(error, RequestValidationError):
+        return await _on_bug(request, error)
+    first = _deepest(error.errors())
+    if first["type"] == "json_invalid":
+        return HttpError(400, "The body is no valid JSON.", code="invalid_json").response()
+    param = field_name(first["loc"])
+    message = f"{param or 'body'}: {first['msg']}."
+    code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(first["type"])
+    return HttpError(400, message, param=param, code=code or "invalid_value").response()
+
+
+def _deepest(errors: Sequence[Any]) -> Any:
+    """The first error, or the one inside of it that went furthest: a union reports every branch that did not fit."""
+    field = field_name(errors[0]["loc"]) or ""
+    return max(
+        (error for error in errors if (field_name(error["loc"]) or "").startswith(field)),
+        key=lambda error: len(error["loc"]),
+    )
+
+
+async def _on_routing(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router, 400 of the body parser."""
+    if not isinstance(error, HTTPException):
+        return await _on_bug(request, error)
+    if error.status_code == 404:
+        return HttpError(404, f"There is nothing at {request.url.path[:200]!r}.", code="not_found").response()
+    response = HttpError(error.status_code, f"{error.detail}.", code=f"http_{error.status_code}").response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    logger.error("a request failed", exc_info=error, extra={"request_id": getattr(request.state, "request_id", "")})
+    failure = HttpError(500, "The server made a mistake; see its log.", kind="server_error", code="internal_error")
+    return failure.response()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# OpenAPI
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's schema with the errors that this server answers with, and without its own."""
+    if app.openapi_schema is None:
+        schema = FastAPI.openapi(app)
+        errors = {
+            str(status): {
+                "description": "Error",
+                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+            }
+            for status in ERROR_STATUSES
+        }
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                operation["responses"].update(errors)
+        schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = ERROR_SCHEMA
+        app.openapi_schema = schema
+    return app.openapi_schema

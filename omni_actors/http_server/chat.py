@@ -1,0 +1,153 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import msgspec
+import numpy
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.client import Text
+from omni_actors.errors import ErrorCode
+from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of
+from omni_actors.http_server.failures import HttpError, bad_field
+from omni_actors.http_server.schemas import ChatRequest, voice_name
+from omni_actors.http_server.sound import encode, pcm16
+from omni_actors.http_server.state import ServerState, server_state
+from omni_actors.protocol.client import Description
+
+router = APIRouter()
+
+STREAM_FORMAT = "pcm16"
+FIELDS = {
+    ErrorCode.UNKNOWN_VOICE: "audio.voice",
+    ErrorCode.UNKNOWN_MODALITY: "modalities",
+    ErrorCode.PROMPT_TOO_LONG: "messages",
+    ErrorCode.MALFORMED_MEDIA: "messages",
+}
+
+
+@router.post("/v1/chat/completions", response_class=Response)
+async def chat_completions(
+    body: ChatRequest, request: Request, state: Annotated[ServerState, Depends(server_state)]
+) -> Response:
+    """Answer a chat in text or in text and speech, as a whole or as server-sent events."""
+    body.refuse_unsupported()
+    description = await state.describe()
+    state.check_model(body.model, description)
+    spoken = "audio" in (body.modalities or ())
+    audio_format = _audio_format(body)
+    params = state.stage_params(body.stage_params, description, body.stage_fields())
+    answer = await Answer.begin(
+        request,
+        state,
+        await state.media.messages(body.messages),
+        FIELDS,
+        modalities=body.modalities or ["text"],
+        voice=voice_name(body.audio.voice) if spoken and body.audio else None,
+        params=params,
+        seed=body.seed,
+        priority=body.priority or 0,
+        timeout=body.timeout,
+    )
+    reply = ChatReply(request.state.request_id, body.model, spoken, description, state)
+    if body.stream:
+        include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        return AnswerResponse(
+            answer, reply.events(answer, include_usage), "text/event-stream", state.settings.write_timeout
+        )
+    async with answer:
+        return Response(await reply.whole(answer, audio_format), media_type="application/json")
+
+
+def _audio_format(body: ChatRequest) -> str:
+    given = body.audio.format if body.audio is not None else None
+    if not body.stream:
+        return given or "wav"
+    if given not in (None, STREAM_FORMAT) and "audio" in (body.modalities or ()):
+        raise bad_field("audio.format", f"With stream: true the format must be {STREAM_FORMAT!r}.", "unsupported_value")
+    return STREAM_FORMAT
+
+
+class ChatReply:
+    """Makes OpenAI's objects out of an answer. A spoken answer has its text as the transcript, as OpenAI's have."""
+
+    def __init__(self, request_id: str, model: str, spoken: bool, description: Description, state: ServerState) -> None:
+        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
+        self._audio_id = f"audio_{request_id}"
+        self._spoken = spoken
+        self._description = description
+        self._state = state
+
+    async def whole(self, answer: Answer, audio_format: str) -> bytes:
+        """A chat.completion object."""
+        texts: list[str] = []
+        pieces: list[Any] = []
+        rate = self._description.sample_rate or 24_000
+        async for item in answer:
+            if isinstance(item, Text):
+                texts.append(item.text)
+            else:
+                pieces.append(item.samples)
+                rate = item.sample_rate
+        text = "".join(texts)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._spoken:
+            samples = numpy.concatenate(pieces) if pieces else numpy.zeros(0, numpy.float32)
+            message["content"] = None
+            message["audio"] = {
+                "id": self._audio_id,
+                "data": base64.b64encode(encode(samples, audio_format, rate)).decode(),
+                "expires_at": self._state.transcripts.add(self._audio_id, text),
+                "transcript": text,
+            }
+        choice = {"index": 0, "message": message, "finish_reason": self._finish_reason(answer), "logprobs": None}
+        usage = usage_of(answer.usage, self._description)
+        return msgspec.json.encode({**self._head, "object": "chat.completion", "choices": [choice], "usage": usage})
+
+    async def events(self, answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
+        """chat.completion.chunk objects as server-sent events. A failure on the way is an event with an error."""
+        usage = {"usage": None} if include_usage else {}
+        head = {**self._head, "object": "chat.completion.chunk", **usage}
+
+        def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
+            return event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]})
+
+        texts: list[str] = []
+        first: dict[str, Any] = {"role": "assistant", "refusal": None}
+        if self._spoken:
+            yield chunk({**first, "audio": {"id": self._audio_id, "transcript": ""}})
+        else:
+            yield chunk({**first, "content": ""})
+        try:
+            async for item in answer:
+                if not isinstance(item, Text):
+                    data = base64.b64encode(pcm16(item.samples)).decode()
+                    yield chunk({"audio": {"id": self._audio_id, "data": data}})
+                    continue
+                texts.append(item.text)
+                if not item.text:
+                    continue  # inside of a character
+                if self._spoken:
+                    yield chunk({"audio": {"id": self._audio_id, "transcript": item.text}})
+                else:
+                    yield chunk({"content": item.text})
+        except HttpError as error:
+            yield event(error.body())
+            return
+        if self._spoken:
+            expires = self._state.transcripts.add(self._audio_id, "".join(texts))
+            yield chunk({"audio": {"id": self._audio_id, "expires_at": expires}})
+        yield chunk({}, self._finish_reason(answer))
+        if include_usage:
+            yield event({**head, "choices": [], "usage": usage_of(answer.usage, self._description)})
+        yield DONE_EVENT
+
+    def _finish_reason(self, answer: Answer) -> str:
+        return finish_reason(answer.usage, self._description)

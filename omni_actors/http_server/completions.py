@@ -1,0 +1,92 @@
+"""/v1/completions: text in, text out. What `vllm bench serve` uses unless told otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.client import Text
+from omni_actors.errors import ErrorCode
+from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of
+from omni_actors.http_server.failures import HttpError, bad_field
+from omni_actors.http_server.schemas import CompletionRequest
+from omni_actors.http_server.state import ServerState, server_state
+
+router = APIRouter()
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+FIELDS = {ErrorCode.PROMPT_TOO_LONG: "prompt", ErrorCode.INVALID_PAYLOAD: "prompt"}
+
+
+@router.post("/v1/completions", response_class=Response)
+async def completions(
+    body: CompletionRequest, request: Request, state: Annotated[ServerState, Depends(server_state)]
+) -> Response:
+    """Answer one prompt in text.
+
+    A prompt of token ids goes to the model as it is. A prompt of text becomes one user message and gets the chat
+    template: the model was trained on nothing else.
+    """
+    body.refuse_unsupported()
+    description = await state.describe()
+    state.check_model(body.model, description)
+    params = state.stage_params(
+        body.stage_params, description, {"max_tokens": DEFAULT_MAX_TOKENS, **body.stage_fields()}
+    )
+    answer = await Answer.begin(
+        request,
+        state,
+        _prompt(body),
+        FIELDS,
+        modalities=["text"],
+        params=params,
+        seed=body.seed,
+        priority=body.priority or 0,
+        timeout=body.timeout,
+    )
+    head = {
+        "id": f"cmpl-{request.state.request_id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": body.model,
+    }
+
+    def choice(text: str, finish: str | None) -> dict[str, Any]:
+        return {**head, "choices": [{"index": 0, "text": text, "finish_reason": finish, "logprobs": None}]}
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            async for item in answer:
+                if isinstance(item, Text):
+                    yield event(choice(item.text, None))
+        except HttpError as error:
+            yield event(error.body())
+            return
+        yield event(choice("", finish_reason(answer.usage, description)))
+        if body.stream_options and body.stream_options.include_usage:
+            yield event({**head, "choices": [], "usage": usage_of(answer.usage, description)})
+        yield DONE_EVENT
+
+    if body.stream:
+        return AnswerResponse(answer, events(), "text/event-stream", state.settings.write_timeout)
+    async with answer:
+        text = "".join([item.text async for item in answer if isinstance(item, Text)])
+        whole = choice(text, finish_reason(answer.usage, description))
+        return Response(
+            msgspec.json.encode({**whole, "usage": usage_of(answer.usage, description)}), media_type="application/json"
+        )
+
+
+def _prompt(body: CompletionRequest) -> Any:
+    prompt = body.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if not prompt:
+        raise bad_field("prompt", "The prompt is empty.")
+    return prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}

@@ -1,0 +1,128 @@
+"""Samples to bytes of a sound format, as a whole or as they come."""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import Protocol
+
+import numpy
+import soundfile
+from numpy.typing import NDArray
+
+from omni_actors.http_server.failures import HttpError
+
+Samples = NDArray[numpy.float32]
+
+MEDIA_TYPES = {
+    "wav": "audio/wav",
+    "pcm": "audio/pcm",
+    "pcm16": "audio/pcm",
+    "flac": "audio/flac",
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+}
+SOUNDFILE_FORMATS = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
+OPUS_RATES = (8000, 12000, 16000, 24000, 48000)
+UNKNOWN_LENGTH = 0xFFFFFFFF  # what players take for "until the stream ends"
+
+
+class Encoder(Protocol):
+    """Makes a stream of bytes out of chunks of samples."""
+
+    def begin(self) -> bytes:
+        """What comes before the first sample."""
+
+    def feed(self, samples: Samples) -> bytes:
+        """As many bytes as are complete after these samples, f32 [samples] in [-1, 1]."""
+
+    def finish(self) -> bytes:
+        """What is left."""
+
+
+def pcm16(samples: Samples) -> bytes:
+    """Little-endian 16-bit samples of f32 [samples] in [-1, 1]; what lies outside is clipped."""
+    return (numpy.clip(samples, -1.0, 1.0) * 32767.0).round().astype("<i2").tobytes()
+
+
+def wav_header(rate: int, n_bytes: int | None) -> bytes:
+    """The 44 bytes before mono PCM16 samples; of unknown length where `n_bytes` is `None`."""
+    data = UNKNOWN_LENGTH if n_bytes is None else n_bytes
+    riff = UNKNOWN_LENGTH if n_bytes is None else n_bytes + 36
+    return struct.pack(
+        "<4sI4s4sIHHIIHH4sI", b"RIFF", riff, b"WAVE", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16, b"data", data
+    )
+
+
+class PcmEncoder:
+    """Plain samples, with a WAV header where asked for."""
+
+    def __init__(self, rate: int, wav: bool) -> None:
+        self._header = wav_header(rate, None) if wav else b""
+
+    def begin(self) -> bytes:
+        return self._header
+
+    def feed(self, samples: Samples) -> bytes:
+        return pcm16(samples)
+
+    def finish(self) -> bytes:
+        return b""
+
+
+class _Sink(io.BytesIO):
+    """What an encoder appended since the last `take`. Encoders go back to complete their header in the end; in a stream
+    that has left already, and all formats here are readable without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken = 0
+
+    def take(self) -> bytes:
+        with self.getbuffer() as view:
+            fresh = bytes(view[self._taken :])
+        self._taken += len(fresh)
+        return fresh
+
+
+class FileEncoder:
+    """FLAC, MP3 and Opus in Ogg, by libsndfile."""
+
+    def __init__(self, name: str, rate: int) -> None:
+        container, subtype = SOUNDFILE_FORMATS[name]
+        if name == "opus" and rate not in OPUS_RATES:
+            raise HttpError(400, f"Opus does not know {rate} Hz.", param="response_format", code="unsupported_value")
+        self._sink = _Sink()
+        # Readers guess the length of a stream from its first bytes, which a varying bit rate would mislead.
+        mode = {"compression_level": 0.5, "bitrate_mode": "CONSTANT"} if name == "mp3" else {}
+        self._file = soundfile.SoundFile(self._sink, "w", rate, 1, subtype, format=container, **mode)
+
+    def begin(self) -> bytes:
+        return b""
+
+    def feed(self, samples: Samples) -> bytes:
+        self._file.write(samples)
+        return self._sink.take()
+
+    def finish(self) -> bytes:
+        self._file.close()
+        return self._sink.take()
+
+
+def make_encoder(name: str, rate: int) -> Encoder:
+    """An encoder for one stream in one of `MEDIA_TYPES`."""
+    if name in SOUNDFILE_FORMATS:
+        return FileEncoder(name, rate)
+    return PcmEncoder(rate, wav=name == "wav")
+
+
+def encode(samples: Samples, name: str, rate: int) -> bytes:
+    """A whole sound; unlike a stream's, its header knows the length."""
+    if name not in SOUNDFILE_FORMATS:
+        data = pcm16(samples)
+        return wav_header(rate, len(data)) + data if name == "wav" else data
+    sink = io.BytesIO()
+    container, subtype = SOUNDFILE_FORMATS[name]
+    with soundfile.SoundFile(sink, "w", rate, 1, subtype, format=container) as file:
+        file.write(samples)
+    return sink.getvalue()

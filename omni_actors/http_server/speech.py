@@ -1,0 +1,116 @@
+"""/v1/audio/speech: an omni model reads a text aloud.
+
+The pipeline has no stage that speaks a given text: the model is asked to repeat it, and speaks its own answer. A model
+of this kind nearly always does as asked, but it is an answer, not a recording; what was said is in the events of
+`stream_format: "sse"`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import numpy
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.client import Audio, Text
+from omni_actors.errors import ErrorCode
+from omni_actors.http_server.answer import Answer, AnswerResponse, event, usage_of
+from omni_actors.http_server.failures import HttpError
+from omni_actors.http_server.schemas import SpeechRequest, voice_name
+from omni_actors.http_server.sound import MEDIA_TYPES, encode, make_encoder
+from omni_actors.http_server.state import ServerState, server_state
+from omni_actors.protocol.client import Description
+
+router = APIRouter()
+
+READ_ALOUD = (
+    "Read the text between the marks aloud, word for word, in its own language. "
+    "Say nothing else: no greeting, no comment, no translation.{style}\n\n<<<\n{text}\n>>>"
+)
+FIELDS = {
+    ErrorCode.UNKNOWN_VOICE: "voice",
+    ErrorCode.UNKNOWN_MODALITY: "model",
+    ErrorCode.PROMPT_TOO_LONG: "input",
+}
+
+
+@router.post("/v1/audio/speech", response_class=Response)
+async def speech(
+    body: SpeechRequest, request: Request, state: Annotated[ServerState, Depends(server_state)]
+) -> Response:
+    """Speak a text; the audio is sent while it is made."""
+    description = await state.describe()
+    state.check_model(body.model, description)
+    style = f" Speak like this: {body.instructions}." if body.instructions else ""
+    answer = await Answer.begin(
+        request,
+        state,
+        READ_ALOUD.format(style=style, text=body.input),
+        FIELDS,
+        modalities=["text", "audio"],
+        voice=voice_name(body.voice),
+        params=state.stage_params(body.stage_params, description, {}),
+        seed=body.seed,
+        timeout=body.timeout,
+    )
+    timeout = state.settings.write_timeout
+    if body.stream_format == "sse":
+        return AnswerResponse(answer, _events(answer, body.response_format, description), "text/event-stream", timeout)
+    if body.response_format == "flac" and "stream_format" not in body.model_fields_set:
+        # FLAC says its length in front. Streamed it cannot, and readers such as libsndfile then fail at the end, so
+        # only who asks for a stream by name gets one.
+        async with answer:
+            chunks = [item.samples async for item in answer if isinstance(item, Audio)]
+            samples = numpy.concatenate(chunks) if chunks else numpy.zeros(0, numpy.float32)
+            return Response(encode(samples, "flac", description.sample_rate), media_type=MEDIA_TYPES["flac"])
+    pieces = _encoded(answer, body.response_format, description)
+    return AnswerResponse(answer, pieces, MEDIA_TYPES[body.response_format], timeout)
+
+
+async def _encoded(answer: Answer, name: str, description: Description) -> AsyncIterator[bytes]:
+    encoder = make_encoder(name, description.sample_rate)
+    if head := encoder.begin():
+        yield head
+    async for item in answer:
+        if isinstance(item, Audio) and (data := encoder.feed(item.samples)):
+            yield data
+    if data := encoder.finish():
+        yield data
+
+
+async def _events(answer: Answer, name: str, description: Description) -> AsyncIterator[bytes]:
+    """OpenAI's speech.audio.delta and speech.audio.done; the latter with the text that was said."""
+    encoder = make_encoder(name, description.sample_rate)
+    texts: list[str] = []
+
+    def delta(data: bytes) -> bytes:
+        return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+
+    try:
+        if head := encoder.begin():
+            yield delta(head)
+        async for item in answer:
+            if isinstance(item, Text):
+                texts.append(item.text)
+            elif data := encoder.feed(item.samples):
+                yield delta(data)
+        if data := encoder.finish():
+            yield delta(data)
+    except HttpError as error:
+        yield event(error.body())
+        return
+    usage = usage_of(answer.usage, description)
+    done: dict[str, Any] = {
+        "type": "speech.audio.done",
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "total_tokens": usage["total_tokens"],
+        },
+        "transcript": "".join(texts),
+    }
+    yield event(done)

@@ -1,0 +1,125 @@
+"""What the routes share: the client, the pipeline's description, and what is remembered between requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from omni_actors.client import AsyncOmniClient
+from omni_actors.errors import OmniError
+from omni_actors.http_server.failures import HttpError, bad_field
+from omni_actors.http_server.fetch import Fetcher
+from omni_actors.http_server.media import Files, MediaReader, Transcripts
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.protocol.client import Description
+from omni_actors.protocol.payloads import StageParams
+
+DESCRIBE_SECONDS = 3.0  # a coordinator that needs longer is not healthy
+FRESH_SECONDS = 0.2
+
+
+class ServerState:
+    """One per application, in `app.state.server`."""
+
+    def __init__(self, settings: ServerSettings, fetcher: Fetcher | None = None) -> None:
+        self.settings = settings
+        self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
+        self.files = Files(settings.files_bytes, settings.file_seconds)
+        self.transcripts = Transcripts()
+        self.media = MediaReader(
+            settings, fetcher or Fetcher(settings.media_hosts, settings.media_bytes), self.files, self.transcripts
+        )
+        self.started = int(time.time())
+        self._description: Description | None = None
+        self._described = 0.0
+        self._asking: asyncio.Task[Description] | None = None
+
+    async def describe(self) -> Description:
+        """The pipeline as it is, at most `FRESH_SECONDS` old. Raises `RequestTimeout` if nobody answers.
+
+        Requests that come together share one question.
+        """
+        if self._description is not None and time.monotonic() < self._described + FRESH_SECONDS:
+            return self._description
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(), name="describe")
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> Description:
+        self._description = await self.client.describe(DESCRIBE_SECONDS)
+        self._described = time.monotonic()
+        return self._description
+
+    async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+        await self.client.close()
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def model_names(self, description: Description) -> list[str]:
+        """The names that /v1/models lists, the preferred one first. Paths of this host are nobody's business."""
+        names = list(self.settings.served_names) or [description.pipeline, description.model]
+        return [name for name in dict.fromkeys(names) if not name.startswith("/")]
+
+    def check_model(self, name: str, description: Description) -> None:
+        """Raise `HttpError` 404 for a model that is not served here."""
+        names = self.model_names(description)
+        if name not in names and (self.settings.served_names or name != description.model):
+            raise HttpError(
+                404,
+                f"The model {name[:200]!r} does not exist; this server has {', '.join(names)}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def text_stage(self, description: Description) -> str:
+        """The stage that max_tokens, temperature and so on are meant for. Raises `HttpError` where none gives text."""
+        stage = description.outputs.get("text")
+        if stage is None:
+            raise HttpError(400, "This pipeline answers without text.", param="modalities", code="unknown_modality")
+        return stage
+
+    def stage_params(
+        self, given: Mapping[str, Mapping[str, Any]] | None, description: Description, text_fields: Mapping[str, Any]
+    ) -> dict[str, StageParams]:
+        """Parameters by stage: `text_fields` for the stage that answers in text, `given` over them."""
+        stages = {status.stage for status in description.stages}
+        merged: dict[str, dict[str, Any]] = {}
+        if text_fields:
+            merged[self.text_stage(description)] = dict(text_fields)
+        for stage, fields in (given or {}).items():
+            if stage not in stages:
+                known = ", ".join(sorted(stages))
+                raise bad_field("stage_params", f"There is no stage {stage[:64]!r}; the stages are {known}.")
+            merged.setdefault(stage, {}).update(fields)
+        params = {}
+        for stage, fields in merged.items():
+            try:
+                params[stage] = msgspec.convert(fields, StageParams, strict=True)
+            except msgspec.ValidationError as error:
+                raise bad_field(f"stage_params.{stage}", f"{error}.") from None
+        return params
+
+
+def server_state(request: Request) -> ServerState:
+    """FastAPI dependency."""
+    state: ServerState = request.app.state.server
+    return state
+
+
+async def readiness(state: ServerState) -> tuple[Description | None, list[str]]:
+    """The description, and the replicas that are not ready; (None, [why]) where the coordinator does not answer."""
+    try:
+        description = await state.describe()
+    except OmniError as error:
+        return None, [error.message]
+    return description, [
+        f"{status.stage}/{status.replica} ({status.state})" for status in description.stages if status.state != "ready"
+    ]

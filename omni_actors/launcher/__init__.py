@@ -1,0 +1,1 @@
+"""What one host runs: the launcher, its node agent, and the child processes they own."""

@@ -1,0 +1,71 @@
+"""Runs a command and ends it when standard input closes.
+
+Usage: `python -m omni_actors.launcher.exit_with_stdin COMMAND [ARGUMENT ...]`. For commands started over ssh: when
+the connection or the caller is gone, ssh sends no signal but closes standard input.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+GRACE_SECONDS = 15.0  # for an orderly end, drain included, before SIGKILL
+POLL_MS = 500
+PR_SET_PDEATHSIG = 1
+EXIT_USAGE, EXIT_NOT_FOUND = 2, 127
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code, or 128 and the number of the signal that ended it."""
+    command = list(sys.argv[1:] if arguments is None else arguments)
+    if not command:
+        print("usage: python -m omni_actors.launcher.exit_with_stdin COMMAND [ARGUMENT ...]", file=sys.stderr)
+        return EXIT_USAGE
+    wakes, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # the wake-up is what counts; and the child ignores none
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        return EXIT_NOT_FOUND
+    code = _hold(child, wakes)
+    return 128 - code if code < 0 else code
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _hold(child: subprocess.Popen[bytes], wakes: int) -> int:
+    """Wait for the child's end; let it go when the input closes or a signal comes."""
+    poller = select.poll()
+    ended = os.pidfd_open(child.pid)
+    for descriptor in (0, wakes, ended):
+        poller.register(descriptor, select.POLLIN)
+    kill_at = float("inf")
+    while child.poll() is None:
+        ready = {descriptor for descriptor, _ in poller.poll(POLL_MS)}
+        release = wakes in ready and bool(os.read(wakes, 64))
+        if 0 in ready and not os.read(0, 65536):
+            poller.unregister(0)
+            release = True
+        if release:
+            child.terminate()
+            kill_at = min(kill_at, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() > kill_at:
+            child.kill()
+    os.close(ended)
+    return child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""The launcher: owns the run directory and the processes of one host."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing.util
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
+
+from omni_actors import config
+from omni_actors.addresses import is_loopback, resolve, resolve_soon, towards
+from omni_actors.client import AsyncOmniClient
+from omni_actors.config import placement
+from omni_actors.errors import ConfigError, StartupError
+from omni_actors.http_server.settings import parse_address
+from omni_actors.launcher.coordinator_child import CoordinatorChild
+from omni_actors.launcher.http_child import HttpChild
+from omni_actors.launcher.node_agent import NodeAgent
+from omni_actors.launcher.replica_processes import ReplicaProcesses
+from omni_actors.logs import say
+from omni_actors.run_directory import RunDirectory
+from omni_actors.telemetry.endpoint import MetricsEndpoint
+
+EXIT_FAILED = 1
+STOPS = (signal.SIGINT, signal.SIGTERM)
+ONE_WISH_SECONDS = 0.5  # scancel signals both the job script and the nodes; treat signals this close together as one
+
+
+class Addresses(NamedTuple):
+    """Where this host listens and is reached; "" for socket files in the run directory."""
+
+    own: str = "127.0.0.1"
+    control: str = ""
+    results: str = ""
+
+
+ON_ONE_HOST = Addresses()
+
+
+async def host_addresses(pipeline: config.PipelineConfig) -> Addresses:
+    """Raises `ConfigError` if the master's name or the route to it is not known within the time for the start."""
+    cluster = pipeline.cluster
+    if not placement.spans_hosts(pipeline):
+        return ON_ONE_HOST
+    master = await resolve_soon(cluster.master_addr, pipeline.coordinator.startup_timeout, say)
+    own = resolve(cluster.node_addr) if cluster.node_addr else master if cluster.node_rank == 0 else towards(master)
+    return Addresses(own, f"tcp://{master}:{cluster.master_port}", f"tcp://{own}:0")
+
+
+class Launcher:
+    """What one host runs of a pipeline: its stages under an agent and, on node 0, the coordinator and HTTP server."""
+
+    def __init__(self, pipeline: config.PipelineConfig, addresses: Addresses = ON_ONE_HOST) -> None:
+        self._pipeline = pipeline
+        self._stop = asyncio.Event()
+        self._signalled_at: float | None = None  # not whether it ends: it may do so for another reason
+        self._owns_process = False
+        self._failure: StartupError | None = None
+        self._http: HttpChild | None = None
+        self._metrics: MetricsEndpoint | None = None
+        self._metrics_client: AsyncOmniClient | None = None
+        self._agent: NodeAgent | None = None
+        self._rank = pipeline.cluster.node_rank
+        self._coordinator: CoordinatorChild | None = None
+        self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
+        self._control = addresses.control or self._run_directory.endpoint("control")
+        results = addresses.results or self._run_directory.endpoint("results")
+        if self._rank == 0:
+            self._coordinator = CoordinatorChild(
+                pipeline, self._run_directory, self._control, results, self._on_coordinator_end, say
+            )
+        self._node = ReplicaProcesses(pipeline, self._run_directory, self._control, addresses.own)
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients connect, once `open` has returned; "" on nodes other than 0."""
+        return self._coordinator.client_endpoint if self._coordinator is not None else ""
+
+    def own_process(self) -> None:
+        """What a launcher may do that has a process to itself.
+
+        First SIGINT or SIGTERM: orderly end. A later one: at once. The fork server's socket goes into the run
+        directory, so that it is cleared away with it even after a SIGKILL.
+        """
+        usual, tempfile.tempdir = tempfile.tempdir, str(self._run_directory.path)
+        multiprocessing.util.get_temp_dir()  # made once per process, here; multiprocessing removes it at priority -100
+        tempfile.tempdir = usual
+        multiprocessing.util.Finalize(None, self._run_directory.close, exitpriority=-200)
+        self._owns_process = True
+        loop = asyncio.get_running_loop()
+        # Not the loop's own handlers: it takes those away when it ends, and the process has still to come to its end.
+        for number in STOPS:
+            signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._on_signal, signal.Signals(number)))
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+            say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
+            self._stop.set()
+        elif now > self._signalled_at + ONE_WISH_SECONDS:
+            self._kill_coordinator()
+            self._node.kill()
+            self._run_directory.close()
+            os._exit(128 + number)
+
+    def _kill_coordinator(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.kill()
+
+    def _on_coordinator_end(self, why: str) -> None:
+        if why:
+            self._fail(why)
+        self._stop.set()
+
+    def _on_shutdown(self, reason: str, failed: bool) -> None:
+        """The coordinator ends the pipeline."""
+        if failed:
+            self._fail(reason)
+        self._stop.set()
+
+    def _fail(self, why: str) -> None:
+        self._run_directory.keep = True
+        self._failure = self._failure or StartupError(why, hint="")
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Start the coordinator (on node 0), and the import of what the stages need beside it.
+
+        Raises:
+            OmniError: the coordinator cannot start, for instance because its address is taken.
+        """
+        say(f"logs in {self._run_directory.logs}")
+        warming = asyncio.create_task(self._node.warm_up())
+        warming.add_done_callback(lambda task: task.cancelled() or task.exception())  # `start` will say it
+        if self._coordinator is not None:
+            await self._coordinator.start()
+        self._agent = NodeAgent(
+            self._pipeline,
+            self._rank,
+            self._control,
+            self._node,
+            self._on_shutdown,
+            self._coordinator.kill_silent if self._coordinator is not None else lambda: None,
+            patient=self._coordinator is not None,
+        )
+
+    async def start_http(self, options: argparse.Namespace) -> None:
+        """Start the HTTP server. Beside the stages: it answers 503 with their names while they load.
+
+        Raises:
+            ConfigError: the address is wrong or taken, or would be open to others without a key.
+        """
+        arguments = [f"--served-name={name}" for name in options.served_name]
+        arguments += [f"--media-host={host}" for host in options.media_host]
+        if self._pipeline.coordinator.keys_dir is not None:
+            arguments.append(f"--keys={self._pipeline.coordinator.keys_dir}")
+        self._http = HttpChild(
+            options.http,
+            options.http_insecure,
+            self.endpoint,
+            arguments,
+            self._run_directory.log_file("http"),
+            self._pipeline.http,
+        )
+        await self._http.start()
+        say(f"HTTP on {self._http.url}")
+
+    async def start_metrics(self, address: str, insecure: bool) -> None:
+        """Serve metrics from this process, which outlives the coordinator.
+
+        Raises:
+            ConfigError: the address is wrong or taken, or would be open to others.
+        """
+        host, port = parse_address(address, "--metrics")
+        if not is_loopback(host) and not insecure:
+            raise ConfigError(
+                f"--metrics {host}: metrics have no key, whoever reaches the address reads them.",
+                hint="Use 127.0.0.1, or add --metrics-insecure if that is meant.",
+            )
+        client = AsyncOmniClient(self.endpoint, keys=self._pipeline.coordinator.keys_dir)
+        self._metrics_client = await client.__aenter__()
+        self._metrics = MetricsEndpoint(host, port, client.metrics)
+        say(f"metrics on {self._metrics.url}")
+
+    async def start(self) -> None:
+        """Wait until the coordinator says that every replica is ready, or has died and others of its stage live.
+
+        Raises:
+            StartupError: all replicas of a stage died, or one is not ready in time; with the tail of its log.
+        """
+        if self._agent is None:
+            await self.open()
+        if self._agent is not None:
+            await self._first(self._agent.launched.wait())
+        self._raise_failure()
+        if self._rank > 0 and not self._stop.is_set():
+            say(f"node {self._rank} serves")
+
+    async def _first(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Wait for some work or for the end of the pipeline, which cancels it."""
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return task
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # -- serve and end ------------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Until a signal, an operator or a coordinator that cannot be kept ends it; raises `StartupError` for that."""
+        await self._stop.wait()
+        self._raise_failure()
+
+    async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
+        """Run `work`; a signal cancels it."""
+        task = await self._first(work)
+        return EXIT_FAILED if task.cancelled() else task.result()
+
+    async def close(self) -> None:
+        """Requests get a moment to end, clients their answers; stages end, sockets and files go, in this order."""
+        self._stop.set()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
+        if self._metrics_client is not None:
+            await self._metrics_client.close()
+        if self._coordinator is not None:
+            await self._coordinator.stop()  # the agent obeys it until then
+        if self._agent is not None:
+            await self._agent.close("the launcher stops")
+        stops = [self._node.stop(self._pipeline.coordinator.shutdown_timeout)]
+        if self._http is not None:
+            stops.append(self._http.stop())
+        await asyncio.gather(*stops)
+        if not self._owns_process:
+            self._run_directory.close()
+            return
+        # The run directory is cleared at the exit of the process, after the fork server's socket. All has ended: a
+        # signal that comes in the time until then is not to change the exit code.
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,187 @@
+"""Processes of one host: starts replicas, notices at once when one ends, stops them all.
+
+Replicas come from a fork server that imported vLLM once (ADR 0006): a stage then starts in a second or two instead of
+ten, also after a crash, and the stages share the memory of the imported code. The fork server never touches CUDA.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+import msgspec
+import psutil
+
+from omni_actors.config import PipelineConfig, StageKind, host_devices, replica_devices, visible_devices
+from omni_actors.config.placement import goes_first, is_reached_from_afar, replicas_of, threads_of
+from omni_actors.errors import StartupError
+from omni_actors.logs import get_logger
+from omni_actors.protocol.header import ReplicaId
+from omni_actors.run_directory import RunDirectory
+from omni_actors.stage.process import ReplicaSpec, main
+
+logger = get_logger(__name__)
+
+MODEL_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)
+SERVER_MODULE = "omni_actors.launcher.fork_server"
+MODEL_PRELOAD = "omni_actors.engine.preload"  # torch and vLLM
+LIGHT_PRELOAD = "omni_actors.stage.process"
+TAIL_LINES = 20
+KILL_SECONDS = 2.0  # for the system to take a killed process away
+
+
+class ReplicaProcesses:
+    """Owns the stage processes of this host; each is known by the epoch with which it was started.
+
+    `on_exit` is called in the event loop with a replica's identity and a sentence on how its process ended.
+
+    Args:
+        control_endpoint: where the coordinator listens for stages.
+        address: of this host, for those of its stages that other nodes have to reach.
+    """
+
+    def __init__(
+        self, pipeline: PipelineConfig, run_directory: RunDirectory, control_endpoint: str, address: str = "127.0.0.1"
+    ) -> None:
+        self._address = address
+        self._pipeline = pipeline
+        self._run_directory = run_directory
+        self._control_endpoint = control_endpoint
+        self.on_exit: Callable[[ReplicaId, str], None] = lambda identity, how: None
+        self._processes: dict[ReplicaId, ForkServerProcess] = {}
+        self._abandoned = False
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+        self._context: ForkServerContext = multiprocessing.get_context("forkserver")
+        self._here = replicas_of(pipeline, pipeline.cluster.node_rank)
+        needs_models = any(pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here)
+        self._context.set_forkserver_preload([MODEL_PRELOAD if needs_models else LIGHT_PRELOAD, SERVER_MODULE])
+
+    async def warm_up(self) -> None:
+        """Start the fork server, whose imports take a while; `start` need not wait for all of it then."""
+        await asyncio.get_running_loop().run_in_executor(None, forkserver.ensure_running)
+
+    def running(self) -> dict[ReplicaId, int]:
+        """The processes that have not ended: identity -> pid."""
+        return {identity: process.pid or 0 for identity, process in self._processes.items()}
+
+    async def kill_former(self, identity: ReplicaId) -> None:
+        """End other processes of the same replica: two of them would share its devices."""
+        for former in [replica_id for replica_id in self._processes if _same(replica_id, identity)]:
+            logger.warning("killing %s of epoch %d, which is replaced", former.name, former.epoch)
+            self.kill_replica(former)
+            for _ in range(int(KILL_SECONDS / 0.02)):
+                if former not in self._processes:
+                    break
+                await asyncio.sleep(0.02)
+
+    async def start(self, identity: ReplicaId) -> None:
+        """Start one replica. Returns once its process exists; the first call waits for the fork server's imports.
+
+        Never cancel it: a process that nobody knows of would be left. `abandon_starts` ends the wait.
+        """
+        if self._abandoned:
+            raise StartupError("The launcher stops.", hint="")
+        process = self._context.Process(target=main, args=(self._spec(identity),), name=f"omni:{identity.stage}")
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, process.start)
+        self._processes[identity] = process
+        self._none_left.clear()
+        loop.add_reader(process.sentinel, self._ended, identity)
+        logger.debug("%s is process %s", identity.name, process.pid)
+
+    def refuse_starts(self) -> None:
+        """Start nothing more."""
+        self._abandoned = True
+
+    def abandon_starts(self) -> None:
+        """Start nothing more, and end a start that waits: the fork server may import for ten more seconds."""
+        self._abandoned = True
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+                    child.kill()
+
+    def _spec(self, identity: ReplicaId) -> ReplicaSpec:
+        stage = self._pipeline.stage(identity.stage)
+        devices = host_devices()
+        placed = replica_devices(stage, identity.replica, devices)
+        model_replicas = sum(self._pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here)
+        afar = is_reached_from_afar(self._pipeline, identity.stage, identity.replica)
+        inbox = self._run_directory.endpoint(f"{identity.stage}-{identity.replica}")
+        return ReplicaSpec(
+            pipeline_json=msgspec.json.encode(self._pipeline),
+            stage=identity.stage,
+            replica=identity.replica,
+            epoch=identity.epoch,
+            control_endpoint=self._control_endpoint,
+            inbox_endpoint=f"tcp://{self._address}:0" if afar else inbox,
+            devices=tuple(visible_devices(placed)),
+            threads=threads_of(bool(placed), model_replicas, os.cpu_count() or 1) if stage.kind in MODEL_KINDS else 0,
+            launcher_pid=os.getpid(),
+            log_file=str(self._run_directory.log_file(identity.name)),
+            run_dir=str(self._run_directory.path),
+            run_dir_is_temporary=self._run_directory.temporary,
+            goes_first=tuple(goes_first(self._pipeline, identity.stage, identity.replica, devices)),
+            environment=tuple((name, str(value)) for name, value in stage.environment.items()),
+        )
+
+    def _ended(self, identity: ReplicaId) -> None:
+        process = self._processes.pop(identity)
+        asyncio.get_running_loop().remove_reader(process.sentinel)
+        process.join()
+        if not self._processes:
+            self._none_left.set()
+        if process.exitcode and not self._abandoned:
+            self._run_directory.keep = True
+        self.on_exit(identity, describe_exit(process.exitcode))
+
+    def log_tail(self, identity: ReplicaId) -> str:
+        """The last lines of a replica's log."""
+        path = self._run_directory.log_file(identity.name)
+        try:
+            lines = path.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"(no log: {error.strerror})"
+        return "\n".join(lines[-TAIL_LINES:])
+
+    async def stop(self, timeout: float) -> None:
+        """SIGTERM to all, SIGKILL to those that are still there after `timeout` seconds. Returns when none is left."""
+        for process in self._processes.values():
+            process.terminate()
+        await self._all_ended(timeout)
+        for identity, process in self._processes.items():
+            logger.warning("%s did not stop; killing it", identity.name)
+            process.kill()
+        await self._all_ended(KILL_SECONDS)
+
+    async def _all_ended(self, timeout: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._none_left.wait(), timeout)
+
+    def kill_replica(self, identity: ReplicaId) -> None:
+        """SIGKILL to one; its end is reported as any other."""
+        process = self._processes.get(identity)
+        if process is not None:
+            process.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to all, now."""
+        for process in self._processes.values():
+            process.kill()
+
+
+def _same(one: ReplicaId, other: ReplicaId) -> bool:
+    return (one.stage, one.replica) == (other.stage, other.replica) and one != other
+
+
+def describe_exit(code: int | None) -> str:
+    """'exit code 1' or 'killed by signal 9'."""
+    if code is None:
+        return "ended without an exit code"
+    return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"

@@ -1,0 +1,160 @@
+"""Client channel: between a client and the coordinator."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from omni_actors.errors import InvalidPayload
+from omni_actors.protocol.common import Abort, Credit, Failed
+from omni_actors.protocol.fields import TRACEPARENT, Moment, Name
+from omni_actors.protocol.header import Body
+from omni_actors.protocol.payloads import Prompt, StageParams
+from omni_actors.protocol.results import AudioChunk, StageUsage, TextDelta
+from omni_actors.protocol.telemetry import RequestTimeline
+from omni_actors.protocol.tensors import TensorRef
+
+
+class Submit(Body, tag="submit", frozen=True):
+    """Client -> coordinator: run this request; its id is in the header. `sent` is the client's time."""
+
+    prompt: Prompt
+    modalities: Annotated[tuple[str, ...], Meta(min_length=1, max_length=8)] = ("text", "audio")
+    voice: str | None = None
+    params: Annotated[dict[Name, StageParams], Meta(max_length=64)] = {}
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None  # the caller's span (W3C Trace Context)
+    sent: Moment = 0.0
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        return self.prompt.tensor_refs()
+
+
+class Describe(Body, tag="describe", frozen=True):
+    """Client -> coordinator: which pipeline is this, and how is it?"""
+
+
+class StageStatus(Struct, frozen=True):
+    """State of one replica as the coordinator sees it."""
+
+    stage: str
+    replica: int
+    epoch: int
+    state: str
+    pid: int
+    in_flight: int
+    counts: dict[str, int] = {}
+
+
+class Operation(enum.StrEnum):
+    STATUS = "status"
+    DRAIN = "drain"  # the replica takes nothing new and works off what it holds
+    RESTART = "restart"  # drain it, then start it anew
+    SHUTDOWN = "shutdown"  # as SIGTERM to the launcher
+
+
+class Operate(Body, tag="operate", frozen=True):
+    """Client -> coordinator: an operator's wish; `stage` and `replica` say of which replica."""
+
+    operation: Operation
+    stage: Annotated[str, Meta(max_length=64)] = ""
+    replica: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+    def __post_init__(self) -> None:
+        needs_stage = self.operation in (Operation.DRAIN, Operation.RESTART)
+        if needs_stage != bool(self.stage):
+            raise InvalidPayload(f"The operation {self.operation} {'needs a' if needs_stage else 'has no'} stage.")
+
+
+class EdgeStatus(Struct, frozen=True):
+    """The coordinator's link to a replica, and what supervision knows of the replica. Times in seconds.
+
+    `phase` is what its start-up does, for people to read.
+    """
+
+    stage: str
+    replica: int
+    epoch: int
+    messages_out: int  # sent, without credit for them yet
+    bytes_out: int
+    waiting: int  # not sent yet
+    restarts: int  # within the restart window
+    silent: float  # since it was last heard of
+    idle: float  # since its engine loop was last seen to turn
+    phase: str = ""
+
+
+class RequestStatus(Struct, frozen=True):
+    """One request in flight. `remaining` is the time to its deadline in seconds."""
+
+    request_id: str
+    state: str
+    attempt: int
+    route: tuple[str, ...]
+    stages_done: tuple[str, ...]
+    remaining: float
+    losses: tuple[str, ...] = ()
+
+
+class Description(Body, tag="description", frozen=True):
+    """Coordinator -> client: the answer to `Describe`.
+
+    `requests` are the asking client's own requests in flight: one that it waits for and does not find here is lost.
+    `counts` says what the coordinator refused or dropped, by reason, `outputs` which stage answers in a modality.
+    """
+
+    pipeline: str
+    model: str
+    modalities: tuple[str, ...]
+    voices: tuple[str, ...]
+    sample_rate: int
+    healthy: bool
+    in_flight: int
+    max_in_flight: int
+    stages: tuple[StageStatus, ...]
+    requests: tuple[str, ...] = ()
+    counts: dict[str, int] = {}
+    outputs: dict[str, str] = {}
+
+
+class Report(Body, tag="report", frozen=True):
+    """Coordinator -> client: the answer to `Operate`. At most 1000 requests are listed, the oldest first."""
+
+    text: str
+    description: Description
+    edges: tuple[EdgeStatus, ...] = ()
+    requests: tuple[RequestStatus, ...] = ()
+
+
+class Done(Body, tag="done", frozen=True):
+    """Coordinator -> client, terminal: everything was delivered. `usage` is by stage name."""
+
+    usage: dict[str, StageUsage]
+
+
+class Subject(enum.StrEnum):
+    METRICS = "metrics"  # Prometheus text
+    TIMELINE = "timeline"  # of the request that is named
+    RECENT = "recent"  # timelines of the requests that ended last, the newest first
+
+
+class Observe(Body, tag="observe", frozen=True):
+    """Client -> coordinator: let me look."""
+
+    subject: Subject
+    request_id: Annotated[str, Meta(max_length=128)] = ""
+    count: Annotated[int, Meta(ge=1, le=200)] = 20
+
+
+class Observation(Body, tag="observation", frozen=True):
+    """Coordinator -> client: the answer to `Observe`."""
+
+    text: str = ""
+    timelines: tuple[RequestTimeline, ...] = ()
+
+
+ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe
+CoordinatorToClient = TextDelta | AudioChunk | Done | Failed | Description | Report | Observation

@@ -1,0 +1,163 @@
+"""Contents of a request: prompt, media, per-stage parameters and additional information."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from omni_actors.errors import InvalidPayload
+from omni_actors.protocol.fields import Name, PositiveInt, Scalar, TokenId
+from omni_actors.protocol.tensors import DType, TensorRef
+
+
+class AdditionalInformationEntry(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One named value: exactly one of a tensor, a list of numbers or strings, or a scalar."""
+
+    tensor: TensorRef | None = None
+    list: Annotated[tuple[Scalar, ...], Meta(max_length=65536)] | None = None
+    scalar: Scalar | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("tensor", "list", "scalar") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidPayload(
+                f"An additional-information entry holds exactly one of tensor, list and scalar; got {given or 'none'}."
+            )
+        if isinstance(self.scalar, str) and len(self.scalar) > 65536:
+            raise InvalidPayload("A scalar string is limited to 65536 characters.")
+
+
+class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Named values that travel with a stage's input, at most 64."""
+
+    entries: Annotated[dict[Name, AdditionalInformationEntry], Meta(max_length=64)] = {}
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        return tuple(entry.tensor for entry in self.entries.values() if entry.tensor is not None)
+
+    def scalar(self, name: str) -> Scalar:
+        """The scalar called `name`; raises `InvalidPayload` when it is missing or of another form."""
+        entry = self.entries.get(name)
+        if entry is None or entry.scalar is None:
+            raise InvalidPayload(f"Additional information lacks the scalar {name!r}; it has {sorted(self.entries)}.")
+        return entry.scalar
+
+
+class PromptEmbedsPayload(Struct, frozen=True, forbid_unknown_fields=True):
+    """Embeddings that stand in for prompt tokens: a floating-point tensor [positions >= 1, width >= 1]."""
+
+    tensor: TensorRef
+
+    def __post_init__(self) -> None:
+        if len(self.tensor.shape) != 2 or 0 in self.tensor.shape:
+            raise InvalidPayload(f"Prompt embeddings need the shape [positions, width]; got {list(self.tensor.shape)}.")
+        if self.tensor.dtype not in (DType.BF16, DType.F16, DType.F32):
+            raise InvalidPayload(f"Prompt embeddings need a floating dtype; got {self.tensor.dtype}.")
+
+
+class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Per-request parameters of one stage; `None` means the stage's own default from the YAML.
+
+    The first block belongs to autoregressive stages, the second to diffusion stages; `seed` belongs to both.
+
+    Args:
+        max_tokens: most tokens to make.
+        min_tokens: tokens before which the model may not end.
+        temperature: 0 takes the likeliest token; higher is more varied.
+        top_p: sample among the likeliest tokens that together have this probability.
+        top_k: sample among so many of the likeliest tokens; 0 or -1 for all.
+        min_p: leave out tokens less likely than this share of the likeliest one's probability.
+        repetition_penalty: above 1, tokens that have occurred become less likely.
+        stop_token_ids: tokens at which the answer ends, beside the model's own.
+        ignore_eos: go on at the model's own end tokens.
+        seed: makes the stage's chance repeatable; default: the request's seed.
+        num_steps: denoise steps.
+        guidance_scale: how strongly the vocoder follows its conditions; 0 for no guidance.
+        sway_coefficient: how far the steps lean towards the beginning of the denoising.
+    """
+
+    max_tokens: PositiveInt | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1_000_000)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+
+    num_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    sway_coefficient: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
+
+    def merged_over(self, defaults: StageParams) -> StageParams:
+        """These values, with `defaults` where they are `None`."""
+        given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(defaults, **given)
+
+    def given(self) -> dict[str, Any]:
+        """Only the fields that are set."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+
+AUTOREGRESSIVE_PARAMS = frozenset(StageParams.__struct_fields__[:10])
+DIFFUSION_PARAMS = frozenset({"num_steps", "guidance_scale", "sway_coefficient", "seed"})
+
+
+class MediaEncoding(enum.StrEnum):
+    ARRAY = "array"  # audio f32 [samples]; image u8 [height, width, 3]; video u8 [frames, height, width, 3]
+    FILE = "file"  # u8 [bytes] of a WAV/FLAC/OGG/MP3 or PNG/JPEG/WEBP file
+
+
+MEDIA_MODALITIES = ("audio", "image", "video")
+
+
+class Media(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One audio, image or video that a prompt refers to."""
+
+    modality: str
+    encoding: MediaEncoding
+    tensor: TensorRef
+    sample_rate: Annotated[int, Meta(ge=1000, le=768_000)] | None = None  # Hz, audio arrays only
+    frames_per_second: Annotated[float, Meta(gt=0, le=1000)] | None = None  # video arrays only
+
+
+class ContentPart(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A piece of a chat message: text, or the index of one of the request's media."""
+
+    text: str | None = None
+    media: Annotated[int, Meta(ge=0, le=255)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.media is None):
+            raise InvalidPayload("A content part holds exactly one of text and media.")
+
+
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    role: Annotated[str, Meta(min_length=1, max_length=32)]
+    content: Annotated[tuple[ContentPart, ...], Meta(max_length=256)]
+
+
+class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Exactly one of chat `messages` (the chat template is applied) and `token_ids` (int32 little-endian, as is)."""
+
+    messages: Annotated[tuple[ChatMessage, ...], Meta(max_length=1024)] = ()
+    token_ids: bytes = b""
+    media: Annotated[tuple[Media, ...], Meta(max_length=256)] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.messages) == bool(self.token_ids):
+            raise InvalidPayload("A prompt needs exactly one of messages and token_ids, and neither may be empty.")
+        if len(self.token_ids) % 4:
+            raise InvalidPayload(f"token_ids are int32: {len(self.token_ids)} bytes is no multiple of 4.")
+        for message in self.messages:
+            for part in message.content:
+                if part.media is not None and part.media >= len(self.media):
+                    raise InvalidPayload(f"A content part names media {part.media}; only {len(self.media)} were sent.")
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        return tuple(item.tensor for item in self.media)

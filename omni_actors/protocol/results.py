@@ -1,0 +1,72 @@
+"""Results channel: from a stage to the coordinator."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from omni_actors.errors import InvalidPayload
+from omni_actors.protocol.common import Credit, Failed
+from omni_actors.protocol.fields import Attempt, Count, Moment
+from omni_actors.protocol.header import Body, ReplicaId
+from omni_actors.protocol.telemetry import StageTimeline
+from omni_actors.protocol.tensors import DType, TensorRef
+
+
+class TextDelta(Body, tag="text", frozen=True):
+    """Stage -> coordinator -> client: more text. `text` is empty inside a character; `token_ids` are int32 bytes."""
+
+    text: str
+    token_ids: bytes = b""
+    sent: Moment = 0.0
+
+
+class AudioChunk(Body, tag="audio", frozen=True):
+    """Stage -> coordinator -> client: the next samples, f32 [samples] in [-1, 1]."""
+
+    samples: TensorRef
+    sample_rate: Annotated[int, Meta(ge=1, le=768_000)]
+    sent: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.samples.shape) != 1 or self.samples.dtype is not DType.F32:
+            raise InvalidPayload(
+                f"Audio is f32 with the shape [samples]; got {self.samples.dtype} {list(self.samples.shape)}."
+            )
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        return (self.samples,)
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class StageUsage(Struct, frozen=True, omit_defaults=True):
+    """What a stage did for one request. Times are seconds since the stage was told of the request."""
+
+    finish_reason: FinishReason
+    input_tokens: Count = 0
+    output_tokens: Count = 0
+    first_output: float = 0.0
+    finished: float = 0.0
+
+
+class StageDone(Body, tag="stage_done", frozen=True):
+    """Stage -> coordinator: this stage has finished the request and sent all of its output."""
+
+    usage: StageUsage
+    timeline: StageTimeline | None = None
+
+
+class Unreachable(Body, tag="unreachable", frozen=True):
+    """Stage -> coordinator: `receiver` takes no messages of its `attempt`; what is made for it is kept meanwhile."""
+
+    receiver: ReplicaId
+    attempt: Attempt
+
+
+FromStage = TextDelta | AudioChunk | StageDone | Failed | Unreachable | Credit

@@ -1,0 +1,196 @@
+"""What a stage's engine takes and gives: the seam between the actor (sockets, requests) and the models (vLLM, torch).
+
+Nothing here imports torch or vLLM; tensors cross as `HostTensor`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from omni_actors.errors import OmniError
+from omni_actors.protocol.fields import Scalar
+from omni_actors.protocol.payloads import Prompt, StageParams
+from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.tensors import HostTensor
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequest:
+    """What a stage knows of a request before any input has come.
+
+    Args:
+        params: the stage's defaults with the request's own values over them.
+        seed: seed of this request; `params.seed` wins where it is set.
+        streams: whether a later stage takes this stage's rows or tokens (false for text-only requests).
+    """
+
+    request_id: str
+    params: StageParams
+    seed: int
+    voice: str | None = None
+    priority: int = 0
+    streams: bool = True
+
+    @property
+    def effective_seed(self) -> int:
+        return self.params.seed if self.params.seed is not None else self.seed
+
+
+@dataclass(frozen=True, slots=True)
+class StageInputs:
+    """The input with which a request starts in an engine.
+
+    `prompt` is set for the prompt stage only; other stages get `token_ids`, `tensors` and `scalars` from their input
+    processor. `complete` says that no `extend` will follow.
+    """
+
+    token_ids: Sequence[int] = ()
+    tensors: Mapping[str, HostTensor] = field(default_factory=dict)
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    prompt: Prompt | None = None
+    media: Sequence[HostTensor] = ()  # one per prompt.media, in order
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """More text of a request whose stage has `text` among its outputs."""
+
+    request_id: str
+    text: str
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AudioEvent:
+    """The next samples: f32 [samples] at `sample_rate` Hz.
+
+    They go to the client, or, where the stage has no `audio` among its outputs, to the stages after it.
+    """
+
+    request_id: str
+    samples: HostTensor
+    sample_rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """Output for the next stage. `start` is the position of the first row or token; `final` ends the stream."""
+
+    request_id: str
+    token_ids: Sequence[int] = ()
+    tensors: Mapping[str, HostTensor] = field(default_factory=dict)
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    start: int = 0
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """The engine is done with the request; nothing follows."""
+
+    request_id: str
+    reason: FinishReason
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorEvent:
+    """The request failed in the engine and is gone from it."""
+
+    request_id: str
+    error: OmniError
+
+
+EngineEvent = TextEvent | AudioEvent | StreamEvent | FinishedEvent | ErrorEvent
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """What vLLM says of its scheduler and cache; counts since the engine was made, `kv_usage` from 0 to 1."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a loaded engine says of itself, for the coordinator to check requests against."""
+
+    voices: tuple[str, ...] = ()
+    sample_rate: int = 0
+    max_input_tokens: int = 0
+
+
+class StageEngine(ABC):
+    """Computes one stage. Single-threaded: all calls come from the stage's main thread.
+
+    One of your own is named in the YAML (`kind: custom`, `engine_class: module.Class`) and made by
+    `Class(pipeline, stage)` with the checked configuration; it raises `ConfigError` for options that it does not know.
+
+    `start` and `extend` raise `OmniError` for a bad request and leave no trace of it; `step` never raises for one
+    request (it reports an `ErrorEvent`), only when the engine as a whole is lost.
+    """
+
+    @property
+    @abstractmethod
+    def facts(self) -> EngineFacts: ...
+
+    @abstractmethod
+    def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        """Take a request. Raises `OmniError` for input that this model cannot take."""
+
+    @abstractmethod
+    def extend(
+        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    ) -> None:
+        """Append streamed input of a started request: rows [n, width] or tokens, whichever the stage takes.
+
+        `complete` says that this was the last of it. Raises `OmniError`, also for input of the other sort.
+        """
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Drop a request and all it holds. Idempotent; unknown ids are ignored."""
+
+    @abstractmethod
+    def runnable(self) -> bool:
+        """Whether `step` would do something now; otherwise the loop may sleep until the next input."""
+
+    def waits_for_input(self, request_id: str) -> bool:
+        """Whether a started request goes on only when `extend` brings more of its input."""
+        return False
+
+    @abstractmethod
+    def step(self) -> Sequence[EngineEvent]:
+        """Do one step of work for all requests that can go on."""
+
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """What the engine holds now, by name; all zero when it is idle (leak checks rely on it)."""
+
+    def take_scheduled(self) -> Sequence[tuple[str, float]] | None:
+        """Requests that were taken into a step for the first time since the last call, and when (monotonic clock).
+
+        `None`: this engine works on every request in every step.
+        """
+        return None
+
+    def statistics(self) -> EngineStatistics | None:
+        """For metrics, once per heartbeat interval; `None` for an engine without a scheduler."""
+        return None
+
+    def device_bytes(self) -> int:
+        """Device memory that the engine's allocator has reserved; 0 without a device."""
+        return 0
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Free everything. The engine is not used afterwards."""

@@ -1,0 +1,138 @@
+"""All that the coordinator observes, in one object: requests, snapshots of stages, clocks, the export of spans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from omni_actors.errors import InvalidPayload, InvalidRequest
+from omni_actors.logs import get_logger
+from omni_actors.protocol.client import Observation, Observe, Subject
+from omni_actors.protocol.telemetry import Snapshot
+from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry.clocks import AnchoredClock
+from omni_actors.telemetry.merge import StageMeters, copied
+from omni_actors.telemetry.meters import Meters
+from omni_actors.telemetry.process_metrics import edge_metrics, process_metrics
+from omni_actors.telemetry.request_log import Finished, RequestLog
+from omni_actors.transport.credit import EdgeMetrics
+
+logger = get_logger(__name__)
+
+
+class Exporter(Protocol):
+    """Takes the requests that have ended, for instance to an OpenTelemetry collector."""
+
+    def export(self, finished: Finished) -> None: ...
+
+    def close(self) -> None:
+        """Send what is left. May take seconds."""
+        ...
+
+
+class TelemetryCollector:
+    """One per coordinator, on its loop.
+
+    Args:
+        exporter: gets every request that has ended.
+    """
+
+    def __init__(self, exporter: Exporter | None = None, clock: Callable[[], float] | None = None) -> None:
+        self._exporter = exporter
+        self._meters = Meters()
+        self._stages = StageMeters()
+        self._restarts: dict[tuple[str, int], int] = {}
+        self._born: dict[tuple[str, int], int] = {}  # the first epoch of the present process
+        self._rejected_snapshots = 0
+        self.requests = RequestLog(self._meters, clock or AnchoredClock(), self._export)
+
+    def _export(self, finished: Finished) -> None:
+        if self._exporter is not None:
+            self._exporter.export(finished)
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def spawned(self, stage: str, replica: int, spawn_epoch: int) -> None:
+        """Note that a replica's process will start, or runs and will register; `spawn_epoch` 0: none is known."""
+        key = (stage, replica)
+        self._restarts.setdefault(key, 0)
+        before = self._born.get(key, 0)
+        self._born[key] = spawn_epoch or before
+        if before and spawn_epoch > before:
+            self._restarts[key] += 1
+            self.requests.spawned(f"{stage}/{replica}")
+
+    def took(self, stage: str, replica: int, snapshot: Snapshot) -> None:
+        """A snapshot of a living process came. One that is wrong is counted and dropped."""
+        try:
+            self._stages.take(f"{stage}/{replica}", snapshot)
+        except InvalidPayload as error:
+            self._rejected_snapshots += 1
+            logger.warning("dropped a snapshot: %s", error, extra={"stage": f"{stage}/{replica}"})
+            return
+        for work in snapshot.ended:
+            self.requests.stage_ended(stage, replica, work)
+
+    def gone(self, stage: str, replica: int) -> None:
+        """Its process has ended."""
+        self._stages.gone(f"{stage}/{replica}")
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def answer(self, question: Observe) -> Observation:
+        """About requests. Raises `InvalidRequest` for one that nobody knows, or not any more."""
+        if question.subject is Subject.RECENT:
+            return Observation(timelines=tuple(self.requests.recent(question.count)))
+        timeline = self.requests.timeline(question.request_id)
+        if timeline is None:
+            raise InvalidRequest(
+                f"There is no timeline of request {question.request_id!r}.",
+                hint="Timelines of the last 200 requests are kept; ids are in the log and in x-request-id.",
+            )
+        return Observation(timelines=(timeline,))
+
+    def gather(
+        self,
+        in_flight: int,
+        retained_bytes: int,
+        replicas: Mapping[tuple[str, int], tuple[bool, int]],
+        edges: Mapping[str, EdgeMetrics],
+        rejected: Mapping[str, Mapping[str, int]],
+        dropped: Mapping[str, int],
+    ) -> Meters:
+        """All values of the whole pipeline, as of the stages' last snapshots.
+
+        Args:
+            replicas: whether a replica is ready, and the requests that are bound to it.
+            edges: the coordinator's own, by receiver.
+            rejected: messages that did not decode, by channel and reason.
+            dropped: others of no use, by reason.
+        """
+        own = self._meters
+        own.set(table.IN_FLIGHT, to=in_flight)
+        own.set(table.RETAINED, to=retained_bytes)
+        for (stage, replica), (ready, bound) in replicas.items():
+            own.set(table.READY, stage, str(replica), to=ready)
+            own.set(table.BOUND, stage, str(replica), to=bound)
+        for (stage, replica), count in self._restarts.items():
+            own.set(table.RESTARTS, stage, str(replica), to=count)
+        for channel, reasons in rejected.items():
+            own.set_all(table.REJECTED, (*table.COORDINATOR, channel), reasons)
+        if self._rejected_snapshots:
+            own.set(table.REJECTED, *table.COORDINATOR, "control", "wrong_snapshot", to=self._rejected_snapshots)
+        own.set_all(table.DROPPED, table.COORDINATOR, dropped)
+        edge_metrics(own, table.COORDINATOR[0], edges)
+        process_metrics(own, table.COORDINATOR, time.process_time())
+        everything = copied(own)
+        self._stages.add_to(everything)
+        return everything
+
+    def tick(self) -> None:
+        """Call it a few times a second."""
+        self.requests.tick()
+
+    def close(self) -> None:
+        """Send what is left to be exported. May take seconds: not on the loop."""
+        if self._exporter is not None:
+            self._exporter.close()

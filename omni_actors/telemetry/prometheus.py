@@ -1,0 +1,63 @@
+"""Metrics as Prometheus text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from omni_actors.telemetry.meters import Labels, Meters
+from omni_actors.telemetry.metric_table import TABLE, Kind
+
+T = TypeVar("T")
+
+
+def families(meters: Meters) -> Iterator[Family]:
+    """Every metric of the table, in its order, those without a series too."""
+    values = _by_name(meters.values)
+    histograms = _by_name(meters.histograms)
+    for metric in TABLE.values():
+        if metric.kind is Kind.HISTOGRAM:
+            family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+            for labels, histogram in histograms.get(metric.name, ()):
+                bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+                sums = [float(count) for count in itertools.accumulate(histogram.counts)]
+                family.add_metric(labels, list(zip(bounds, sums, strict=True)), histogram.total)
+            yield family
+            continue
+        make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        plain = make(metric.name, metric.help, labels=metric.labels)
+        for labels, value in values.get(metric.name, ()):
+            plain.add_metric(labels, value)
+        yield plain
+
+
+def _by_name(series: Mapping[tuple[str, Labels], T]) -> dict[str, list[tuple[Labels, T]]]:
+    """The series of each metric, in order of their labels."""
+    found: dict[str, list[tuple[Labels, T]]] = {}
+    for name, labels in sorted(series):
+        found.setdefault(name, []).append((labels, series[(name, labels)]))
+    return found
+
+
+class MetersCollector(Collector):
+    """Gives prometheus-client what `meters` returns when it is asked."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+
+    def collect(self) -> Iterable[Family]:
+        return families(self._meters)
+
+
+def render(meters: Meters) -> str:
+    """The text format 0.0.4."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(MetersCollector(meters))
+    text: bytes = generate_latest(registry)
+    return text.decode()

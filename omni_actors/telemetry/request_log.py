@@ -1,0 +1,276 @@
+"""What the coordinator sees of requests: counts, times, and a timeline of each, kept for the last ones that ended.
+
+Times are of the coordinator's anchored clock; what stages say is brought to it by `ClockOffset`s.
+"""
+
+from __future__ import annotations
+
+import collections
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from omni_actors.coordinator.core.observer import Observer
+from omni_actors.errors import OmniError
+from omni_actors.protocol.client import Submit
+from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.protocol.results import AudioChunk, StageDone, TextDelta
+from omni_actors.protocol.telemetry import EndedWork, HopTimeline, RequestTimeline, StageTimeline, TimelineEvent
+from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry.chart import PHASES
+from omni_actors.telemetry.clocks import ClockOffset
+from omni_actors.telemetry.hops import HopTrack, track_of
+from omni_actors.telemetry.meters import Meters
+
+KEPT = 200  # timelines of requests that have ended
+KEPT_STAGES = 64  # parts of one request, over all attempts
+CLIENT_CLOCK_SECONDS = 60.0  # a client's time that differs by more is not that of its message
+SETTLE_SECONDS = 2.5  # after which all stages have told how a failed request ended there
+TOKEN_BYTES = 4
+SAMPLE_BYTES = 4
+
+MOMENTS = ("expected", *(moment for _, moment in PHASES))  # of a stage's timeline
+
+
+@dataclass
+class _Live:
+    """A request between its admission and its end, moments as they were told."""
+
+    trace_id: str
+    parent_id: str  # the caller's span, "" for none
+    sampled: bool
+    arrived: float
+    events: list[TimelineEvent]
+    attempt: int = 0
+    bound: dict[str, float] = field(default_factory=dict)  # by stage: when what it works on was announced to it
+    stages: list[StageTimeline] = field(default_factory=list)
+    deliveries: dict[str, HopTrack] = field(default_factory=dict)
+    first_text: float = 0.0
+    first_audio: float = 0.0
+    audio_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request that has ended."""
+
+    timeline: RequestTimeline
+    parent_id: str
+    sampled: bool
+
+
+class RequestLog(Observer):
+    """Told by the coordinator's core; one per coordinator.
+
+    Args:
+        clock: Unix time that never jumps.
+        on_settled: called once for each request that has ended, when no more is to be heard of it.
+    """
+
+    def __init__(
+        self, meters: Meters, clock: Callable[[], float], on_settled: Callable[[Finished], None] = lambda _: None
+    ) -> None:
+        self._meters = meters
+        self._clock = clock
+        self._on_settled = on_settled
+        self._live: dict[str, _Live] = {}
+        self._finished: collections.OrderedDict[str, Finished] = collections.OrderedDict()
+        self._settling: collections.deque[tuple[float, str]] = collections.deque()
+        self._offsets: dict[str, ClockOffset] = {}
+        self._request_seconds = meters.histogram(table.REQUEST_SECONDS)
+        self._first_text = meters.histogram(table.FIRST_TEXT)
+        self._first_audio = meters.histogram(table.FIRST_AUDIO)
+        self._factor = meters.histogram(table.REALTIME_FACTOR)
+        for metric in (table.AUDIO_SECONDS, table.TEXT_TOKENS, table.REPLAYS):
+            meters.set(metric, to=0)
+
+    # -- clocks -------------------------------------------------------------------------------------------------------
+
+    def heard(self, name: str, sent: float) -> None:
+        """A message of the replica `name`, as "talker/0", just came; `sent` is when, by its clock."""
+        self._offset(name).heard(sent, self._clock())
+
+    def spawned(self, name: str) -> None:
+        """A new process, with a new clock."""
+        self._offsets.pop(name, None)
+
+    def _offset(self, name: str) -> ClockOffset:
+        found = self._offsets.get(name)
+        if found is None:
+            found = self._offsets[name] = ClockOffset()
+        return found
+
+    def offset(self, name: str) -> float:
+        """Seconds to add to a replica's moments."""
+        known = self._offsets.get(name)
+        return known.seconds if known is not None else 0.0
+
+    # -- the coordinator's core ---------------------------------------------------------------------------------------
+
+    def refused(self, error: OmniError) -> None:
+        self._meters.count(table.REQUESTS, "refused", error.code.value)
+
+    def admitted(self, request_id: str, submit: Submit) -> None:
+        now = self._clock()
+        trace_id, parent_id, flags = secrets.token_hex(16), "", "01"
+        if submit.traceparent is not None:
+            _, trace_id, parent_id, flags = submit.traceparent.split("-")
+        events = [TimelineEvent("admitted", now)]
+        if submit.sent and abs(now - submit.sent) < CLIENT_CLOCK_SECONDS:
+            events.insert(0, TimelineEvent("submitted", min(submit.sent, now)))
+        self._live[request_id] = _Live(trace_id, parent_id, bool(int(flags, 16) & 1), now, events)
+
+    def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            now = self._clock()
+            live.attempt = attempt
+            live.bound.update(dict.fromkeys(begun, now))
+            names = " ".join(hop.name for hop in route)
+            live.events.append(TimelineEvent("bound", now, names[:1024]))
+
+    def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
+        self._meters.count(table.REPLAYS, by=int(counts))
+        live = self._live.get(request_id)
+        if live is not None:
+            live.events.append(TimelineEvent("replayed", self._clock(), error.code.value))
+
+    def came(self, header: Header, body: TextDelta | AudioChunk) -> None:
+        live = self._live.get(header.request_id)
+        if live is None:
+            return
+        source = f"{header.stage}/{header.replica}"
+        hop = track_of(live.deliveries, self._meters, source, table.COORDINATOR[0])
+        hop.add(body.sent, self._clock(), _payload(body), self.offset(source))
+
+    def delivered(self, request_id: str, body: TextDelta | AudioChunk) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        if isinstance(body, TextDelta):
+            self._meters.count(table.TEXT_TOKENS, by=len(body.token_ids) // TOKEN_BYTES)
+            if not live.first_text:
+                live.first_text = self._clock()
+                live.events.append(TimelineEvent("first_text", live.first_text))
+                self._first_text.observe(live.first_text - live.arrived)
+            return
+        seconds = body.samples.shape[0] / body.sample_rate
+        live.audio_seconds += seconds
+        self._meters.count(table.AUDIO_SECONDS, by=seconds)
+        if not live.first_audio:
+            live.first_audio = self._clock()
+            live.events.append(TimelineEvent("first_audio", live.first_audio))
+            self._first_audio.observe(live.first_audio - live.arrived)
+
+    def stage_done(self, header: Header, body: StageDone) -> None:
+        live = self._live.get(header.request_id)
+        if live is None or body.timeline is None:
+            return
+        self._offset(f"{header.stage}/{header.replica}").told(live.bound.get(header.stage, 0.0), body.timeline.expected)
+        self._add_stage(live, header.stage, header.replica, body.timeline)
+
+    def ended(self, request_id: str, error: OmniError | None) -> None:
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        now = self._clock()
+        code = error.code.value if error is not None else "ok"
+        self._meters.count(table.REQUESTS, "failed" if error is not None else "done", code)
+        live.events.append(TimelineEvent("ended", now, "" if error is None else code))
+        if error is None:
+            self._request_seconds.observe(now - live.arrived)
+            if live.audio_seconds:
+                self._factor.observe((now - live.arrived) / live.audio_seconds)
+        timeline = self._timeline(request_id, live, "done" if error is None else code)
+        self._finished[request_id] = Finished(timeline, live.parent_id, live.sampled)
+        if error is None:
+            self._on_settled(self._finished[request_id])
+        else:
+            self._settling.append((now + SETTLE_SECONDS, request_id))
+        while len(self._finished) > KEPT:
+            self._finished.popitem(last=False)
+
+    # -- stages, later ------------------------------------------------------------------------------------------------
+
+    def stage_ended(self, stage: str, replica: int, work: EndedWork) -> None:
+        """How a request ended in a stage that did not finish it."""
+        live = self._live.get(work.request_id)
+        if live is not None:
+            self._add_stage(live, stage, replica, work.timeline)
+            return
+        finished = self._finished.get(work.request_id)
+        if finished is not None and len(finished.timeline.stages) < KEPT_STAGES:
+            told = msgspec.structs.replace(work.timeline, stage=stage, replica=replica)
+            stages = (*finished.timeline.stages, self._in_our_time(told))
+            timeline = msgspec.structs.replace(finished.timeline, stages=stages)
+            self._finished[work.request_id] = Finished(timeline, finished.parent_id, finished.sampled)
+
+    def tick(self) -> None:
+        """Hands on requests that failed a while ago. Call it a few times a second."""
+        now = self._clock()
+        while self._settling and self._settling[0][0] <= now:
+            _, request_id = self._settling.popleft()
+            finished = self._finished.get(request_id)
+            if finished is not None:
+                self._on_settled(finished)
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def timeline(self, request_id: str) -> RequestTimeline | None:
+        """Of a request that runs or is among the last that ended."""
+        live = self._live.get(request_id)
+        if live is not None:
+            return self._timeline(request_id, live, "running")
+        finished = self._finished.get(request_id)
+        return finished.timeline if finished is not None else None
+
+    def recent(self, count: int) -> list[RequestTimeline]:
+        """Of the requests that ended last, the newest first."""
+        return [finished.timeline for finished in list(reversed(self._finished.values()))[:count]]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _add_stage(live: _Live, stage: str, replica: int, timeline: StageTimeline) -> None:
+        if len(live.stages) < KEPT_STAGES:
+            live.stages.append(msgspec.structs.replace(timeline, stage=stage, replica=replica))  # who really said it
+
+    def _timeline(self, request_id: str, live: _Live, outcome: str) -> RequestTimeline:
+        return RequestTimeline(
+            request_id=request_id,
+            trace_id=live.trace_id,
+            outcome=outcome,
+            attempt=live.attempt,
+            events=tuple(live.events),
+            stages=tuple(self._in_our_time(stage) for stage in live.stages),
+            deliveries=tuple(self._hop(hop.timeline(source), 0.0) for source, hop in live.deliveries.items()),
+        )
+
+    def _in_our_time(self, stage: StageTimeline) -> StageTimeline:
+        offset = self.offset(f"{stage.stage}/{stage.replica}")
+        moments = {name: _shift(getattr(stage, name), offset) for name in MOMENTS}
+        return msgspec.structs.replace(stage, **moments, hops=tuple(self._hop(hop, offset) for hop in stage.hops))
+
+    def _hop(self, hop: HopTimeline, offset: float) -> HopTimeline:
+        source = self.offset(hop.source)
+        return HopTimeline(
+            hop.source,
+            hop.messages,
+            hop.bytes,
+            _shift(hop.first_sent, source),
+            _shift(hop.first_received, offset),
+            _shift(hop.last_sent, source),
+            _shift(hop.last_received, offset),
+        )
+
+
+def _shift(moment: float, offset: float) -> float:
+    return max(0.0, moment + offset) if moment else 0.0
+
+
+def _payload(body: TextDelta | AudioChunk) -> int:
+    if isinstance(body, TextDelta):
+        return len(body.token_ids) + len(body.text)
+    return body.samples.shape[0] * SAMPLE_BYTES

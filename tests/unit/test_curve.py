@@ -1,0 +1,630 @@
+"""Keys: their files, who is let in at which socket, and what those hear who are not. Real sockets, one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket as sockets_of_python
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from omni_actors.addresses import is_loopback, stays_on_host, tcp_host
+from omni_actors.cli.keys import main
+from omni_actors.client import AsyncOmniClient
+from omni_actors.client import async_client as client_module
+from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, Unauthorized
+from omni_actors.protocol.control import Hello
+from omni_actors.protocol.header import Limits, ReplicaId
+from omni_actors.stage.events import Stop
+from omni_actors.stage.inbound import Inbound
+from omni_actors.stage.inbox import Inbox
+from omni_actors.transport import curve as keys_module
+from omni_actors.transport import handshake_monitor as handshake_module
+from omni_actors.transport.arena import ArenaReader
+from omni_actors.transport.curve import (
+    EVERYONE,
+    LOCAL,
+    MEMBERS,
+    REVOKED_SECONDS,
+    ZAP_ENDPOINT,
+    AllowList,
+    KeyOwner,
+    KeyOwners,
+    Keys,
+    ZapAuthenticator,
+    load_keys,
+    make_client,
+    make_cluster,
+)
+from omni_actors.transport.handshake_monitor import HANG_UP_SECONDS, Handshake, Verdict
+from omni_actors.transport.sockets import Sockets, drain, receive_known, try_send
+from tests.unit.test_transport import until
+
+REFUSED_SECONDS = 5.0  # within which one is told
+TCP = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline's keys with the clients alice and bob."""
+    made = tmp_path_factory.mktemp("keys") / "pipeline"
+    assert main([str(made), "--client", "alice", "--client", "bob"]) == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys of another pipeline, with a client."""
+    made = tmp_path_factory.mktemp("keys") / "other"
+    assert main([str(made), "--client", "carol"]) == 0
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real time is what tests/nodes waits for, and `test_one_hang_up...` judges."""
+    monkeypatch.setattr(handshake_module, "HANG_UP_SECONDS", 0.4)
+
+
+@pytest.fixture
+def contexts() -> Iterator[list[Sockets]]:
+    made: list[Sockets] = []
+    yield made
+    for sockets in made:
+        sockets.context.destroy(linger=0)
+
+
+class Door:
+    """A bound ROUTER and a bound PULL, as the coordinator has."""
+
+    def __init__(self, contexts: list[Sockets], keys: Path | None) -> None:
+        self.sockets = Sockets(keys=load_keys(keys))
+        contexts.append(self.sockets)
+        self.clients, self.client_endpoint = self.sockets.router(TCP, EVERYONE)
+        self.control, self.control_endpoint = self.sockets.router(TCP)
+        self.results, self.results_endpoint = self.sockets.pull(TCP)
+
+
+def knock(contexts: list[Sockets], keys: Path | None, endpoint: str, socket: zmq.Socket) -> OmniError | None:
+    """Connect and send: what comes of it, `None` if the message arrives."""
+    sockets = Sockets(keys=load_keys(keys))
+    contexts.append(sockets)
+    if socket.type == zmq.PULL:
+        mine = sockets._socket(zmq.PUSH, 0)
+        handshake = Handshake(mine, endpoint, sockets.keys)
+        sockets._connect(mine, endpoint)
+    else:
+        mine, handshake = sockets.watched_dealer(endpoint, os.urandom(16))
+    try:
+        deadline = time.monotonic() + REFUSED_SECONDS
+        sent = False
+        while time.monotonic() < deadline:
+            sent = sent or try_send(mine, [b"hello"])
+            if drain(socket):
+                return None
+            if (refusal := handshake.take()) is not None:
+                return refusal
+            time.sleep(0.01)
+        raise AssertionError("neither let in nor told why not")
+    finally:
+        handshake.close()
+        mine.close(linger=0)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_closed_to_others(folder: Path) -> None:
+    modes = {path.relative_to(folder): path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
+    assert {mode for path, mode in modes.items() if (folder / path).is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if (folder / path).is_file()} == {0o600}
+    assert {str(path) for path in modes} >= {"allowed/alice.key", "clients/alice/client.key_secret", "cluster.key"}
+
+
+def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert main([str(folder)]) == 2
+    assert "already" in capsys.readouterr().err
+    assert main([str(folder), "--client", "alice"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["", "../x", "Alice", "a/b", ".x", "x" * 65, "cluster"])
+def test_names_of_clients_are_plain(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="no name"):
+        make_client(folder, name)
+
+
+def test_a_client_cannot_allow_clients(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="client's folder"):
+        make_client(folder / "clients" / "alice", "mallory")
+
+
+def test_who_a_folder_makes_us(folder: Path) -> None:
+    assert load_keys(None) is None
+    ours = load_keys(folder)
+    alice = load_keys(folder / "clients" / "alice")
+    assert ours is not None
+    assert alice is not None
+    assert ours.is_member
+    assert not alice.is_member
+    assert alice.cluster == ours.public
+
+
+@pytest.mark.parametrize("name", [".", "cluster.key_secret"])
+@pytest.mark.parametrize("mode", [0o040, 0o004, 0o020])
+def test_what_others_can_reach_is_refused(tmp_path: Path, name: str, mode: int) -> None:
+    make_cluster(tmp_path / "k")
+    path = tmp_path / "k" / name
+    path.chmod(path.stat().st_mode | mode)
+    with pytest.raises(ConfigError, match=r"Others may use .* chmod"):
+        load_keys(tmp_path / "k")
+    with pytest.raises(ConfigError, match="Others may use"):
+        make_client(tmp_path / "k", "alice")
+
+
+def test_making_keys_refuses_an_open_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="Others may use the folder"):
+        make_cluster(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_keys_of_another_user_are_refused(tmp_path: Path) -> None:
+    make_cluster(tmp_path / "k")
+    os.chown(tmp_path / "k" / "cluster.key_secret", 12345, -1)
+    with pytest.raises(ConfigError, match="another user"):
+        load_keys(tmp_path / "k")
+
+
+def test_broken_folders_are_named_without_their_content(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"No such file .*omni-actors keys DIR"):
+        load_keys(tmp_path / "missing")
+    make_cluster(tmp_path / "k")
+    secret = tmp_path / "k" / "cluster.key_secret"
+    good = secret.read_text()
+    secret.write_text((folder / "cluster.key_secret").read_text())
+    with pytest.raises(ConfigError, match="does not hold the secret"):
+        load_keys(tmp_path / "k")
+    short = 'metadata\ncurve\n    public-key = "tooshort"\n'
+    pair = f'public-key = "{load_keys(folder).public.decode()}"'
+    secret.write_text(good.replace(good[good.index("public-key") : good.index("secret-key")].strip(), pair))
+    (tmp_path / "k" / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
+    with pytest.raises(ConfigError, match="does not hold the secret"):
+        load_keys(tmp_path / "k")
+    for broken in ("", short, good.replace('public-key = "', 'public-key = "é')):
+        secret.write_text(broken)
+        with pytest.raises(ConfigError, match="holds no key") as caught:
+            load_keys(tmp_path / "k")
+        assert "tooshort" not in str(caught.value)
+    secret.unlink()
+    with pytest.raises(ConfigError, match="no secret key"):
+        load_keys(tmp_path / "k")
+
+
+def test_secrets_are_not_shown(folder: Path) -> None:
+    keys = load_keys(folder)
+    assert keys is not None
+    assert keys.secret.decode() not in f"{keys!r} {keys}"
+
+
+# -- who is let in ----------------------------------------------------------------------------------------------------
+
+
+def test_the_right_keys_open_the_right_doors(folder: Path, contexts: list[Sockets]) -> None:
+    door = Door(contexts, folder)
+    alice = folder / "clients" / "alice"
+    assert knock(contexts, folder, door.control_endpoint, door.control) is None
+    assert knock(contexts, folder, door.results_endpoint, door.results) is None
+    assert knock(contexts, folder, door.client_endpoint, door.clients) is None
+    assert knock(contexts, alice, door.client_endpoint, door.clients) is None
+    # A client is no stage: it can neither report results nor control.
+    for endpoint, socket in ((door.control_endpoint, door.control), (door.results_endpoint, door.results)):
+        refusal = knock(contexts, alice, endpoint, socket)
+        assert isinstance(refusal, Unauthorized)
+        assert "does not allow this key" in str(refusal)
+
+
+def test_messages_come_with_the_key_of_their_connection(
+    folder: Path, short_path: Path, contexts: list[Sockets]
+) -> None:
+    """Whatever the peer calls itself; and without a key over a socket file."""
+    door = Door(contexts, folder)
+    local = door.sockets.bind(door.clients, f"ipc://{short_path}/s")
+    alice = folder / "clients" / "alice"
+    for keys, endpoint in ((alice, door.client_endpoint), (folder, door.client_endpoint), (None, local)):
+        contexts.append(Sockets(keys=load_keys(keys)))
+        mine = contexts[-1].dealer(endpoint, b"cluster")
+        until(lambda mine=mine: try_send(mine, [b"one", b"two"]))
+        until(lambda: door.clients.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        given = load_keys(keys)
+        assert receive_known(door.clients) == [given.public if given else b"", b"cluster", b"one", b"two"]
+        mine.close(linger=0)
+
+
+def test_who_may_operate(tmp_path: Path) -> None:
+    assert main([str(tmp_path / "k"), "--client", "alice", "--operator", "olga"]) == 0
+    ours = load_keys(tmp_path / "k")
+    handed = tmp_path / "k" / "clients"
+    now = 0.0
+    owners = KeyOwners(ours, lambda: now)
+
+    def of(name: str) -> KeyOwner | None:
+        keys = load_keys(handed / name)
+        assert keys is not None
+        return owners.of(keys.public)
+
+    assert ours is not None
+    assert owners.of(ours.public) == KeyOwner("cluster", may_operate=True)
+    assert owners.of(b"") == KeyOwners(None).of(b"") == KeyOwner("", may_operate=True)
+    assert of("alice") == KeyOwner("alice", may_operate=False)
+    assert of("olga") == KeyOwner("olga", may_operate=True)
+    assert owners.of(b"x" * 40) is None
+    make_client(tmp_path / "k", "bob")
+    assert of("bob") == KeyOwner("bob", may_operate=False), "a new one is known at once"
+    (tmp_path / "k" / "allowed" / "alice.key").unlink()
+    assert of("alice") is not None, "the files are not read for every message"
+    now += REVOKED_SECONDS
+    assert of("alice") is None
+    for taken in ("olga", "bob"):
+        for operator in (False, True):
+            with pytest.raises(ConfigError, match="exists already"):
+                make_client(tmp_path / "k", taken, operator)
+
+
+def test_the_files_are_read_once_a_second_for_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much a client sends that is locked out."""
+    reads: list[int] = []
+    everybody = AllowList.owners
+    monkeypatch.setattr(keys_module.AllowList, "owners", lambda self: (reads.append(1), everybody(self))[1])
+    owners = KeyOwners(load_keys(folder), lambda: 0.0)
+    assert {owners.of(b"x" * 40) for _ in range(100)} == {None}
+    assert len(reads) == 1
+
+
+def test_what_is_readable_can_be_read(folder: Path, contexts: list[Sockets]) -> None:
+    """libzmq hands on who has come in as if it were a message, and takes it back when that is to be received.
+
+    It shows while the first message of a connection has not come completely.
+    """
+    door = Door(contexts, folder)
+    contexts.append(Sockets(keys=load_keys(folder)))
+    mine = contexts[-1].push(door.results_endpoint)
+    message = [b"first", bytes(16 << 20)]
+    until(lambda: try_send(mine, message))
+    deadline = time.monotonic() + 10
+    while not door.results.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        assert time.monotonic() < deadline
+    assert door.results.recv_multipart(zmq.NOBLOCK) == message
+    mine.close(linger=0)
+
+
+def test_deleting_a_file_locks_a_client_out(
+    tmp_path: Path, contexts: list[Sockets], caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("omni_actors").propagate = True
+    make_cluster(tmp_path / "k")
+    handed = make_client(tmp_path / "k", "alice")
+    door = Door(contexts, tmp_path / "k")
+    assert knock(contexts, handed, door.client_endpoint, door.clients) is None
+    (tmp_path / "k" / "allowed" / "alice.key").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(knock(contexts, handed, door.client_endpoint, door.clients), Unauthorized)
+    assert "refused a peer at 127.0.0.1" in caplog.text
+    bob = make_client(tmp_path / "k", "bob")  # and a new one needs no restart
+    assert knock(contexts, bob, door.client_endpoint, door.clients) is None
+
+
+def test_a_broken_file_locks_out_one(tmp_path: Path, contexts: list[Sockets]) -> None:
+    make_cluster(tmp_path / "k")
+    handed = make_client(tmp_path / "k", "bob")
+    (tmp_path / "k" / "allowed" / "aaa.key").write_bytes(b"\xff\x00 public-key = nonsense")
+    door = Door(contexts, tmp_path / "k")
+    assert knock(contexts, handed, door.client_endpoint, door.clients) is None
+
+
+def test_wrong_keys_are_told_so(folder: Path, other: Path, contexts: list[Sockets]) -> None:
+    """Another pipeline's member and client (they cannot even say who they are), nobody's keys, and no keys."""
+    door = Door(contexts, folder)
+    for keys in (other, other / "clients" / "carol"):
+        refusal = knock(contexts, keys, door.client_endpoint, door.clients)
+        assert isinstance(refusal, Unauthorized)
+        assert "hangs up" in str(refusal)
+        assert str(keys) in str(refusal)
+    refusal = knock(contexts, None, door.control_endpoint, door.control)
+    assert isinstance(refusal, Unauthorized)
+    assert "asks for keys" in str(refusal)
+
+
+def test_an_unknown_key_that_knows_the_pipeline(
+    tmp_path: Path, folder: Path, other: Path, contexts: list[Sockets]
+) -> None:
+    """The pipeline's public key is no secret; who has it and a pair of his own still stays out."""
+    door = Door(contexts, folder)
+    forged = tmp_path / "forged"
+    make_cluster(forged)
+    handed = make_client(forged, "mallory")
+    (handed / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
+    refusal = knock(contexts, handed, door.client_endpoint, door.clients)
+    assert isinstance(refusal, Unauthorized)
+    assert "does not allow this key" in str(refusal)
+
+
+def test_keys_towards_a_pipeline_without(folder: Path, contexts: list[Sockets]) -> None:
+    door = Door(contexts, None)
+    refusal = knock(contexts, folder, door.control_endpoint, door.control)
+    assert isinstance(refusal, Unauthorized)
+    assert str(folder) in str(refusal) or "has no keys" in str(refusal)  # which may be lost
+    assert knock(contexts, None, door.control_endpoint, door.control) is None
+
+
+def test_without_a_doorkeeper_nobody_comes_in(
+    folder: Path, contexts: list[Sockets], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq's default would let everybody in."""
+    left = threading.Event()
+
+    def leave(doorkeeper: ZapAuthenticator) -> None:
+        doorkeeper._socket.unbind(ZAP_ENDPOINT)  # at once; `close` alone leaves it to a thread of libzmq
+        doorkeeper._socket.close()
+        left.set()
+
+    monkeypatch.setattr(ZapAuthenticator, "run", leave)
+    door = Door(contexts, folder)
+    assert left.wait(5)
+    refusal = knock(contexts, folder, door.control_endpoint, door.control)
+    assert isinstance(refusal, Unauthorized)
+    assert "hangs up" in str(refusal)
+
+
+def test_one_socket_with_both_kinds_of_endpoint(folder: Path, short_path: Path, contexts: list[Sockets]) -> None:
+    door = Door(contexts, folder)
+    local = door.sockets.bind(door.control, f"ipc://{short_path}/s")
+    assert knock(contexts, None, local, door.control) is None
+    assert knock(contexts, folder, local, door.control) is None
+    again = door.sockets.bind(door.control, TCP)
+    assert isinstance(knock(contexts, None, again, door.control), Unauthorized)
+    assert knock(contexts, folder, again, door.control) is None
+
+
+def test_what_is_sent_cannot_be_read_on_the_way(folder: Path, contexts: list[Sockets]) -> None:
+    """A wiretap between the two sees the message without keys, and does not with them."""
+    for keys, readable in ((None, True), (folder, False)):
+        door = Door(contexts, keys)
+        heard = bytearray()
+        port = int(door.control_endpoint.rpartition(":")[2])
+        with sockets_of_python.create_server(("127.0.0.1", 0)) as tap:
+            sockets = Sockets(keys=load_keys(keys))
+            contexts.append(sockets)
+            mine = sockets.dealer(f"tcp://127.0.0.1:{tap.getsockname()[1]}", b"me")
+            near, _ = tap.accept()
+            far = sockets_of_python.create_connection(("127.0.0.1", port))
+            for end in (near, far):
+                end.setblocking(False)
+            mine.send(b"plain words")
+            deadline = time.monotonic() + 5
+            while not (arrived := drain(door.control)) and time.monotonic() < deadline:
+                for source, target in ((near, far), (far, near)):
+                    try:
+                        data = source.recv(65536)
+                    except BlockingIOError:
+                        continue
+                    heard += data
+                    target.sendall(data)
+            near.close()
+            far.close()
+            mine.close(linger=0)
+        assert arrived == [[b"me", b"plain words"]]
+        assert (b"plain words" in heard) is readable
+
+
+# -- where keys are needed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://10.1.2.3:0"])
+def test_off_this_host_nothing_is_bound_without_keys(contexts: list[Sockets], endpoint: str) -> None:
+    contexts.append(Sockets())
+    for bind in (contexts[0].pull, contexts[0].router):
+        with pytest.raises(ConfigError, match=r"omni-actors keys DIR"):
+            bind(endpoint)
+
+
+def test_nor_sent(contexts: list[Sockets]) -> None:
+    contexts.append(Sockets())
+    with pytest.raises(ConfigError, match="no keys"):
+        contexts[0].push("tcp://node1:5555")
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "tcp://127.3.2.1:0", "tcp://[::1]:0"])
+def test_loopback_needs_none(contexts: list[Sockets], endpoint: str) -> None:
+    contexts.append(Sockets())
+    socket, reached = contexts[0].pull(endpoint)
+    assert knock(contexts, None, reached, socket) is None
+
+
+def test_with_keys_all_addresses_may_be_bound(folder: Path, contexts: list[Sockets]) -> None:
+    contexts.append(Sockets(keys=load_keys(folder)))
+    socket, reached = contexts[0].pull("tcp://0.0.0.0:0")
+    port = reached.rpartition(":")[2]
+    assert knock(contexts, folder, f"tcp://127.0.0.1:{port}", socket) is None
+
+
+def test_a_client_binds_nothing(folder: Path, contexts: list[Sockets]) -> None:
+    contexts.append(Sockets(keys=load_keys(folder / "clients" / "alice")))
+    with pytest.raises(ConfigError, match="client's keys"):
+        contexts[0].pull(TCP)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["udp://1.2.3.4:5", "tcp://host", "tcp://host:x", "tcp://:5", "tcp://h:70000", "x"]
+)
+def test_other_schemes_are_refused(contexts: list[Sockets], endpoint: str) -> None:
+    contexts.append(Sockets())
+    with pytest.raises(InvalidRequest, match="no endpoint"):
+        contexts[0].push(endpoint)
+
+
+def test_addresses() -> None:
+    assert [is_loopback(host) for host in ("localhost", "127.9.9.9", "::1", "10.0.0.1", "example.com", "")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert tcp_host("tcp://[fe80::1]:5") == "fe80::1"
+    assert tcp_host("tcp://127.0.0.1@evil:5") == "127.0.0.1@evil"
+    assert not stays_on_host("tcp://127.0.0.1@evil:5")
+    assert not stays_on_host("tcp://127.0.0.1;1.2.3.4:5")
+    assert stays_on_host("ipc:///x")
+
+
+# -- clients ----------------------------------------------------------------------------------------------------------
+
+
+def revoked_client(tmp_path: Path, folder: Path) -> Path:
+    """Keys of a client that knows the pipeline of `folder` and is not among those that it allows."""
+    make_cluster(tmp_path / "x")
+    given = make_client(tmp_path / "x", "dave")
+    (given / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
+    return given
+
+
+@pytest.mark.parametrize("keys", ["none", "other", "revoked"])
+async def test_a_client_is_told_at_once_and_for_every_wait(
+    tmp_path: Path, folder: Path, other: Path, contexts: list[Sockets], keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "PING_SECONDS", 60.0)  # which would find it out, too, but later
+    door = Door(contexts, folder)
+    given = {"none": None, "other": other / "clients" / "carol", "revoked": revoked_client(tmp_path, folder)}[keys]
+    async with AsyncOmniClient(door.client_endpoint, keys=given) as client:
+        began = time.monotonic()
+        answer = client.generate("hello", modalities=["text"])
+        outcomes = await asyncio.gather(client.describe(), answer, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [Unauthorized, Unauthorized]
+        assert time.monotonic() - began < REFUSED_SECONDS
+        with pytest.raises(Unauthorized):
+            await client.submit("again", modalities=["text"])
+
+
+async def test_a_client_that_was_refused_before_it_asks_is_told_why(
+    tmp_path: Path, folder: Path, contexts: list[Sockets], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not read so yet, for its loop had no turn since; while zmq ends the connection it takes nothing."""
+    door = Door(contexts, folder)
+    async with AsyncOmniClient(door.client_endpoint, keys=revoked_client(tmp_path, folder)) as client:
+        until(lambda: client._handshake.socket.poll(0))  # without a turn of the loop, which would read it
+        monkeypatch.setattr(client_module, "try_send", lambda *_: False)
+        with pytest.raises(Unauthorized):
+            await client.submit("hello", modalities=["text"])
+
+
+async def test_a_client_that_is_let_in_waits_for_answers(folder: Path, contexts: list[Sockets]) -> None:
+    door = Door(contexts, folder)
+    async with AsyncOmniClient(door.client_endpoint, keys=folder / "clients" / "alice") as client:
+        with pytest.raises(RequestTimeout):  # nobody reads at the door
+            await client.describe(timeout=0.5)
+    assert drain(door.clients)
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_with_wrong_keys_ends_its_start(folder: Path, other: Path, contexts: list[Sockets]) -> None:
+    door = Door(contexts, folder)
+    for keys, said in ((other, "hangs up"), (None, "asks for keys")):
+        contexts.append(Sockets(keys=load_keys(keys)))
+        inbox = Inbox()
+        inbound = Inbound(
+            contexts[-1],
+            ReplicaId("talker", 0, 1),
+            door.control_endpoint,
+            TCP,
+            lambda inbox: Hello(1, "p", "c", 1, inbox),
+            inbox,
+            Limits(),
+            0.05,
+            os.getpid(),
+            on_orphaned=lambda: None,
+            arenas=ArenaReader(lambda: None),
+            on_credit=lambda receiver, credit: None,
+        )
+        inbound.start()
+        stop = next(iter(inbox.take(REFUSED_SECONDS)), None)
+        assert isinstance(stop, Stop)
+        assert stop.failed
+        assert said in stop.reason
+        inbound.finish()
+        inbound.join(5)
+    assert not drain(door.control)
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def verdict(*events: tuple[float, int], keys: Keys | None = None) -> Verdict:
+    made = Verdict("tcp://x:1", keys)
+    for now, event in events:
+        made.on(event, now)
+    return made
+
+
+HUNG_UP, CAME_UP = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake_module, "HANG_UP_SECONDS", HANG_UP_SECONDS)
+
+
+@pytest.mark.usefixtures("_patient")
+def test_one_hang_up_is_a_peer_that_goes_away() -> None:
+    assert verdict((0.0, HUNG_UP), (0.1, HUNG_UP), (1.9, HUNG_UP)).refusal is None
+    assert verdict((0.0, HUNG_UP), (9.0, HUNG_UP)).refusal is None
+    assert verdict((0.0, HUNG_UP), (0.1, HUNG_UP), (1.5, CAME_UP), (2.1, HUNG_UP)).refusal is None
+    assert HANG_UP_SECONDS < REFUSED_SECONDS - 1
+
+
+@pytest.mark.usefixtures("_patient")
+def test_many_are_a_refusal_until_it_comes_up() -> None:
+    refused = verdict((0.0, HUNG_UP), (0.1, HUNG_UP), (2.1, HUNG_UP))
+    assert isinstance(refused.refusal, Unauthorized)
+    assert not refused.final
+    refused.on(CAME_UP, 3.0)
+    assert refused.refusal is None
+
+
+def test_only_a_connection_that_was_up_is_lost() -> None:
+    gone = zmq.EVENT_DISCONNECTED
+    assert not verdict((0.0, HUNG_UP), (0.0, gone)).departed
+    assert verdict((0.0, CAME_UP), (1.0, gone)).departed
+    assert verdict((0.0, CAME_UP), (1.0, gone), (2.0, CAME_UP)).departed  # until somebody has read it
+
+
+def test_domains_are_what_the_doorkeeper_is_asked(folder: Path, contexts: list[Sockets]) -> None:
+    """Malformed questions are answered with no."""
+    keys = load_keys(folder)
+    assert keys is not None
+    contexts.append(Sockets(keys=keys))
+    keeper = ZapAuthenticator(contexts[0].context, keys)
+    key = zmq.utils.z85.decode(keys.cluster)
+    good = [b"1.0", b"7", MEMBERS.encode(), b"1.2.3.4", b"", b"CURVE", key]
+    assert keeper._answer(good)[1:] == [b"7", b"200", b"OK", b"", b"\x08Omni-Key\x00\x00\x00\x28" + keys.cluster]
+    for position, value in ((0, b"2.0"), (5, b"NULL"), (6, b"short"), (6, bytes(32))):
+        assert keeper._answer([*good[:position], value, *good[position + 1 :]])[2] == b"400"
+    # What comes over a socket file needs no keys, and nothing else may say that it comes that way.
+    local = [b"1.0", b"7", LOCAL.encode(), b"", b"", b"NULL"]
+    assert keeper._answer(local)[2] == b"200"
+    assert keeper._answer([*local[:2], EVERYONE.encode(), *local[3:]])[2] == b"400"
+    for frames in ([], [b"1.0"], good[:6], [*good, b""]):
+        assert keeper._answer(frames)[2] == b"400"
+    keeper.start()

@@ -1,0 +1,192 @@
+"""Who is stuck, who is started again and when; the state tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from omni_actors.coordinator.core.health import HealthPolicy
+from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
+from omni_actors.coordinator.core.states import (
+    REPLICA_TRANSITIONS,
+    REQUEST_TRANSITIONS,
+    ReplicaEvent,
+    ReplicaState,
+    RequestEvent,
+    RequestState,
+    advance,
+)
+from omni_actors.coordinator.supervisor import LOOK_SECONDS
+from omni_actors.errors import ConfigError, ProtocolError
+from scripts.state_diagrams import TARGET, document
+from tests.unit.builders import chain, load, pipeline
+
+T = 100.0
+
+
+class World:
+    def __init__(self, **coordinator: object) -> None:
+        self.table = ReplicaTable()
+        self.supervision = HealthPolicy(pipeline(**coordinator), self.table)
+
+    def spawn(self, stage: str = "talker", epoch: int = 1, now: float = T) -> Replica:
+        replica = self.table.add(stage, 0, epoch)
+        self.supervision.spawned(replica, now)
+        return replica
+
+    def ready(self, now: float = T, epoch: int = 1) -> Replica:
+        replica = self.spawn(epoch=epoch, now=now)
+        replica.on(ReplicaEvent.HELLO)
+        replica.on(ReplicaEvent.READY)
+        self.supervision.ready(replica, now)
+        return replica
+
+    def look(self, until: float, since: float = T) -> dict[float, str]:
+        """What is found stuck, looking ten times a second."""
+        found = {}
+        for tenth in range(int((until - since) * 10)):
+            now = since + tenth / 10
+            for _, why in self.supervision.stuck(now):
+                found.setdefault(round(now - since, 1), why)
+        return found
+
+
+def test_silence_is_noticed() -> None:
+    world = World(heartbeat_timeout=3.0)
+    world.ready()
+    found = world.look(T + 4)
+    assert min(found) == pytest.approx(3.1)
+    assert "no sign of life" in found[min(found)]
+
+
+def test_a_loop_that_does_not_turn_is_noticed_only_with_work() -> None:
+    for requests, expected in (({"r"}, 4.3), (set(), None)):
+        world = World()
+        replica = world.ready()
+        replica.requests = requests
+        found = {}
+        for tenth in range(80):
+            now = T + tenth / 10
+            world.supervision.beat(replica, 7, now)
+            for _, why in world.supervision.stuck(now):
+                found.setdefault(round(now - T, 1), why)
+        assert min(found, default=None) == (pytest.approx(expected) if expected else None)
+        assert all("no progress" in why and "1 requests" in why for why in found.values())
+
+
+def test_with_defaults_whoever_is_stuck_is_known_within_five_seconds() -> None:
+    """A loop that hangs right after a heartbeat, so that the next one still shows that it had turned."""
+    config = pipeline()
+    beats = config.coordinator.heartbeat_interval
+    world = World()
+    replica = world.ready()
+    replica.requests = {"r"}
+    found, next_beat, progress = 0.0, T + beats, 1
+    for hundredth in range(1000):
+        now = T + hundredth / 100
+        if now >= next_beat:
+            world.supervision.beat(replica, progress, now)
+            next_beat += beats
+        if world.supervision.stuck(now):
+            found = now - T
+            break
+    assert 4.0 < found <= 5.0 - LOOK_SECONDS
+    assert config.coordinator.heartbeat_timeout <= 5.0 - LOOK_SECONDS
+
+
+def test_progress_keeps_a_replica_alive() -> None:
+    world = World()
+    replica = world.ready()
+    replica.requests = {"r"}
+    for tenth in range(200):
+        world.supervision.beat(replica, tenth // 40, T + tenth / 10)
+        assert world.supervision.stuck(T + tenth / 10) == []
+
+
+def test_loading_has_its_own_deadline() -> None:
+    world = World(startup_timeout=20.0)
+    replica = world.spawn()
+    replica.on(ReplicaEvent.HELLO)
+    found = world.look(T + 21)
+    assert (min(found), found[min(found)]) == (pytest.approx(20.1), "not ready after 20 s")
+
+
+def test_who_looks_late_accuses_nobody() -> None:
+    world = World()
+    world.ready()
+    assert world.supervision.stuck(T) == []
+    assert world.supervision.stuck(T + 60) == []
+    assert world.supervision.stuck(T + 61) == []
+    assert world.look(T + 67, T + 61)
+
+
+def test_backoff_doubles_and_ends() -> None:
+    world = World(restart_window=60.0)
+    delays = []
+    for life in range(1, 6):
+        replica = world.spawn(epoch=life, now=T + life)
+        if not world.supervision.plan(replica, T + life):
+            break
+        delays.append(replica.restart_at - T - life)
+    assert delays == [0.0, 0.5, 1.0]
+    assert world.supervision.restarts(replica) == 3
+    assert world.supervision.plan(replica, T + 62.5), "the first ones are forgotten"
+
+
+def test_a_restart_that_was_asked_for_counts_nothing() -> None:
+    world = World()
+    for epoch in range(1, 11):
+        replica = world.ready(epoch=epoch)
+        replica.on(ReplicaEvent.DRAIN)
+        assert world.supervision.drained(T) == []
+        replica.restart_wanted, replica.drain_until = True, T + 5
+        replica.requests = {"r"}
+        assert world.supervision.drained(T) == []
+        assert world.supervision.drained(T + 5) == [replica]
+        replica.requests = set()
+        assert world.supervision.drained(T) == [replica]
+        replica.stopping = True
+        assert world.supervision.drained(T) == []
+        assert world.supervision.plan(replica, T)
+        replica.on(ReplicaEvent.LOST)
+        assert world.supervision.due(T) == [replica]
+    assert world.supervision.restarts(replica) == 0
+
+
+def test_one_that_was_given_up_can_be_revived() -> None:
+    world = World()
+    replica = world.ready()
+    replica.on(ReplicaEvent.GIVEN_UP)
+    assert world.supervision.due(T + 1000) == []
+    world.supervision.revive(replica, T)
+    assert world.supervision.due(T) == [replica]
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_in_the_table_does_not_happen() -> None:
+    for state in ReplicaState:
+        for event in ReplicaEvent:
+            if (state, event) not in REPLICA_TRANSITIONS:
+                with pytest.raises(ProtocolError, match=f"{event.value} cannot happen while {state.value}"):
+                    advance(REPLICA_TRANSITIONS, state, event)
+    for ended in (RequestState.DONE, RequestState.FAILED):
+        for event in RequestEvent:
+            assert (ended, event) not in REQUEST_TRANSITIONS, "one terminal message"
+
+
+def test_every_state_is_reached_and_named_in_the_document() -> None:
+    for table, states, initial in (
+        (REPLICA_TRANSITIONS, ReplicaState, ReplicaState.STARTING),
+        (REQUEST_TRANSITIONS, RequestState, RequestState.WAITING),
+    ):
+        assert set(table.values()) | {initial} == set(states)
+    assert TARGET.read_text() == document(), "run scripts/state_diagrams.py"
+
+
+def test_a_timeout_below_the_interval_is_refused(tmp_path: Path) -> None:
+    data = {**chain(), "coordinator": {"heartbeat_timeout": 0.9}}
+    with pytest.raises(ConfigError, match="heartbeat_timeout"):
+        load(tmp_path, data)

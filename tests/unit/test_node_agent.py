@@ -1,0 +1,39 @@
+"""A node's end of its connection to the coordinator."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from omni_actors.launcher.node_agent import NodeAgent
+from omni_actors.launcher.replica_processes import ReplicaProcesses
+from omni_actors.protocol.codec import encode
+from omni_actors.protocol.control import Shutdown
+from omni_actors.protocol.header import Header
+from omni_actors.protocol.nodes import NodeWelcome
+from omni_actors.run_directory import RunDirectory
+from omni_actors.transport.sockets import Sockets
+from tests.unit.builders import pipeline
+from tests.unit.test_transport import until
+
+
+async def test_last_words_of_a_coordinator_count_though_it_has_left(short_path: Path) -> None:
+    """The loop learns of the lost connection before it reads what was said on it."""
+    sockets = Sockets()
+    control, endpoint = sockets.router(f"ipc://{short_path}/control")
+    config = pipeline()
+    told: list[tuple[str, bool]] = []
+    node = ReplicaProcesses(config, RunDirectory(str(short_path / "run")), endpoint)
+    agent = NodeAgent(config, 1, endpoint, node, lambda reason, failed: told.append((reason, failed)))
+    try:
+        until(lambda: control.poll(0))
+        name = control.recv_multipart()[0]
+        for body in (NodeWelcome(), Shutdown(reason="the launcher stops")):
+            control.send_multipart([name, *encode(Header(""), body)])
+        control.close()
+        time.sleep(0.2)  # noqa: ASYNC251 - the loop shall not read meanwhile
+        agent._handshake_reader.drain()
+        assert told == [("the launcher stops", False)]
+    finally:
+        await agent.close("a test")
+        sockets.context.destroy(linger=0)

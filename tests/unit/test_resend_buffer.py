@@ -1,0 +1,284 @@
+"""What a stage keeps of what it sent, and how a stage that begins anew gets it again."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from omni_actors.errors import ErrorCode, InvalidPayload, StageLost
+from omni_actors.protocol.codec import Envelope
+from omni_actors.protocol.common import Abort, Failed
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.protocol.payloads import PromptEmbedsPayload, StageParams
+from omni_actors.protocol.results import FinishReason, StageDone, Unreachable
+from omni_actors.protocol.stage import Chunk, OpenRequest, Resend
+from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
+from omni_actors.stage import actor as actor_module
+from omni_actors.stage.engine_interface import FinishedEvent, StreamEvent
+from omni_actors.stage.meter import StageMeter
+from omni_actors.stage.outgoing import Outgoing
+from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, Budget, Output
+from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry.clocks import AnchoredClock
+from tests.unit.test_actor import EMPTY, ROUTE, StageUnderTest
+
+TALKER, AGAIN = ROUTE[2], ReplicaId("talker", 0, 6)
+
+
+def token(index: int, final: bool = False, request_id: str = "r1") -> StreamEvent:
+    return StreamEvent(request_id, [index], start=index, final=final)
+
+
+def row(index: int) -> StreamEvent:
+    return StreamEvent("r1", [index], {"rows": HostTensor(DType.F32, (1, 1), memoryview(b"row%d" % index))}, {}, index)
+
+
+def started(**options: object) -> StageUnderTest:
+    stage = StageUnderTest("thinker", **options)
+    stage.expect()
+    stage.tokens("ab")
+    return stage
+
+
+def finish(stage: StageUnderTest) -> None:
+    stage.engine.held.clear()
+    *end, done = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 2))
+    assert type(done.body) is StageDone
+    assert all(item.body.final for item in end)  # where the engine itself gave no end
+
+
+def resend(stage: StageUnderTest, receiver: ReplicaId = AGAIN, attempt: int = 1, own: int = 0) -> list[Outgoing]:
+    header = Header("resend", "r1", attempt=own)
+    return stage.actor.receive(Envelope(header, Resend(receiver=receiver, attempt=attempt)))
+
+
+def chunks(messages: list[Outgoing]) -> list[tuple[ReplicaId, int, int, bytes, bool]]:
+    sent = [item for item in messages if isinstance(item.body, Chunk)]
+    return [
+        (item.destination, item.header.attempt, item.header.seq, item.body.token_ids, item.body.final) for item in sent
+    ]
+
+
+def test_what_was_sent_is_sent_again_and_what_follows_goes_on_from_there() -> None:
+    stage = started()
+    assert chunks(stage.do(row(0), row(1))) == [
+        (TALKER, 0, 0, pack_token_ids([0]), False),
+        (TALKER, 0, 1, pack_token_ids([1]), False),
+    ]
+    assert resend(stage) == []
+    assert stage.actor.runnable()
+    sent = stage.do(row(2))
+    assert chunks(sent) == [(AGAIN, 1, index, pack_token_ids([index]), False) for index in range(3)]
+    assert [bytes(item.buffers[0]) for item in sent] == [b"row0", b"row1", b"row2"]
+    assert sent[0].body.rows == PromptEmbedsPayload(TensorRef(DType.F32, (1, 1), 0))
+    assert {item.header.deadline for item in sent} == {stage.clock.now + 600}
+    assert not stage.actor.runnable()
+    end, result = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 3))
+    assert chunks([end]) == [(AGAIN, 1, 3, b"", True)]
+    assert (type(result.body), result.header.attempt) == (StageDone, 0), "this stage's own attempt is what it was"
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_is_sent_again_is_no_output_and_says_when_it_was_sent_again() -> None:
+    time = Time()
+    meter = StageMeter("talker", 0, 5, AnchoredClock(lambda: 0.0, lambda: time.now))
+    time.now = 1000.0
+    stage = StageUnderTest("talker", meter=meter)
+    stage.expect()
+    stage.tokens("ab")
+    moments = []
+    for index in range(2):
+        time.now += 1.0
+        moments += [item.body.sent for item in stage.do(dataclasses.replace(row(index), final=index == 1))]
+    assert moments == [meter.clock() - 1.0, meter.clock()]
+    time.now += 5.0
+    resend(stage, ReplicaId("code2wav", 0, 6))
+    again = stage.actor.step()
+    assert [item.body.sent for item in again] == [meter.clock()] * 2
+    assert [item.body.start for item in again] == [0, 1]
+    time.now += 1.0
+    stage.engine.held.clear()
+    (last,) = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 2))
+    resend(stage, ReplicaId("code2wav", 0, 7), 2)
+    assert [item.body.sent for item in stage.actor.step()] == [meter.clock()] * 2
+    assert meter.output_tokens == 2
+    timeline = last.body.timeline
+    assert (timeline.first_output, timeline.last_output) == tuple(moments), "not when it was sent again"
+    (refused,) = stage.actor.reject(Header("", "r1", "talker", 0, 5), InvalidPayload("too large to send"))
+    assert isinstance(refused.body, Failed)
+    ends = {labels: value for (name, labels), value in meter.meters.values.items() if name == table.STAGE_REQUESTS.name}
+    assert ends == {("talker", "0", "done"): 1}, "an attempt ends once"
+    assert meter.take_unreported(1 << 20) == ()
+
+
+def test_much_is_sent_a_few_messages_a_step_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "RESENT_MESSAGES", 4)
+    stage = started()
+    stage.do(*[row(index) for index in range(10)])
+    resend(stage)
+    got, index = [], 10
+    while stage.actor.runnable():
+        sent = stage.do(row(index)) if index < 13 else stage.actor.step()
+        assert len(sent) <= 5
+        got += chunks(sent)
+        index += 1
+    assert [item[2] for item in got] == list(range(13))
+    assert [item[3] for item in got] == [pack_token_ids([index]) for index in range(13)]
+
+
+def test_tokens_that_came_one_by_one_come_again_as_one_message() -> None:
+    stage = started()
+    for index in range(50):
+        stage.do(token(index))
+    assert stage.held()["retained_bytes"] == ENTRY_BYTES + 200
+    resend(stage)
+    (sent,) = chunks(stage.actor.step())
+    assert sent == (AGAIN, 1, 0, pack_token_ids(range(50)), False)
+    assert chunks(stage.do(token(50, final=True))) == [(AGAIN, 1, 1, pack_token_ids([50]), True)]
+
+
+def test_a_finished_request_is_kept_until_it_is_over_everywhere() -> None:
+    stage = started()
+    stage.do(token(0), token(1, final=True))
+    finish(stage)
+    counts = stage.held()
+    assert (counts["requests"], counts["retained"], counts["retained_bytes"]) == (0, 1, ENTRY_BYTES + 8)
+    resend(stage)
+    assert chunks(stage.actor.step()) == [(AGAIN, 1, 0, pack_token_ids([0, 1]), True)]
+    resend(stage, ReplicaId("talker", 0, 7), 2)
+    assert chunks(stage.actor.step()) == [(ReplicaId("talker", 0, 7), 2, 0, pack_token_ids([0, 1]), True)]
+    stage.ended()
+    assert stage.held() == EMPTY
+    (refused,) = resend(stage, ReplicaId("talker", 0, 8), 3)
+    assert (refused.body.code, refused.header.attempt) == (ErrorCode.STAGE_LOST, 0)
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline", "next attempt", "failure"])
+def test_nothing_is_kept_of_what_is_over(how: str) -> None:
+    for finished in (True, False):
+        stage = started()
+        stage.do(row(0))
+        if finished:
+            finish(stage)
+        resend(stage)
+        if how == "abort":
+            stage.abort()
+        elif how == "deadline":
+            stage.clock.now += 700
+            stage.actor.tick()
+        elif how == "failure":
+            (told,) = stage.actor.reject(Header("", "r1", "thinker", 0, 5), InvalidPayload("too large to send"))
+            assert told.body.code is ErrorCode.INVALID_PAYLOAD, "also when it is finished here"
+        else:
+            body = OpenRequest(route=ROUTE, params=StageParams(), seed=3)
+            stage.actor.receive(Envelope(Header("expect", "r1", attempt=1), body))
+            stage.actor.receive(Envelope(Header("abort", "r1", attempt=1), Abort()))
+        assert stage.held() == EMPTY
+        assert stage.actor.step() == []
+        assert not stage.actor.runnable()
+
+
+def test_over_the_budget_nothing_of_the_request_is_kept() -> None:
+    config = StageUnderTest("thinker").actor._stage
+    stage = started(stage=msgspec.structs.replace(config, retain_bytes=2 * ENTRY_BYTES))
+    stage.do(row(0))
+    stage.expect("r2")
+    stage.tokens("ab", request_id="r2")
+    assert len(chunks(stage.do(row(1)))) == 1, "it is sent all the same"
+    assert stage.held()["retained_bytes"] == 0
+    assert stage.actor.counts()["dropped_retained"] == 1
+    stage.do(token(0, request_id="r2"))
+    assert stage.held()["retained_bytes"] == ENTRY_BYTES + 4, "others are kept"
+    (refused,) = resend(stage)
+    assert (refused.body.code, refused.body.stage) == (ErrorCode.STAGE_LOST, "thinker")
+    assert ("abort", "r1") in stage.engine.calls
+
+
+def test_a_receiver_that_takes_nothing_is_reported_and_what_is_made_meanwhile_kept() -> None:
+    stage = started()
+    stage.do(row(0))
+    (told,) = stage.actor.undelivered("r1", TALKER, StageLost("gone"))
+    assert (told.body, told.destination, told.header.seq) == (Unreachable(receiver=TALKER, attempt=0), None, 0)
+    assert stage.actor.undelivered("r1", TALKER, StageLost("gone")) == [], "once"
+    assert stage.do(row(1)) == []
+    resend(stage)
+    assert [item[2] for item in chunks(stage.actor.step())] == [0, 1]
+    assert stage.actor.undelivered("r1", TALKER, StageLost("gone")) == [], "its life before"
+    *_, done = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 2))
+    assert done.header.seq == 1
+    (told,) = stage.actor.undelivered("r1", AGAIN, StageLost("gone"))
+    assert (told.body, told.header.seq) == (Unreachable(receiver=AGAIN, attempt=1), 2), "also when it is finished here"
+
+
+def test_a_receiver_that_takes_nothing_ends_what_cannot_be_kept() -> None:
+    config = StageUnderTest("thinker").actor._stage
+    stage = started(stage=msgspec.structs.replace(config, retain_bytes=ENTRY_BYTES + 10))
+    stage.do(row(0))
+    stage.actor.undelivered("r1", TALKER, StageLost("gone"))
+    (failed,) = stage.do(row(1))
+    assert isinstance(failed.body, Failed)
+    assert failed.body.code is ErrorCode.STAGE_LOST
+    assert stage.held() == EMPTY
+
+
+def test_a_resend_of_another_attempt_is_not_for_this_one() -> None:
+    stage = started()
+    stage.do(row(0))
+    (refused,) = resend(stage, own=1)
+    assert (refused.body.code, refused.header.attempt) == (ErrorCode.STAGE_LOST, 1)
+    body = OpenRequest(route=ROUTE, params=StageParams(), seed=3)
+    stage.actor.receive(Envelope(Header("expect", "r1", attempt=2), body))
+    assert resend(stage, own=1) == []
+    assert stage.held()["requests"] == 1
+
+
+def test_a_receiver_that_is_lost_while_it_gets_all_again_begins_once_more() -> None:
+    stage = started()
+    stage.do(*[row(index) for index in range(100)])
+    resend(stage)
+    assert len(stage.actor.step()) == 64
+    resend(stage, ReplicaId("talker", 0, 7), 2)
+    got = []
+    while stage.actor.runnable():
+        got += chunks(stage.actor.step())
+    assert [(item[0].epoch, item[2]) for item in got] == [(7, index) for index in range(100)]
+
+
+def test_small_buffers_are_copied_and_large_ones_referred_to() -> None:
+    output = Output(Budget(1 << 30), [TALKER], 0)
+    batch = bytearray(COPIED_BYTES + 8)
+    small, large = memoryview(batch)[:8], memoryview(batch)[8:]
+    large = memoryview(bytearray(COPIED_BYTES + 1))
+    output.keep(Chunk(tensors={"x": TensorRef(DType.U8, (8,), 0)}), [small])
+    output.keep(Chunk(tensors={"x": TensorRef(DType.U8, (len(large),), 0)}), [large])
+    output.begin_again(AGAIN, 1)
+    edge = output.edges["talker"]
+    first, second = (output.next_again(edge)[1][0] for _ in range(2))
+    assert first == bytes(8)
+    assert first is not small
+    assert second is large
+    assert output.next_again(edge) is None
+    assert output.size == 2 * ENTRY_BYTES + 8 + len(large)
+
+
+def test_only_consecutive_tokens_are_joined_and_not_without_end() -> None:
+    output = Output(Budget(1 << 30), [TALKER], 0)
+    many = JOINED_BYTES // 4
+    for begin, count in ((0, 2), (2, 1), (9, 1), (10, many), (10 + many, 1)):
+        output.keep(Chunk(token_ids=bytes(4 * count), start=begin), [])
+    output.begin_again(AGAIN, 1)
+    edge = output.edges["talker"]
+    got = []
+    while (entry := output.next_again(edge)) is not None:
+        got.append((entry[0].start, len(entry[0].token_ids) // 4))
+    assert got == [(0, 3), (9, 1), (10, many), (10 + many, 1)]

@@ -1,0 +1,93 @@
+"""Writes Qwen2.5-Omni checkpoints without a network: one tiny and runnable, one full-sized and without weights.
+
+    python -m tools.checkpoints tiny OUT_DIR [--seed N]
+    python -m tools.checkpoints full OUT_DIR
+
+`tiny` has the real architecture at toy size and random weights whose scales are chosen so that the outputs say
+something: greedy tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not
+clipped (docs/adr/0002-tiny-checkpoint.md). It measures this at the end and fails when a figure is missed.
+
+`full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`.
+
+Both are in the layout of the published checkpoint, so whatever loads one loads the other.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.checkpoints.configuration import (
+    ARCHITECTURE,
+    full_config,
+    make_generation_config,
+    make_processor,
+    tiny_config,
+)
+from tools.checkpoints.errors import CheckpointError, FolderError
+from tools.checkpoints.measure import Answer, measure_answers, missed_figures, print_figures
+from tools.checkpoints.tokenizer import FULL_TOKENS, TINY_TOKENS, make_tokenizer
+from tools.checkpoints.weights import draw_weights, make_voices, spoken_token_ids
+
+MARKER_FILE = "omni_actors_checkpoint.json"
+
+
+def claim_folder(folder: Path, contents: dict[str, Any]) -> None:
+    """Creates the folder or takes over one that this module wrote; refuses any other that is not empty."""
+    if folder.exists() and not folder.is_dir():
+        raise FolderError(f"{folder} is not a directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()) and not (folder / MARKER_FILE).exists():
+        raise FolderError(f"{folder} is not empty and was not written by this command; name another directory")
+    for old in [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]:
+        old.unlink()  # a full checkpoint over a tiny one must not keep the weights
+    (folder / MARKER_FILE).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+
+
+def write_voices(folder: Path, voices: dict[str, dict[str, Any]]) -> None:
+    """Writes spk_dict.pt; it loads with torch.load(weights_only=True)."""
+    torch.save(voices, folder / "spk_dict.pt")
+
+
+def write_tiny(folder: Path, seed: int = 0, *, check: bool = True) -> list[Answer]:
+    """Writes the tiny checkpoint and returns what it answers (nothing with check=False).
+
+    Raises FolderError when the folder is foreign, CheckpointError when the outputs do not vary as promised.
+    """
+    from transformers import Qwen2_5OmniForConditionalGeneration
+
+    claim_folder(folder, {"kind": "tiny", "seed": seed})
+    tokenizer = make_tokenizer(TINY_TOKENS)
+    config = tiny_config(tokenizer.convert_tokens_to_ids("user"))
+    model = Qwen2_5OmniForConditionalGeneration(config).to(torch.float32)
+    draw_weights(model, seed, spoken_token_ids(tokenizer))
+    model.generation_config = make_generation_config(TINY_TOKENS)
+    model.save_pretrained(folder)
+    config.architectures = [ARCHITECTURE]  # saving the model has put its class name there
+    config.save_pretrained(folder)
+    make_processor(tokenizer, audio_seconds=30, max_pixels=256 * 28 * 28).save_pretrained(folder)
+    dit = config.token2wav_config.dit_config
+    write_voices(folder, make_voices(TINY_TOKENS, seed, mel_dim=dit.mel_dim, speaker_dim=dit.enc_emb_dim))
+    if not check:
+        return []
+    answers = measure_answers(folder)
+    missed = missed_figures(answers)
+    if missed:
+        print_figures(answers)
+        raise CheckpointError("the outputs do not vary as promised:\n  " + "\n  ".join(missed))
+    return answers
+
+
+def write_full(folder: Path) -> None:
+    """Writes the checkpoint with the published sizes and without weights; raises FolderError if it is foreign."""
+    claim_folder(folder, {"kind": "full"})
+    tokenizer = make_tokenizer(FULL_TOKENS)
+    config = full_config(tokenizer.convert_tokens_to_ids("user"))
+    config.save_pretrained(folder)
+    make_generation_config(FULL_TOKENS).save_pretrained(folder)
+    make_processor(tokenizer, audio_seconds=300, max_pixels=12845056).save_pretrained(folder)
+    dit = config.token2wav_config.dit_config
+    write_voices(folder, make_voices(FULL_TOKENS, 0, mel_dim=dit.mel_dim, speaker_dim=dit.enc_emb_dim))

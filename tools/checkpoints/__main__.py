@@ -1,0 +1,55 @@
+"""Command line: `python -m tools.checkpoints tiny OUT_DIR` or `full OUT_DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tools.checkpoints import print_figures, write_full, write_tiny
+from tools.checkpoints.errors import CheckpointError, FolderError
+from tools.checkpoints.measure import quiet_transformers
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.checkpoints", description="Writes Qwen2.5-Omni checkpoints offline."
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    tiny = kinds.add_parser("tiny", help="toy size, random weights, runnable")
+    tiny.add_argument("out_dir", type=Path)
+    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes (default: 0)")
+    full = kinds.add_parser("full", help="published 7B sizes, no weights (vLLM: load_format dummy)")
+    full.add_argument("out_dir", type=Path)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns 0, 1 when the outputs miss a figure, 2 when the folder cannot be used."""
+    options = make_parser().parse_args(arguments)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    quiet_transformers()
+    torch.set_num_threads(1)  # the model is tiny: more threads only wait for each other, for minutes on a busy machine
+    started = time.monotonic()
+    try:
+        if options.kind == "tiny":
+            print_figures(write_tiny(options.out_dir, options.seed))
+        else:
+            write_full(options.out_dir)
+    except (FolderError, OSError) as error:
+        print(f"checkpoints: {error}", file=sys.stderr)
+        return 2
+    except CheckpointError as error:
+        print(f"checkpoints: {error}", file=sys.stderr)
+        return 1
+    print(f"checkpoints: wrote {options.kind} to {options.out_dir} in {time.monotonic() - started:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What a checkpoint answers through transformers, and whether that is what was promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tools.checkpoints.configuration import AUDIO_RATE
+
+MEASURED_PROMPTS = ("hello", "What is the capital of France?", "Tell me a story about a dog.")
+THINKER_TOKENS = 32
+CODEC_TOKENS = 64
+MIN_DISTINCT = 10
+PEAK_RANGE = (0.05, 0.95)
+SAMPLES_PER_CODEC_TOKEN = 480
+
+
+def keep_talker_attention_mask(model: Any) -> None:
+    """Makes the talker of a loaded transformers model see its attention mask of ones.
+
+    transformers 5.19 drops an all-ones mask in `generate()`, and the talker adds the embeddings of the codec's pad and
+    start tokens to its prompt only `if attention_mask is not None`. Without this, an unpadded prompt gets a talker
+    that differs from the published one. Only this instance is changed.
+    """
+    talker = model.talker
+    original_forward = talker.forward
+
+    @wraps(original_forward)  # generate() validates its arguments against the signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attention_mask") is None:
+            embeds, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
+            batch, length = (kwargs["input_ids"] if embeds is None else embeds).shape[:2]
+            past = 0 if cache is None else cache.get_seq_length()
+            kwargs["attention_mask"] = torch.ones(batch, past + length, dtype=torch.long)
+        return original_forward(*args, **kwargs)
+
+    talker.forward = forward
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the checkpoint answers to one prompt in one voice, and how clear its greedy choices were.
+
+    The gaps are the smallest differences between the best and the second best logit over all steps.
+    """
+
+    prompt: str
+    voice: str
+    thinker_tokens: tuple[int, ...]
+    codec_tokens: tuple[int, ...]
+    peak: float
+    samples: int
+    thinker_gap: float
+    codec_gap: float
+
+
+class GapRecorder:
+    """A logits processor that changes nothing and keeps the smallest gap between the two best logits."""
+
+    def __init__(self) -> None:
+        self.smallest = float("inf")
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        best, second = scores.topk(2, dim=-1).values[0].tolist()
+        self.smallest = min(self.smallest, best - second)
+        return scores
+
+
+def generate_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns a processor's output as keyword arguments for the model's `generate()`.
+
+    transformers 5.19 hands what has no prefix to all three parts, and the talker refuses pixels.
+    """
+    pixels = ("pixel_values", "pixel_values_videos")
+    return {f"thinker_{name}" if name in pixels else name: value for name, value in inputs.items()}
+
+
+def load_reference_model(folder: Path) -> Any:
+    """Returns transformers' model of a checkpoint in float32, with the talker's attention mask kept."""
+    from transformers import Qwen2_5OmniForConditionalGeneration
+
+    model = Qwen2_5OmniForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    keep_talker_attention_mask(model)
+    return model
+
+
+def measure_answer(model: Any, inputs: dict[str, Any], prompt: str, voice: str) -> Answer:
+    """Runs the whole model greedily, for 32 thinker and 64 codec tokens at most."""
+    ids = model.config.thinker_config, model.config.talker_config
+    gaps = GapRecorder(), GapRecorder()
+    codes: list[torch.Tensor] = []
+    hook = model.token2wav.register_forward_pre_hook(lambda module, args: codes.append(args[0]))
+    random_state = torch.get_rng_state()
+    torch.manual_seed(0)  # the vocoder's initial noise
+    try:
+        sequences, waveform = model.generate(
+            **generate_arguments(inputs),
+            speaker=voice,
+            thinker_max_new_tokens=THINKER_TOKENS,
+            thinker_do_sample=False,
+            thinker_eos_token_id=[ids[0].eos_token_id, ids[0].pad_token_id],
+            thinker_logits_processor=[gaps[0]],
+            talker_max_new_tokens=CODEC_TOKENS,
+            talker_do_sample=False,
+            talker_eos_token_id=[ids[1].tts_codec_end_token_id, ids[1].tts_codec_pad_token_id],
+            talker_logits_processor=[gaps[1]],
+        )
+    finally:
+        hook.remove()
+        torch.set_rng_state(random_state)
+    return Answer(
+        prompt=prompt,
+        voice=voice,
+        thinker_tokens=tuple(sequences[0, inputs["input_ids"].shape[1] :].tolist()),
+        codec_tokens=tuple(codes[0][0].tolist()),
+        peak=float(waveform.abs().max()),
+        samples=waveform.numel(),
+        thinker_gap=gaps[0].smallest,
+        codec_gap=gaps[1].smallest,
+    )
+
+
+def media_prompts(processor: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (name, processor output): the same question about different sounds, pictures and films."""
+    time_axis = np.arange(AUDIO_RATE, dtype=np.float32) / AUDIO_RATE
+    ramp = np.linspace(0, 255, 84 * 84 * 3).reshape(84, 84, 3).astype(np.uint8)
+    for name, pitch, picture in (("first", 220.0, ramp), ("second", 660.0, np.ascontiguousarray(ramp[::-1]))):
+        tone = np.sin(2 * np.pi * pitch * time_axis)
+        film = np.stack([picture, picture // 2])
+        contents = {"audio": {"audio": [tone]}, "image": {"images": [picture]}, "video": {"videos": [film]}}
+        for media, content in contents.items():
+            messages = [{"role": "user", "content": [{"type": media}, {"type": "text", "text": "What is this?"}]}]
+            text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            yield f"{media}, {name}", dict(processor(text=text, **content, return_tensors="pt"))
+
+
+def measure_answers(folder: Path) -> list[Answer]:
+    """Returns what the checkpoint answers to texts in every voice, and to media in one."""
+    from transformers import Qwen2_5OmniProcessor
+
+    processor = Qwen2_5OmniProcessor.from_pretrained(folder)
+    model = load_reference_model(folder)
+    answers = []
+    for prompt in MEASURED_PROMPTS:
+        messages = [{"role": "user", "content": prompt}]
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        inputs = dict(processor(text=text, return_tensors="pt"))
+        answers += [measure_answer(model, inputs, prompt, voice) for voice in model.speaker_map]
+    first_voice = next(iter(model.speaker_map))
+    return answers + [measure_answer(model, inputs, name, first_voice) for name, inputs in media_prompts(processor)]
+
+
+def missed_figures(answers: list[Answer]) -> list[str]:
+    """Returns a sentence for every promise about the outputs that the answers break."""
+    missed = []
+    for answer in answers:
+        who = f"{answer.prompt!r} ({answer.voice})"
+        wanted_samples = CODEC_TOKENS * SAMPLES_PER_CODEC_TOKEN
+        if len(answer.thinker_tokens) != THINKER_TOKENS or len(answer.codec_tokens) != CODEC_TOKENS:
+            missed.append(f"{who}: a reply ended before its length limit")
+        if len(set(answer.thinker_tokens)) < MIN_DISTINCT:
+            missed.append(f"{who}: only {len(set(answer.thinker_tokens))} different thinker tokens")
+        if len(set(answer.codec_tokens)) < MIN_DISTINCT:
+            missed.append(f"{who}: only {len(set(answer.codec_tokens))} different codec tokens")
+        if not PEAK_RANGE[0] <= answer.peak <= PEAK_RANGE[1]:
+            missed.append(f"{who}: waveform peak {answer.peak:.3f} outside {PEAK_RANGE}")
+        if answer.samples != wanted_samples:
+            missed.append(f"{who}: {answer.samples} samples instead of {wanted_samples}")
+    texts = {answer.thinker_tokens for answer in answers}
+    prompts = {answer.prompt for answer in answers}
+    if len(texts) != len(prompts):
+        missed.append(f"{len(prompts)} prompts, but only {len(texts)} different replies")
+    if len({answer.codec_tokens for answer in answers}) != len(answers):
+        missed.append("two prompts or voices got the same codec tokens")
+    return missed
+
+
+def print_figures(answers: list[Answer]) -> None:
+    """Prints one line per answer."""
+    print(f"{'prompt':32} {'voice':8} {'texts':>5} {'codes':>5} {'peak':>6} {'text gap':>9} {'code gap':>9}")
+    for answer in answers:
+        distinct = len(set(answer.thinker_tokens)), len(set(answer.codec_tokens))
+        print(
+            f"{answer.prompt:32} {answer.voice:8} {distinct[0]:5} {distinct[1]:5} {answer.peak:6.3f} "
+            f"{answer.thinker_gap:9.5f} {answer.codec_gap:9.5f}"
+        )
+
+
+def quiet_transformers() -> None:
+    """Silences warnings of transformers that do not apply.
+
+    It compares every id of the talker's configuration with the talker's vocabulary, also those of text tokens.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

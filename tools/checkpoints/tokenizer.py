@@ -1,0 +1,187 @@
+"""The tokenizer of a written checkpoint: published names and template, made-up words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.checkpoints.errors import CheckpointError
+
+# The published names, in the published order. Every id that follows from a name is looked up, never written down.
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|AUDIO|>",
+    "<|audio_bos|>",
+    "<|audio_eos|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_bos|>",
+    "<|vision_eos|>",
+    "<|vision_pad|>",
+    "<|IMAGE|>",
+    "<|VIDEO|>",
+)
+SPEECH_TOKENS = ("<tts_pad>", "<tts_text_bos>", "<tts_text_eos>")
+# The token that tells the talker which voice to use. They have no published name.
+VOICE_TOKENS = {"Ethan": "<|voice_ethan|>", "Chelsie": "<|voice_chelsie|>"}
+
+# Attributes of the tokenizer that the processor and the chat template rely on.
+NAMED_TOKENS = {
+    "image_token": "<|IMAGE|>",
+    "audio_token": "<|AUDIO|>",
+    "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+
+# Each word becomes one token, by merging it from the left. The last ones make multi-byte characters one token.
+MERGED_WORDS = (
+    "user",
+    "assistant",
+    "system",
+    " the",
+    " a",
+    " and",
+    " of",
+    " to",
+    " in",
+    " is",
+    " it",
+    " you",
+    " that",
+    " was",
+    " for",
+    " on",
+    " are",
+    " with",
+    " as",
+    " they",
+    " be",
+    " at",
+    " one",
+    " have",
+    " this",
+    "ing",
+    "er",
+    "ed",
+    "\u00e9",
+    "\u00fc",
+    "\u4f60",
+    "\u597d",
+)
+
+# Equivalent to the published template: a default system prompt, roles, and one placeholder per media part.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if loop.first and message['role'] != 'system' -%}"
+    "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
+    "{%- endif -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['content'] is string -%}"
+    "{{ message['content'] }}"
+    "{%- else -%}"
+    "{%- for part in message['content'] -%}"
+    "{%- if part['type'] in ('image', 'image_url') or 'image' in part or 'image_url' in part -%}"
+    "{{ '<|vision_bos|><|IMAGE|><|vision_eos|>' }}"
+    "{%- elif part['type'] in ('audio', 'audio_url', 'input_audio') or 'audio' in part or 'audio_url' in part -%}"
+    "{{ '<|audio_bos|><|AUDIO|><|audio_eos|>' }}"
+    "{%- elif part['type'] in ('video', 'video_url') or 'video' in part or 'video_url' in part -%}"
+    "{{ '<|vision_bos|><|VIDEO|><|vision_eos|>' }}"
+    "{%- elif 'text' in part -%}"
+    "{{ part['text'] }}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- endif -%}"
+    "{{ '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}"
+    "{{ '<|im_start|>assistant\\n' }}"
+    "{%- endif -%}"
+)
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the tokens lie in a vocabulary.
+
+    `vocab_size` is the number of rows of the embedding; `first_special` the id of `<|endoftext|>`, the others follow
+    it; `first_speech` the id of `<tts_pad>`; `voices` maps a voice to the id of its token; `fixed` holds words with a
+    given id. Every other id gets a made-up word, so that each of them decodes to some text.
+    """
+
+    vocab_size: int
+    first_special: int
+    first_speech: int
+    voices: dict[str, int]
+    fixed: dict[str, int] = field(default_factory=dict)
+
+
+TINY_TOKENS = TokenLayout(vocab_size=512, first_special=480, first_speech=500, voices={"Ethan": 506, "Chelsie": 507})
+FULL_TOKENS = TokenLayout(
+    vocab_size=152064,
+    first_special=151643,
+    first_speech=151859,
+    voices={"Ethan": 151870, "Chelsie": 151872},
+    fixed={"user": 872},
+)
+
+
+def byte_level(text: str) -> str:
+    """Returns text as byte-level BPE spells it: one printable character per UTF-8 byte."""
+    from tokenizers import pre_tokenizers
+
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return "".join(piece for piece, _ in pieces)
+
+
+def make_vocabulary(layout: TokenLayout) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Returns the vocabulary (token to id) and the merges of the byte-level BPE."""
+    from tokenizers import pre_tokenizers
+
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    special = {name: layout.first_special + index for index, name in enumerate(SPECIAL_TOKENS)}
+    special |= {name: layout.first_speech + index for index, name in enumerate(SPEECH_TOKENS)}
+    special |= {VOICE_TOKENS[voice]: index for voice, index in layout.voices.items()}
+    taken = set(special.values()) | set(layout.fixed.values())
+    free_ids = (index for index in range(len(vocabulary), layout.vocab_size) if index not in taken)
+
+    merges: list[tuple[str, str]] = []
+    for word in MERGED_WORDS:
+        symbols = byte_level(word)
+        for length in range(2, len(symbols) + 1):
+            token = symbols[:length]
+            if token not in vocabulary:
+                merges.append((symbols[: length - 1], symbols[length - 1]))
+                vocabulary[token] = layout.fixed.get(token) or next(free_ids)
+    vocabulary |= {byte_level(f" w{index}"): index for index in free_ids}
+    return vocabulary | special, merges
+
+
+def make_tokenizer(layout: TokenLayout) -> Any:
+    """Returns a Qwen2 tokenizer with the published special tokens at the ids that the layout gives them."""
+    from tokenizers import AddedToken
+    from transformers import Qwen2Tokenizer
+
+    vocabulary, merges = make_vocabulary(layout)
+    # Special tokens are part of the BPE vocabulary: this is what lets them keep ids beyond the number of words.
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=merges,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=NAMED_TOKENS,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=32768,
+    )
+    names = (*SPECIAL_TOKENS, *SPEECH_TOKENS, *VOICE_TOKENS.values())
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
+    for name in names:
+        token_id = tokenizer.convert_tokens_to_ids(name)
+        if token_id != vocabulary[name]:
+            raise CheckpointError(f"token {name} got id {token_id}, not {vocabulary[name]}")
+    return tokenizer

@@ -1,0 +1,132 @@
+"""Random weights and voices whose scales make the tiny checkpoint's outputs say something."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tools.checkpoints.configuration import TINY_CODEC
+from tools.checkpoints.errors import CheckpointError
+from tools.checkpoints.tokenizer import TokenLayout
+
+
+def seeded_generator(seed: int, name: str) -> torch.Generator:
+    """Returns a generator that depends on the seed and on the name only, not on the order in which it is asked for."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def normal(shape: tuple[int, ...] | torch.Size, seed: int, name: str, std: float = 1.0) -> torch.Tensor:
+    """Returns a float32 tensor of independent normal values with mean 0."""
+    return torch.randn(shape, generator=seeded_generator(seed, name), dtype=torch.float32) * std
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How one parameter is drawn: normal around `mean` with a given spread.
+
+    `gain` is relative to the fan-in (a layer with gain 1 keeps the size of what goes through it), `std` is absolute;
+    exactly one of them is set.
+    """
+
+    gain: float | None = None
+    std: float | None = None
+    mean: float = 0.0
+
+
+# First match wins. docs/adr/0002-tiny-checkpoint.md says why these values.
+SCALES: tuple[tuple[str, Scale], ...] = (
+    # Thinker and talker: attention dominates the residual stream and is sharp, so that the next token hashes the
+    # whole context instead of following from the last token. That is what keeps greedy decoding out of cycles.
+    (r"^thinker\.model\.embed_tokens\.weight$", Scale(std=1.0)),
+    (r"^talker\.model\.embed_tokens\.weight$", Scale(std=1.0)),
+    (r"^(thinker|talker)\.model\.layers\.\d+\.self_attn\.[qk]_proj\.weight$", Scale(gain=2.0)),
+    (r"^(thinker|talker)\.model\.layers\.\d+\.self_attn\.o_proj\.weight$", Scale(gain=2.0)),
+    (r"^(thinker|talker)\.model\.layers\.\d+\.mlp\.down_proj\.weight$", Scale(gain=2.0)),
+    (r"^thinker\.lm_head\.weight$", Scale(gain=3.0)),
+    (r"^talker\.codec_head\.weight$", Scale(gain=3.0)),
+    # DiT: mel values are log amplitudes around -4, where the vocoder's decibel window (-11 to 2.3) is not clipped.
+    (r"\.codec_embed\.weight$", Scale(std=2.0)),
+    (r"\.transformer_blocks\.\d+\.attn_norm\.linear\.weight$", Scale(gain=0.5)),
+    (r"\.proj_out\.weight$", Scale(gain=2.0)),
+    (r"\.proj_out\.bias$", Scale(std=1.0, mean=-4.0)),
+    # BigVGAN: quiet residual branches; conv_post sets the loudness.
+    (r"\.resblocks\.\d+\.convs[12]\.\d+\.weight$", Scale(gain=0.5)),
+    (r"\.conv_post\.weight$", Scale(gain=0.2)),
+    (r"\.(alpha|beta)$", Scale(std=0.3)),
+    # Everything else.
+    (r"(norm\w*|ln_q|layer_norm)\.weight$", Scale(std=0.1, mean=1.0)),
+    (r"\.bias$", Scale(std=0.1)),
+    (r"\.weight$", Scale(gain=1.0)),
+)
+
+
+def scale_of(name: str) -> Scale:
+    """Returns how the named parameter is drawn; raises CheckpointError for a name that no rule covers."""
+    for pattern, scale in SCALES:
+        if re.search(pattern, name):
+            return scale
+    raise CheckpointError(f"no rule says how to draw parameter {name}")
+
+
+def fan_in(name: str, shape: torch.Size) -> int:
+    """Returns how many inputs one output of the layer sums over."""
+    if ".ups." in name:  # a transposed convolution [in, out, kernel]: about two taps of the kernel meet each output
+        return shape[0] * 2
+    return int(np.prod(shape[1:]))
+
+
+def draw_parameter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """Returns the value of one parameter, float32."""
+    scale = scale_of(name)
+    std = scale.std if scale.gain is None else scale.gain / fan_in(name, shape) ** 0.5
+    value = scale.mean + normal(shape, seed, name, std)
+    if name.endswith("conv_post.weight"):
+        # The vocoder's activations have a large mean; without this the waveform would have a large offset.
+        value -= value.mean(dim=-1, keepdim=True)
+    return value
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int, spoken_ids: list[int]) -> None:
+    """Fills a model in place. The thinker only ever answers with `spoken_ids`, the talker with codec sounds.
+
+    The other rows of the two output layers are zero: a logit of 0 never wins against the best of the others, so no
+    reply ends before its length limit and every codec token has a row in the vocoder's embedding.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.copy_(draw_parameter(name, parameter.shape, seed))
+    keep = torch.zeros(model.thinker.lm_head.weight.shape[0], 1)
+    keep[spoken_ids] = 1
+    model.thinker.lm_head.weight.mul_(keep)
+    model.talker.codec_head.weight[TINY_CODEC.sounds :] = 0
+
+
+def spoken_token_ids(tokenizer: Any) -> list[int]:
+    """Returns the ids of the ordinary tokens that are printable text on their own."""
+    special = set(tokenizer.added_tokens_decoder)
+    texts = {index: tokenizer.decode([index]) for index in range(len(tokenizer)) if index not in special}
+    return [index for index, text in texts.items() if text and text.isprintable() and "\ufffd" not in text]
+
+
+def make_voices(layout: TokenLayout, seed: int, *, mel_dim: int, speaker_dim: int) -> dict[str, dict[str, Any]]:
+    """Returns the content of spk_dict.pt: per voice the token, the embedding [1, speaker_dim], the mel [1, T, mel_dim].
+
+    T differs between the voices. The mel is smooth in time and lies around -4, as log amplitudes of speech do.
+    """
+    voices: dict[str, dict[str, Any]] = {}
+    for voice, frames in (("Chelsie", 300), ("Ethan", 420)):
+        noise = normal((1, mel_dim, frames + 8), seed, f"{voice}.ref_mel", 6.0)
+        mel = nn.functional.avg_pool1d(noise, kernel_size=9, stride=1).transpose(1, 2)
+        voices[voice] = {
+            "bos_token": layout.voices[voice],
+            "cond": normal((1, speaker_dim), seed, f"{voice}.cond"),
+            "ref_mel": (mel - 4.0).contiguous(),
+        }
+    return voices
