@@ -85,10 +85,7 @@ def main(options: argparse.Namespace) -> None:
     for batch in options.batch:
         line: dict[str, float | int | str] = {"stage": options.stage, "batch": batch}
         for _ in range(2):  # the first round warms up
-            for name, start, step in (
-                ("bare", start_bare, engine.core.step),
-                ("ours", start_ours, engine.step),
-            ):
+            for name, start, step in (("bare", start_bare, engine.core.step), ("ours", start_ours, engine.step)):
                 for index in range(batch):
                     start(engine, options.stage, index, options.tokens)
                 line[f"{name}_ms"] = round(1000 * statistics.median(steps_of(engine, step)[WARM:-WARM]), 3)

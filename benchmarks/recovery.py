@@ -26,10 +26,7 @@ from omni_actors.errors import OmniError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROMPT = "Tell me, in a few words, why the sea is salt and the rivers are not."
-PARAMS = {
-    "thinker": {"max_tokens": 96, "ignore_eos": True},
-    "talker": {"max_tokens": 480, "min_tokens": 480},
-}
+PARAMS = {"thinker": {"max_tokens": 96, "ignore_eos": True}, "talker": {"max_tokens": 480, "min_tokens": 480}}
 SETTLE_SECONDS = 1.5  # until heartbeats have brought all counts
 
 

@@ -138,10 +138,7 @@ class UnknownModality(
 
 
 class MalformedMedia(
-    OmniError,
-    code=ErrorCode.MALFORMED_MEDIA,
-    fault=Fault.CALLER,
-    hint="Send the medium again in a supported form.",
+    OmniError, code=ErrorCode.MALFORMED_MEDIA, fault=Fault.CALLER, hint="Send the medium again in a supported form."
 ):
     """An audio, image or video cannot be read."""
 

@@ -26,14 +26,7 @@ with atheris.instrument_imports(include=["omni_actors"]):
     from omni_actors.protocol.stage import IntoStage
 
 LIMITS = Limits(header_bytes=512, body_bytes=2048, buffers=8, buffer_bytes=1024, message_bytes=2048)
-CHANNELS = [
-    ClientToCoordinator,
-    CoordinatorToClient,
-    IntoStage,
-    FromStage,
-    StageToCoordinator,
-    CoordinatorToStage,
-]
+CHANNELS = [ClientToCoordinator, CoordinatorToClient, IntoStage, FromStage, StageToCoordinator, CoordinatorToStage]
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "unit" / "golden_messages.json"
 
 

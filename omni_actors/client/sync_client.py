@@ -16,11 +16,7 @@ from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.client.prompts import Prompting
 from omni_actors.client.streams import RequestStream, StreamItem
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.client import (
-    Description,
-    Operation,
-    Report,
-)
+from omni_actors.protocol.client import Description, Operation, Report
 from omni_actors.protocol.header import Limits
 from omni_actors.protocol.results import StageUsage
 from omni_actors.protocol.telemetry import RequestTimeline

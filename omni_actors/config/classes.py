@@ -7,9 +7,7 @@ from collections.abc import Mapping
 
 from omni_actors import envs
 from omni_actors.config.dotted_keys import suggest
-from omni_actors.config.schema import (
-    BUILT_IN_IMPORT_PREFIXES,
-)
+from omni_actors.config.schema import BUILT_IN_IMPORT_PREFIXES
 from omni_actors.errors import ConfigError
 
 

@@ -9,12 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni_actors.config.schema import (
-    DEFAULT_GPU_MEMORY_UTILIZATION,
-    PipelineConfig,
-    StageConfig,
-    StageKind,
-)
+from omni_actors.config.schema import DEFAULT_GPU_MEMORY_UTILIZATION, PipelineConfig, StageConfig, StageKind
 from omni_actors.errors import ConfigError
 
 

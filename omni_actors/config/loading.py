@@ -18,10 +18,7 @@ from omni_actors.config import slurm
 from omni_actors.config.checks import check_stages
 from omni_actors.config.devices import host_devices
 from omni_actors.config.dotted_keys import flatten, refuse_unknown_keys, suggest
-from omni_actors.config.schema import (
-    PipelineConfig,
-    StageConfig,
-)
+from omni_actors.config.schema import PipelineConfig, StageConfig
 from omni_actors.errors import ConfigError
 
 

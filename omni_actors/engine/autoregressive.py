@@ -18,13 +18,7 @@ from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniErr
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
-from omni_actors.stage.engine_interface import (
-    EngineEvent,
-    EngineFacts,
-    ErrorEvent,
-    StageInputs,
-    StageRequest,
-)
+from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, ErrorEvent, StageInputs, StageRequest
 
 logger = logging.getLogger(__name__)
 

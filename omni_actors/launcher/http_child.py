@@ -36,13 +36,7 @@ class HttpChild:
     """
 
     def __init__(
-        self,
-        address: str,
-        insecure: bool,
-        endpoint: str,
-        arguments: Sequence[str],
-        log_file: Path,
-        http: HttpConfig,
+        self, address: str, insecure: bool, endpoint: str, arguments: Sequence[str], log_file: Path, http: HttpConfig
     ) -> None:
         host, port = parse_address(address)
         check_exposure(host, envs.api_key(), insecure)

@@ -16,14 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from omni_actors.config import Modality, PipelineConfig, StageConfig
-from omni_actors.errors import (
-    DeadlineExceeded,
-    EngineError,
-    OmniError,
-    Overloaded,
-    ProtocolError,
-    StageLost,
-)
+from omni_actors.errors import DeadlineExceeded, EngineError, OmniError, Overloaded, ProtocolError, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import Envelope, Frame
 from omni_actors.protocol.common import Abort, Credit, Failed
@@ -332,10 +325,7 @@ class StageActor:
                     self._meter.started(work.track)
                 elif isinstance(action, Extend):
                     self._engine.extend(
-                        work.request.request_id,
-                        action.rows,
-                        token_ids=action.token_ids,
-                        complete=action.complete,
+                        work.request.request_id, action.rows, token_ids=action.token_ids, complete=action.complete
                     )
                 elif isinstance(action, Skip):
                     return self._finish_empty(work)

@@ -85,11 +85,7 @@ class Handshake:
     """
 
     def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        endpoint: str,
-        keys: Keys | None,
-        clock: Callable[[], float] = time.monotonic,
+        self, socket: zmq.Socket[bytes], endpoint: str, keys: Keys | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._watched = socket
         self._clock = clock

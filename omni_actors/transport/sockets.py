@@ -121,10 +121,7 @@ class Sockets:
     """
 
     def __init__(
-        self,
-        context: zmq.Context[Socket] | None = None,
-        max_message_bytes: int = -1,
-        keys: Keys | None = None,
+        self, context: zmq.Context[Socket] | None = None, max_message_bytes: int = -1, keys: Keys | None = None
     ) -> None:
         self.context = context or zmq.Context()
         self.keys = keys

@@ -540,10 +540,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_company(talker, answers):
     sample(talker, answers[0], "other", seed=6, **params)
     sample(talker, answers[0], "own", seed=9, **{**params, "min_p": 0.001})
     talker.start(  # a seed among the parameters wins over the request's
-        "params",
-        talker_inputs(answers[0].thinker_rows, prompt_length(answers[0])),
-        seed=77,
-        **{**params},
+        "params", talker_inputs(answers[0].thinker_rows, prompt_length(answers[0])), seed=77, **{**params}
     )
     talker.run()
     assert talker.tokens("again") == alone

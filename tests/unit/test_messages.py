@@ -196,10 +196,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     (Resend(receiver=HOP, attempt=2), []),
     (Ended(request_ids=("r1", "r2")), []),
     (Unreachable(receiver=HOP, attempt=1), []),
-    (
-        Submit(prompt=Prompt(token_ids=pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5),
-        [],
-    ),
+    (Submit(prompt=Prompt(token_ids=pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5), []),
     (Heartbeat(progress=5, sent=2.5), []),
     (
         Snapshot(

@@ -126,10 +126,7 @@ def test_a_histogram_counts_a_bound_into_its_own_bucket() -> None:
 def snapshot(tokens: float = 0, steps: tuple[int, ...] | None = None, held: float = 0) -> Snapshot:
     counts = steps or (0,) * (len(table.STEP_SECONDS.bounds) + 1)
     return Snapshot(
-        samples=(
-            Sample(table.OUTPUT_TOKENS.name, LABELS, tokens),
-            Sample(table.STAGE_HELD.name, LABELS, held),
-        ),
+        samples=(Sample(table.OUTPUT_TOKENS.name, LABELS, tokens), Sample(table.STAGE_HELD.name, LABELS, held)),
         histograms=(HistogramSample(table.STEP_SECONDS.name, LABELS, counts, float(sum(counts))),),
     )
 

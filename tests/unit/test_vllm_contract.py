@@ -110,10 +110,7 @@ def test_struct_fields(kind, fields):
         (NewRequestData, "req_id sampling_params mm_features prefill_token_ids prompt_embeds"),
         (SchedulerOutput, "scheduled_new_reqs num_scheduled_tokens total_num_scheduled_tokens finished_req_ids"),
         (ModelRunnerOutput, "pooler_output req_ids sampled_token_ids"),
-        (
-            InputBatch,
-            "req_ids num_reqs num_tokens idx_mapping_np query_start_loc_np num_computed_tokens_np input_ids",
-        ),
+        (InputBatch, "req_ids num_reqs num_tokens idx_mapping_np query_start_loc_np num_computed_tokens_np input_ids"),
         (SchedulerStats, "kv_cache_usage prefix_cache_stats"),
         (PrefixCacheStats, "queries hits"),
         (MultiModalFeatureSpec, "data modality identifier mm_position"),

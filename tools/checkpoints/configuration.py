@@ -310,12 +310,7 @@ def make_processor(tokenizer: Any, *, audio_seconds: int, max_pixels: int) -> An
 
     Audio is padded to `audio_seconds`, images are scaled down to `max_pixels`.
     """
-    from transformers import (
-        Qwen2_5OmniProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-        WhisperFeatureExtractor,
-    )
+    from transformers import Qwen2_5OmniProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, WhisperFeatureExtractor
 
     vision = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 56 * 56}
     return Qwen2_5OmniProcessor(

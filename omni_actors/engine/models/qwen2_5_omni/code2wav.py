@@ -386,10 +386,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         padded = payload.token_ids + (0,) * (blocks * size - len(payload.token_ids))
         tokens = self._to_device(torch.tensor(padded))
         voice = self._voices[payload.voice]
-        branches = [
-            (voice.speaker, voice.conditioning),
-            (voice.null_speaker, torch.zeros_like(voice.conditioning)),
-        ]
+        branches = [(voice.speaker, voice.conditioning), (voice.null_speaker, torch.zeros_like(voice.conditioning))]
         fixed = self.dit.condition(tokens, branches[: payload.branches])
         keep = None
         if not payload.last and self.dit.kept_layers:

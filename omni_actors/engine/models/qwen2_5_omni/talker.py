@@ -381,11 +381,7 @@ class TalkerAdapter(AutoregressiveAdapter):
         embeddings = torch.cat([prompt[:n_prompt], prompt.new_zeros(2, self._width)])
         params = request.params.merged_over(self.defaults)
         sampling = make_sampling_params(
-            params,
-            seed=request.effective_seed,
-            end_token_ids=self._ends,
-            vocabulary=self.vocabulary,
-            payload=payload,
+            params, seed=request.effective_seed, end_token_ids=self._ends, vocabulary=self.vocabulary, payload=payload
         )
         core_request = make_request(
             request.request_id,
