@@ -42,19 +42,12 @@ from omni_actors.stage.engine_interface import (
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.processors import PROCESSORS, Thinker2Talker
+from tests.support.clock import Clock
 from tests.unit.builders import pipeline
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
 ROUTE = tuple(ReplicaId(stage, 0, 5) for stage in STAGES)
 EMPTY = {"requests": 0, "parked": 0, "parked_bytes": 0, "retained": 0, "retained_bytes": 0, "engine_requests": 0}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class RecordingEngine(StageEngine):
@@ -121,7 +114,7 @@ class StageUnderTest:
         config: PipelineConfig = msgspec.structs.replace(pipeline(**coordinator), flow=flow or FlowConfig())
         self.name = name
         self.engine = engine or RecordingEngine()
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.identity = ReplicaId(name, 0, 5)
         stage = stage or config.stage(name)
         of_input = PROCESSORS[processor] if stage.inputs else None

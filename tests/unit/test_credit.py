@@ -10,7 +10,8 @@ import pytest
 from omni_actors.transport.credit import ReceivedCredit, Window, wire_size
 from omni_actors.transport.link import STALL_SECONDS, Link
 from omni_actors.transport.sockets import Sockets, drain
-from tests.unit.test_transport import Clock, until
+from tests.support.clock import Clock
+from tests.support.waiting import until
 
 
 @pytest.fixture

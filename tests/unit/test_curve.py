@@ -44,7 +44,7 @@ from omni_actors.transport.curve import (
 )
 from omni_actors.transport.handshake_monitor import HANG_UP_SECONDS, Handshake, Verdict
 from omni_actors.transport.sockets import Sockets, drain, receive_known, try_send
-from tests.unit.test_transport import until
+from tests.support.waiting import until
 
 REFUSED_SECONDS = 5.0  # within which one is told
 TCP = "tcp://127.0.0.1:0"

@@ -11,18 +11,11 @@ from omni_actors.stage.device_priority import (
     DemandFlag,
     DevicePriority,
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def test_waits_while_the_other_wants_the_device(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     sign = DemandFlag(tmp_path, "thinker", 0, clock)
     give_way = DevicePriority(tmp_path, [("thinker", 0)], clock)
     assert not give_way.now()
@@ -33,7 +26,7 @@ def test_waits_while_the_other_wants_the_device(tmp_path: Path) -> None:
 
 
 def test_a_sign_expires_with_its_owner(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     DemandFlag(tmp_path, "thinker", 0, clock).show(True)
     give_way = DevicePriority(tmp_path, [("thinker", 0)], clock)
     assert give_way.now()
@@ -42,7 +35,7 @@ def test_a_sign_expires_with_its_owner(tmp_path: Path) -> None:
 
 
 def test_never_waits_for_more_than_half_of_the_time(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     sign, give_way = DemandFlag(tmp_path, "thinker", 0, clock), DevicePriority(tmp_path, [("thinker", 0)], clock)
     waited = 0
     for _ in range(2000):
@@ -54,7 +47,7 @@ def test_never_waits_for_more_than_half_of_the_time(tmp_path: Path) -> None:
 
 
 def test_replicas_that_start_later_are_found(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     give_way = DevicePriority(tmp_path, [("thinker", 0), ("thinker", 1)], clock)
     assert not give_way.now()
     DemandFlag(tmp_path, "thinker", 1, clock).show(True)

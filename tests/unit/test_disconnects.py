@@ -9,7 +9,7 @@ import pytest
 
 from omni_actors.transport.disconnects import GRACE_SECONDS, DisconnectDetector, DisconnectMonitor
 from omni_actors.transport.sockets import Socket, Sockets, try_send
-from tests.unit.test_transport import until
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
-from tests.unit.test_transport import until
+from tests.support.waiting import until
 
 IDENTITY = ReplicaId("thinker", 0, 5)
 NAME = b"thinker/0/5"

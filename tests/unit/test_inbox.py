@@ -14,7 +14,7 @@ from omni_actors.stage import inbox as inbox_module
 from omni_actors.stage.events import Stop
 from omni_actors.stage.inbox import Inbox
 from omni_actors.transport.sockets import Socket, Sockets, try_send
-from tests.unit.test_transport import until
+from tests.support.waiting import until
 
 
 class Harness:

@@ -47,20 +47,13 @@ from omni_actors.telemetry.process_metrics import edge_metrics
 from omni_actors.telemetry.prometheus import render
 from omni_actors.telemetry.request_log import KEPT, SETTLE_SECONDS, Finished, RequestLog
 from omni_actors.transport.credit import EdgeMetrics, Traffic
+from tests.support.clock import Clock
 from tests.unit.builders import pipeline, submit
 from tests.unit.test_actor import StageUnderTest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 LABELS = ("talker", "0")
-
-
-class Clock:
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def parsed(text: str) -> dict[str, dict[tuple[str, ...], float]]:
@@ -348,7 +341,7 @@ class Observed:
     """A `RequestLog` with its clock and meters."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.meters = Meters()
         self.settled: list[Finished] = []
         self.log = RequestLog(self.meters, self.clock, self.settled.append)

@@ -24,7 +24,7 @@ from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.sockets import Sockets, drain
-from tests.unit.test_transport import until
+from tests.support.waiting import until
 
 ME = ReplicaId("thinker", 0, 5)
 TALKER, OTHER = ReplicaId("talker", 0, 5), ReplicaId("other", 0, 5)

@@ -25,6 +25,8 @@ from omni_actors.transport.link import Link
 from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.sockets import PeerGone, Sockets, drain, try_send
 from omni_actors.transport.wakeup import WakeableQueue
+from tests.support.clock import Clock
+from tests.support.waiting import eventually, until
 
 
 @pytest.fixture
@@ -32,20 +34,6 @@ def sockets() -> Iterator[Sockets]:
     made = Sockets()
     yield made
     made.context.destroy(linger=0)
-
-
-def until(condition, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
-async def soon(condition, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.005)
 
 
 def leave_socket(path: Path) -> None:
@@ -184,13 +172,6 @@ def test_other_send_errors_are_not_swallowed(sockets: Sockets, short_path: Path)
     assert caught.value.errno == errno.ENOTSUP
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_link_keeps_order_while_nobody_listens(sockets: Sockets, short_path: Path) -> None:
     endpoint = f"ipc://{short_path}/inbox"
     clock = Clock()
@@ -252,7 +233,7 @@ async def test_reader_drains_bursts(sockets: Sockets, short_path: Path) -> None:
     got: list[bytes] = []
     quiet: list[int] = []
     reader = SocketReader(pull, lambda frames: got.append(frames[0]), lambda: quiet.append(len(got)))
-    await soon(lambda: quiet and quiet[-1] == 600)
+    await eventually(lambda: quiet and quiet[-1] == 600)
     assert got == [b"%d" % number for number in range(600)]
     reader.close()
     reader.close()
@@ -280,7 +261,7 @@ async def test_reader_survives_a_callback_that_raises(sockets: Sockets, short_pa
     reader = SocketReader(pull, on_message)
     await asyncio.sleep(0.05)  # its first look at the socket is over
     until(lambda: try_send(push, [b"first"]))
-    await soon(lambda: len(got) == 4)
+    await eventually(lambda: len(got) == 4)
     assert errors == ["a bug"]
     reader.close()
 
