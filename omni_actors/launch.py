@@ -16,9 +16,8 @@ from omni_actors.http_server import settings as server_settings
 from omni_actors.launcher.launcher import Launcher, host_addresses
 from omni_actors.launcher.one_request import answer
 from omni_actors.logs import say
+from omni_actors.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from omni_actors.transport.curve import load_keys
-
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from omni_actors import envs
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout
+from omni_actors.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.protocol.client import Operation, Report
 
-EXIT_OK, EXIT_FAILED = 0, 1
 LOOK_SECONDS = 0.1
 
 

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omni_actors.errors import ConfigError
+from omni_actors.processes import EXIT_OK, EXIT_USAGE
 from omni_actors.transport.curve import ALLOWED, CLUSTER, OPERATORS, PUBLIC, SECRET, make_client, make_cluster
-
-EXIT_OK, EXIT_USAGE = 0, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

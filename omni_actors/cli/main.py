@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from omni_actors.processes import EXIT_OK, EXIT_USAGE
+
 SUBCOMMANDS = {
     "launch": ("omni_actors.launch", "start a pipeline and serve it, or answer one prompt"),
     "check": ("omni_actors.launch", "print the effective configuration of a pipeline and start nothing"),
@@ -15,7 +17,6 @@ SUBCOMMANDS = {
     "replay": ("omni_actors.cli.replay", "run a recorded stage again and compare its output"),
     "keys": ("omni_actors.cli.keys", "make CURVE keys for a pipeline, its clients and its operators"),
 }
-EXIT_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in ("-h", "--help"):
         print(usage())
-        return 0
+        return EXIT_OK
     if not given or given[0] not in SUBCOMMANDS:
         problem = f"unknown command {given[0]!r}" if given else "a command is missing"
         print(f"omni-actors: {problem}\n\n{usage()}", file=sys.stderr)

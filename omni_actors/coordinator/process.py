@@ -25,6 +25,7 @@ from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.shell import Endpoints
 from omni_actors.coordinator.supervisor import Supervisor
 from omni_actors.errors import OmniError
+from omni_actors.processes import EXIT_OK
 from omni_actors.protocol.common import Failed
 from omni_actors.run_directory import clear_abandoned
 from omni_actors.telemetry.export import span_export
@@ -33,7 +34,7 @@ logger = logs.get_logger(__name__)
 
 ORPHAN_SECONDS = 3.0  # after which a process without a launcher ends whatever its event loop does
 FAREWELL_SECONDS = 0.2  # for the last answers to clients when the launcher is dead
-EXIT_OK, EXIT_REFUSED = 0, 3
+EXIT_REFUSED = 3
 
 
 class CoordinatorSpec(Struct, frozen=True):

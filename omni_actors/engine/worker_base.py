@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,8 +11,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from omni_actors.engine.models import checkpoint_architecture, find_model_spec, register_models
-
-PR_SET_PDEATHSIG = 1
+from omni_actors.processes import die_with_parent
 
 
 def omni_options(vllm_config: Any) -> Mapping[str, Any]:
@@ -41,7 +39,7 @@ class OmniWorkerBase:
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, in a process that knows our models: where there are several workers, each has one of its own."""
         if self.vllm_config.parallel_config.world_size > 1:
-            _die_with_the_stage()
+            die_with_parent(signal.SIGKILL)  # by themselves vLLM's workers take ten seconds to leave the GPU
         options = omni_options(self.vllm_config)
         register_models(find_model_spec(checkpoint_architecture(options["model"]), options["model_stage"]))
         return super().load_model(*args, **kwargs)
@@ -51,11 +49,6 @@ class OmniWorkerBase:
 
     def omni_reset(self) -> None:
         self.model_runner.omni_reset()
-
-
-def _die_with_the_stage() -> None:
-    """vLLM's workers notice that their parent is gone, but then take ten seconds to leave the GPU."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class HostCopy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -21,11 +20,10 @@ from omni_actors.errors import ConfigError
 from omni_actors.http_server import settings as server_settings
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.processes import EXIT_OK, EXIT_USAGE, die_with_parent
 
-PR_SET_PDEATHSIG = 1
 KEEP_ALIVE_SECONDS = 30
 SHUTDOWN_SECONDS = 3
-EXIT_OK, EXIT_USAGE = 0, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _follow_launcher(pid: int) -> None:
     """End with the launcher, and leave Ctrl-C to it: it decides in which order things stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent()
     if os.getppid() != pid:  # it died before the line above
         raise ConfigError("The launcher is gone.", hint="")
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import msgspec
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.process import EXIT_OK, Answer, CoordinatorSpec, Ended, Listening
+from omni_actors.coordinator.process import Answer, CoordinatorSpec, Ended, Listening
 from omni_actors.errors import OmniError, StartupError
-from omni_actors.launcher.replica_processes import describe_exit
 from omni_actors.logs import get_logger
+from omni_actors.processes import EXIT_OK, Backoff, describe_exit
 from omni_actors.protocol.common import Failed
 from omni_actors.run_directory import RunDirectory
 
@@ -63,7 +63,8 @@ class CoordinatorChild:
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self._deaths: list[float] = []
+        settings = pipeline.coordinator
+        self._backoff = Backoff(FIRST_BACKOFF, LAST_BACKOFF, settings.restarts, settings.restart_window)
         self._listens_since = 0.0
 
     @property
@@ -116,9 +117,9 @@ class CoordinatorChild:
                 self._on_end(await self._last_words())
                 return
             how = describe_exit(code)
-            delay = self._plan()
+            delay = self._backoff.next(time.monotonic())
             if delay is None:
-                self._on_end(f"The coordinator died ({how}), after {len(self._deaths)} restarts.")
+                self._on_end(f"The coordinator died ({how}), after {self._backoff.restarts} restarts.")
                 return
             self._on_restart(f"the coordinator died ({how}) and is started again; requests in flight are lost")
             with contextlib.suppress(TimeoutError):
@@ -136,17 +137,6 @@ class CoordinatorChild:
         line = await stdout.read() if stdout is not None else b""
         answer: Answer | None = msgspec.json.decode(line, type=Answer) if line else None
         return answer.failure if isinstance(answer, Ended) else ""
-
-    def _plan(self) -> float | None:
-        """Seconds until it is started again; `None` for never."""
-        settings = self._pipeline.coordinator
-        now = time.monotonic()
-        self._deaths = [moment for moment in self._deaths if moment + settings.restart_window > now]
-        if len(self._deaths) >= settings.restarts:
-            return None
-        self._deaths.append(now)
-        later = len(self._deaths) - 1
-        return min(LAST_BACKOFF, FIRST_BACKOFF * 2 ** (later - 1)) if later else 0.0
 
     async def stop(self) -> None:
         """SIGTERM: requests get their time to end, clients their answers. SIGKILL if it takes too long. Idempotent."""

@@ -6,7 +6,6 @@ the connection or the caller is gone, ssh sends no signal but closes standard in
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -15,10 +14,11 @@ import sys
 import time
 from collections.abc import Sequence
 
+from omni_actors.processes import EXIT_USAGE, die_with_parent
+
 GRACE_SECONDS = 15.0  # for an orderly end, drain included, before SIGKILL
 POLL_MS = 500
-PR_SET_PDEATHSIG = 1
-EXIT_USAGE, EXIT_NOT_FOUND = 2, 127
+EXIT_NOT_FOUND = 127  # as shells say it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,16 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # the wake-up is what counts; and the child ignores none
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         return EXIT_NOT_FOUND
     code = _hold(child, wakes)
     return 128 - code if code < 0 else code
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _hold(child: subprocess.Popen[bytes], wakes: int) -> int:

@@ -23,10 +23,10 @@ from omni_actors.launcher.http_child import HttpChild
 from omni_actors.launcher.node_agent import NodeAgent
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.logs import say
+from omni_actors.processes import EXIT_FAILED
 from omni_actors.run_directory import RunDirectory
 from omni_actors.telemetry.endpoint import MetricsEndpoint
 
-EXIT_FAILED = 1
 STOPS = (signal.SIGINT, signal.SIGTERM)
 ONE_WISH_SECONDS = 0.5  # scancel signals both the job script and the nodes; treat signals this close together as one
 

@@ -10,8 +10,7 @@ import soundfile
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import StartupError
 from omni_actors.logs import say
-
-EXIT_OK = 0
+from omni_actors.processes import EXIT_OK
 
 
 async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -> int:

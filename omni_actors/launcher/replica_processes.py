@@ -21,6 +21,7 @@ from omni_actors.config import PipelineConfig, StageKind, host_devices, replica_
 from omni_actors.config.placement import goes_first, is_reached_from_afar, replicas_of, threads_of
 from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger
+from omni_actors.processes import describe_exit
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.run_directory import RunDirectory
 from omni_actors.stage.process import ReplicaSpec, main
@@ -178,10 +179,3 @@ class ReplicaProcesses:
 
 def _same(one: ReplicaId, other: ReplicaId) -> bool:
     return (one.stage, one.replica) == (other.stage, other.replica) and one != other
-
-
-def describe_exit(code: int | None) -> str:
-    """'exit code 1' or 'killed by signal 9'."""
-    if code is None:
-        return "ended without an exit code"
-    return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"

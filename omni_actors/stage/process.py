@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from omni_actors import logs
 from omni_actors.addresses import is_tcp
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
 from omni_actors.errors import OmniError, StartupError
+from omni_actors.processes import die_with_parent
 from omni_actors.protocol.control import Fatal, Loading
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.run_directory import clear_abandoned
@@ -33,7 +33,6 @@ logger = logs.get_logger(__name__)
 
 WELCOME_SECONDS = 30.0
 EXIT_GRACE_SECONDS = 4.0
-PR_SET_PDEATHSIG = 1
 
 
 class ReplicaSpec(NamedTuple):
@@ -80,7 +79,7 @@ def main(spec: ReplicaSpec) -> None:
 def _prepare_process(spec: ReplicaSpec) -> None:
     # Ctrl-C reaches the whole process group; the launcher decides in which order the stages end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent()
     setproctitle.setproctitle(f"omni:{spec.name}")
     log = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):

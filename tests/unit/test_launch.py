@@ -9,8 +9,9 @@ import pytest
 from omni_actors import launch
 from omni_actors.client.offline import _as_prompts
 from omni_actors.errors import ConfigError
-from omni_actors.launch import EXIT_OK, EXIT_USAGE, main
+from omni_actors.launch import main
 from omni_actors.launcher import one_request
+from omni_actors.processes import EXIT_OK, EXIT_USAGE
 from tests.unit.builders import chain, write
 
 

@@ -1,0 +1,68 @@
+"""Helpers for parent and child processes: ending with the parent, restarting with back-off, exit codes."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import math
+import signal
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel to send this process a signal when its parent dies.
+
+    The kernel watches the thread that started this process, so that thread must live as long as its process. A parent
+    that is already dead sends nothing: callers that cannot rely on another sign compare `os.getppid()` afterwards.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+
+
+def describe_exit(code: int | None) -> str:
+    """Describe an exit code as `subprocess` and `multiprocessing` report it: 'exit code 1', 'killed by signal 9'."""
+    if code is None:
+        return "ended without an exit code"
+    return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+
+
+class Backoff:
+    """Decides when a process that died starts again. Pure: times are seconds of any one clock that the caller reads.
+
+    The first restart is immediate, the second waits `first` seconds, and every further one twice as long as the one
+    before it, up to `last`. Restarts older than `window` no longer count.
+
+    Args:
+        first: delay of the second restart, in seconds.
+        last: longest delay, in seconds.
+        limit: restarts allowed within `window`; `None` for any number.
+        window: seconds for which a restart counts.
+    """
+
+    def __init__(self, first: float, last: float, limit: int | None = None, window: float = math.inf) -> None:
+        self._first, self._last = first, last
+        self._limit, self._window = limit, window
+        self._restarts: collections.deque[float] = collections.deque()
+
+    def next(self, now: float) -> float | None:
+        """Count one more restart and return the seconds to wait before it; `None` if the limit is reached."""
+        while self._restarts and self._restarts[0] + self._window <= now:
+            self._restarts.popleft()
+        earlier = len(self._restarts)
+        if self._limit is not None and earlier >= self._limit:
+            return None
+        self._restarts.append(now)
+        doublings = min(earlier - 1, 64)  # a much larger power would overflow a float
+        return min(self._last, self._first * 2**doublings) if earlier else 0.0
+
+    def reset(self) -> None:
+        """Forget all restarts, as after a long healthy life."""
+        self._restarts.clear()
+
+    @property
+    def restarts(self) -> int:
+        """Restarts counted at the latest call of `next`."""
+        return len(self._restarts)
