@@ -19,7 +19,7 @@ import torch
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.input_processor import StreamProcessor
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs
@@ -77,7 +77,7 @@ class PromptEngine(StageEngine):
 
     def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits | None = None) -> None:
         config = arguments.create_engine_config()
-        self._input_processor = StreamProcessor(config)
+        self._input_processor = InputProcessor(config)
         self._renderer = self._input_processor.renderer
         if not config.model_config.supports_multimodal_inputs:
             raise ConfigError(f"{config.model_config.model!r} takes text only.", hint="Use an Omni checkpoint.")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine.input_processor import StreamProcessor
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
@@ -135,7 +135,7 @@ def talker_inputs(
 def encode_media_prompt(checkpoint: Path, text: str, media: dict) -> StageInputs:
     """What the prompt stage sends for a multimodal prompt."""
     arguments = OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), "prompt", SMALL)
-    processor = StreamProcessor(arguments.create_engine_config())
+    processor = InputProcessor(arguments.create_engine_config())
     request = processor.process_inputs(
         "someone-else",
         {"prompt": text, "multi_modal_data": media},

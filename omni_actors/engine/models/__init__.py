@@ -52,9 +52,9 @@ _MODULES: dict[tuple[str, str], str] = {
     (architecture, stage): f"omni_actors.engine.models.{module}"
     for architecture in _QWEN2_5_OMNI
     for stage, module in (
-        ("thinker", "qwen2_5_omni_thinker"),
-        ("talker", "qwen2_5_omni_talker"),
-        ("code2wav", "qwen2_5_omni_code2wav"),
+        ("thinker", "qwen2_5_omni.thinker"),
+        ("talker", "qwen2_5_omni.talker"),
+        ("code2wav", "qwen2_5_omni.code2wav"),
     )
 }
 
