@@ -359,15 +359,6 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         """The stages that take input from `name`."""
         return tuple(stage.name for stage in self.stages if name in stage.source_names)
 
-    def beyond(self, name: str) -> tuple[str, ...]:
-        """The stages that take input from one that takes input, directly or not, from `name`."""
-        found: set[str] = set()
-        ahead = set(self.downstream(name))
-        while ahead:
-            ahead = {after for stage in ahead for after in self.downstream(stage)} - found
-            found |= ahead
-        return tuple(stage.name for stage in self.stages if stage.name in found)
-
     def route(self, modalities: Iterable[str]) -> tuple[str, ...]:
         """The stages needed to answer in `modalities`, in order of the graph, entry first."""
         needed = {stage.name for stage in self.stages if set(stage.outputs) & set(modalities)}

@@ -415,15 +415,9 @@ class Coordinator:
         pipeline, find = self.pipeline, self.state.replicas.peers
         for replica in self.state.replicas:
             if replica.alive and replica.state is not ReplicaState.STARTING:
-                before = tuple(stage.name for stage in pipeline.stages if replica.stage in pipeline.beyond(stage.name))
                 peers = Peers(
                     peers=find(pipeline.downstream(replica.stage), replica.node),
                     sources=find(pipeline.stage(replica.stage).source_names, replica.node),
-                    # Memory is shared, and forwarded, on one host only.
-                    origins=find(before, replica.node, only_there=True),
-                    readers=tuple(
-                        peer.replica_id for peer in find(pipeline.beyond(replica.stage), replica.node, only_there=True)
-                    ),
                 )
                 self._tell(replica, peers)
 

@@ -8,27 +8,20 @@ from msgspec import Meta
 
 from omni_actors.errors import ERROR_CLASSES, ErrorCode, OmniError
 from omni_actors.protocol.fields import Count
-from omni_actors.protocol.header import Body, ReplicaId
+from omni_actors.protocol.header import Body
 
 
 class Credit(Body, tag="credit", frozen=True):
     """Receiver -> sender of an edge: you may send this much more. Itself it costs no credit.
 
     The sender starts with the window of the configuration (`flow`). `released` are tickets of arena blocks that the
-    receiver needs no more; `mapped` says that it can read the sender's arena, so that blocks may be sent to it, and
-    `origins` whose else it reads, so that blocks there may be forwarded to it.
-
-    With `through`, from a stage further on to the owner of an arena: that replica, which has forwarded blocks, is gone.
-    `held` are the owner's own tickets that came through it and are still in use; those `released` are of them.
+    receiver needs no more; `mapped` says that it can read the sender's arena, so that blocks may be sent to it.
     """
 
     messages: Count = 0
     bytes: Count = 0
     released: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()
     mapped: bool = False
-    origins: Annotated[tuple[ReplicaId, ...], Meta(max_length=1024)] = ()
-    through: ReplicaId | None = None
-    held: Annotated[tuple[Count, ...], Meta(max_length=65536)] | None = None
 
 
 class Abort(Body, tag="abort", frozen=True):

@@ -69,16 +69,10 @@ class Peer(Struct, frozen=True, array_like=True):
 
 
 class Peers(Body, tag="peers", frozen=True):
-    """Coordinator -> stage: the replicas after it and before it (`sources`) that are up now; a missing one is gone.
-
-    `origins` are those before the sources, `readers` those after the peers: a block may be forwarded from one of the
-    former, or to one of the latter.
-    """
+    """Coordinator -> stage: the replicas after it and before it (`sources`) that are up now; a missing one is gone."""
 
     peers: tuple[Peer, ...]
     sources: tuple[Peer, ...] = ()
-    origins: tuple[Peer, ...] = ()
-    readers: tuple[ReplicaId, ...] = ()
 
 
 class Heartbeat(Body, tag="heartbeat", frozen=True):

@@ -46,26 +46,17 @@ class ReplicaId(Struct, frozen=True, array_like=True):
 MAX_BLOCKS = 16  # per message; further buffers travel as frames
 
 
-class Origin(Struct, frozen=True, array_like=True):
-    """Whose arena a forwarded block lies in, and the ticket that stands in it there."""
-
-    owner: ReplicaId
-    ticket: Annotated[int, Meta(ge=1, le=2**53)]
-
-
 class Block(Struct, frozen=True, array_like=True):
     """Says that buffer number `buffer` is no frame, but lies in the sender's arena (`transport/arena.py`).
 
     `ticket` numbers the sender's publications and is written in the block, too: one that was freed meanwhile is
-    noticed. The receiver gives the ticket back in a `Credit`. With `origin` the sender only passes on what it was sent
-    itself; the ticket is its own all the same, but another one stands in the block.
+    noticed. The receiver gives the ticket back in a `Credit`.
     """
 
     buffer: Annotated[int, Meta(ge=0, le=4096)]
     offset: Count
     length: Count
     ticket: Annotated[int, Meta(ge=1, le=2**53)]
-    origin: Origin | None = None
 
 
 class Header(Struct, frozen=True, array_like=True):

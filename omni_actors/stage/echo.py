@@ -55,7 +55,6 @@ class EchoOptions:
     max_num_seqs: int = 0  # requests that one step advances, the oldest first; 0 for all
     start_seconds: float = 0.0  # time that loading takes
     row_width: int = 0
-    pass_rows: bool = False  # send on the row that came instead of making one
     samples_per_token: int = 480
     voices: tuple[str, ...] = ("Chelsie", "Ethan")
     sound: bool = False  # give audio although it is no output of the stage: it then goes to the stages after it
@@ -69,7 +68,6 @@ class EchoOptions:
 class _Echo:
     request: StageRequest
     tokens: list[int]
-    row: HostTensor | None  # to be sent on
     sent: int = 0
 
 
@@ -120,8 +118,7 @@ class EchoEngine(StageEngine):
         _check_row(inputs.tensors.get("rows"), tokens[-1])
         if request.params.max_tokens is not None:
             tokens = tokens[: request.params.max_tokens]
-        row = inputs.tensors.get("rows") if self._options.pass_rows else None
-        self._active[request.request_id] = _Echo(request, tokens, row)
+        self._active[request.request_id] = _Echo(request, tokens)
 
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
@@ -168,8 +165,6 @@ class EchoEngine(StageEngine):
         if echo.request.streams and not self._options.sound:
             width = self._options.row_width
             row = {"rows": HostTensor(DType.BF16, (1, width), _row(token, width))} if width else {}
-            if echo.row is not None:
-                row = {"rows": echo.row}
             events.append(StreamEvent(request_id, [token], row, {}, echo.sent, final))
         echo.sent += 1
         if final:

@@ -188,10 +188,7 @@ class Inbound(threading.Thread):
                 self._welcomed = True
             if isinstance(body, Peers):
                 with self._inbox.paused():  # what is decoded meanwhile would find half of it
-                    self._arenas.attach(
-                        {peer.replica_id: peer.arena for peer in body.sources},
-                        {peer.replica_id: peer.arena for peer in body.origins},
-                    )
+                    self._arenas.attach({peer.replica_id: peer.arena for peer in body.sources})
             self._inbox.put(Control(body))
 
     def _decode(self, frames: Sequence[Frame]) -> Event | None:

@@ -23,7 +23,7 @@ from omni_actors.protocol.control import Peers
 from omni_actors.protocol.header import MAX_BLOCKS, Block, Header, Limits, ReplicaId
 from omni_actors.stage.events import Event, Lost, Rejected, Stop, Undelivered
 from omni_actors.stage.outgoing import Outgoing
-from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader, Holder
+from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
 from omni_actors.transport.credit import EdgeMetrics, Traffic, Window
 from omni_actors.transport.disconnects import DisconnectDetector
 from omni_actors.transport.link import Link
@@ -64,7 +64,6 @@ class Outbound(threading.Thread):
         on_event: tells the main thread; from any thread, and under the lock.
         arena: this process's own, for large buffers; `None` sends all of them as frames.
         arenas: those of the sources, whose blocks are given back with the credit.
-        after: the stages that take input from one, by name.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Outbound(threading.Thread):
         on_event: Callable[[Event], None],
         arena: Arena | None,
         arenas: ArenaReader,
-        after: Callable[[str], Sequence[str]] = lambda stage: (),
     ) -> None:
         super().__init__(name="outbound", daemon=True)
         self._sockets = sockets
@@ -87,7 +85,6 @@ class Outbound(threading.Thread):
         self._on_event = on_event
         self._arena = arena
         self._arenas = arenas
-        self._after = after
         self._wakeup = Wakeup()
         self._lock = threading.Lock()  # around all that follows, except for what is said to be read without it
         self._traffic: dict[str, Traffic] = {}  # by receiver, as "talker/0"; outlives its links,
@@ -98,12 +95,7 @@ class Outbound(threading.Thread):
         self._links: dict[ReplicaId, Link] = {}
         self._sources: dict[ReplicaId, Link] = {}
         self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
-        # Downstream replicas that have mapped our arena, and whose else they have.
-        self._mapped: dict[ReplicaId, frozenset[ReplicaId]] = {}
-        self._consumers: frozenset[ReplicaId] | set[ReplicaId] = frozenset()  # those whose death frees blocks
-        self._readers: frozenset[ReplicaId] = frozenset()  # those after them, to which they may forward blocks
-        self._origins: dict[ReplicaId, str] = {}  # inboxes of those before the sources
-        self._to_origins: dict[ReplicaId, Link] = {}
+        self._mapped: set[ReplicaId] = set()  # downstream replicas that have mapped our arena
         self._early: list[tuple[float, Outgoing]] = []
         # Left to the thread, in order. While anything is here, nothing may be sent directly: it would overtake.
         self._left: collections.deque[Sequence[Outgoing] | Peers] = collections.deque()
@@ -157,17 +149,15 @@ class Outbound(threading.Thread):
             if self._closed:
                 return
             link = self._coordinator if receiver is None else self._links.get(receiver)
-            if credit.through is not None and receiver is not None and (link is not None or receiver in self._readers):
-                self._take_back(receiver, credit)
-                return
             if link is None:
                 self._unknown_peers += 1
                 return
             link.granted(credit.messages, credit.bytes)
             if receiver is not None and self._arena is not None:
                 if credit.mapped:
-                    self._mapped[receiver] = frozenset(credit.origins)
-                self._take_back(receiver, credit)
+                    self._mapped.add(receiver)
+                for ticket in credit.released:
+                    self._arena.release(receiver, ticket)
             wake = self._account()
         if wake:
             self._wakeup.set()
@@ -178,7 +168,7 @@ class Outbound(threading.Thread):
             if self._closed:
                 return
             released = self._arenas.take_released()
-            self._tell(sender, messages, size, released.pop(Holder(sender), []) if sender is not None else [])
+            self._tell(sender, messages, size, released.pop(sender, []) if sender is not None else [])
             self._give_back(released)
             wake = self._account()
         if wake:
@@ -213,11 +203,7 @@ class Outbound(threading.Thread):
         if self._unknown_peers:
             own["dropped_credit_of_unknown_peer"] = self._unknown_peers
         if self._arena is not None:
-            own |= {
-                "total_blocks": self._arena.publications,
-                "total_forwarded": self._arena.forwarded,
-                "dropped_arena_full": self._arena.fallbacks,
-            }
+            own |= {"total_blocks": self._arena.publications, "dropped_arena_full": self._arena.fallbacks}
         return {"outbox": self.waiting, **own, **self._arenas.counts()}
 
     def edges(self) -> dict[str, EdgeMetrics]:
@@ -307,7 +293,7 @@ class Outbound(threading.Thread):
             if link.stalled():
                 for request_id in link.give_up():
                     self._lose(request_id, replica_id, "takes no messages")
-        for link in (self._coordinator, *self._sources.values(), *self._to_origins.values()):
+        for link in (self._coordinator, *self._sources.values()):
             link.flush()
         self._account()
 
@@ -339,8 +325,7 @@ class Outbound(threading.Thread):
         return {link for link in self._all_links() if link.backlog and link.refused}
 
     def _all_links(self) -> tuple[Link, ...]:
-        links, sources = self._links.values(), self._sources.values()
-        return (self._coordinator, *links, *sources, *self._to_origins.values())
+        return (self._coordinator, *self._links.values(), *self._sources.values())
 
     def _account(self) -> bool:
         """Note what waits at the links. Whether to wake the thread: it does not wait yet for one that refuses."""
@@ -353,18 +338,13 @@ class Outbound(threading.Thread):
 
     def _connect(self, new: Peers) -> None:
         wanted = {peer.replica_id: peer.inbox for peer in new.peers}
-        self._readers = frozenset(new.readers)
         for replica_id in [replica_id for replica_id in self._links if replica_id not in wanted]:
             self._cuts.forget(replica_id)
             self._drop(self._links.pop(replica_id))
             del self._edges[replica_id.name]
-            self._mapped.pop(replica_id, None)
-        if self._arena is not None:
-            for replica_id in (self._consumers - wanted.keys()) - self._readers:
-                self._arena.forget(
-                    replica_id, [reader for reader in self._readers if reader.stage in self._after(replica_id.stage)]
-                )
-        self._consumers = wanted.keys() | self._readers
+            self._mapped.discard(replica_id)
+            if self._arena is not None:
+                self._arena.forget(replica_id)
         for replica_id, inbox in wanted.items():
             if replica_id not in self._links:
                 self._links[replica_id] = self._link(inbox, replica_id.name)
@@ -379,11 +359,7 @@ class Outbound(threading.Thread):
     def _connect_back(self, new: Peers) -> None:
         """Links against the stream, for credit."""
         sources = {peer.replica_id: peer.inbox for peer in new.sources}
-        self._origins = {peer.replica_id: peer.inbox for peer in new.origins}
-        for replica_id in [replica_id for replica_id in self._to_origins if replica_id not in self._origins]:
-            self._drop(self._to_origins.pop(replica_id))
-        gone = [replica_id for replica_id in self._sources if replica_id not in sources]
-        for replica_id in gone:
+        for replica_id in [replica_id for replica_id in self._sources if replica_id not in sources]:
             self._cuts.forget(replica_id)
             self._drop(self._sources.pop(replica_id))
         for replica_id, inbox in sources.items():
@@ -391,10 +367,6 @@ class Outbound(threading.Thread):
                 self._sources[replica_id] = Link(self._sockets.push(inbox), time.monotonic)
                 self._cuts.watch(replica_id, self._sources[replica_id].socket, inbox)
                 self._tell(replica_id, 0, 0, [])
-        for replica_id in gone:
-            held = self._arenas.lost(replica_id)
-            for owner in (*self._sources, *self._origins):  # also that nothing is held
-                self._tell_owner(owner, Credit(through=replica_id, held=tuple(held.get(owner, ()))))
 
     def _drop(self, link: Link) -> None:
         self._watched.discard(link)
@@ -420,16 +392,12 @@ class Outbound(threading.Thread):
             block = placed.get(id(buffer))
             if block is None:
                 expires = (message.header.deadline or time.time() + NO_DEADLINE_SECONDS) + GRACE_SECONDS
-                found = self._arenas.find(buffer)
-                if found is not None and found.origin.owner in self._mapped[target]:
-                    block = arena.forward(found, buffer, self._identity, expires)
-                else:
-                    block = arena.reserve(size, self._identity, expires)
-                    if block is None:
-                        continue
-                    unfilled.append((block, buffer))
+                block = arena.reserve(size, self._identity, expires)
+                if block is None:
+                    continue
+                unfilled.append((block, buffer))
                 placed[id(buffer)] = block
-            blocks.append(Block(index, block.offset, block.length, block.ticket, block.origin))
+            blocks.append(Block(index, block.offset, block.length, block.ticket))
         return tuple(blocks), unfilled
 
     def _release_request(self, placed: dict[int, Block]) -> None:
@@ -495,36 +463,13 @@ class Outbound(threading.Thread):
             return
         # Every time: a source may hear of us only after it was told the first time.
         mapped = sender is not None and self._arenas.is_mapped(sender)
-        origins = tuple(owner for owner in self._arenas.mapped if owner != sender) if mapped else ()
-        self._send_credit(link, Credit(messages, size, tuple(released), mapped, origins))
-
-    def _tell_owner(self, owner: ReplicaId, credit: Credit) -> None:
-        """About blocks that were forwarded by somebody who is gone."""
-        link = self._sources.get(owner) or self._to_origins.get(owner)
-        if link is None and owner in self._origins:
-            link = self._to_origins[owner] = Link(self._sockets.push(self._origins[owner]), time.monotonic)
-        if link is not None:
-            self._send_credit(link, credit)
-
-    def _send_credit(self, link: Link, credit: Credit) -> None:
+        credit = Credit(messages, size, tuple(released), mapped)
         header = Header("", stage=self._identity.stage, replica=self._identity.replica, epoch=self._identity.epoch)
         link.send_urgent("", encode(header, credit, limits=self._limits))
 
-    def _give_back(self, released: Mapping[Holder, Sequence[int]]) -> None:
-        for (owner, through), tickets in released.items():
-            if through is None:
-                self._tell(owner, 0, 0, tickets)
-            else:
-                self._tell_owner(owner, Credit(released=tuple(tickets), through=through))
-
-    def _take_back(self, receiver: ReplicaId, credit: Credit) -> None:
-        if self._arena is None:
-            return
-        for ticket in credit.released:
-            self._arena.release(receiver, ticket, credit.through)
-        if credit.through is not None and credit.held is not None:
-            known = credit.through not in self._consumers
-            self._arena.hold_only(receiver, credit.through, credit.held, known)
+    def _give_back(self, released: Mapping[ReplicaId, Sequence[int]]) -> None:
+        for owner, tickets in released.items():
+            self._tell(owner, 0, 0, tickets)
 
 
 def _payload(message: Outgoing) -> int:

@@ -146,7 +146,6 @@ class Session:
                     self._events.put,
                     self._arena,
                     self._arenas,
-                    self._pipeline.downstream,
                 )
                 outbound.start()
                 self._outbound = outbound

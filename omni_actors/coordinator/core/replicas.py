@@ -229,10 +229,10 @@ class ReplicaTable:
             stage for stage, replicas in self._by_stage.items() if not any(item.ready for item in replicas.values())
         ]
 
-    def peers(self, stages: tuple[str, ...], node: int = 0, only_there: bool = False) -> tuple[Peer, ...]:
+    def peers(self, stages: tuple[str, ...], node: int = 0) -> tuple[Peer, ...]:
         """Addresses of all live replicas of these stages that have said hello, for a reader on `node`.
 
-        Memory is shared on one host only. `only_there`: leave out those on other nodes.
+        Arenas are named to replicas of the same node only.
         """
         return tuple(
             Peer(
@@ -243,5 +243,5 @@ class ReplicaTable:
                 replica.arena if replica.node == node else None,
             )
             for replica in self
-            if replica.stage in stages and replica.inbox and replica.alive and (replica.node == node or not only_there)
+            if replica.stage in stages and replica.inbox and replica.alive
         )
