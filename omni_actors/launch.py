@@ -12,7 +12,7 @@ from pathlib import Path
 from omni_actors import __version__, config, logs
 from omni_actors.config import placement
 from omni_actors.errors import ConfigError, OmniError
-from omni_actors.http_server import settings as server_settings
+from omni_actors.http_server.settings import add_flags, given_flags
 from omni_actors.launcher.launcher import Launcher, host_addresses
 from omni_actors.launcher.one_request import answer
 from omni_actors.logs import say
@@ -73,22 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     nodes.add_argument("--headless", action="store_true", help="run stages only: no HTTP server, no prompt")
     http = parser.add_argument_group("HTTP", "The key that requests must bring is in OMNI_ACTORS_API_KEY.")
     http.add_argument("--http", metavar="HOST:PORT", help="serve the OpenAI API and a web page here")
-    http.add_argument("--http-insecure", action="store_true", help="listen off loopback without an API key")
-    http.add_argument(
-        "--served-name",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="name of the model for HTTP clients (default: the pipeline's)",
-    )
-    http.add_argument(
-        "--media-host",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="host from which media may be fetched over https; .example.com: also below it",
-    )
-    server_settings.add_flags(http)
+    add_flags(http)
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics here, without the HTTP server")
     parser.add_argument("--metrics-insecure", action="store_true", help="let --metrics listen off loopback")
     request = parser.add_argument_group("one request")
@@ -110,7 +95,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
         if not separator:
             raise ConfigError(f"--set {item!r} is not of the form KEY=VALUE.")
         overrides[key] = value
-    overrides |= {f"http.{name}": json.dumps(value) for name, value in server_settings.given_flags(options).items()}
+    overrides |= {f"http.{name}": json.dumps(value) for name, value in given_flags(options).items()}
     for key, value in (
         ("model", options.model),
         ("coordinator.run_dir", options.run_dir),

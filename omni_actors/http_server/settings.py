@@ -1,32 +1,34 @@
-"""What the HTTP server is told at its start, and the checks on where it may listen."""
+"""Settings of the HTTP server: its flags, what the launcher hands to its process, and where it may listen."""
 
 from __future__ import annotations
 
 import argparse
 import socket
 import ssl
-from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 import msgspec
+from msgspec import Struct
 
+from omni_actors import envs
 from omni_actors.addresses import is_loopback
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ConfigError
 
 BACKLOG = 2048
+SPEC_FLAG = "--spec"  # the launcher starts the process with this and an `HttpServerSpec` instead of the other flags
 
 
 class ServerSettings(HttpConfig, frozen=True, kw_only=True):
-    """Everything that does not come from the pipeline itself: the configuration's limits, and these.
+    """Everything that the pipeline itself does not say: the section `http` of its YAML, and these.
 
     Args:
         endpoint: the coordinator's client endpoint.
         keys: folder of CURVE keys for it.
         api_key: what requests must bring as `Authorization: Bearer KEY`; `None` for no check.
-        check_host: refuse requests whose Host header is no loopback name. Without it, a web page that resolves its own
-            name to 127.0.0.1 could use a server that has no key.
-        served_names: names under which the model is offered; those of the pipeline when empty.
+        check_host: refuse requests whose Host header is not a loopback name. Without it, a web page that resolves its
+            own name to 127.0.0.1 could use a server that has no key.
+        served_names: names under which the model is offered; the pipeline's name when empty.
         media_hosts: hosts from which media may be fetched over https; `.example.com` also allows its subdomains.
     """
 
@@ -38,12 +40,44 @@ class ServerSettings(HttpConfig, frozen=True, kw_only=True):
     media_hosts: tuple[str, ...] = ()
 
 
+class HttpServerSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the launcher hands to the server's process, as JSON.
+
+    Args:
+        settings: without the API key, which the process reads from its environment.
+        listener: file descriptor of the listening socket.
+        launcher_pid: process id of the launcher.
+    """
+
+    settings: ServerSettings
+    listener: int
+    launcher_pid: int
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Flags: one for each key of the configuration's section `http`
+# Flags
 
 
 def add_flags(parser: argparse._ActionsContainer) -> None:
-    """`--http-body-bytes` and so on. What is not given stays `None`, so that the YAML or the default holds."""
+    """Add the flags of the server: its own, and one for each key of the section `http`, such as `--http-body-bytes`.
+
+    A key's flag that is not given stays `None`, so that the YAML or the default holds.
+    """
+    parser.add_argument("--http-insecure", action="store_true", help="listen off loopback without an API key")
+    parser.add_argument(
+        "--served-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of the model for HTTP clients (default: the pipeline's)",
+    )
+    parser.add_argument(
+        "--media-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="host from which media may be fetched over https; .example.com allows its subdomains too",
+    )
     for name, hint in get_type_hints(HttpConfig).items():
         kind = {int: int, float: float}.get(hint, str)
         action: dict[str, Any] = {"type": kind}
@@ -53,31 +87,55 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def given_flags(options: argparse.Namespace) -> dict[str, Any]:
-    """Key of the section -> value, of the flags that were given."""
+    """Keys and values of the section `http` that were given as flags."""
     names = HttpConfig.__struct_fields__
     return {name: value for name in names if (value := getattr(options, _flag(name)[2:].replace("-", "_"))) is not None}
 
 
-def as_flags(config: HttpConfig) -> list[str]:
-    """The flags that make a server of its own have this configuration."""
-    flags = []
-    for name in HttpConfig.__struct_fields__:
-        value = getattr(config, name)
-        values = value if isinstance(value, list) else [] if value is None else [value]
-        flags += [f"{_flag(name)}={item}" for item in values]
-    return flags
+def _flag(name: str) -> str:
+    return "--http-cors-origin" if name == "cors_origins" else f"--http-{name.replace('_', '-')}"
 
 
-def checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the section, with their limits checked. Raises `ConfigError` that names the key."""
+def http_config(options: argparse.Namespace) -> HttpConfig:
+    """Build the section `http` from flags alone. Raises `ConfigError`, naming the key, for a value off limits."""
     try:
-        return msgspec.structs.asdict(msgspec.convert(values, HttpConfig))
+        return msgspec.convert(given_flags(options), HttpConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"http: {error}.") from error
 
 
+def server_settings(http: HttpConfig, endpoint: str, keys: str | None, options: argparse.Namespace) -> ServerSettings:
+    """Complete the section `http` with the server's own flags and the environment."""
+    api_key = envs.api_key()
+    return ServerSettings(
+        **msgspec.structs.asdict(http),
+        endpoint=endpoint,
+        keys=keys,
+        api_key=api_key,
+        check_host=api_key is None and not options.http_insecure,  # `bind` then allows loopback only
+        served_names=tuple(options.served_name),
+        media_hosts=tuple(dict.fromkeys([*envs.media_hosts(), *(host.lower() for host in options.media_host)])),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where to listen
+
+
+def bind(address: str, settings: ServerSettings, insecure: bool) -> socket.socket:
+    """Listen on `HOST:PORT`.
+
+    Raises:
+        ConfigError: the address is wrong or taken, would be open to others without a key, or TLS cannot be used.
+    """
+    host, port = parse_address(address)
+    check_exposure(host, settings.api_key, insecure)
+    check_certificate(settings)
+    return _listen(host, port)
+
+
 def check_certificate(config: HttpConfig) -> None:
-    """Raise `ConfigError` unless certificate and key are both absent, or both readable and of one another."""
+    """Raise `ConfigError` unless certificate and key are both absent, or both readable and belong together."""
     if config.certificate is None and config.key is None:
         return
     if config.certificate is None or config.key is None:
@@ -96,16 +154,8 @@ def _no_password() -> str:
     raise ConfigError("the key has a password", hint="")  # else the terminal would be asked for it
 
 
-def _flag(name: str) -> str:
-    return "--http-cors-origin" if name == "cors_origins" else f"--http-{name.replace('_', '-')}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where to listen
-
-
 def parse_address(text: str, option: str = "--http") -> tuple[str, int]:
-    """`HOST:PORT`, `[IPV6]:PORT` or `PORT` (on 127.0.0.1). Raises `ConfigError`."""
+    """Split `HOST:PORT`, `[IPV6]:PORT` or `PORT` (on 127.0.0.1). Raises `ConfigError`."""
     host, separator, port = text.rpartition(":")
     if not separator:
         host = "127.0.0.1"
@@ -123,15 +173,15 @@ def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:
         )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `ConfigError` where the address is in use or not ours."""
+def _listen(host: str, port: int) -> socket.socket:
+    """Open a listening socket. Raises `ConfigError` if the address is taken or is not one of this host."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"--http: {host!r} is no address of this host: {error}.") from error
+        raise ConfigError(f"--http: {host!r} is not an address of this host: {error}.") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -145,7 +195,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url(listener: socket.socket, config: HttpConfig) -> str:
-    """The address of a listening socket as people type it."""
+    """Return the URL of a listening socket as people type it."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.certificate is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

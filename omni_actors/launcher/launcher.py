@@ -17,7 +17,7 @@ from omni_actors.addresses import is_loopback, resolve, resolve_soon, towards
 from omni_actors.client import AsyncOmniClient
 from omni_actors.config import placement
 from omni_actors.errors import ConfigError, StartupError
-from omni_actors.http_server.settings import parse_address
+from omni_actors.http_server.settings import parse_address, server_settings
 from omni_actors.launcher.coordinator_child import CoordinatorChild
 from omni_actors.launcher.http_child import HttpChild
 from omni_actors.launcher.node_agent import NodeAgent
@@ -157,18 +157,10 @@ class Launcher:
         Raises:
             ConfigError: the address is wrong or taken, or would be open to others without a key.
         """
-        arguments = [f"--served-name={name}" for name in options.served_name]
-        arguments += [f"--media-host={host}" for host in options.media_host]
-        if self._pipeline.coordinator.keys_dir is not None:
-            arguments.append(f"--keys={self._pipeline.coordinator.keys_dir}")
-        self._http = HttpChild(
-            options.http,
-            options.http_insecure,
-            self.endpoint,
-            arguments,
-            self._run_directory.log_file("http"),
-            self._pipeline.http,
-        )
+        keys = self._pipeline.coordinator.keys_dir
+        settings = server_settings(self._pipeline.http, self.endpoint, keys, options)
+        log_file = self._run_directory.log_file("http")
+        self._http = HttpChild(options.http, settings, options.http_insecure, log_file)
         await self._http.start()
         say(f"HTTP on {self._http.url}")
 

@@ -90,7 +90,7 @@ def test_every_route_and_flag_of_the_server_is_described() -> None:
     for route in create_routes(ServerSettings(endpoint="ipc:///tmp/nobody")).openapi()["paths"]:
         name = re.sub(r"\{(\w+)\}", lambda found: "ID" if found[1].endswith("_id") else found[1].upper(), route)
         assert name in text, name
-    help_text = server._parser().format_help()
+    help_text = server.parser().format_help()
     keys = HttpConfig.__struct_fields__  # configuration.md has each
     flags = set(re.findall(r"--[a-z][a-z-]+", help_text)) - {"--help", "--endpoint"}
     flags -= {f"--http-{key.replace('_', '-')}" for key in keys if key not in ("certificate", "key")}
