@@ -26,8 +26,8 @@ from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.transport.sockets import Sockets, try_send
-from tests.process.launcher import EchoLauncher
-from tests.unit.builders import chain
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
 
 
 async def run(launcher: EchoLauncher, seconds: float) -> None:

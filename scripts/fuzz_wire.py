@@ -33,8 +33,9 @@ from omni_actors.protocol.header import Block, Header, Limits
 from omni_actors.protocol.stage import IntoStage
 from omni_actors.stage.recorder import INBOUND, read
 from omni_actors.transport.sockets import WRITABLE, Socket, Sockets, try_send
-from tests.process.launcher import EchoLauncher, held, until
-from tests.unit.builders import chain
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher, held
+from tests.support.waiting import until
 
 TARGET = "talker"
 GOOD_EVERY = 25_000

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import Aborted, DeadlineExceeded, OmniError
-from tests.process.launcher import EchoLauncher
-from tests.unit.builders import chain
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
 
 WARM_UP = 0.2
 

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import guard
-from tests.pipelines import RunningPipeline
+from tests.support import guard
+from tests.support.launcher import EchoLauncher
+from tests.support.pipelines import RunningPipeline
+from tests.support.processes import assert_nothing_left, end_all, processes_of, shared_memory_of
 
 if TYPE_CHECKING:
-    from tests.http.servers import HttpPipeline
+    from tests.support.servers import HttpPipeline
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The models are tiny and the processes many: threads of one model that wait for each other cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-REAL_PROCESSES = {"process", "chaos", "http", "launchers", "nodes"}  # folders
+ECHO_STAGES = {"process", "chaos", "http", "nodes"}  # folders whose tests start no models, unless marked e2e
+REAL_PROCESSES = ECHO_STAGES | {"launchers"}
 
 
 def pytest_configure() -> None:
-    """Nothing that tests start outlives them, however they end."""
+    """Starts the guard: nothing that tests start outlives them, however they end."""
     guard.begin()
 
 
@@ -32,6 +35,29 @@ def short_path() -> Iterator[Path]:
     """An empty folder with a path that is short enough for sockets; removed at the end, whatever is in it."""
     with tempfile.TemporaryDirectory(prefix="ot-", dir="/tmp") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def launch(short_path: Path) -> Iterator[Callable[..., EchoLauncher]]:
+    """Starts launchers of a test's own; at the end nothing of them may be left."""
+    launchers: list[EchoLauncher] = []
+    shared: set[str] = set()
+
+    def start(data: Any, *arguments: str, **options: Any) -> EchoLauncher:
+        launchers.append(EchoLauncher(options.pop("folder", short_path), data, *arguments, **options))
+        return launchers[-1]
+
+    try:
+        yield start
+        shared |= shared_memory_of(processes_of(short_path))
+        for launcher in launchers:
+            if launcher.process.poll() is None:
+                launcher.end()
+        assert_nothing_left(short_path, 6.0, shared)
+    finally:
+        end_all(short_path)
+        for launcher in launchers:
+            launcher.process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +81,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_http(tiny_checkpoint: Path) -> Iterator[HttpPipeline]:
     """The tiny Qwen2.5-Omni pipeline with all its processes and an HTTP server, started once per session of tests."""
-    from tests.http.servers import HttpPipeline  # whoever runs a unit test need not wait for the clients' libraries
+    from tests.support.servers import HttpPipeline  # slow to import; unit tests do without
 
     with HttpPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": tiny_checkpoint}) as pipeline:
         yield pipeline
@@ -68,7 +94,10 @@ def tiny_pipeline(tiny_http: HttpPipeline) -> RunningPipeline:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that kill, stop and time real processes get a second chance on a busy machine; the report shows it (R)."""
+    """Marks the tests of real processes, which get a second chance on a busy machine; the report shows it (R)."""
     for item in items:
-        if REAL_PROCESSES & set(item.path.parts):
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in REAL_PROCESSES:
             item.add_marker(pytest.mark.flaky(reruns=2))
+        if folder in ECHO_STAGES and item.get_closest_marker("e2e") is None:
+            item.add_marker(pytest.mark.process)

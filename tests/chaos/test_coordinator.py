@@ -15,8 +15,10 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
-from tests.chaos.load import ask_and_check, disturbed_chain, replicas, text_of
-from tests.process.launcher import EchoLauncher, assert_nothing_left, processes_of, until
+from tests.support.launcher import EchoLauncher
+from tests.support.load import ask_and_check, disturbed_chain, replicas, text_of
+from tests.support.processes import assert_nothing_left, processes_of
+from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
 CALM = {"heartbeat_interval": 0.5, "heartbeat_timeout": 4.0}  # on a busy machine, too, no stage counts as stuck here

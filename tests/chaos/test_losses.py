@@ -16,9 +16,11 @@ import pytest
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ErrorCode, OmniError, Poison, StageLost, StageUnavailable
 from omni_actors.stage.echo import CRASH_TOKEN, GRAB_TOKEN, HANG_TOKEN, HOG_TOKEN
-from tests.chaos.load import STAGES, Load, TelemetryCollector, ask_and_check, connected, disturbed_chain, replicas
-from tests.process.launcher import EchoLauncher, processes_of, until
-from tests.unit.builders import chain
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
+from tests.support.load import STAGES, Load, TelemetryCollector, ask_and_check, connected, disturbed_chain, replicas
+from tests.support.processes import processes_of
+from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
 

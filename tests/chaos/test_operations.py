@@ -15,9 +15,12 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient, OmniClient, SyncRequestStream
 from omni_actors.errors import OmniError, StageUnavailable
-from omni_actors.launch import ONE_WISH_SECONDS
-from tests.chaos.load import Load, ask_and_check, disturbed_chain, replicas, text_of
-from tests.process.launcher import REPOSITORY, EchoLauncher, assert_nothing_left, until
+from omni_actors.launcher.launcher import ONE_WISH_SECONDS
+from tests.support.launcher import EchoLauncher
+from tests.support.load import Load, ask_and_check, disturbed_chain, replicas, text_of
+from tests.support.paths import REPOSITORY
+from tests.support.processes import assert_nothing_left
+from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
 

@@ -10,7 +10,7 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
-from tests.reference import Reference  # noqa: E402
+from tests.support.reference import Reference  # noqa: E402
 
 
 @pytest.fixture(scope="session")

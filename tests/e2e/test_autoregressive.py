@@ -27,7 +27,7 @@ from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import StageInputs, StreamEvent, TextEvent
 from tests.e2e.stage_driver import SMALL, Driver, encode_media_prompt, make_engine, talker_inputs, token_inputs
-from tests.reference import Reference, ReferenceResult
+from tests.support.reference import Reference, ReferenceResult
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

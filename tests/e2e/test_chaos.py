@@ -16,7 +16,7 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import StageLost, StageUnavailable
-from tests.pipelines import RunningPipeline
+from tests.support.pipelines import RunningPipeline
 
 pytestmark = pytest.mark.e2e
 

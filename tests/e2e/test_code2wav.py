@@ -33,7 +33,7 @@ from omni_actors.errors import (  # noqa: E402
 from omni_actors.protocol.payloads import StageParams  # noqa: E402
 from omni_actors.protocol.tensors import DType, HostTensor  # noqa: E402
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest  # noqa: E402
-from tests.reference import InjectedNoise, Reference, one_thread, vocoder_noise  # noqa: E402
+from tests.support.reference import InjectedNoise, Reference, one_thread, vocoder_noise  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 

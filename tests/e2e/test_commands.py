@@ -12,7 +12,7 @@ import soundfile
 
 from omni_actors.client.offline import OmniLLM
 from omni_actors.errors import UnknownVoice
-from tests.pipelines import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.e2e
 

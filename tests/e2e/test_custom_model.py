@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipelines import REPOSITORY, RunningPipeline
+from tests.support.paths import REPOSITORY
+from tests.support.pipelines import RunningPipeline
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -14,8 +14,8 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.chart import chart
 from omni_actors.telemetry.drawing import svg
-from tests.pipelines import RunningPipeline
 from tests.process.test_observe import LOG_LINE, STAGES, assert_causal, grown, settled, told
+from tests.support.pipelines import RunningPipeline
 
 pytestmark = pytest.mark.e2e
 

@@ -11,8 +11,8 @@ from PIL import Image
 from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError, PromptTooLong, UnknownModality, UnknownVoice
-from tests.pipelines import RunningPipeline
-from tests.reference import Reference, ReferenceResult, vocoder_noise
+from tests.support.pipelines import RunningPipeline
+from tests.support.reference import Reference, ReferenceResult, vocoder_noise
 
 pytestmark = pytest.mark.e2e
 

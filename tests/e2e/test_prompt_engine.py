@@ -39,7 +39,7 @@ from omni_actors.protocol.fields import pack_token_ids  # noqa: E402
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams  # noqa: E402
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef  # noqa: E402
 from omni_actors.stage.engine_interface import ErrorEvent, FinishedEvent, StageInputs, StageRequest, StreamEvent  # noqa: E402
-from tests.reference import Reference  # noqa: E402
+from tests.support.reference import Reference  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.reference import Reference, ReferenceResult, one_thread, vocoder_noise
+from tests.support.reference import Reference, ReferenceResult, one_thread, vocoder_noise
 from tools import checkpoints
 
 PROMPTS = ("hello", "What is the capital of France?", "Tell me a story about a dog.")

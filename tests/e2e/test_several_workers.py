@@ -16,7 +16,7 @@ from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.errors import ConfigError
 from tests.e2e.several_workers import answer
 from tests.e2e.stage_driver import Driver, make_engine
-from tests.pipelines import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

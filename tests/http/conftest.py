@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.http.servers import HttpPipeline
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts no models needs echo stages at most."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("e2e") is None:
-            item.add_marker(pytest.mark.process)
+from tests.support.servers import HttpPipeline
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.http.servers import HttpPipeline, picture, sound
-from tests.pipelines import REPOSITORY
+from tests.support.paths import REPOSITORY
+from tests.support.servers import HttpPipeline, picture, sound
 
 BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", (REPOSITORY / "docs" / "http.md").read_text(), re.M | re.S)
 

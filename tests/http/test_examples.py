@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from tests.http.servers import HttpPipeline, picture, sound
-from tests.pipelines import REPOSITORY
+from tests.support.paths import REPOSITORY
+from tests.support.servers import HttpPipeline, picture, sound
 
 EXAMPLES = REPOSITORY / "examples"
 ELSEWHERE = {"openai_chat.py", "openai_audio.py"}  # tests/http/test_tiny.py

@@ -19,7 +19,7 @@ from omni_actors.http_server.app import create_app
 from omni_actors.http_server.failures import HttpError
 from omni_actors.http_server.fetch import Fetcher, is_public
 from omni_actors.http_server.settings import ServerSettings
-from tests.http.servers import HttpPipeline, picture, serving
+from tests.support.servers import HttpPipeline, picture, serving
 
 HOSTS = ("media.example.com", ".cdn.example.com")
 

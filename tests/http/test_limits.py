@@ -25,8 +25,9 @@ from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.media import VIDEO_RATE, Files, read_video
 from omni_actors.http_server.settings import ServerSettings, check_exposure, parse_address
-from tests.http.servers import HttpPipeline, film, free_port, picture, processes_titled, serving, sound
-from tests.pipelines import REPOSITORY
+from tests.support.paths import REPOSITORY
+from tests.support.processes import processes_titled
+from tests.support.servers import HttpPipeline, film, free_port, picture, serving, sound
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -454,7 +455,7 @@ def test_server_alone_beside_a_pipeline(echo: HttpPipeline, tmp_path: Path) -> N
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
     try:
-        from tests.http.servers import wait_healthy
+        from tests.support.servers import wait_healthy
 
         wait_healthy(f"http://127.0.0.1:{port}")
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)

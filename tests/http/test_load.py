@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from tests.http.servers import HttpPipeline
+from tests.support.servers import HttpPipeline
 
 STREAMS = 200
 TEXT = "the sea is calm tonight, the tide is full"  # 41 tokens, 0.82 s of audio

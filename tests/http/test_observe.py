@@ -7,8 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from omni_actors.telemetry.metric_table import TABLE
-from tests.http.servers import HttpPipeline
 from tests.process.test_observe import LOG_LINE
+from tests.support.servers import HttpPipeline
 
 TRACE_ID = "f" * 32
 MARKER = "Zauberwort"

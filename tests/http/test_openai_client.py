@@ -15,7 +15,7 @@ import pytest
 import soundfile
 from openai import AsyncOpenAI
 
-from tests.http.servers import HttpPipeline, picture, sound
+from tests.support.servers import HttpPipeline, picture, sound
 
 HELLO = [{"role": "user", "content": "hello, sea"}]
 SAMPLES_PER_TOKEN = 480

@@ -11,7 +11,7 @@ import schemathesis
 from hypothesis import HealthCheck
 from schemathesis.checks import CHECKS
 
-from tests.http.servers import HttpPipeline
+from tests.support.servers import HttpPipeline
 
 TYPED = {
     500: {"engine_error"},

@@ -28,9 +28,9 @@ from omni_actors.http_server.settings import (
     http_config,
     server_settings,
 )
-from tests.http.servers import HttpPipeline, free_port, serving
-from tests.pipelines import REPOSITORY
-from tests.unit.builders import chain, load
+from tests.support.builders import chain, load
+from tests.support.paths import REPOSITORY
+from tests.support.servers import HttpPipeline, free_port, serving
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHANGED = HttpConfig(

@@ -19,8 +19,8 @@ import pytest
 import soundfile
 
 from omni_actors.client import OmniClient
-from tests.http.servers import HttpPipeline, film, picture, sound
-from tests.pipelines import REPOSITORY
+from tests.support.paths import REPOSITORY
+from tests.support.servers import HttpPipeline, film, picture, sound
 
 pytestmark = pytest.mark.e2e
 

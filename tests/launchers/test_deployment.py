@@ -16,7 +16,7 @@ import yaml
 from omni_actors.cli.keys import main as make_keys
 from omni_actors.launch import _parser
 from omni_actors.transport.curve import load_keys
-from tests.launchers.conftest import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 MANIFEST = REPOSITORY / "launch" / "kubernetes.yaml"
 KUBERNETES = "1.31"  # the oldest one that is still maintained when this was written

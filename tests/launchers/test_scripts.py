@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.conftest import REPOSITORY, STUBS, Started
-from tests.process.launcher import until
-from tests.unit.builders import chain, write
+from tests.support.builders import chain, write
+from tests.support.paths import REPOSITORY
+from tests.support.scripts import STUBS, Started
+from tests.support.waiting import until
 
 BATS = REPOSITORY / "tests/launchers/launchers.bats"
 PATTERNS = ("launch/*.sh", "launch/*.sbatch", "scripts/*.sh", "tests/launchers/*.bats", "tests/launchers/stubs/*")

@@ -20,11 +20,13 @@ import yaml
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
 from omni_actors.transport.curve import make_cluster
-from tests.chaos.load import ask_and_check, replicas, text_of
-from tests.nodes.network import Network
-from tests.process.conftest import end_all
-from tests.process.launcher import READY, REPOSITORY, processes_of, until
-from tests.unit.builders import chain
+from tests.support.builders import chain
+from tests.support.launcher import READY
+from tests.support.load import ask_and_check, replicas, text_of
+from tests.support.network import Network
+from tests.support.paths import REPOSITORY
+from tests.support.processes import end_all, processes_of
+from tests.support.waiting import until
 
 PORT = 29600
 TYPED_SECONDS = 5.0  # after which a request over a broken network has failed with a reason, or goes on

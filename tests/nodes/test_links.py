@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 
 from omni_actors.transport.curve import make_cluster
-from tests.nodes.network import Network
-from tests.process.launcher import REPOSITORY, until
+from tests.support.network import Network
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import until
 
+PEER = REPOSITORY / "tests" / "support" / "network_peer.py"
 PORT = 29601
 
 
 class Peer:
-    """`peer.py` on one of the hosts."""
+    """`network_peer.py` on one of the hosts."""
 
     def __init__(self, network: Network, host: int, output: Path, *arguments: str) -> None:
         self._output = output
-        command = network.hosts[host].command(sys.executable, str(Path(__file__).with_name("peer.py")), *arguments)
+        command = network.hosts[host].command(sys.executable, str(PEER), *arguments)
         with output.open("wb") as file:
             self.process = subprocess.Popen(
                 command,

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.process.launcher import EchoLauncher, assert_nothing_left, processes_of, shared_memory_of
-from tests.unit.builders import chain
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.process)
-
-
-def end_all(folder: Path) -> None:
-    """Only processes of this folder: a failed test must not leave any to the next."""
-    for pid in processes_of(folder):
-        os.kill(pid, signal.SIGKILL)
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
+from tests.support.processes import assert_nothing_left, end_all, processes_of, shared_memory_of
 
 
 @pytest.fixture(scope="session")
@@ -54,26 +40,3 @@ def echo(shared_launcher: EchoLauncher) -> Iterator[EchoLauncher]:
     yield shared_launcher
     shared_launcher.wait_idle()
     assert all(stage.state == "ready" for stage in shared_launcher.describe().stages)
-
-
-@pytest.fixture
-def launch(short_path: Path) -> Iterator[Callable[..., EchoLauncher]]:
-    """Starts launchers of a test's own; at the end nothing of them may be left."""
-    launchers: list[EchoLauncher] = []
-    shared: set[str] = set()
-
-    def start(data: Any, *arguments: str, **options: Any) -> EchoLauncher:
-        launchers.append(EchoLauncher(options.pop("folder", short_path), data, *arguments, **options))
-        return launchers[-1]
-
-    try:
-        yield start
-        shared |= shared_memory_of(processes_of(short_path))
-        for launcher in launchers:
-            if launcher.process.poll() is None:
-                launcher.end()
-        assert_nothing_left(short_path, 6.0, shared)
-    finally:
-        end_all(short_path)
-        for launcher in launchers:
-            launcher.process.wait()

@@ -14,7 +14,8 @@ import pytest
 from omni_actors import config
 from omni_actors.client import OmniClient
 from omni_actors.errors import Aborted
-from tests.pipelines import REPOSITORY, RunningPipeline
+from tests.support.paths import REPOSITORY
+from tests.support.pipelines import RunningPipeline
 
 EXAMPLE = REPOSITORY / "examples" / "custom_stage"
 ENVIRONMENT = {

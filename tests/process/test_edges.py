@@ -20,9 +20,10 @@ from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.stage import Chunk
 from omni_actors.transport.sockets import Sockets, try_send
-from tests.process.launcher import EchoLauncher, until
 from tests.process.test_flow import data
 from tests.process.test_requests import assert_echo
+from tests.support.launcher import EchoLauncher
+from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
 

@@ -23,9 +23,12 @@ from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.transport.sockets import Sockets, try_send
-from tests.process.launcher import REPOSITORY, EchoLauncher, processes_of, shared_memory_of, until
 from tests.process.test_requests import assert_echo, collect
-from tests.unit.builders import chain
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
+from tests.support.paths import REPOSITORY
+from tests.support.processes import processes_of, shared_memory_of
+from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
 

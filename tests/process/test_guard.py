@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipelines import REPOSITORY
-from tests.process.launcher import assert_nothing_left, processes_of
+from tests.support.paths import REPOSITORY
+from tests.support.processes import assert_nothing_left, processes_of
 
 SESSION = """
 import sys
 from pathlib import Path
-from tests import guard
-from tests.process.launcher import EchoLauncher
-from tests.unit.builders import chain
+from tests.support import guard
+from tests.support.launcher import EchoLauncher
+from tests.support.builders import chain
 
 guard.begin()
 EchoLauncher(Path(sys.argv[1]), chain()).wait_ready()

@@ -17,8 +17,11 @@ from omni_actors.client import OmniClient
 from omni_actors.errors import ConfigError, Unauthorized
 from omni_actors.protocol.client import Operation
 from omni_actors.transport.curve import make_client, make_cluster
-from tests.process.launcher import REPOSITORY, EchoLauncher, processes_of, until
-from tests.unit.builders import chain, write
+from tests.support.builders import chain, write
+from tests.support.launcher import EchoLauncher
+from tests.support.paths import REPOSITORY
+from tests.support.processes import processes_of
+from tests.support.waiting import until
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

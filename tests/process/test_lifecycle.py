@@ -31,8 +31,10 @@ from omni_actors.errors import (
 from omni_actors.launcher import launcher as launcher_module
 from omni_actors.stage.echo import CRASH_TOKEN, FAIL_TOKEN
 from omni_actors.stage.process import EXIT_GRACE_SECONDS
-from tests.process.launcher import EchoLauncher, assert_nothing_left, processes_of, until
-from tests.unit.builders import chain, write
+from tests.support.builders import chain, write
+from tests.support.launcher import EchoLauncher
+from tests.support.processes import assert_nothing_left, processes_of
+from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
 

@@ -18,9 +18,11 @@ import pytest
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Operation, StageStatus
-from tests.chaos.load import ask_and_check, replicas, text_of
-from tests.process.hosts import Hosts, spread_chain
-from tests.process.launcher import EchoLauncher, assert_nothing_left, until
+from tests.support.hosts import Hosts, spread_chain
+from tests.support.launcher import EchoLauncher
+from tests.support.load import ask_and_check, replicas, text_of
+from tests.support.processes import assert_nothing_left
+from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
 

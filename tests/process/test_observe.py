@@ -28,9 +28,11 @@ from omni_actors.stage.echo import FAIL_TOKEN
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.chart import chart
 from omni_actors.telemetry.metric_table import TABLE, Metric
-from tests.chaos.load import disturbed_chain
-from tests.process.launcher import EchoLauncher, processes_of, until
-from tests.unit.builders import chain
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
+from tests.support.load import disturbed_chain
+from tests.support.processes import processes_of
+from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
 STAGES = ("prompt", "thinker", "talker", "code2wav")

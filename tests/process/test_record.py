@@ -16,8 +16,9 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.stage.echo import FAIL_TOKEN
 from omni_actors.stage.recorder import INBOUND, LENGTH, read
-from tests.process.launcher import REPOSITORY, EchoLauncher
-from tests.unit.builders import chain
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
+from tests.support.paths import REPOSITORY
 
 REGRESSION = Path(__file__).parent / "recordings" / "talker.omnirec"
 

@@ -41,7 +41,8 @@ from omni_actors.stage.echo import FAIL_TOKEN
 from omni_actors.telemetry.metric_table import REJECTED
 from omni_actors.transport.credit import wire_size
 from omni_actors.transport.sockets import Sockets, drain, try_send
-from tests.process.launcher import EchoLauncher, until
+from tests.support.launcher import EchoLauncher
+from tests.support.waiting import until
 
 THINKER_MAGIC = ("thinker", "0", "inbox", "magic")
 SAMPLES = 480

@@ -42,8 +42,8 @@ from omni_actors.stage.engine_interface import (
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.processors import PROCESSORS, Thinker2Talker
+from tests.support.builders import pipeline
 from tests.support.clock import Clock
-from tests.unit.builders import pipeline
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
 ROUTE = tuple(ReplicaId(stage, 0, 5) for stage in STAGES)

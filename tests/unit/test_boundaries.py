@@ -13,8 +13,8 @@ from omni_actors.protocol.header import Header
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import TextDelta
 from omni_actors.protocol.stage import Ended, OpenRequest, Resend
+from tests.support.builders import header_from, submit
 from tests.unit import test_actor, test_lifecycle
-from tests.unit.builders import header_from, submit
 from tests.unit.test_actor import ROUTE, StageUnderTest, failed
 from tests.unit.test_lifecycle import ALICE, BOB, NOW, aborts, ask, failure, ready, replica_id
 

@@ -12,7 +12,7 @@ from omni_actors import config, logs
 from omni_actors.config import BUILT_IN_PROCESSORS, describe, memory_plan
 from omni_actors.errors import ConfigError
 from omni_actors.stage.processors import PROCESSORS, Passthrough, StreamProcessor
-from tests.unit.builders import chain, load, write
+from tests.support.builders import chain, load, write
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ import yaml
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ErrorCode
 from scripts import docs_hooks, reference_docs
-from tests.pipelines import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 

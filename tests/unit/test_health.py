@@ -20,7 +20,7 @@ from omni_actors.coordinator.core.states import (
 from omni_actors.coordinator.supervisor import LOOK_SECONDS
 from omni_actors.errors import ConfigError, ProtocolError
 from scripts.state_diagrams import TARGET, document
-from tests.unit.builders import chain, load, pipeline
+from tests.support.builders import chain, load, pipeline
 
 T = 100.0
 

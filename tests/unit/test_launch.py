@@ -12,7 +12,7 @@ from omni_actors.errors import ConfigError
 from omni_actors.launch import main
 from omni_actors.launcher import one_request
 from omni_actors.processes import EXIT_OK, EXIT_USAGE
-from tests.unit.builders import chain, write
+from tests.support.builders import chain, write
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from omni_actors.protocol.results import AudioChunk, TextDelta, Unreachable
 from omni_actors.protocol.stage import OpenRequest, Resend
 from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.protocol.tombstones import Tombstones
-from tests.unit.builders import done, header_from, pipeline, submit
+from tests.support.builders import done, header_from, pipeline, submit
 from tests.unit.resend_books import CheckedCoordination
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")

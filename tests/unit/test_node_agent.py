@@ -13,8 +13,8 @@ from omni_actors.protocol.header import Header
 from omni_actors.protocol.nodes import NodeWelcome
 from omni_actors.run_directory import RunDirectory
 from omni_actors.transport.sockets import Sockets
+from tests.support.builders import pipeline
 from tests.support.waiting import until
-from tests.unit.builders import pipeline
 
 
 async def test_last_words_of_a_coordinator_count_though_it_has_left(short_path: Path) -> None:

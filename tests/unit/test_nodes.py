@@ -10,7 +10,7 @@ from omni_actors.coordinator.core.nodes import Greeting, NodeTable, greeting
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
 from omni_actors.protocol.nodes import RunningReplica
-from tests.unit.builders import chain, pipeline
+from tests.support.builders import chain, pipeline
 
 T = 100.0
 

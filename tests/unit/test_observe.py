@@ -47,8 +47,8 @@ from omni_actors.telemetry.process_metrics import edge_metrics
 from omni_actors.telemetry.prometheus import render
 from omni_actors.telemetry.request_log import KEPT, SETTLE_SECONDS, Finished, RequestLog
 from omni_actors.transport.credit import EdgeMetrics, Traffic
+from tests.support.builders import pipeline, submit
 from tests.support.clock import Clock
-from tests.unit.builders import pipeline, submit
 from tests.unit.test_actor import StageUnderTest
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from omni_actors.config import placement, slurm
 from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.control import ArenaAddress
-from tests.unit.builders import chain, load, write
+from tests.support.builders import chain, load, write
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,8 @@ from omni_actors.stage.meter import HeldBack
 from omni_actors.stage.process import ReplicaSpec, StageProcess, build_engine
 from omni_actors.stage.session import CONGESTED_SECONDS, TICK_SECONDS, pause
 from omni_actors.transport.sockets import Sockets
+from tests.support.builders import chain, load, pipeline
 from tests.support.waiting import until
-from tests.unit.builders import chain, load, pipeline
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from omni_actors.engine.models.qwen2_5_omni import bigvgan, kernels  # noqa: E40
 from omni_actors.engine.models.qwen2_5_omni.chunks import ChunkPolicy, DecodeOptions  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni.code2wav import NoiseBlocks  # noqa: E402
 from omni_actors.errors import ConfigError  # noqa: E402
-from tests.reference import vocoder_noise  # noqa: E402
+from tests.support.reference import vocoder_noise  # noqa: E402
 
 # Compiled where there is a GPU, else interpreted.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-HOST = Path(__file__).with_name("host.py")
+HOST = Path(__file__).with_name("network_host.py")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 START_SECONDS = 10.0
 PACKETS = 64  # read from one side before the other gets its turn

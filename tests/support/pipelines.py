@@ -12,8 +12,7 @@ from pathlib import Path
 
 from omni_actors.client import OmniClient
 from omni_actors.errors import OmniError
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.support.paths import REPOSITORY
 
 
 class RunningPipeline:

@@ -1,4 +1,4 @@
-"""One end of a connection between two hosts: `peer.py receive|send ENDPOINT KEYS [COUNT]`.
+"""One end of a connection between two hosts: `network_peer.py receive|send ENDPOINT KEYS [COUNT]`.
 
 `send` numbers its messages, one every 10 ms; `receive` prints every number that comes, with its time.
 """

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +16,10 @@ import yaml
 
 from omni_actors.client import OmniClient
 from omni_actors.protocol.client import Description
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import until
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 READY = re.compile(r"ready after .* clients connect to (\S+)")
-
-
-def until(condition: Callable[[], Any], seconds: float, what: str | Callable[[], str]) -> Any:
-    """Wait for a true value and return it."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what if isinstance(what, str) else what()}"
-        time.sleep(0.02)
-    return value
-
-
-def processes_of(folder: Path) -> dict[int, str]:
-    """Living processes that hold a file in `folder` open (all of a launcher's log there): pid -> command line."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            links = [os.readlink(link) for link in (entry / "fd").iterdir()]
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:  # it has just ended
-            continue
-        if any(link.startswith(f"{folder}/") for link in links):
-            found[int(entry.name)] = command
-    return found
-
-
-def shared_memory_of(pids: Mapping[int, str]) -> set[str]:
-    """Files in /dev/shm that these processes map or hold open."""
-    found = set()
-    for pid in pids:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            found |= {line.split()[-1] for line in maps.splitlines() if "/dev/shm/" in line}
-            found |= {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-        except OSError:
-            continue
-    return {name for name in found if name.startswith("/dev/shm/") and "(deleted)" not in name}
 
 
 def held(description: Description) -> dict[str, int]:
@@ -137,16 +100,3 @@ class EchoLauncher:
     def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 10.0) -> int:
         self.process.send_signal(number)
         return self.wait_end(seconds)
-
-
-def assert_nothing_left(folder: Path, seconds: float = 5.0, shared: set[str] | None = None) -> None:
-    """No process, socket or shared memory of the launchers in `folder` is left within `seconds`."""
-
-    def sockets() -> list[str]:
-        return [str(entry) for entry in folder.rglob("*") if entry.is_socket()]
-
-    deadline = time.monotonic() + seconds
-    while (processes := processes_of(folder)) or sockets():
-        assert time.monotonic() < deadline, f"left behind: {processes} {sockets()}"
-        time.sleep(0.05)
-    assert not [name for name in shared or () if os.path.exists(name)]

@@ -17,7 +17,7 @@ import numpy
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import StageStatus
-from tests.unit.builders import chain
+from tests.support.builders import chain
 
 SAMPLES = 480
 STAGES = ("prompt", "thinker", "talker", "code2wav")

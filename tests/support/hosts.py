@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.process.launcher import EchoLauncher, processes_of, until
-from tests.unit.builders import chain
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
+from tests.support.processes import processes_of
+from tests.support.waiting import until
 
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
 

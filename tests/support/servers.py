@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import socket
 import threading
 import time
@@ -19,7 +18,7 @@ from openai import OpenAI
 from PIL import Image
 from starlette.types import ASGIApp
 
-from tests.pipelines import RunningPipeline
+from tests.support.pipelines import RunningPipeline
 
 ECHO = "stage_configs/echo.yaml"
 
@@ -117,19 +116,3 @@ def film(seconds: float = 1.0, side: int = 64) -> bytes:
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return sink.getvalue()
-
-
-def processes_titled(title: str, parent: int) -> list[int]:
-    """Children of `parent` whose process title begins with `title`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes().decode(errors="replace")
-            status = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        if command.startswith(title) and int(status[1]) == parent and int(entry.name) != os.getpid():
-            found.append(int(entry.name))
-    return found

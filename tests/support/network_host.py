@@ -1,6 +1,6 @@
 """Runs inside a fresh network namespace: makes a host of it and keeps it alive until standard input closes.
 
-Usage: host.py ADDRESS/PREFIX SOCKET: its network device is handed out over the Unix socket with that descriptor.
+Usage: `network_host.py ADDRESS/PREFIX SOCKET`. It sends its network device over the Unix socket with that descriptor.
 """
 
 from __future__ import annotations
