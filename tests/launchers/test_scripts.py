@@ -38,7 +38,7 @@ def nodes(start: Callable[..., Started], short_path: Path) -> Callable[..., Star
 
 
 def tool(name: str) -> str:
-    """Where a command of the extra `test` lies."""
+    """Path of a command of the extra `test`."""
     found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert found is not None, f"{name} is missing; it comes with the extra `test`"
     return found
@@ -51,8 +51,8 @@ def test_shellcheck(script: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_what_they_decide() -> None:
-    """launchers.bats; by hand: `bats tests/launchers/launchers.bats`."""
+def test_the_launchers_decide_as_launchers_bats_says() -> None:
+    """Run by hand with `bats tests/launchers/launchers.bats`."""
     done = subprocess.run(
         [tool("bats"), str(BATS)],
         env={**os.environ, "PYTHON": sys.executable},
@@ -86,28 +86,36 @@ def test_no_node_outlives_a_killed_launcher(nodes: Callable[..., Started]) -> No
     assert cluster.output.count("stops in order") == 3
 
 
-def test_a_node_that_is_told_to_end_ends_all(nodes: Callable[..., Started]) -> None:
+def test_a_node_that_gets_a_signal_ends_all(nodes: Callable[..., Started]) -> None:
     cluster = nodes("ssh_nodes.sh", "hosts.txt", "c.yaml")
     cluster.until("called with", 3)
-    leash = next(pid for pid, command in cluster.members().items() if "leash" in command and "--node-rank 1" in command)
-    os.kill(leash, signal.SIGTERM)
+    wrapper = next(
+        pid for pid, command in cluster.members().items() if "exit_with_stdin" in command and "--node-rank 1" in command
+    )
+    os.kill(wrapper, signal.SIGTERM)
     cluster.end()
     assert cluster.output.count("stops in order") == 3
 
 
-LEASH = "import sys; from omni_actors import leash; leash.GRACE_SECONDS = 0.2; sys.exit(leash.main(sys.argv[1:]))"
+IMPATIENT = """
+import sys
+from omni_actors.launcher import exit_with_stdin
+
+exit_with_stdin.GRACE_SECONDS = 0.2
+sys.exit(exit_with_stdin.main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        ("exit 7", 7),  # by itself
+        ("exit 7", 7),  # of its own accord
         ("echo up; exec sleep 60", 128 + signal.SIGTERM),  # when the input closes
         ("trap '' TERM; echo up; while :; do sleep 0.1; done", 128 + signal.SIGKILL),  # it does not obey
     ],
 )
-def test_the_leash(command: str, code: int) -> None:
-    arguments = [sys.executable, "-c", LEASH, "bash", "-c", command]
+def test_a_command_ends_when_its_standard_input_closes(command: str, code: int) -> None:
+    arguments = [sys.executable, "-c", IMPATIENT, "bash", "-c", command]
     with subprocess.Popen(arguments, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
         assert held.stdin is not None
         assert held.stdout is not None
@@ -120,7 +128,7 @@ def test_the_leash(command: str, code: int) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["/nowhere/at/all"], 127), ([], 2)])
-def test_a_leash_without_a_command(arguments: list[str], code: int) -> None:
+def test_a_command_that_cannot_run_gives_a_shells_exit_code(arguments: list[str], code: int) -> None:
     command = [sys.executable, "-m", "omni_actors.launcher.exit_with_stdin", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.PIPE, capture_output=True, timeout=20, check=False)
     assert done.returncode == code
@@ -170,7 +178,8 @@ def test_mps_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     environment = {**with_commands(tmp_path, commands), "CUDA_VISIBLE_DEVICES": "7"}
     command = [str(REPOSITORY / "scripts/with_mps.sh"), "true"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
-    assert (done.returncode, done.stderr) == (1, "GPU 7: No devices were found\n")
+    assert done.returncode == 1
+    assert done.stderr == "GPU 7: No devices were found\n"
 
 
 # -- slurm ------------------------------------------------------------------------------------------------------------
