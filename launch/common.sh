@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# What the launchers share; sourced, never run. What a node does is decided in omni_actors/launch.py.
+# Shared by the launch scripts; sourced, never run. omni_actors.launch decides what a node does.
 #
-#   OMNI_DIR      folder of omni_actors, the same on all nodes (default: the one that this file is in)
+#   OMNI_DIR      directory of omni_actors, the same on all nodes (default: the one that contains this file)
 #   OMNI_PYTHON   interpreter there (default: its .venv, else python3)
 #   OMNI_PORT     port of the coordinator on the first node (default: 29600)
 set -euo pipefail
@@ -20,7 +20,7 @@ fail() {
     exit 2
 }
 
-# The comment at the top of the script that was called.
+# Prints the comment at the top of the calling script.
 usage() { sed -n '2,$ {/^# shellcheck/q; /^#SBATCH/q; s/^# \{0,1\}//p}' "$0" >&2; }
 
 help_if_asked() {
@@ -32,7 +32,7 @@ help_if_asked() {
     esac
 }
 
-# ended PID: waits for a child and returns its exit code, also when signals (which count themselves) interrupt.
+# ended PID: waits for a child and returns its exit code, even if signals (counted by their traps) interrupt the wait.
 signals=0
 ended() {
     local code before=-1

@@ -3,9 +3,9 @@
 #
 #   launch/ssh_nodes.sh HOSTS CONFIG [ARGUMENTS of python -m omni_actors.launch]
 #
-# HOSTS is a file with one host per line, as ssh takes it; `#` begins a comment. The others must reach the first host
-# under that name (without `user@`), or under OMNI_MASTER. omni_actors, CONFIG and keys lie in the same place on all.
-# When one node fails, all end; when this script ends, however it does, all end: they hold on to ssh's standard input.
+# HOSTS is a file with one host per line, in ssh's notation; `#` starts a comment. The other hosts must reach the first one
+# under that name (without `user@`) or under OMNI_MASTER. omni_actors, CONFIG and keys must be in the same place on all.
+# All nodes end when one fails or when this script ends, however it does: each node stops when ssh closes its input.
 #
 #   OMNI_SSH      ssh with options (default: ssh); OMNI_DIR, OMNI_PYTHON, OMNI_PORT: see common.sh
 # shellcheck source=launch/common.sh
@@ -22,7 +22,7 @@ master=${OMNI_MASTER:-${hosts[0]#*@}}
 read -ra ssh <<< "${OMNI_SSH:-ssh}"
 ssh+=(-o BatchMode=yes -o ServerAliveInterval=2 -o ServerAliveCountMax=2 -o SendEnv='OMNI_ACTORS_*')
 
-# Every node reads this pipe; nothing is ever written. It closes when descriptor 9 does, and so with this process.
+# Every node reads this pipe, and nothing is ever written to it. It closes with descriptor 9, and so with this process.
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 mkfifo "$folder/hold"
@@ -35,7 +35,7 @@ node() {
     launch_command "$config" "${#hosts[@]}" "$rank" "$master" "$@"
     command=(env PYTHONPATH="$OMNI_DIR" "$OMNI_PYTHON" -m omni_actors.launcher.exit_with_stdin "${command[@]}")
     remote="cd $(printf %q "$OMNI_DIR") && exec $(printf '%q ' "${command[@]}")"
-    trap '' INT TERM # Ctrl-C reaches every process here; the nodes are to end in order, and to be heard
+    trap '' INT TERM # Ctrl-C reaches every process here; let the nodes stop in order and pass on their output
     "${ssh[@]}" "$host" "$remote" 2>&1 | sed -u "s|^|[$rank $host] |"
 }
 
@@ -57,7 +57,7 @@ if [[ $signals == 0 ]]; then
     [[ $code == 0 ]] || say "a node ended with exit code $code; ending all"
     release
 else
-    code=0 # what `wait` said of the signal
+    code=0 # `wait` returned the signal, not a node's exit code
 fi
 for pid in "${pids[@]}"; do
     other=0

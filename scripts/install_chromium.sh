@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Chromium for the tests of the web page, where this may be done: as root on a system with apt. Elsewhere they are
-# skipped, and say so.
+# Installs Chromium for the tests of the web page where that is possible: as root on a system with apt. Elsewhere those
+# tests are skipped, with a message.
 set -euo pipefail
 
 for name in chromium chromium-browser google-chrome; do

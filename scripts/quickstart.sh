@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From a clean checkout to a spoken answer: environment, tiny checkpoint, pipeline, one request. Needs no GPU, no hub.
+# Goes from a clean checkout to a spoken answer: environment, tiny checkpoint, pipeline, one request. Needs no GPU and no
+# model download.
 #
 #   scripts/quickstart.sh [--venv DIR] [PROMPT]
 set -euo pipefail

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with everything needed to run and test omni_actors.
+# Creates a virtual environment with everything needed to run and test omni_actors.
 #
 #   scripts/setup.sh [--venv DIR] [--python PYTHON] [--cuda] [--without-tests]
 #
 #   --venv DIR        where the environment goes (default: .venv in the repository root)
 #   --python PYTHON   interpreter to build it with, 3.11 or newer (default: python3.11, else python3)
 #   --cuda            install the CUDA build of vLLM instead of the CPU build
-#   --without-tests   leave out what only tests need
+#   --without-tests   leave out packages that only tests need
 #
-# Running it again is cheap: a stamp file inside the environment holds a hash of what the installation depends on.
+# Running it again is cheap: a stamp file in the environment holds a hash of everything the installation depends on.
 set -euo pipefail
 
 PYTORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"

@@ -1,3 +1,3 @@
-"""A model of one's own as a plugin: (architecture in the checkpoint's config.json, stage) -> module with its `SPEC`."""
+"""A custom model as a plugin: maps (architecture in the checkpoint's config.json, stage) to a module with a `SPEC`."""
 
 MODELS = {("LlamaForCausalLM", "thinker"): "custom_model.llama"}

@@ -1,1 +1,1 @@
-"""A stage with an engine of one's own; docs/extending.md walks through it."""
+"""A stage with a custom engine; docs/extending.md walks through it."""
