@@ -89,8 +89,8 @@ def busy(rates: top.Rates) -> str:
     for stage, replica in rates.now.labels(table.STEP_SECONDS, "_count"):
         name = (stage, replica)
         count, seconds = (rates.rate(table.STEP_SECONDS, *name, suffix=suffix) for suffix in ("_count", "_sum"))
-        turn, credit = (rates.rate(table.HELD_BACK, *name, reason) for reason in (HeldBack.TURN, HeldBack.CREDIT))
-        shares = f"{seconds:.0%} in steps, {turn:.0%} gives way, {credit:.0%} no credit"
+        priority, credit = (rates.rate(table.HELD_BACK, *name, reason) for reason in HeldBack)
+        shares = f"{seconds:.0%} in steps, {priority:.0%} yielding, {credit:.0%} no credit"
         parts.append(
             f"  {stage}/{replica}: {count:.0f} steps a second of {1000 * seconds / count if count else 0:.2f} ms, "
             f"{shares}, processor {rates.rate(table.CPU_SECONDS, *name):.0%}"
@@ -104,12 +104,12 @@ async def measure(endpoint: str, options: argparse.Namespace) -> list[dict[str, 
 
     async def keep(load: str, run: Awaitable[tuple[list[Sample], float]]) -> None:
         await asyncio.sleep(SNAPSHOT_SECONDS)
-        before = await top.look(client)
+        before = await top.scrape(client)
         samples, wall = await run
         rows.append(workload.summary(load, samples, wall))
         print(json.dumps(rows[-1]), flush=True)
         await asyncio.sleep(SNAPSHOT_SECONDS)
-        now = replace(await top.look(client), time=before.time + wall)
+        now = replace(await top.scrape(client), time=before.time + wall)
         print(f"{stage_times(samples)}\n{busy(top.Rates(before, now))}", file=sys.stderr, flush=True)
 
     async with AsyncOmniClient(endpoint) as client:

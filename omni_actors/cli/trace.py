@@ -1,4 +1,4 @@
-"""Where a request's time went: `omni-actors trace REQUEST --endpoint ENDPOINT [--svg FILE] [--html FILE]`."""
+"""Show where a request's time went: `omni-actors trace REQUEST --endpoint ENDPOINT [--chrome FILE]`."""
 
 from __future__ import annotations
 
@@ -8,49 +8,60 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from omni_actors import envs
+from omni_actors.cli.formatting import duration, size
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError
-from omni_actors.protocol.telemetry import RequestTimeline
-from omni_actors.telemetry.chart import Chart, StageBar, chart
-from omni_actors.telemetry.drawing import COLOURS, duration, page, size, svg
+from omni_actors.protocol.telemetry import RequestTimeline, StageTimeline
+from omni_actors.telemetry.timeline import chrome_trace, end_of, extent, phases, replica_name, stages, transfers
 
 EXIT_OK, EXIT_FAILED = 0, 1
 LAST = "last"
-MARKS = {"waiting": "·", "gathering": "-", "queued": "=", "first output": "▒", "output": "█", "ending": "|"}
+STYLES = {  # character and colour of each phase
+    "waiting": ("·", "#e3e6eb"),
+    "gathering": ("-", "#c9d3e4"),
+    "queued": ("=", "#f2c14e"),
+    "first output": ("▒", "#f08a4b"),
+    "output": ("█", "#3d8bd4"),
+    "ending": ("|", "#8e9aab"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (0 done, 1 no such request or nobody answers, 2 wrong usage)."""
+    """Run the command line; returns the exit code (0 done, 1 no such request or no answer, 2 wrong usage)."""
     options = _parser().parse_args(arguments)
     try:
-        drawn = chart(asyncio.run(_ask(envs.endpoint(options.endpoint), options.keys, options.request)))
-        for path, text in ((options.svg, svg), (options.html, page)):
-            if path is not None:
-                _write(path, text(drawn))
+        timeline = asyncio.run(_fetch(envs.endpoint(options.endpoint), options.keys, options.request))
+        if options.chrome is not None:
+            _write(options.chrome, timeline)
     except OmniError as error:
         print(f"error ({error.code.value}): {error}", file=sys.stderr)
         return EXIT_FAILED
-    if options.svg is None and options.html is None:
-        show(drawn, Console())
+    if options.chrome is None:
+        show(timeline, Console())
     return EXIT_OK
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="omni-actors trace", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("request", help=f"id of a request that runs or of one of the last 200, or {LAST!r}")
+    parser.add_argument("request", help=f"id of a running request or of one of the last 200, or {LAST!r}")
     parser.add_argument("--endpoint", help="where clients connect (default: OMNI_ACTORS_ENDPOINT)")
     parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the picture instead")
+    parser.add_argument(
+        "--chrome",
+        type=Path,
+        metavar="FILE",
+        help="write a Chrome trace (JSON) instead, for ui.perfetto.dev or chrome://tracing",
+    )
     return parser
 
 
-async def _ask(endpoint: str, keys: str | None, request_id: str) -> RequestTimeline:
+async def _fetch(endpoint: str, keys: str | None, request_id: str) -> RequestTimeline:
     async with AsyncOmniClient(endpoint, keys=keys) as client:
         if request_id != LAST:
             return await client.timeline(request_id)
@@ -60,55 +71,60 @@ async def _ask(endpoint: str, keys: str | None, request_id: str) -> RequestTimel
         return recent[0]
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, timeline: RequestTimeline) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(msgspec.json.encode(chrome_trace(timeline)))
     except OSError as error:
         raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
 
 
-def show(drawn: Chart, console: Console) -> None:
-    """Bars in the terminal, one line per stage, then the hops and what happened."""
-    console.print(Text(f"request {drawn.id}: {drawn.outcome} after {duration(drawn.seconds)}, trace {drawn.trace_id}"))
-    console.print(Text.assemble(*_legend()))
+def show(timeline: RequestTimeline, console: Console) -> None:
+    """Print a bar for each stage, then the transfers and the events."""
+    started, ended = extent(timeline)
+    length = ended - started
+    about = f"{timeline.outcome} after {duration(length)}, trace {timeline.trace_id}"
+    console.print(Text(f"request {timeline.request_id}: {about}"))
+    console.print(Text.assemble(*[(f"{mark} {name}  ", colour) for name, (mark, colour) in STYLES.items()]))
+    header = ("stage", "begins", "takes", "tokens")
     rows = [
-        (_name(stage), duration(stage.at), duration(stage.seconds), f"{stage.input_tokens}→{stage.output_tokens}")
-        for stage in drawn.stages
+        (
+            _title(stage),
+            duration(stage.expected - started),
+            duration(end_of(stage) - stage.expected),
+            f"{stage.input_tokens}→{stage.output_tokens}",
+        )
+        for stage in stages(timeline)
     ]
-    names = ("stage", "begins", "takes", "tokens")
-    taken = sum(max(len(row[index]) for row in (*rows, names)) + 2 for index in range(len(names)))
+    taken = sum(max(map(len, column)) + 2 for column in zip(header, *rows, strict=True))
+    width = max(10, console.width - taken - 2)
     table = Table(box=None, padding=(0, 1))
-    for name in (*names, ""):
+    for name in (*header, ""):
         table.add_column(name, no_wrap=True)
-    for cells, stage in zip(rows, drawn.stages, strict=True):
-        table.add_row(*map(Text, cells), _bar(stage, drawn.seconds, max(10, console.width - taken - 2)))
+    for cells, stage in zip(rows, stages(timeline), strict=True):
+        table.add_row(*map(Text, cells), _bar(stage, started, width / length if length else 0.0))
     console.print(table)
-    for hop in drawn.hops:
-        words = f"{hop.messages} messages, {size(hop.bytes)}, first one took {duration(hop.first_latency)}"
-        console.print(Text(f"  {hop.source} → {hop.target}: {words}, from {duration(hop.at)} on"))
-    for event in drawn.events:
-        console.print(Text(f"  {duration(event.at):>9} {event.name} {event.detail}".rstrip()))
+    for transfer in transfers(timeline):
+        counts = f"{transfer.messages} messages, {size(transfer.bytes)}"
+        times = f"first one took {duration(transfer.first_latency)}, from {duration(transfer.begin - started)} on"
+        console.print(Text(f"  {transfer.source} → {transfer.target}: {counts}, {times}"))
+    for event in timeline.events:
+        console.print(Text(f"  {duration(event.time - started):>9} {event.name} {event.detail}".rstrip()))
 
 
-def _name(stage: StageBar) -> str:
+def _title(stage: StageTimeline) -> str:
     attempt = f" #{stage.attempt}" if stage.attempt else ""
-    return f"{stage.stage}/{stage.replica}{attempt}" + ("" if stage.outcome == "done" else f" {stage.outcome}")
+    return replica_name(stage) + attempt + ("" if stage.outcome == "done" else f" {stage.outcome}")
 
 
-def _legend() -> list[tuple[str, str]]:
-    return [(f"{MARKS[name]} {name}  ", colour) for name, colour in COLOURS.items()]
-
-
-def _bar(stage: StageBar, seconds: float, width: int) -> Text:
-    """A stage's line; a phase that is too short for a character is left out."""
-    bar = Text()
-    scale = width / seconds if seconds else 0.0
-    drawn = round(stage.at * scale)
-    bar.append(" " * drawn)
-    for phase in stage.phases:
-        end = round((phase.at + phase.seconds) * scale)
+def _bar(stage: StageTimeline, started: float, scale: float) -> Text:
+    """A stage's bar with `scale` characters a second. A phase that is too short for a character is left out."""
+    drawn = round((stage.expected - started) * scale)
+    bar = Text(" " * drawn)
+    for phase in phases(stage):
+        end = round((phase.end - started) * scale)
         if end > drawn:
-            bar.append(MARKS[phase.name] * (end - drawn), COLOURS[phase.name])
+            mark, colour = STYLES[phase.name]
+            bar.append(mark * (end - drawn), colour)
             drawn = end
     return bar
 

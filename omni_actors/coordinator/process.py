@@ -28,7 +28,7 @@ from omni_actors.errors import OmniError
 from omni_actors.processes import EXIT_OK
 from omni_actors.protocol.common import Failed
 from omni_actors.run_directory import clear_abandoned
-from omni_actors.telemetry.export import span_export
+from omni_actors.telemetry.collector import span_exporter
 
 logger = logs.get_logger(__name__)
 
@@ -80,7 +80,7 @@ async def _run(spec: CoordinatorSpec) -> int:
     try:
         launcher = os.pidfd_open(spec.launcher_pid)
         endpoints = Endpoints(spec.client, spec.control, spec.results)
-        supervisor = Supervisor(spec.pipeline, endpoints, spec.began, span_export(spec.pipeline))
+        supervisor = Supervisor(spec.pipeline, endpoints, spec.began, span_exporter(spec.pipeline))
     except OSError:  # it died before us
         return EXIT_REFUSED
     except OmniError as error:

@@ -12,7 +12,7 @@ from omni_actors.errors import InvalidRequest
 from omni_actors.http_server.failures import HttpError
 from omni_actors.http_server.media import Files, UploadedFile
 from omni_actors.http_server.state import ServerState, readiness, server_state
-from omni_actors.telemetry.chart import chart
+from omni_actors.telemetry.timeline import as_json
 
 router = APIRouter()
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -102,14 +102,14 @@ async def metrics(state: State) -> Response:
 @router.get("/v1/requests", response_class=Response)
 async def requests(state: State, limit: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:
     """Timelines of the requests that ended last, the newest first."""
-    return json({"object": "list", "data": [chart(timeline) for timeline in await state.client.recent(limit)]})
+    return json({"object": "list", "data": [as_json(timeline) for timeline in await state.client.recent(limit)]})
 
 
 @router.get("/v1/requests/{request_id}/timeline", response_class=Response)
 async def timeline(request_id: Annotated[str, Path(max_length=128)], state: State) -> Response:
     """When what happened to a request: one that runs, or one of the last 200 that ended."""
     try:
-        return json(chart(await state.client.timeline(request_id)))
+        return json(as_json(await state.client.timeline(request_id)))
     except InvalidRequest as error:
         raise HttpError(404, error.message, param="request_id", code="not_found") from None
 

@@ -10,10 +10,10 @@ from omni_actors.protocol.fields import Count, Label, Moment, Name, RequestId
 from omni_actors.protocol.header import Body
 
 
-class HopTimeline(Struct, frozen=True, array_like=True):
+class TransferTimeline(Struct, frozen=True, array_like=True):
     """What one replica (`source`, as "thinker/0") sent about one request to the one that reports it.
 
-    `bytes` are payload: tensors, token ids, text. The moments of sending are those of the source's clock.
+    `bytes` are payload: tensors, token ids, text. The moments of sending are by the source's clock.
     """
 
     source: Annotated[str, Meta(max_length=80)]
@@ -26,7 +26,7 @@ class HopTimeline(Struct, frozen=True, array_like=True):
 
 
 class StageTimeline(Struct, frozen=True, omit_defaults=True):
-    """When what happened to one attempt at a request in one replica."""
+    """The moments of one attempt at a request in one replica; 0 for what did not happen."""
 
     stage: Annotated[str, Meta(max_length=64)]
     replica: Annotated[int, Meta(ge=0, le=65535)] = 0
@@ -42,20 +42,22 @@ class StageTimeline(Struct, frozen=True, omit_defaults=True):
     ended: Moment = 0.0
     input_tokens: Count = 0
     output_tokens: Count = 0
-    hops: Annotated[tuple[HopTimeline, ...], Meta(max_length=64)] = ()
+    transfers: Annotated[tuple[TransferTimeline, ...], Meta(max_length=64)] = ()
 
 
 class TimelineEvent(Struct, frozen=True, array_like=True):
+    """Something that happened to the request as a whole."""
+
     name: Annotated[str, Meta(max_length=64)]
     time: Moment
     detail: Annotated[str, Meta(max_length=1024)] = ""
 
 
 class RequestTimeline(Struct, frozen=True):
-    """A request as the coordinator saw it, with what the stages said; all moments by the coordinator's clock.
+    """A request as the coordinator saw it, with what the stages reported; all moments by the coordinator's clock.
 
-    `outcome` is "running", "done" or an error code. `events` are `submitted`, `received`, `admitted`, and for each
-    attempt `bound`; then `first_text`, `first_audio`, `replayed`, `ended`. `deliveries` are what came for the client.
+    `outcome` is "running", "done" or an error code. `events` are `submitted`, `admitted`, `bound` for each attempt,
+    `replayed`, `first_text`, `first_audio` and `ended`. `deliveries` are the text and audio for the client.
     """
 
     request_id: str
@@ -64,11 +66,11 @@ class RequestTimeline(Struct, frozen=True):
     attempt: int
     events: tuple[TimelineEvent, ...]
     stages: tuple[StageTimeline, ...]
-    deliveries: tuple[HopTimeline, ...]
+    deliveries: tuple[TransferTimeline, ...]
 
 
 class Sample(Struct, frozen=True, array_like=True):
-    """The value of one series: `name` is a row of `observe/table.py`, `labels` are the values of its labels."""
+    """The value of one series of a metric in `telemetry/metric_table.py`; `labels` are the values of its labels."""
 
     name: Name
     labels: Annotated[tuple[Label, ...], Meta(max_length=8)]

@@ -169,7 +169,7 @@ class Inbound(threading.Thread):
                 raise
             # The timelines in it were made to fit (stage/figures.py), so the limit is too small for the figures alone.
             # Nobody's request depends on them.
-            logger.warning("figures are not sent: %s", error)
+            logger.warning("metrics are not sent: %s", error)
             return
         if not try_send(control, frames):
             logger.warning("the coordinator takes no control messages; dropped a %s", type(body).__name__)

@@ -1,6 +1,6 @@
-"""What a stage counts and when what happened to its requests. One object per process, used on its main thread.
+"""Counts a stage's work and notes the moments of its requests. One object per session, used on the main thread.
 
-The cost of it all is measured in docs/observability.md; nothing here takes a lock or writes.
+Nothing here takes a lock or does I/O; docs/adr/0017 says what it costs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import msgspec
 from omni_actors.protocol.telemetry import EndedWork, StageTimeline
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.clocks import AnchoredClock, StoppedClock
-from omni_actors.telemetry.hops import HopTrack, track_of
 from omni_actors.telemetry.meters import Meters
+from omni_actors.telemetry.transfers import TransferTrack, track_of
 
 KEPT_TIMELINES = 256  # of requests that ended here without a `StageDone`, until the next snapshot
 
 
 class HeldBack(enum.StrEnum):
-    """Why a stage leaves out a step that it could do."""
+    """Why a stage with work does not step."""
 
-    TURN = "turn"
+    DEVICE_PRIORITY = "device_priority"
     CREDIT = "credit"
 
 
@@ -40,14 +40,14 @@ class Track:
     first_output: float = 0.0
     last_output: float = 0.0
     ended: bool = False
-    hops: dict[str, HopTrack] = field(default_factory=dict)
+    transfers: dict[str, TransferTrack] = field(default_factory=dict)
 
 
 class StageMeter:
     """Counts for the replica `stage`/`replica`.
 
     Args:
-        clock: for moments and lengths of time. The default stands still, so that nothing is measured.
+        clock: for moments and durations. The default stands still, so nothing is measured.
     """
 
     def __init__(self, stage: str, replica: int, epoch: int, clock: AnchoredClock | None = None) -> None:
@@ -66,27 +66,27 @@ class StageMeter:
         self._fresh: list[Track] = []  # handed to the engine since its last step
         self._unreported: collections.deque[EndedWork] = collections.deque(maxlen=KEPT_TIMELINES)
 
-    # -- a request's walk ---------------------------------------------------------------------------------------------
+    # -- moments of a request -----------------------------------------------------------------------------------------
 
     def expected(self, request_id: str, attempt: int, has_input: bool) -> Track:
-        """The announcement came, with the input or before it."""
+        """Begin with the announcement, which comes with the input or before it."""
         now = self.clock()
         return Track(request_id, attempt, now, first_input=now if has_input else 0.0)
 
     def received(self, track: Track, source: str, sent: float, size: int) -> None:
-        """A chunk of `size` payload bytes came from `source`, as "thinker/0"."""
+        """Count a chunk of `size` payload bytes from the replica `source`, such as "thinker/0"."""
         now = self.clock()
         if not track.first_input:
             track.first_input = now
-        track_of(track.hops, self.meters, source, self._name).add(sent, now, size)
+        track_of(track.transfers, self.meters, source, self._name).add(sent, now, size)
 
     def started(self, track: Track) -> None:
-        """The engine has the request."""
+        """Note that the engine has the request."""
         track.started = self.clock()
         self._fresh.append(track)
 
     def stepped(self, began: float, took_all: bool) -> None:
-        """A step has ended. `took_all`: it worked on all requests that were handed over before."""
+        """Note the end of a step. `took_all`: it worked on all requests that were handed over before."""
         self._steps.observe(self.clock() - began)
         if self._fresh:
             if took_all:
@@ -95,28 +95,28 @@ class StageMeter:
             self._fresh.clear()
 
     def scheduled(self, track: Track, moment: float) -> None:
-        """The engine took the request into a step for the first time."""
+        """Note when the engine first scheduled the request."""
         if not track.first_step:
             track.first_step = moment
             self._queue.observe(moment - track.started)
 
     def output(self, track: Track) -> float:
-        """The request has output; returns the moment."""
+        """Note output of the request; returns the moment."""
         now = self.clock()
         if not track.first_output:
             track.first_output = now
-            if track.started:  # else there was nothing to compute
+            if track.started:  # otherwise there was nothing to compute
                 self._outputs.observe(now - track.started)
         track.last_output = now
         return now
 
     def done(self, track: Track, input_tokens: int, output_tokens: int) -> StageTimeline:
-        """The stage has finished the request."""
+        """End the attempt as done."""
         self.input_tokens += input_tokens
         return self._end(track, "done", input_tokens, output_tokens)
 
     def failed(self, track: Track, outcome: str) -> None:
-        """The request ended otherwise; of two reasons the first one counts."""
+        """End the attempt with another outcome, unless it has ended already."""
         if not track.ended:
             self._unreported.append(EndedWork(track.request_id, self._end(track, outcome)))
 
@@ -138,16 +138,16 @@ class StageMeter:
             ended=self.clock(),
             input_tokens=input_tokens,
             output_tokens=output_tokens,
-            hops=tuple(hop.timeline(source) for source, hop in track.hops.items()),
+            transfers=tuple(transfer.timeline(source) for source, transfer in track.transfers.items()),
         )
 
     # -- for the snapshot ---------------------------------------------------------------------------------------------
 
     def take_unreported(self, room: int) -> tuple[EndedWork, ...]:
-        """Timelines of requests that ended without a `StageDone`, each once, the oldest first.
+        """Remove and return timelines of requests that ended without a `StageDone`, the oldest first.
 
         Args:
-            room: bytes that they may take in a message. The others wait, except one that has no room even alone.
+            room: bytes that they may take in a message. The others wait; one that is too long even alone is dropped.
         """
         taken: list[EndedWork] = []
         while self._unreported:

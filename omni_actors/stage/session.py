@@ -50,7 +50,7 @@ def pause(runnable: bool, congested: bool, gives_way: bool) -> tuple[float, Held
     if not runnable:
         return TICK_SECONDS, None
     if gives_way:
-        return POLL_SECONDS, HeldBack.TURN
+        return POLL_SECONDS, HeldBack.DEVICE_PRIORITY
     return 0.0, None
 
 

@@ -1,7 +1,4 @@
-"""A stage's snapshot: what its parts count, under the names of the table.
-
-Made on the main thread once per heartbeat interval.
-"""
+"""A stage's snapshot: the counts of its parts as metrics, made on the main thread once per heartbeat interval."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.process_metrics import edge_metrics, process_metrics
 from omni_actors.transport.credit import EdgeMetrics
 
-LONGER_COUNT_BYTES = 2  # msgpack says in 3 bytes, not in 1, how many timelines follow
+LONGER_COUNT_BYTES = 2  # msgpack needs 3 bytes instead of 1 for the number of many timelines
 
 
 class Baseline:
-    """What the process had counted when a session began: a session tells only what came after it.
+    """What the process had counted when the session began, so that a session reports only its own share.
 
-    The coordinator adds up sessions, whether they are of one process or of several.
+    The coordinator adds up sessions, whether of one process or of several.
     """
 
     def __init__(self, engine: StageEngine) -> None:
@@ -40,7 +37,7 @@ class Baseline:
         return time.process_time() - self._processor_time
 
     def statistics(self) -> EngineStatistics | None:
-        """What vLLM has counted since the session began, and its present state."""
+        """vLLM's counts since the session began, and its present gauges; `None` for an engine without vLLM."""
         now, before = self.engine.statistics(), self._before
         if now is None or before is None:
             return now
@@ -61,18 +58,18 @@ def snapshot(
     held: Mapping[str, int],
     limit: int,
 ) -> Snapshot:
-    """All metrics of this session, and as many timelines of ended requests as go with them into one message.
+    """All metrics of this session, and as many timelines of ended requests as fit into the same message.
 
     Args:
-        rejected: messages that did not decode, by reason.
-        edges: by receiver, as "talker/0" or "coordinator".
-        held: counts of the sockets' threads: `arena_bytes`, `dropped_arena_full`.
-        limit: bytes of a message's body.
+        rejected: counts of messages that did not decode, by reason.
+        edges: by receiver, such as "talker/0" or "coordinator".
+        held: counts of the I/O threads: `arena_bytes`, `dropped_arena_full`.
+        limit: maximum bytes of a message's body.
     """
     meters, labels = meter.meters, meter.labels
     counts = actor.held()  # does not ask the engine, whose workers may be gone when the last snapshot is made
     meters.set(table.STAGE_HELD, *labels, to=counts["requests"])
-    meters.set(table.PARKED, *labels, to=counts["parked_bytes"])
+    meters.set(table.EARLY_CHUNKS, *labels, to=counts["parked_bytes"])
     meters.set(table.INPUT_TOKENS, *labels, to=meter.input_tokens)
     meters.set(table.OUTPUT_TOKENS, *labels, to=meter.output_tokens)
     meters.set(table.STAGE_AUDIO, *labels, to=meter.audio_seconds)
@@ -84,9 +81,9 @@ def snapshot(
     edge_metrics(meters, "/".join(labels), edges)
     process_metrics(meters, labels, baseline.processor_time)
     _engine_metrics(meters, labels, baseline)
-    figures = Snapshot(samples=meters.samples(), histograms=meters.histogram_samples())
-    room = limit - len(msgspec.msgpack.encode(figures)) - LONGER_COUNT_BYTES
-    return msgspec.structs.replace(figures, ended=meter.take_unreported(room))
+    metrics = Snapshot(samples=meters.samples(), histograms=meters.histogram_samples())
+    room = limit - len(msgspec.msgpack.encode(metrics)) - LONGER_COUNT_BYTES
+    return msgspec.structs.replace(metrics, ended=meter.take_unreported(room))
 
 
 def _engine_metrics(meters: Meters, labels: tuple[str, ...], baseline: Baseline) -> None:

@@ -1,4 +1,4 @@
-"""Moments that are comparable: within a process they never jump, between processes the difference is estimated."""
+"""Comparable moments: a process's own never jump, and the offsets between processes are estimated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEPT = 64  # observations in each direction; older ones say less, as clocks drif
 
 
 class AnchoredClock:
-    """Shows Unix time as it was when made, and then goes as the monotonic clock does."""
+    """Unix time that starts at the wall clock and advances with the monotonic clock."""
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -20,12 +20,12 @@ class AnchoredClock:
         return self._anchor + self._monotonic()
 
     def of(self, monotonic: float) -> float:
-        """The moment that a reading of the monotonic clock stands for."""
+        """Convert a reading of the monotonic clock."""
         return self._anchor + monotonic
 
 
 class StoppedClock(AnchoredClock):
-    """For whoever does not want to measure: every moment is 0, "it did not happen"."""
+    """Measures nothing: every moment is 0, which means "did not happen"."""
 
     def __init__(self) -> None:
         super().__init__(lambda: 0.0, lambda: 0.0)
@@ -35,12 +35,12 @@ class StoppedClock(AnchoredClock):
 
 
 class ClockOffset:
-    """`seconds` are what to add to a peer's moments to have ours, out of messages in both directions.
+    """Estimates `seconds`, to be added to a peer's moments to have ours, from messages in both directions.
 
-    A message cannot come before it was sent. So our time of receipt minus the peer's of sending is an upper bound of
-    the offset, our time of sending minus the peer's of receipt a lower one. While zero lies between the two the clocks
-    are taken as equal, as those of one host are; else the middle is the estimate, and it is wrong by at most half of
-    the distance.
+    A message cannot arrive before it was sent. So our time of receipt minus the peer's time of sending is an upper
+    bound of the offset; our time of sending minus the peer's time of receipt is a lower bound. While zero lies between
+    the two, the clocks count as equal, as those of one host are. Otherwise the middle is the estimate, and it is wrong
+    by at most half the distance.
     """
 
     def __init__(self) -> None:
@@ -49,21 +49,21 @@ class ClockOffset:
         self._lower: collections.deque[float] = collections.deque(maxlen=KEPT)
 
     def heard(self, sent_there: float, received_here: float) -> None:
-        """A message of the peer's came."""
+        """Take the times of a message from the peer."""
         if sent_there:
             self._upper.append(received_here - sent_there)
             self._forget_contradiction(self._lower)
             self.seconds = self._estimate()
 
     def told(self, sent_here: float, received_there: float) -> None:
-        """The peer says when it received a message of ours."""
+        """Take the times of a message to the peer, which reported when it received it."""
         if sent_here and received_there:
             self._lower.append(sent_here - received_there)
             self._forget_contradiction(self._upper)
             self.seconds = self._estimate()
 
     def _forget_contradiction(self, older: collections.deque[float]) -> None:
-        """One of the clocks was set: what the other direction said before is no longer true."""
+        """If the bounds contradict each other, a clock was set: forget what was observed before."""
         if self._upper and self._lower and min(self._upper) < max(self._lower):
             older.clear()
             newest = self._upper if older is self._lower else self._lower

@@ -1,4 +1,4 @@
-"""All that the coordinator observes, in one object: requests, snapshots of stages, clocks, the export of spans."""
+"""All of the coordinator's telemetry in one object: requests, snapshots of stages, clocks, exported spans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from omni_actors.errors import InvalidPayload, InvalidRequest
+from omni_actors.config import PipelineConfig
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.logs import get_logger
 from omni_actors.protocol.client import Observation, Observe, Subject
 from omni_actors.protocol.telemetry import Snapshot
@@ -22,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class Exporter(Protocol):
-    """Takes the requests that have ended, for instance to an OpenTelemetry collector."""
+    """Takes requests that have ended, for instance to an OpenTelemetry collector."""
 
     def export(self, finished: Finished) -> None: ...
 
@@ -31,11 +32,28 @@ class Exporter(Protocol):
         ...
 
 
+def span_exporter(pipeline: PipelineConfig) -> Exporter | None:
+    """The exporter that the configuration asks for. Raises `ConfigError` if its packages are not installed."""
+    coordinator = pipeline.coordinator
+    if coordinator.otlp_endpoint is None:
+        return None
+    try:
+        from omni_actors.telemetry.otlp import OtlpExporter  # loads OpenTelemetry, which is optional
+
+        return OtlpExporter.connect(pipeline.name, coordinator.otlp_endpoint, coordinator.otlp_protocol)
+    except ImportError as error:
+        raise ConfigError(
+            f"coordinator.otlp_endpoint is set, but OpenTelemetry for {coordinator.otlp_protocol} is not installed: "
+            f"{error}.",
+            hint="pip install 'omni_actors[trace]', or unset OTEL_EXPORTER_OTLP_ENDPOINT.",
+        ) from error
+
+
 class TelemetryCollector:
     """One per coordinator, on its loop.
 
     Args:
-        exporter: gets every request that has ended.
+        exporter: receives every request that has ended.
     """
 
     def __init__(self, exporter: Exporter | None = None, clock: Callable[[], float] | None = None) -> None:
@@ -43,7 +61,7 @@ class TelemetryCollector:
         self._meters = Meters()
         self._stages = StageMeters()
         self._restarts: dict[tuple[str, int], int] = {}
-        self._born: dict[tuple[str, int], int] = {}  # the first epoch of the present process
+        self._spawn_epochs: dict[tuple[str, int], int] = {}  # the first epoch of the present process
         self._rejected_snapshots = 0
         self.requests = RequestLog(self._meters, clock or AnchoredClock(), self._export)
 
@@ -54,17 +72,17 @@ class TelemetryCollector:
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     def spawned(self, stage: str, replica: int, spawn_epoch: int) -> None:
-        """Note that a replica's process will start, or runs and will register; `spawn_epoch` 0: none is known."""
+        """Note that a replica's process will start, or runs and will register. `spawn_epoch` is 0 if none is known."""
         key = (stage, replica)
         self._restarts.setdefault(key, 0)
-        before = self._born.get(key, 0)
-        self._born[key] = spawn_epoch or before
+        before = self._spawn_epochs.get(key, 0)
+        self._spawn_epochs[key] = spawn_epoch or before
         if before and spawn_epoch > before:
             self._restarts[key] += 1
             self.requests.spawned(f"{stage}/{replica}")
 
     def took(self, stage: str, replica: int, snapshot: Snapshot) -> None:
-        """A snapshot of a living process came. One that is wrong is counted and dropped."""
+        """Take a snapshot of a living process. One that is wrong is counted and dropped."""
         try:
             self._stages.take(f"{stage}/{replica}", snapshot)
         except InvalidPayload as error:
@@ -75,13 +93,13 @@ class TelemetryCollector:
             self.requests.stage_ended(stage, replica, work)
 
     def gone(self, stage: str, replica: int) -> None:
-        """Its process has ended."""
+        """Note that a replica's process has ended."""
         self._stages.gone(f"{stage}/{replica}")
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
     def answer(self, question: Observe) -> Observation:
-        """About requests. Raises `InvalidRequest` for one that nobody knows, or not any more."""
+        """Answer a question about requests. Raises `InvalidRequest` for one that is not known, or no longer."""
         if question.subject is Subject.RECENT:
             return Observation(timelines=tuple(self.requests.recent(question.count)))
         timeline = self.requests.timeline(question.request_id)
@@ -104,10 +122,10 @@ class TelemetryCollector:
         """All values of the whole pipeline, as of the stages' last snapshots.
 
         Args:
-            replicas: whether a replica is ready, and the requests that are bound to it.
+            replicas: whether a replica is ready, and the number of requests bound to it.
             edges: the coordinator's own, by receiver.
-            rejected: messages that did not decode, by channel and reason.
-            dropped: others of no use, by reason.
+            rejected: counts of messages that did not decode, by channel and reason.
+            dropped: counts of other messages of no use, by reason.
         """
         own = self._meters
         own.set(table.IN_FLIGHT, to=in_flight)

@@ -1,4 +1,4 @@
-"""`--metrics HOST:PORT`: Prometheus text from the launcher's process, for pipelines without an HTTP server."""
+"""Serve Prometheus text from the launcher's process (`--metrics HOST:PORT`), without an HTTP server."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from omni_actors.errors import ConfigError
 ANSWER_SECONDS = 5.0  # for the coordinator to gather the metrics
 
 
-class _AskingCollector(Collector):
-    """Asks the coordinator anew for every scrape, on the loop that owns the connection to it."""
+class _PipelineCollector(Collector):
+    """Asks the coordinator for every scrape, on the loop that owns the connection to it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, ask: Callable[[], Coroutine[Any, Any, str]]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, fetch: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._loop = loop
-        self._ask = ask
+        self._fetch = fetch
 
     def collect(self) -> Iterable[Family]:
-        """Raises what `ask` raises, or `TimeoutError`; the scrape then ends with 500."""
-        text = asyncio.run_coroutine_threadsafe(self._ask(), self._loop).result(ANSWER_SECONDS)
+        """Raise what `fetch` raises, or `TimeoutError`; the scrape then fails with 500."""
+        text = asyncio.run_coroutine_threadsafe(self._fetch(), self._loop).result(ANSWER_SECONDS)
         return text_string_to_metric_families(text)
 
 
 class MetricsEndpoint:
-    """Listens from a thread. Needs a running loop.
+    """Listens on its own thread. Create it on a running loop.
 
     Args:
-        ask: gives the metrics as Prometheus text.
+        fetch: returns the metrics as Prometheus text.
 
     Raises:
-        ConfigError: the address is taken or not ours.
+        ConfigError: the address is in use or not one of this host.
     """
 
-    def __init__(self, host: str, port: int, ask: Callable[[], Coroutine[Any, Any, str]]) -> None:
+    def __init__(self, host: str, port: int, fetch: Callable[[], Coroutine[Any, Any, str]]) -> None:
         registry = CollectorRegistry(auto_describe=False)
-        collector = _AskingCollector(asyncio.get_running_loop(), ask)
+        collector = _PipelineCollector(asyncio.get_running_loop(), fetch)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
@@ -53,7 +53,7 @@ class MetricsEndpoint:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
-        """Stop listening. Waits for what is being answered."""
+        """Stop listening, after the scrapes in progress."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(ANSWER_SECONDS)

@@ -1,4 +1,4 @@
-"""The snapshots of all stage processes as one set of values; counters go on where a replica's last process ended."""
+"""Merge the snapshots of all stage processes; a replica's counters continue across its restarts."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ Key = tuple[str, Labels]
 
 
 class StageMeters:
-    """By replica, as "talker/0": the latest snapshot of its process, and the sums of the processes before."""
+    """The latest snapshot of each replica's process, and the sums of the processes that ended."""
 
     def __init__(self) -> None:
         self._past = Meters()
         self._now: dict[str, Snapshot] = {}
 
     def take(self, name: str, snapshot: Snapshot) -> None:
-        """The newest snapshot of the living process. Raises `InvalidPayload` for one that is not after the table."""
+        """Take the newest snapshot of a replica such as "talker/0". Raises `InvalidPayload` if it is wrong."""
         check(snapshot)
         self._now[name] = snapshot
 
     def gone(self, name: str) -> None:
-        """The process has ended: its counters are kept, its gauges are not."""
+        """Note that a replica's process has ended: keep its counters, drop its gauges."""
         snapshot = self._now.pop(name, None)
         if snapshot is not None:
             _add(self._past, snapshot, counters_only=True)
 
     def add_to(self, meters: Meters) -> None:
-        """All values, on top of those that are in `meters`."""
+        """Add all values to those in `meters`."""
         for key, value in self._past.values.items():
             meters.values[key] = meters.values.get(key, 0) + value
         for key, histogram in self._past.histograms.items():
@@ -41,7 +41,7 @@ class StageMeters:
 
 
 def check(snapshot: Snapshot) -> None:
-    """Raise `InvalidPayload` unless every sample is one of the table's."""
+    """Raise `InvalidPayload` unless every sample belongs to a metric of the table."""
     for sample in snapshot.samples:
         metric = _known(sample.name, sample.labels, histogram=False)
         if not math.isfinite(sample.value) or (metric.kind is Kind.COUNTER and sample.value < 0):
@@ -49,7 +49,7 @@ def check(snapshot: Snapshot) -> None:
     for histogram in snapshot.histograms:
         metric = _known(histogram.name, histogram.labels, histogram=True)
         if len(histogram.counts) != len(metric.bounds) + 1 or not math.isfinite(histogram.total):
-            raise InvalidPayload(f"The histogram {metric.name} has other buckets or no finite sum.")
+            raise InvalidPayload(f"The histogram {metric.name} has the wrong buckets or no finite sum.")
 
 
 def _known(name: str, labels: Labels, histogram: bool) -> Metric:
@@ -77,7 +77,7 @@ def _add_histogram(meters: Meters, key: Key, counts: tuple[int, ...] | list[int]
 
 
 def copied(meters: Meters) -> Meters:
-    """Values that may be added to without changing those of `meters`."""
+    """A copy that can be changed without changing `meters`."""
     copy = Meters()
     copy.values.update(meters.values)
     for key, histogram in meters.histograms.items():

@@ -1,6 +1,6 @@
-"""What a process counts: plain numbers and histograms with fixed buckets. No lock: one thread counts.
+"""Counters and gauges as plain numbers, and histograms with fixed buckets.
 
-Another thread may read: every change is one assignment of a number.
+There is no lock: one thread counts, and others may read, as every change assigns one number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Labels = tuple[str, ...]
 
 
 class Histogram:
-    """Observations per bucket (the last bucket is +Inf), not cumulated, and their sum."""
+    """Observations per bucket, not cumulated, and their sum. The last bucket is +Inf."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -25,7 +25,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """A value of less than zero (clocks that differ) counts as zero."""
+        """Count a value. A negative one, from clocks that differ, counts as zero."""
         if value < 0.0:
             value = 0.0
         self.counts[bisect_left(self.bounds, value)] += 1
@@ -40,20 +40,21 @@ class Meters:
         self.histograms: dict[tuple[str, Labels], Histogram] = {}
 
     def count(self, metric: Metric, *labels: str, by: float = 1) -> None:
+        """Increase a counter."""
         key = (metric.name, labels)
         self.values[key] = self.values.get(key, 0) + by
 
     def set(self, metric: Metric, *labels: str, to: float) -> None:
-        """For gauges, and for counters that somebody else keeps."""
+        """Set a gauge, or a counter that is kept elsewhere."""
         self.values[(metric.name, labels)] = to
 
     def set_all(self, metric: Metric, labels: Labels, values: Mapping[str, float]) -> None:
-        """The same for a metric whose last label is the key of a mapping."""
+        """Set a metric for each value of its last label; the mapping's keys are these values."""
         for name, value in values.items():
             self.values[(metric.name, (*labels, name))] = value
 
     def histogram(self, metric: Metric, *labels: str) -> Histogram:
-        """The histogram of these labels, to be kept by whoever observes often."""
+        """The histogram of these labels. Keep it if you observe often."""
         key = (metric.name, labels)
         found = self.histograms.get(key)
         if found is None:
@@ -61,7 +62,7 @@ class Meters:
         return found
 
     def forget(self, metric: Metric) -> None:
-        """Drop all series of a gauge whose labels come and go; those that are there are set again."""
+        """Drop all series of a gauge whose labels come and go, before setting those that exist."""
         for key in [key for key in self.values if key[0] == metric.name]:
             del self.values[key]
 

@@ -1,14 +1,15 @@
-"""Timelines as OpenTelemetry spans, sent to a collector. Needs the extra `trace`; loaded only if it is switched on.
+"""Timelines as OpenTelemetry spans, sent to a collector. Needs the extra `trace`; imported only when it is switched on.
 
-Spans are made when a request is over, out of its timeline, by the coordinator alone: stages do no more for a traced
-request than for any other. A request's span is a child of the caller's (`traceparent`), each stage's a child of the
-request's, each hop's a child of the stage's that sent.
+The coordinator makes the spans from a request's timeline once the request has ended, so stages do no more for a traced
+request than for any other. A request's span is a child of the caller's (`traceparent`), a stage's is a child of the
+request's, a transfer's is a child of the sending stage's.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -27,16 +28,23 @@ from opentelemetry.trace import (
 
 from omni_actors import __version__
 from omni_actors.config import OtlpProtocol
-from omni_actors.errors import ConfigError
-from omni_actors.telemetry.chart import Chart, HopBar, StageBar, chart
-from omni_actors.telemetry.export import INSTALL_HINT
 from omni_actors.telemetry.request_log import Finished
+from omni_actors.telemetry.timeline import (
+    end_of,
+    extent,
+    phases,
+    replica_name,
+    stage_facts,
+    stages,
+    transfer_facts,
+    transfers,
+)
 
 CLOSE_SECONDS = 2.0  # for the last spans; the library itself would wait for half a minute
 
 
 class _GivenIds(RandomIdGenerator):
-    """A request that brings no trace has one nevertheless, in its timeline: the spans use the same."""
+    """Uses the trace id of the request's timeline for its spans."""
 
     trace_id = 0
 
@@ -44,12 +52,12 @@ class _GivenIds(RandomIdGenerator):
         return self.trace_id or super().generate_trace_id()
 
 
-class SpanExport:
-    """Sends spans from a thread of its own; when the collector is slow or away, spans are dropped, nothing waits.
+class OtlpExporter:
+    """Sends spans from its own thread. If the collector is slow or away, spans are dropped and nothing waits.
 
     Args:
         pipeline: becomes the service's name.
-        exporter: where to.
+        exporter: sends the spans.
     """
 
     def __init__(self, pipeline: str, exporter: SpanExporter) -> None:
@@ -60,101 +68,62 @@ class SpanExport:
         self._tracer = self._provider.get_tracer("omni_actors", __version__)
 
     @classmethod
-    def to(cls, pipeline: str, endpoint: str, protocol: OtlpProtocol) -> SpanExport:
-        """To a collector; headers, certificates and time-outs are those of the standard variables.
+    def connect(cls, pipeline: str, endpoint: str, protocol: OtlpProtocol) -> OtlpExporter:
+        """Export to a collector; the standard variables set headers, certificates and timeouts.
 
         Raises:
-            ConfigError: the exporter for this protocol is not installed.
+            ImportError: the exporter for this protocol is not installed.
         """
         exporter: SpanExporter
-        try:
-            if protocol is OtlpProtocol.GRPC:
-                from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+        if protocol is OtlpProtocol.GRPC:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-                exporter = GrpcExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
-            else:
-                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+            exporter = GrpcExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
+        else:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-                exporter = HttpExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
-        except ImportError as error:
-            raise ConfigError(f"Spans cannot be sent by {protocol}: {error}.", hint=INSTALL_HINT) from error
+            exporter = HttpExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         return cls(pipeline, exporter)
 
     def export(self, finished: Finished) -> None:
-        """Queue the spans of one request. Does not wait."""
+        """Queue the spans of one request without waiting."""
         if not finished.sampled:
             return
-        drawn = chart(finished.timeline)
-        root = self._root(drawn, finished)
-        stages: dict[tuple[str, int], Span] = {}
-        spans: list[tuple[Span, float]] = []
-        for stage in drawn.stages:
-            span = self._stage(drawn, stage, root)
-            stages[(f"{stage.stage}/{stage.replica}", stage.attempt)] = span
-            spans.append((span, stage.at + stage.seconds))
-        for hop in drawn.hops:
-            spans.append((self._hop(drawn, hop, _sender(stages, hop) or root), hop.at + hop.seconds))
-        for span, end in spans:
-            span.end(_nanoseconds(drawn, end))
-        root.end(_nanoseconds(drawn, drawn.seconds))
-
-    def _root(self, drawn: Chart, finished: Finished) -> Span:
-        context = None
+        timeline = finished.timeline
+        began, ended = extent(timeline)
+        self._ids.trace_id = int(timeline.trace_id, 16)
+        caller = None
         if finished.parent_id:
-            caller = SpanContext(
-                int(drawn.trace_id, 16), int(finished.parent_id, 16), is_remote=True, trace_flags=TraceFlags(1)
-            )
-            context = set_span_in_context(NonRecordingSpan(caller))
-        self._ids.trace_id = int(drawn.trace_id, 16)
-        attributes: dict[str, str | int] = {
-            "omni.request": drawn.id,
-            "omni.outcome": drawn.outcome,
-            "omni.attempts": drawn.attempt + 1,
-        }
-        root = self._tracer.start_span(
-            "request", context, SpanKind.SERVER, attributes, start_time=_nanoseconds(drawn, 0.0)
-        )
-        for mark in drawn.events:
-            root.add_event(mark.name, {"detail": mark.detail} if mark.detail else None, _nanoseconds(drawn, mark.at))
-        if drawn.outcome != "done":
-            root.set_status(Status(StatusCode.ERROR, drawn.outcome))
-        return root
+            flags = TraceFlags(TraceFlags.SAMPLED)
+            context = SpanContext(self._ids.trace_id, int(finished.parent_id, 16), is_remote=True, trace_flags=flags)
+            caller = NonRecordingSpan(context)
+        facts = {"request": timeline.request_id, "outcome": timeline.outcome, "attempts": timeline.attempt + 1}
+        request = self._start("request", caller, SpanKind.SERVER, began, facts)
+        for event in timeline.events:
+            request.add_event(event.name, {"detail": event.detail} if event.detail else None, _nanoseconds(event.time))
+        spans: dict[tuple[str, int], Span] = {}
+        for stage in stages(timeline):
+            span = self._start(stage.stage, request, SpanKind.INTERNAL, stage.expected, stage_facts(stage))
+            for phase in phases(stage):
+                span.add_event(f"end of {phase.name}", None, _nanoseconds(phase.end))
+            span.end(_nanoseconds(end_of(stage)))
+            spans[(replica_name(stage), stage.attempt)] = span
+        for sent in transfers(timeline):
+            # The sender's newest attempt up to the receiver's: one that went on after a replay is still at an older.
+            attempts = [attempt for name, attempt in spans if name == sent.source and attempt <= sent.attempt]
+            sender = spans[(sent.source, max(attempts))] if attempts else request
+            name = f"{sent.source} to {sent.target}"
+            span = self._start(name, sender, SpanKind.PRODUCER, sent.begin, transfer_facts(sent))
+            span.end(_nanoseconds(sent.end))
+        request.end(_nanoseconds(ended))
 
-    def _stage(self, drawn: Chart, stage: StageBar, root: Span) -> Span:
-        span = self._tracer.start_span(
-            stage.stage,
-            set_span_in_context(root),
-            SpanKind.INTERNAL,
-            {
-                "omni.stage": stage.stage,
-                "omni.replica": stage.replica,
-                "omni.attempt": stage.attempt,
-                "omni.outcome": stage.outcome,
-                "omni.input_tokens": stage.input_tokens,
-                "omni.output_tokens": stage.output_tokens,
-            },
-            start_time=_nanoseconds(drawn, stage.at),
-        )
-        for phase in stage.phases:
-            span.add_event(f"end of {phase.name}", None, _nanoseconds(drawn, phase.at + phase.seconds))
-        if stage.outcome != "done":
-            span.set_status(Status(StatusCode.ERROR, stage.outcome))
+    def _start(self, name: str, parent: Span | None, kind: SpanKind, began: float, facts: Mapping[str, Any]) -> Span:
+        context = set_span_in_context(parent) if parent is not None else None
+        attributes = {f"omni.{key}": fact for key, fact in facts.items()}
+        span = self._tracer.start_span(name, context, kind, attributes, start_time=_nanoseconds(began))
+        if facts.get("outcome", "done") != "done":
+            span.set_status(Status(StatusCode.ERROR, facts["outcome"]))
         return span
-
-    def _hop(self, drawn: Chart, hop: HopBar, parent: Span) -> Span:
-        return self._tracer.start_span(
-            f"{hop.source} to {hop.target}",
-            set_span_in_context(parent),
-            SpanKind.PRODUCER,
-            {
-                "omni.source": hop.source,
-                "omni.target": hop.target,
-                "omni.messages": hop.messages,
-                "omni.bytes": hop.bytes,
-                "omni.first_latency": hop.first_latency,
-            },
-            start_time=_nanoseconds(drawn, hop.at),
-        )
 
     def close(self) -> None:
         """Send what is queued, for two seconds at most."""
@@ -163,12 +132,6 @@ class SpanExport:
         closing.join(CLOSE_SECONDS)
 
 
-def _sender(stages: Mapping[tuple[str, int], Span], hop: HopBar) -> Span | None:
-    """The span of the attempt that sent: the newest one up to the receiver's. A sender that went on is at an older."""
-    attempts = [attempt for source, attempt in stages if source == hop.source and attempt <= hop.attempt]
-    return stages[(hop.source, max(attempts))] if attempts else None
-
-
-def _nanoseconds(drawn: Chart, at: float) -> int:
-    """Unix time; the start alone is 1e18, more than a float can hold exactly."""
-    return int(drawn.started * 1e6) * 1000 + int(at * 1e9)
+def _nanoseconds(moment: float) -> int:
+    """Unix time to the microsecond: a float holds no more."""
+    return round(moment * 1e6) * 1000

@@ -1,4 +1,4 @@
-"""Figures that stages and coordinator have in common: their edges and their process."""
+"""Metrics that stages and the coordinator share: those of their edges and of their process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_actors.transport.credit import EdgeMetrics
 
 
 def edge_metrics(meters: Meters, source: str, edges: Mapping[str, EdgeMetrics]) -> None:
-    """The sender's side of its edges. What is out and what waits is dropped with an edge that is gone."""
+    """Set the sender's metrics of its edges. An edge that is gone keeps its counters and loses its gauges."""
     for gauge in (table.EDGE_OUT, table.EDGE_OUT_BYTES, table.EDGE_CREDIT, table.EDGE_WAITING):
         meters.forget(gauge)
     for target, edge in edges.items():
@@ -27,6 +27,6 @@ def edge_metrics(meters: Meters, source: str, edges: Mapping[str, EdgeMetrics]) 
 
 
 def process_metrics(meters: Meters, labels: tuple[str, ...], processor_time: float) -> None:
-    """Memory of this process, and its processor time in seconds as far as it is to be told."""
+    """Set the memory of this process, and the processor time in seconds to report for it."""
     meters.set(table.RESIDENT, *labels, to=psutil.Process().memory_info().rss)
     meters.set(table.CPU_SECONDS, *labels, to=processor_time)

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus text."""
+"""Render metrics as Prometheus text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def families(meters: Meters) -> Iterator[Family]:
-    """Every metric of the table, in its order, those without a series too."""
+    """Every metric of the table, in its order, including those without a series."""
     values = _by_name(meters.values)
     histograms = _by_name(meters.histograms)
     for metric in TABLE.values():
@@ -45,8 +45,8 @@ def _by_name(series: Mapping[tuple[str, Labels], T]) -> dict[str, list[tuple[Lab
     return found
 
 
-class MetersCollector(Collector):
-    """Gives prometheus-client what `meters` returns when it is asked."""
+class _MetersCollector(Collector):
+    """Adapts `Meters` to prometheus-client."""
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
@@ -56,8 +56,6 @@ class MetersCollector(Collector):
 
 
 def render(meters: Meters) -> str:
-    """The text format 0.0.4."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetersCollector(meters))
-    text: bytes = generate_latest(registry)
+    """All values in the text format 0.0.4."""
+    text: bytes = generate_latest(_MetersCollector(meters))
     return text.decode()

@@ -1,6 +1,6 @@
-"""What the coordinator sees of requests: counts, times, and a timeline of each, kept for the last ones that ended.
+"""Counts and times of requests, and a timeline of each; those of the last requests that ended are kept.
 
-Times are of the coordinator's anchored clock; what stages say is brought to it by `ClockOffset`s.
+Times are by the coordinator's anchored clock. `ClockOffset`s convert what stages report.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.header import Header, ReplicaId
 from omni_actors.protocol.results import AudioChunk, StageDone, TextDelta
-from omni_actors.protocol.telemetry import EndedWork, HopTimeline, RequestTimeline, StageTimeline, TimelineEvent
+from omni_actors.protocol.telemetry import EndedWork, RequestTimeline, StageTimeline, TimelineEvent, TransferTimeline
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.chart import PHASES
 from omni_actors.telemetry.clocks import ClockOffset
-from omni_actors.telemetry.hops import HopTrack, track_of
 from omni_actors.telemetry.meters import Meters
+from omni_actors.telemetry.timeline import PHASES, replica_name
+from omni_actors.telemetry.transfers import TransferTrack, track_of
 
 KEPT = 200  # timelines of requests that have ended
 KEPT_STAGES = 64  # parts of one request, over all attempts
-CLIENT_CLOCK_SECONDS = 60.0  # a client's time that differs by more is not that of its message
-SETTLE_SECONDS = 2.5  # after which all stages have told how a failed request ended there
+CLIENT_CLOCK_SECONDS = 60.0  # a client's clock that differs by more is ignored
+SETTLE_SECONDS = 2.5  # after which all stages have reported how a failed request ended there
 TOKEN_BYTES = 4
 SAMPLE_BYTES = 4
 
-MOMENTS = ("expected", *(moment for _, moment in PHASES))  # of a stage's timeline
+MOMENTS = ("expected", *(moment for _, moment in PHASES))  # the fields of a stage's timeline that a clock fills
 
 
 @dataclass
 class _Live:
-    """A request between its admission and its end, moments as they were told."""
+    """A request between its admission and its end. Moments of stages are by their own clocks."""
 
     trace_id: str
     parent_id: str  # the caller's span, "" for none
@@ -44,9 +44,9 @@ class _Live:
     arrived: float
     events: list[TimelineEvent]
     attempt: int = 0
-    bound: dict[str, float] = field(default_factory=dict)  # by stage: when what it works on was announced to it
+    bound: dict[str, float] = field(default_factory=dict)  # by stage: when its present attempt was announced to it
     stages: list[StageTimeline] = field(default_factory=list)
-    deliveries: dict[str, HopTrack] = field(default_factory=dict)
+    deliveries: dict[str, TransferTrack] = field(default_factory=dict)
     first_text: float = 0.0
     first_audio: float = 0.0
     audio_seconds: float = 0.0
@@ -62,11 +62,11 @@ class Finished:
 
 
 class RequestLog(Observer):
-    """Told by the coordinator's core; one per coordinator.
+    """Observes the coordinator's core; one per coordinator.
 
     Args:
         clock: Unix time that never jumps.
-        on_settled: called once for each request that has ended, when no more is to be heard of it.
+        on_settled: called once for each ended request, when all stages have reported on it.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class RequestLog(Observer):
     # -- clocks -------------------------------------------------------------------------------------------------------
 
     def heard(self, name: str, sent: float) -> None:
-        """A message of the replica `name`, as "talker/0", just came; `sent` is when, by its clock."""
+        """Note that a message of the replica `name` just came; `sent` is when it was sent, by the replica's clock."""
         self._offset(name).heard(sent, self._clock())
 
     def spawned(self, name: str) -> None:
-        """A new process, with a new clock."""
+        """Forget a replica's clock: its new process has another one."""
         self._offsets.pop(name, None)
 
     def _offset(self, name: str) -> ClockOffset:
@@ -103,7 +103,7 @@ class RequestLog(Observer):
         return found
 
     def offset(self, name: str) -> float:
-        """Seconds to add to a replica's moments."""
+        """Seconds to add to a replica's moments to have ours."""
         known = self._offsets.get(name)
         return known.seconds if known is not None else 0.0
 
@@ -128,7 +128,7 @@ class RequestLog(Observer):
             now = self._clock()
             live.attempt = attempt
             live.bound.update(dict.fromkeys(begun, now))
-            names = " ".join(hop.name for hop in route)
+            names = " ".join(replica.name for replica in route)
             live.events.append(TimelineEvent("bound", now, names[:1024]))
 
     def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
@@ -142,8 +142,8 @@ class RequestLog(Observer):
         if live is None:
             return
         source = f"{header.stage}/{header.replica}"
-        hop = track_of(live.deliveries, self._meters, source, table.COORDINATOR[0])
-        hop.add(body.sent, self._clock(), _payload(body), self.offset(source))
+        track = track_of(live.deliveries, self._meters, source, table.COORDINATOR[0])
+        track.add(body.sent, self._clock(), _payload(body), self.offset(source))
 
     def delivered(self, request_id: str, body: TextDelta | AudioChunk) -> None:
         live = self._live.get(request_id)
@@ -195,20 +195,20 @@ class RequestLog(Observer):
     # -- stages, later ------------------------------------------------------------------------------------------------
 
     def stage_ended(self, stage: str, replica: int, work: EndedWork) -> None:
-        """How a request ended in a stage that did not finish it."""
+        """Add the part of a stage that did not finish the request."""
         live = self._live.get(work.request_id)
         if live is not None:
             self._add_stage(live, stage, replica, work.timeline)
             return
         finished = self._finished.get(work.request_id)
         if finished is not None and len(finished.timeline.stages) < KEPT_STAGES:
-            told = msgspec.structs.replace(work.timeline, stage=stage, replica=replica)
-            stages = (*finished.timeline.stages, self._in_our_time(told))
+            reported = msgspec.structs.replace(work.timeline, stage=stage, replica=replica)
+            stages = (*finished.timeline.stages, self._in_our_time(reported))
             timeline = msgspec.structs.replace(finished.timeline, stages=stages)
             self._finished[work.request_id] = Finished(timeline, finished.parent_id, finished.sampled)
 
     def tick(self) -> None:
-        """Hands on requests that failed a while ago. Call it a few times a second."""
+        """Pass on requests that failed a while ago. Call it a few times a second."""
         now = self._clock()
         while self._settling and self._settling[0][0] <= now:
             _, request_id = self._settling.popleft()
@@ -219,7 +219,7 @@ class RequestLog(Observer):
     # -- questions ----------------------------------------------------------------------------------------------------
 
     def timeline(self, request_id: str) -> RequestTimeline | None:
-        """Of a request that runs or is among the last that ended."""
+        """The timeline of a running request or of one of the last that ended; else `None`."""
         live = self._live.get(request_id)
         if live is not None:
             return self._timeline(request_id, live, "running")
@@ -227,7 +227,7 @@ class RequestLog(Observer):
         return finished.timeline if finished is not None else None
 
     def recent(self, count: int) -> list[RequestTimeline]:
-        """Of the requests that ended last, the newest first."""
+        """Timelines of the requests that ended last, the newest first."""
         return [finished.timeline for finished in list(reversed(self._finished.values()))[:count]]
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -235,7 +235,9 @@ class RequestLog(Observer):
     @staticmethod
     def _add_stage(live: _Live, stage: str, replica: int, timeline: StageTimeline) -> None:
         if len(live.stages) < KEPT_STAGES:
-            live.stages.append(msgspec.structs.replace(timeline, stage=stage, replica=replica))  # who really said it
+            live.stages.append(
+                msgspec.structs.replace(timeline, stage=stage, replica=replica)
+            )  # the sender's own, whatever it says
 
     def _timeline(self, request_id: str, live: _Live, outcome: str) -> RequestTimeline:
         return RequestTimeline(
@@ -245,24 +247,25 @@ class RequestLog(Observer):
             attempt=live.attempt,
             events=tuple(live.events),
             stages=tuple(self._in_our_time(stage) for stage in live.stages),
-            deliveries=tuple(self._hop(hop.timeline(source), 0.0) for source, hop in live.deliveries.items()),
+            deliveries=tuple(
+                self._transfer_in_our_time(track.timeline(source), 0.0) for source, track in live.deliveries.items()
+            ),
         )
 
     def _in_our_time(self, stage: StageTimeline) -> StageTimeline:
-        offset = self.offset(f"{stage.stage}/{stage.replica}")
+        offset = self.offset(replica_name(stage))
         moments = {name: _shift(getattr(stage, name), offset) for name in MOMENTS}
-        return msgspec.structs.replace(stage, **moments, hops=tuple(self._hop(hop, offset) for hop in stage.hops))
+        transfers = tuple(self._transfer_in_our_time(transfer, offset) for transfer in stage.transfers)
+        return msgspec.structs.replace(stage, **moments, transfers=transfers)
 
-    def _hop(self, hop: HopTimeline, offset: float) -> HopTimeline:
-        source = self.offset(hop.source)
-        return HopTimeline(
-            hop.source,
-            hop.messages,
-            hop.bytes,
-            _shift(hop.first_sent, source),
-            _shift(hop.first_received, offset),
-            _shift(hop.last_sent, source),
-            _shift(hop.last_received, offset),
+    def _transfer_in_our_time(self, transfer: TransferTimeline, receiver: float) -> TransferTimeline:
+        sender = self.offset(transfer.source)
+        return msgspec.structs.replace(
+            transfer,
+            first_sent=_shift(transfer.first_sent, sender),
+            first_received=_shift(transfer.first_received, receiver),
+            last_sent=_shift(transfer.last_sent, sender),
+            last_received=_shift(transfer.last_received, receiver),
         )
 
 

@@ -1,43 +1,42 @@
-"""What the real stages tell: vLLM's figures, a request's timeline, logs."""
+"""Metrics, a timeline and the logs of the real stages."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import re
-from xml.etree import ElementTree
 
 import pytest
 
-from omni_actors.cli.top import look
+from omni_actors.cli.top import scrape
 from omni_actors.client import AsyncOmniClient
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.chart import chart
-from omni_actors.telemetry.drawing import svg
-from tests.process.test_observe import LOG_LINE, STAGES, assert_causal, grown, settled, told
+from omni_actors.telemetry.timeline import chrome_trace
+from tests.support.observations import LOG_LINE, STAGES, assert_causal, grown, reported, scrape_until
 from tests.support.pipelines import RunningPipeline
 
 pytestmark = pytest.mark.e2e
 
 MARKER = "Zauberwort"
-TOLD_SECONDS = 1.0  # two heartbeats, after which the stages have told of all that was before
-OTHER_LOG = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b|\[transformers\]|Traceback")  # beside progress bars and C++
+REPORT_SECONDS = 1.0  # two heartbeats, after which the stages have reported everything before
+OTHER_LOG = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b|\[transformers\]|Traceback")  # besides progress bars and C++
 SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 24}}
 
 
 async def test_a_spoken_answer_is_timed_and_counted(tiny_pipeline: RunningPipeline) -> None:
     async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
-        await asyncio.sleep(TOLD_SECONDS)  # of what other tests asked for
-        before = await look(client)
+        await asyncio.sleep(REPORT_SECONDS)  # for the requests of other tests
+        before = await scrape(client)
         stream = await client.submit(f"{MARKER}: why is the sea salt?", params=SHORT)
         await stream.result()
         timeline = await client.timeline(stream.request_id)
-        now = await settled(client, functools.partial(told, before, done=1))
+        now = await scrape_until(client, functools.partial(reported, before, done=1))
     assert sorted(stage.stage for stage in timeline.stages) == sorted(STAGES)
     assert_causal(timeline)
-    assert all(stage.first_step for stage in timeline.stages), "vLLM says when it schedules a request"
+    assert all(stage.first_step for stage in timeline.stages), "vLLM reports when it schedules a request"
     tokens = {stage.stage: stage.output_tokens for stage in timeline.stages}
-    assert (tokens["thinker"], tokens["talker"]) == (8, 24)
+    assert tokens["thinker"] == 8
+    assert tokens["talker"] == 24
     for stage in ("thinker", "talker"):
         assert grown(before, now, table.OUTPUT_TOKENS, stage, "0") == tokens[stage]
         assert grown(before, now, table.STEP_SECONDS, stage, "0", suffix="_count") >= tokens[stage]
@@ -46,8 +45,9 @@ async def test_a_spoken_answer_is_timed_and_counted(tiny_pipeline: RunningPipeli
     row_bytes = 64 * 4  # of hidden size 64, one per token
     assert grown(before, now, table.EDGE_BYTES, "thinker/0", "talker/0") > 8 * row_bytes
 
-    words = "".join(ElementTree.fromstring(svg(chart(timeline)).encode()).itertext())
-    assert all(f"{stage}/0" in words for stage in STAGES)
+    events = chrome_trace(timeline)["traceEvents"]
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {f"{stage}/0" for stage in STAGES} <= rows
     logs = {path.name: path.read_text() for path in (tiny_pipeline.run_dir / "logs").rglob("*.log")}
     assert set(logs) == {"http.log", *(f"{stage}-0.log" for stage in STAGES)}
     for name, text in logs.items():
@@ -57,14 +57,14 @@ async def test_a_spoken_answer_is_timed_and_counted(tiny_pipeline: RunningPipeli
         assert " vllm." in text or name in ("http.log", "prompt-0.log"), "its lines are there, in our format"
 
 
-async def test_vllms_own_figures(tiny_pipeline: RunningPipeline) -> None:
+async def test_metrics_that_vllm_reports(tiny_pipeline: RunningPipeline) -> None:
     async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
         options = {"modalities": ["text"], "params": {"thinker": {"max_tokens": 150, "ignore_eos": True}}}
         streams = [await client.submit("Tell me a story.", **options) for _ in range(3)]
-        busy = await settled(client, lambda now: now.value(table.VLLM_RUNNING, "thinker", "0") == 3)
+        busy = await scrape_until(client, lambda now: now.value(table.VLLM_RUNNING, "thinker", "0") == 3)
         assert 0 < busy.value(table.VLLM_KV, "thinker", "0") <= 1
         assert busy.value(table.STAGE_HELD, "thinker", "0") == 3
         for stream in streams:
             await stream.abort()
-        idle = await settled(client, lambda now: now.value(table.VLLM_RUNNING, "thinker", "0") == 0)
+        idle = await scrape_until(client, lambda now: now.value(table.VLLM_RUNNING, "thinker", "0") == 0)
         assert idle.value(table.VLLM_KV, "thinker", "0") == 0

@@ -1,4 +1,4 @@
-"""Metrics and timelines over HTTP, and what the server's log says."""
+"""Metrics and timelines over HTTP, and the server's log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from omni_actors.telemetry.metric_table import TABLE
-from tests.process.test_observe import LOG_LINE
+from tests.support.observations import LOG_LINE
 from tests.support.servers import HttpPipeline
 
 TRACE_ID = "f" * 32
@@ -22,7 +22,7 @@ SPOKEN = {
 
 @pytest.fixture
 def request_id(echo: HttpPipeline) -> str:
-    """Of a spoken answer with a trace of the caller's."""
+    """The id of a spoken answer whose request had a trace context."""
     headers = {"traceparent": f"00-{TRACE_ID}-{'e' * 16}-01"}
     answer = httpx.post(f"{echo.url}/v1/chat/completions", json=SPOKEN, headers=headers)
     assert answer.status_code == 200
@@ -38,10 +38,13 @@ def test_metrics_are_prometheus_text(echo: HttpPipeline, request_id: str) -> Non
 
 
 def test_the_timeline_of_a_response(echo: HttpPipeline, request_id: str) -> None:
-    """As docs/observability.md shows it to the web page."""
+    """The object that docs/observability.md describes."""
     shown = httpx.get(f"{echo.url}/v1/requests/{request_id}/timeline").json()
-    assert set(shown) == {"id", "trace_id", "outcome", "attempt", "started", "seconds", "events", "stages", "hops"}
-    assert (shown["id"], shown["trace_id"], shown["outcome"], shown["attempt"]) == (request_id, TRACE_ID, "done", 0)
+    assert set(shown) == {"id", "trace_id", "outcome", "attempt", "started", "seconds", "events", "stages", "transfers"}
+    assert shown["id"] == request_id
+    assert shown["trace_id"] == TRACE_ID
+    assert shown["outcome"] == "done"
+    assert shown["attempt"] == 0
     names = ["submitted", "admitted", "bound", "first_text", "first_audio", "ended"]
     assert [event["name"] for event in shown["events"]] == names
     assert [stage["stage"] for stage in shown["stages"]] == ["prompt", "thinker", "talker", "code2wav"]
@@ -59,14 +62,14 @@ def test_the_timeline_of_a_response(echo: HttpPipeline, request_id: str) -> None
         }
         assert 0 <= stage["at"] <= stage["at"] + stage["seconds"] <= shown["seconds"] + 1e-5
         assert all(set(phase) == {"name", "at", "seconds"} for phase in stage["phases"])
-    assert {(hop["source"], hop["target"]) for hop in shown["hops"]} == {
+    assert {(transfer["source"], transfer["target"]) for transfer in shown["transfers"]} == {
         ("prompt/0", "thinker/0"),
         ("thinker/0", "talker/0"),
         ("talker/0", "code2wav/0"),
         ("thinker/0", "coordinator"),
         ("code2wav/0", "coordinator"),
     }
-    assert set(shown["hops"][0]) == {
+    assert set(shown["transfers"][0]) == {
         "source",
         "target",
         "attempt",
@@ -81,8 +84,9 @@ def test_the_timeline_of_a_response(echo: HttpPipeline, request_id: str) -> None
 
 
 def test_unknown_requests(echo: HttpPipeline) -> None:
-    answer = httpx.get(f"{echo.url}/v1/requests/nobody/timeline")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    answer = httpx.get(f"{echo.url}/v1/requests/unknown/timeline")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "not_found"
     assert httpx.get(f"{echo.url}/v1/requests", params={"limit": 0}).status_code == 400
 
 

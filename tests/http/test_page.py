@@ -113,7 +113,7 @@ TIMELINE = {
     "started": 0.0,
     "seconds": 2.0,
     "events": [],
-    "hops": [],
+    "transfers": [],
     "stages": [
         {
             "stage": "thinker",

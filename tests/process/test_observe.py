@@ -1,10 +1,11 @@
-"""What running pipelines of echo stages tell about themselves: metrics, timelines, spans, top, logs."""
+"""Metrics, timelines, spans, live view and logs of running pipelines of echo stages."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import itertools
+import json
 import os
 import re
 import signal
@@ -13,30 +14,27 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from omni_actors.cli import top, trace
-from omni_actors.cli.top import Look
+from omni_actors.cli.top import Scrape, scrape
 from omni_actors.client import AsyncOmniClient, OmniClient
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
-from omni_actors.protocol.telemetry import RequestTimeline
 from omni_actors.stage.echo import FAIL_TOKEN
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.chart import chart
-from omni_actors.telemetry.metric_table import TABLE, Metric
+from omni_actors.telemetry.metric_table import TABLE
+from omni_actors.telemetry.timeline import stages
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
 from tests.support.load import disturbed_chain
+from tests.support.observations import LOG_LINE, STAGES, assert_causal, event_names, grown, reported, scrape_until
 from tests.support.processes import processes_of
 from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
-STAGES = ("prompt", "thinker", "talker", "code2wav")
-LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) \S+( \S+=\S+)* [\w.]+: ")
 
 
 @pytest.fixture
@@ -45,40 +43,21 @@ async def client(echo: EchoLauncher) -> AsyncOmniClient:
         yield client
 
 
-async def settled(client: AsyncOmniClient, enough: Callable[[Look], bool]) -> Look:
-    """The metrics, once the stages have told them."""
-    for _ in range(100):
-        now = await top.look(client)
-        if enough(now):
-            return now
-        await asyncio.sleep(0.05)
-    raise AssertionError("the stages told nothing")
-
-
-def grown(before: Look, now: Look, metric: Metric, *labels: str, suffix: str = "") -> float:
-    return now.value(metric, *labels, suffix=suffix) - before.value(metric, *labels, suffix=suffix)
-
-
-def told(before: Look, now: Look, done: int) -> bool:
-    """Whether `done` more requests are over for every stage: each tells of itself, and at its own time."""
-    return all(grown(before, now, table.STAGE_REQUESTS, stage, "0", "done") == done for stage in STAGES)
-
-
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_requests_cost_is_counted_where_it_is(client: AsyncOmniClient) -> None:
-    before = await top.look(client)
+async def test_every_stage_and_edge_counts_its_share_of_a_request(client: AsyncOmniClient) -> None:
+    before = await scrape(client)
     prompt = [65] * 1000
     for _ in range(2):
         await client.generate({"prompt_token_ids": prompt}, params={"prompt": {"max_tokens": 10}})
     with pytest.raises(EngineError):
         await client.generate({"prompt_token_ids": [65, FAIL_TOKEN]}, modalities=["text"])
 
-    def all_told(now: Look) -> bool:
-        return told(before, now, 2) and grown(before, now, table.STAGE_REQUESTS, "prompt", "0", "engine_error") == 1
+    def all_reported(now: Scrape) -> bool:
+        return reported(before, now, 2) and grown(before, now, table.STAGE_REQUESTS, "prompt", "0", "engine_error") == 1
 
-    now = await settled(client, all_told)
+    now = await scrape_until(client, all_reported)
     assert grown(before, now, table.REQUESTS, "done", "ok") == 2
     assert grown(before, now, table.REQUESTS, "failed", "engine_error") == 1
     assert grown(before, now, table.TEXT_TOKENS) == 20
@@ -108,12 +87,12 @@ async def test_what_requests_cost_is_counted_where_it_is(client: AsyncOmniClient
     assert grown(before, now, table.EDGE_LATENCY, "code2wav/0", "coordinator", suffix="_count") == 20
 
 
-@pytest.mark.parametrize(("reason", "spared"), [("turn", "credit"), ("credit", "turn")])
+@pytest.mark.parametrize(("reason", "spared"), [("device_priority", "credit"), ("credit", "device_priority")])
 async def test_time_in_which_a_stage_is_held_back_is_counted(launch: Launch, reason: str, spared: str) -> None:
     data = chain()
     data["coordinator"] = {"heartbeat_interval": 0.05}
     thinker, talker, code2wav = data["stages"][1:]
-    if reason == "turn":  # one request after the other, so that some wait while the talker has those before
+    if reason == "device_priority":  # one request after the other, so that some wait while the talker has those before
         thinker["engine"] = {"step_seconds": 0.02, "max_num_seqs": 1}
         talker["yields_to"] = ["thinker"]
     else:
@@ -122,9 +101,9 @@ async def test_time_in_which_a_stage_is_held_back_is_counted(launch: Launch, rea
     echo = launch(data).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
         for _ in range(10):  # the talker looks once a second for a thinker that it has not found yet
-            before = await top.look(client)
+            before = await scrape(client)
             await asyncio.gather(*(client.generate("0123456789") for _ in range(8)))
-            now = await settled(client, functools.partial(told, before, done=8))
+            now = await scrape_until(client, functools.partial(reported, before, done=8))
             if now.value(table.HELD_BACK, "talker", "0", reason) > 0.1:
                 break
     assert now.value(table.HELD_BACK, "talker", "0", reason) > 0.1
@@ -133,16 +112,16 @@ async def test_time_in_which_a_stage_is_held_back_is_counted(launch: Launch, rea
 
 
 async def test_refusals_are_counted_by_code(client: AsyncOmniClient) -> None:
-    before = await top.look(client)
+    before = await scrape(client)
     with pytest.raises(OmniError):
         await client.generate("hi", voice="nobody")
-    now = await top.look(client)
+    now = await scrape(client)
     assert now.value(table.REQUESTS, "refused", "unknown_voice") == 1 + before.value(
         table.REQUESTS, "refused", "unknown_voice"
     )
 
 
-async def test_nothing_is_told_that_is_not_in_the_table(client: AsyncOmniClient) -> None:
+async def test_only_metrics_of_the_table_are_exported(client: AsyncOmniClient) -> None:
     text = await client.metrics()
     helps = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
     assert helps == {metric.name: metric.help for metric in TABLE.values()}
@@ -178,7 +157,7 @@ def test_counters_do_not_fall_when_a_replica_is_killed(launch: Launch) -> None:
 
 
 def test_a_new_coordinator_counts_from_zero_and_nothing_twice(launch: Launch, short_path: Path) -> None:
-    """The stages' processes stay and register again; the address of the metrics stays, too."""
+    """The stages' processes stay and register again; the address of the metrics stays as well."""
     data = chain()
     data["coordinator"] = {"heartbeat_interval": 0.1}
     launcher = launch(data, "--metrics", "127.0.0.1:0").wait_ready()
@@ -217,48 +196,27 @@ def all_ready(launcher: EchoLauncher) -> bool:
 # -- timelines --------------------------------------------------------------------------------------------------------
 
 
-def assert_causal(timeline: RequestTimeline) -> None:
-    """Nothing comes before its cause."""
-    times = {event.name: event.time for event in timeline.events}
-    assert times["submitted"] <= times["admitted"] <= times["bound"] <= times["ended"]
-    for stage in timeline.stages:
-        moments = [
-            stage.expected,
-            stage.first_input,
-            stage.started,
-            stage.first_step,
-            stage.first_output,
-            stage.last_output,
-            stage.ended,
-        ]
-        assert moments == sorted(moments), stage
-        assert times["bound"] <= stage.expected, stage
-        assert stage.ended <= times["ended"], stage
-        for hop in stage.hops:
-            assert stage.expected <= hop.first_received <= hop.last_received <= stage.ended
-            assert hop.first_sent <= hop.first_received
-            assert hop.last_sent <= hop.last_received
-            source = next(other for other in timeline.stages if f"{other.stage}/{other.replica}" == hop.source)
-            assert source.first_output <= hop.first_sent
-
-
 async def test_a_timeline_has_every_stage_in_causal_order(client: AsyncOmniClient) -> None:
     stream = await client.submit("hello", traceparent="00-" + "c" * 32 + "-" + "d" * 16 + "-01")
     await stream.result()
     timeline = await client.timeline(stream.request_id)
-    assert (timeline.outcome, timeline.trace_id) == ("done", "c" * 32)
+    assert timeline.outcome == "done"
+    assert timeline.trace_id == "c" * 32
     assert sorted(stage.stage for stage in timeline.stages) == sorted(STAGES)
     assert_causal(timeline)
     for stage in timeline.stages:
-        assert (stage.input_tokens, stage.output_tokens) == (5, 5)
-        sources = [hop.source for hop in stage.hops]
+        assert stage.input_tokens == 5
+        assert stage.output_tokens == 5
+        sources = [transfer.source for transfer in stage.transfers]
         assert sources == ([f"{STAGES[STAGES.index(stage.stage) - 1]}/0"] if stage.stage != "prompt" else [])
-        assert all((hop.messages, hop.bytes) == (5, 5 * (4 + 16)) for hop in stage.hops), "token id and row of 8 bf16"
-    assert [hop.source for hop in timeline.deliveries] == ["thinker/0", "code2wav/0"]
-    assert [bar.stage for bar in chart(timeline).stages] == list(STAGES)
+        for transfer in stage.transfers:
+            assert transfer.messages == 5
+            assert transfer.bytes == 5 * (4 + 16), "token id and row of 8 bf16"
+    assert [transfer.source for transfer in timeline.deliveries] == ["thinker/0", "code2wav/0"]
+    assert [stage.stage for stage in stages(timeline)] == list(STAGES)
 
 
-async def test_a_failed_request_tells_where_it_failed(client: AsyncOmniClient) -> None:
+async def test_the_timeline_of_a_failed_request_shows_where_it_failed(client: AsyncOmniClient) -> None:
     stream = await client.submit({"prompt_token_ids": [65] * 5 + [FAIL_TOKEN]})
     with pytest.raises(EngineError):
         await stream.result()
@@ -277,7 +235,7 @@ async def test_a_failed_request_tells_where_it_failed(client: AsyncOmniClient) -
 
 
 def test_many_requests_that_fail_at_once_do_not_end_a_stage(launch: Launch) -> None:
-    """What the stages say of them is more than a message may hold: it comes with several."""
+    """Their timelines are more than one message may hold, so they come in several."""
     data = chain()
     data["coordinator"] = {"heartbeat_interval": 0.2}
     data["limits"] = {"body_bytes": 12_000}
@@ -289,30 +247,30 @@ def test_many_requests_that_fail_at_once_do_not_end_a_stage(launch: Launch) -> N
             streams = [await client.submit({"prompt_token_ids": [65, FAIL_TOKEN]}) for _ in range(100)]
             ends = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
             assert {type(end) for end in ends} == {EngineError}
-            told: dict[str, str] = {}
+            outcomes: dict[str, str] = {}
             for _ in range(100):
                 for stream in streams:
-                    if stream.request_id not in told:
+                    if stream.request_id not in outcomes:
                         timeline = await client.timeline(stream.request_id)
                         if len(timeline.stages) == len(STAGES):
-                            told[stream.request_id] = timeline.outcome
-                if len(told) == len(streams):
+                            outcomes[stream.request_id] = timeline.outcome
+                if len(outcomes) == len(streams):
                     break
                 await asyncio.sleep(0.1)
-            return told
+            return outcomes
 
     assert list(asyncio.run(fail_many()).values()) == ["engine_error"] * 100
     assert {stage.stage: (stage.pid, stage.epoch) for stage in launcher.describe().stages} == before
-    assert "figures are not sent" not in launcher.output
+    assert "metrics are not sent" not in launcher.output
 
 
-def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_both_lives(launch: Launch) -> None:
-    """The vocoder dies in the middle: the stages before it go on, and the talker sends again what it had sent."""
+def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_both_attempts(launch: Launch) -> None:
+    """The vocoder dies halfway: the stages before it go on, and the talker sends again what it had sent."""
     text = "abcdefghijklmnopqrstuvwxyz0123456789"
     launcher = launch(disturbed_chain(step_seconds=0.03)).wait_ready()
     with OmniClient(launcher.endpoint) as client:
         stream = client.submit(text)
-        until(lambda: "first_audio" in names(client.timeline(stream.request_id)), 10, "the first audio")
+        until(lambda: "first_audio" in event_names(client.timeline(stream.request_id)), 10, "the first audio")
         os.kill(launcher.pid_of("code2wav"), signal.SIGKILL)
         assert stream.result().text == text
         timeline = client.timeline(stream.request_id)
@@ -320,26 +278,27 @@ def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_bo
         ended = 'omni_stage_requests_total{outcome="done",replica="0",stage="%s"}'
         until(lambda: counters(launcher.endpoint).get(ended % "code2wav") == 1, 5, "the last snapshots")
         seen = counters(launcher.endpoint)
-    assert (timeline.outcome, timeline.attempt, seen["omni_replays_total"]) == ("done", 1, 1)
+    assert timeline.outcome == "done"
+    assert timeline.attempt == 1
+    assert seen["omni_replays_total"] == 1
     lived = [(stage.stage, stage.attempt, stage.outcome) for stage in timeline.stages if stage.stage != "code2wav"]
     assert sorted(lived) == sorted((stage, 0, "done") for stage in STAGES[:3])
     (vocoder,) = [stage for stage in timeline.stages if stage.stage == "code2wav"]
-    assert (vocoder.attempt, vocoder.outcome, vocoder.hops[0].messages) == (1, "done", len(text))
-    assert names(timeline).count("bound") == 2
+    assert vocoder.attempt == 1
+    assert vocoder.outcome == "done"
+    assert vocoder.transfers[0].messages == len(text)
+    assert event_names(timeline).count("bound") == 2
     bound = [event.time for event in timeline.events if event.name == "bound"]
     assert bound[0] <= min(stage.expected for stage in timeline.stages) < bound[1] <= vocoder.expected
-    assert bound[1] <= vocoder.hops[0].first_sent <= vocoder.hops[0].first_received, "when it was sent again"
+    assert bound[1] <= vocoder.transfers[0].first_sent <= vocoder.transfers[0].first_received, "when it was sent again"
     talker = next(stage for stage in timeline.stages if stage.stage == "talker")
     assert talker.first_output < bound[1]
-    assert [bar.stage for bar in chart(timeline).stages] == list(STAGES)
+    assert [stage.stage for stage in stages(timeline)] == list(STAGES)
     for stage in STAGES[:3]:
-        assert (seen[made % stage], seen[ended % stage]) == (len(text), 1), stage
+        assert seen[made % stage] == len(text), stage
+        assert seen[ended % stage] == 1, stage
     edge = 'omni_edge_messages_total{source="talker/0",target="code2wav/0"}'
     assert len(text) < seen[edge] <= 2 * len(text), "the edge has carried some of it twice"
-
-
-def names(timeline: RequestTimeline) -> list[str]:
-    return [event.name for event in timeline.events]
 
 
 async def test_unknown_requests_have_no_timeline(client: AsyncOmniClient) -> None:
@@ -349,21 +308,26 @@ async def test_unknown_requests_have_no_timeline(client: AsyncOmniClient) -> Non
         await client.submit("hi", traceparent="00-abc")
 
 
-def test_trace_draws_the_last_request(echo: EchoLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_shows_the_last_request_and_writes_a_chrome_trace(
+    echo: EchoLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with OmniClient(echo.endpoint) as client:
         stream = client.submit("hello")
         stream.result()
     assert trace.main(["last", "--endpoint", echo.endpoint]) == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in (stream.request_id, "code2wav/0", "thinker/0 → talker/0", "first_audio"))
-    files = [tmp_path / "t.svg", tmp_path / "t.html"]
-    arguments = [stream.request_id, "--endpoint", echo.endpoint, "--svg", str(files[0]), "--html", str(files[1])]
-    assert trace.main(arguments) == 0
-    assert ElementTree.fromstring(files[0].read_bytes()).tag.endswith("svg")
-    assert stream.request_id in files[1].read_text()
+    path = tmp_path / "t.json"
+    assert trace.main([stream.request_id, "--endpoint", echo.endpoint, "--chrome", str(path)]) == 0
+    assert capsys.readouterr().out == ""
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"request", "thinker/0", "code2wav/0", "thinker/0 → talker/0", "code2wav/0 → coordinator"} <= rows
+    assert f"request {stream.request_id}" in {event["args"].get("name") for event in events}
     assert trace.main(["nobody", "--endpoint", echo.endpoint]) == 1
     assert "no timeline of request 'nobody'" in capsys.readouterr().err
-    assert trace.main(["last", "--endpoint", echo.endpoint, "--svg", str(tmp_path / "no" / "t.svg")]) == 1
+    assert trace.main(["last", "--endpoint", echo.endpoint, "--chrome", str(tmp_path / "no" / "t.json")]) == 1
+    assert "Cannot write" in capsys.readouterr().err
 
 
 # -- top --------------------------------------------------------------------------------------------------------------
@@ -390,7 +354,7 @@ def test_top_shows_every_replica_once(
     assert "thinker/0 → talker/0" in shown
 
 
-def test_top_says_who_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_asks_for_an_endpoint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMNI_ACTORS_ENDPOINT", raising=False)
     assert top.main(["--once"]) == 1
     assert "OMNI_ACTORS_ENDPOINT" in capsys.readouterr().err
@@ -400,7 +364,7 @@ def test_top_says_who_is_not_there(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 class Collector:
-    """An OpenTelemetry collector as far as spans by HTTP go."""
+    """An OpenTelemetry collector for spans over HTTP."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -467,13 +431,13 @@ def test_spans_reach_a_collector_with_the_callers_trace(
     root = spans["request"]
     assert root.parent_span_id.hex() == parent
     assert [event.name for event in root.events][-1] == "ended"
-    hops = {f"{source}/0 to {target}/0": source for source, target in itertools.pairwise(STAGES)}
-    hops |= {"thinker/0 to coordinator": "thinker", "code2wav/0 to coordinator": "code2wav"}
-    assert set(spans) == {"request", *STAGES, *hops}
+    transfers = {f"{source}/0 to {target}/0": source for source, target in itertools.pairwise(STAGES)}
+    transfers |= {"thinker/0 to coordinator": "thinker", "code2wav/0 to coordinator": "code2wav"}
+    assert set(spans) == {"request", *STAGES, *transfers}
     for stage in STAGES:
         assert spans[stage].parent_span_id == root.span_id
         assert attributes(spans[stage])["omni.output_tokens"] == 5
-    for name, source in hops.items():
+    for name, source in transfers.items():
         assert spans[name].parent_span_id == spans[source].span_id, name
         assert attributes(spans[name])["omni.messages"] == 5
     for span in spans.values():
@@ -509,7 +473,7 @@ def test_wrong_settings_end_the_start(launch: Launch, arguments: list[str], word
     assert words in launcher.output
 
 
-def test_a_collector_that_is_away_holds_up_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_collector_delays_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     launcher = launch(chain()).wait_ready()
     with OmniClient(launcher.endpoint) as client:

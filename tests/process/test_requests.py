@@ -13,7 +13,7 @@ import msgspec
 import numpy
 import pytest
 
-from omni_actors.cli.top import look
+from omni_actors.cli.top import scrape
 from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import (
@@ -295,7 +295,7 @@ async def test_garbage_on_every_socket_is_counted_and_harms_nobody(echo: EchoLau
             await asyncio.sleep(0.05)
             after = await good.describe()
             stage = next(status for status in after.stages if status.stage == "thinker")
-        shown = (await look(good)).series
+        shown = (await scrape(good)).series
     told = sum(n for (name, labels), n in shown.items() if name == REJECTED.name and ("stage", "coordinator") in labels)
     assert told == sum(n for name, n in after.counts.items() if name.startswith("rejected_"))
     assert shown[(REJECTED.name, frozenset(zip(REJECTED.labels, THINKER_MAGIC, strict=True)))] >= 2

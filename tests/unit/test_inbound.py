@@ -135,7 +135,7 @@ def test_figures_over_the_limit_are_left_out_and_other_messages_go_on(
     harness.inbound.tell(Ready(seconds=1.0))
     _, *frames = harness.await_hello()
     assert isinstance(Decoder(StageToCoordinator).decode(frames).body, Ready)
-    assert "figures are not sent" in caplog.text
+    assert "metrics are not sent" in caplog.text
     assert harness.next(0.1) is None
     harness.close()
 

@@ -70,12 +70,12 @@ from omni_actors.protocol.stage import Chunk, Ended, OpenRequest, Resend
 from omni_actors.protocol.telemetry import (
     EndedWork,
     HistogramSample,
-    HopTimeline,
     RequestTimeline,
     Sample,
     Snapshot,
     StageTimeline,
     TimelineEvent,
+    TransferTimeline,
 )
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 
@@ -128,7 +128,7 @@ TIMELINE = StageTimeline(
     3.0,
     4,
     5,
-    (HopTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
+    (TransferTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
 )
 ARENA = ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
 BODIES: list[tuple[Body, list[bytes]]] = [
@@ -218,7 +218,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
                     1,
                     (TimelineEvent("bound", 1.5, "talker/1"),),
                     (TIMELINE,),
-                    (HopTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
+                    (TransferTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
                 ),
             )
         ),

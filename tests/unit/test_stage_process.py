@@ -136,7 +136,7 @@ def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
     ("runnable", "congested", "gives_way", "seconds", "held_back"),
     [
         (True, False, False, 0.0, None),
-        (True, False, True, POLL_SECONDS, HeldBack.TURN),
+        (True, False, True, POLL_SECONDS, HeldBack.DEVICE_PRIORITY),
         (True, True, True, CONGESTED_SECONDS, HeldBack.CREDIT),
         (False, True, False, CONGESTED_SECONDS, None),
         (False, False, True, TICK_SECONDS, None),

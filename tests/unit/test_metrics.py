@@ -1,0 +1,266 @@
+"""Metrics: their table, counting, snapshots, merging, and Prometheus text. No process, no socket."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from omni_actors.errors import InvalidPayload
+from omni_actors.protocol.codec import encode
+from omni_actors.protocol.header import Header, Limits, ReplicaId
+from omni_actors.protocol.telemetry import HistogramSample, Sample, Snapshot
+from omni_actors.stage import snapshot as stage_snapshot
+from omni_actors.stage.actor import StageActor
+from omni_actors.stage.echo import EchoEngine
+from omni_actors.stage.engine_interface import EngineStatistics
+from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
+from omni_actors.stage.snapshot import Baseline
+from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry.clocks import AnchoredClock
+from omni_actors.telemetry.collector import TelemetryCollector
+from omni_actors.telemetry.merge import StageMeters
+from omni_actors.telemetry.meters import Histogram, Meters
+from omni_actors.telemetry.metric_table import TABLE, Kind
+from omni_actors.telemetry.process_metrics import edge_metrics
+from omni_actors.telemetry.prometheus import render
+from omni_actors.transport.credit import EdgeMetrics, Traffic
+from tests.support.builders import pipeline
+from tests.support.clock import Clock
+from tests.support.paths import REPOSITORY
+
+LABELS = ("talker", "0")
+
+
+def parsed(text: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """Sample name -> label values in order of their names -> value."""
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = tuple(sample.labels[name] for name in sorted(sample.labels))
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+# -- table -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_keeps_the_rules_of_prometheus() -> None:
+    for metric in TABLE.values():
+        assert re.fullmatch(r"omni_[a-z0-9_]+", metric.name), metric.name
+        assert (metric.kind is Kind.COUNTER) == metric.name.endswith("_total"), metric.name
+        assert (metric.kind is Kind.HISTOGRAM) == bool(metric.bounds), metric.name
+        assert list(metric.bounds) == sorted(set(metric.bounds)), metric.name
+        assert metric.help.endswith("."), metric.name
+        assert not re.search(r"_(count|sum|bucket|milliseconds|ms|percent)$", metric.name), metric.name
+        assert "le" not in metric.labels
+        if metric.kind is Kind.HISTOGRAM and metric is not table.REALTIME_FACTOR:
+            assert metric.name.endswith("_seconds"), metric.name
+
+
+def test_the_documentation_has_this_table() -> None:
+    """Write it with `python -m omni_actors.telemetry.metric_table`."""
+    assert table.markdown() in (REPOSITORY / "docs" / "observability.md").read_text()
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    dashboard = json.loads((REPOSITORY / "docs" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert len(queries) >= 15
+    for query in queries:
+        named = re.findall(r"\bomni_[a-z0-9_]+", query)
+        assert named, query
+        for name in named:
+            base = re.sub(r"_(bucket|sum|count)$", "", name)
+            metric = TABLE.get(name) or TABLE.get(base)
+            assert metric is not None, f"{name} in {query}"
+            assert (name != metric.name) == (metric.kind is Kind.HISTOGRAM), query
+            for group in re.findall(r"by \(([^)]*)\)", query):
+                assert {label.strip() for label in group.split(",")} <= {*metric.labels, "le"}, query
+        for counter in re.findall(r"\b(omni_[a-z0-9_]+(?:_total|_bucket|_sum|_count))\b", query):
+            assert re.search(rf"(rate|increase)\({counter}", query), f"{counter} is not rated in {query}"
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_histogram_counts_a_bound_into_its_own_bucket() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (-5.0, 1.0, 1.5, 2.0, 3.0):
+        histogram.observe(value)
+    assert histogram.counts == [2, 2, 1]
+    assert histogram.total == 7.5  # a negative value counts as zero
+
+
+def snapshot(tokens: float = 0, steps: tuple[int, ...] | None = None, held: float = 0) -> Snapshot:
+    counts = steps or (0,) * (len(table.STEP_SECONDS.bounds) + 1)
+    return Snapshot(
+        samples=(Sample(table.OUTPUT_TOKENS.name, LABELS, tokens), Sample(table.STAGE_HELD.name, LABELS, held)),
+        histograms=(HistogramSample(table.STEP_SECONDS.name, LABELS, counts, float(sum(counts))),),
+    )
+
+
+def totals(stages: StageMeters) -> Meters:
+    meters = Meters()
+    stages.add_to(meters)
+    return meters
+
+
+def test_counters_go_on_after_a_restart_and_gauges_do_not() -> None:
+    stages = StageMeters()
+    tokens, held = (table.OUTPUT_TOKENS.name, LABELS), (table.STAGE_HELD.name, LABELS)
+    steps = (2,) + (0,) * len(table.STEP_SECONDS.bounds)
+    stages.take("talker/0", snapshot(5, steps, held=3))
+    stages.take("talker/0", snapshot(7, steps, held=3))  # the same process, later
+    assert totals(stages).values == {tokens: 7, held: 3}
+    stages.gone("talker/0")
+    stages.gone("talker/0")
+    assert totals(stages).values == {tokens: 7}
+    stages.take("talker/0", snapshot(1, steps, held=1))
+    assert totals(stages).values == {tokens: 8, held: 1}
+    assert totals(stages).histograms[(table.STEP_SECONDS.name, LABELS)].counts[0] == 4
+    assert totals(stages).values == {tokens: 8, held: 1}, "asking changes nothing"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Snapshot(samples=(Sample("omni_unheard_of", LABELS, 1.0),)),
+        Snapshot(samples=(Sample(table.OUTPUT_TOKENS.name, ("talker",), 1.0),)),
+        Snapshot(samples=(Sample(table.OUTPUT_TOKENS.name, LABELS, -1.0),)),
+        Snapshot(samples=(Sample(table.STAGE_HELD.name, LABELS, math.nan),)),
+        Snapshot(samples=(Sample(table.STEP_SECONDS.name, LABELS, 1.0),)),
+        Snapshot(samples=(), histograms=(HistogramSample(table.STEP_SECONDS.name, LABELS, (1, 2), 1.0),)),
+        Snapshot(samples=(), histograms=(HistogramSample(table.STAGE_HELD.name, LABELS, (1, 2), 1.0),)),
+    ],
+    ids=["name", "labels", "negative counter", "not a number", "a histogram", "buckets", "no histogram"],
+)
+def test_a_snapshot_that_does_not_fit_the_table_changes_nothing(wrong: Snapshot) -> None:
+    stages = StageMeters()
+    stages.take("talker/0", snapshot(5))
+    with pytest.raises(InvalidPayload):
+        stages.take("talker/0", wrong)
+    assert totals(stages).values[(table.OUTPUT_TOKENS.name, LABELS)] == 5
+
+
+def test_a_wrong_snapshot_is_counted_and_does_not_hide_the_others() -> None:
+    collector = TelemetryCollector()
+    collector.spawned("talker", 0, 0)
+    collector.spawned("talker", 0, 7)
+    collector.took("talker", 0, snapshot(5))
+    collector.took("talker", 0, Snapshot(samples=(Sample("omni_unheard_of", LABELS, 1.0),)))
+    collector.spawned("talker", 0, 7)
+    collector.spawned("talker", 0, 8)
+    everything = collector.gather(3, 4, {("talker", 0): (False, 2)}, {}, {"client": {"magic": 6}}, {"late": 7})
+    value = everything.values
+    assert value[(table.OUTPUT_TOKENS.name, LABELS)] == 5
+    assert value[(table.REJECTED.name, ("coordinator", "0", "control", "wrong_snapshot"))] == 1
+    assert value[(table.REJECTED.name, ("coordinator", "0", "client", "magic"))] == 6
+    assert value[(table.DROPPED.name, ("coordinator", "0", "late"))] == 7
+    assert value[(table.IN_FLIGHT.name, ())] == 3
+    assert value[(table.RETAINED.name, ())] == 4
+    assert value[(table.READY.name, LABELS)] == 0
+    assert value[(table.BOUND.name, LABELS)] == 2
+    assert value[(table.RESTARTS.name, LABELS)] == 1, "the first start is no restart"
+
+
+def test_rendered_text_is_what_prometheus_reads() -> None:
+    meters = Meters()
+    meters.count(table.REQUESTS, "failed", 'a "quoted"\nreason\\')
+    meters.count(table.REQUESTS, "done", "ok", by=3)
+    histogram = meters.histogram(table.STEP_SECONDS, *LABELS)
+    histogram.observe(0.0005)
+    histogram.observe(1e9)
+    text = render(meters)
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {family.documentation for family in families.values()} == {metric.help for metric in TABLE.values()}
+    assert len(families) == len(TABLE)
+    found = parsed(text)
+    assert found["omni_requests_total"] == {('a "quoted"\nreason\\', "failed"): 1, ("ok", "done"): 3}
+    buckets = [value for labels, value in found["omni_stage_step_seconds_bucket"].items()]
+    assert buckets == sorted(buckets), "cumulated"
+    assert [buckets[0], buckets[-2], buckets[-1]] == [1, 1, 2]
+    assert found["omni_stage_step_seconds_count"] == {("0", "talker"): 2}
+
+
+def test_edges_that_are_gone_keep_their_counts_only() -> None:
+    traffic = Traffic()
+    traffic.messages, traffic.bytes, traffic.shared_bytes = 3, 300, 4000
+    meters = Meters()
+    edge_metrics(meters, "a/0", {"b/0": traffic.figures()._replace(open=True, messages_out=1, credit=9, waiting=2)})
+    assert meters.values[(table.EDGE_CREDIT.name, ("a/0", "b/0"))] == 9
+    edge_metrics(meters, "a/0", {"b/0": EdgeMetrics(4, 400, 4000)})
+    assert meters.values == {
+        (table.EDGE_MESSAGES.name, ("a/0", "b/0")): 4,
+        (table.EDGE_BYTES.name, ("a/0", "b/0")): 400,
+        (table.EDGE_SHARED.name, ("a/0", "b/0")): 4000,
+    }
+
+
+class CountingEngine(EchoEngine):
+    """An echo engine whose scheduler has counted before the session."""
+
+    preemptions, running = 5, 1
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(self.running, 0, 0.5, self.preemptions, 10 * self.preemptions, self.preemptions)
+
+
+def test_a_session_reports_only_what_came_after_its_beginning() -> None:
+    engine = CountingEngine(pipeline().stage("talker"))
+    baseline = Baseline(engine)
+    engine.preemptions, engine.running = 7, 3
+    assert baseline.statistics() == EngineStatistics(3, 0, 0.5, 2, 20, 2)
+    assert 0 <= baseline.processor_time < 5
+    assert Baseline(EchoEngine(pipeline().stage("talker"))).statistics() is None
+
+
+def next_snapshot(meter: StageMeter, limit: int) -> Snapshot:
+    """The next snapshot of a stage that counts with `meter`."""
+    engine = EchoEngine(pipeline().stage("talker"))
+    config = pipeline()
+    actor = StageActor(config, config.stage("talker"), ReplicaId("talker", 0, 5), engine, None, Clock(1000.0), meter)
+    return stage_snapshot.snapshot(meter, actor, Baseline(engine), {}, {}, {}, limit)
+
+
+def end_many(meter: StageMeter, count: int, sources: int = 1) -> list[str]:
+    """Let `count` requests fail; returns the names of the last ones, whose timelines the meter keeps."""
+    names = [f"request-{index:04}" for index in range(count)]
+    for name in names:
+        track = meter.expected(name, 0, has_input=False)
+        for source in range(sources):
+            meter.received(track, f"thinker/{source}", 999.0, 100)
+        meter.failed(track, "engine_error")
+    return names[-KEPT_TIMELINES:]
+
+
+def test_a_snapshot_fits_its_message_and_the_next_ones_bring_the_remaining_timelines() -> None:
+    meter = StageMeter("talker", 0, 5, AnchoredClock(Clock(1000.0), Clock(0.0)))
+    end_many(meter, 1)
+    metrics_alone = next_snapshot(meter, 0)  # the metrics are sent even if there is no room for a timeline
+    assert metrics_alone.samples
+    assert not metrics_alone.ended
+    limits = Limits(body_bytes=len(encode(Header(""), metrics_alone)[2]) + 12_000)
+    names = end_many(meter, KEPT_TIMELINES + 10)
+    seen: list[str] = []
+    for _ in range(KEPT_TIMELINES):
+        one = next_snapshot(meter, limits.body_bytes)
+        size = len(encode(Header(""), one, limits=limits)[2])  # which raises if it does not fit
+        seen += [work.request_id for work in one.ended]
+        if len(seen) == len(names):
+            break
+        assert one.ended
+        assert size > limits.body_bytes - 300, "as many as fit"
+    assert seen == names
+    assert next_snapshot(meter, 1 << 20).ended == ()
+
+
+def test_a_timeline_that_fits_no_message_does_not_block_the_others() -> None:
+    meter = StageMeter("talker", 0, 5, AnchoredClock(Clock(1000.0), Clock(0.0)))
+    end_many(meter, 1, sources=60)
+    names = end_many(meter, 3)
+    assert [work.request_id for work in meter.take_unreported(2000)] == names
+    assert meter.take_unreported(1 << 20) == ()

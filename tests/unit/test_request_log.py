@@ -1,0 +1,161 @@
+"""What the coordinator counts and keeps of requests: outcomes, times, timelines."""
+
+from __future__ import annotations
+
+from omni_actors.errors import EngineError, Overloaded, StageLost
+from omni_actors.protocol.header import ReplicaId
+from omni_actors.protocol.telemetry import EndedWork, StageTimeline, TransferTimeline
+from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry.request_log import KEPT, SETTLE_SECONDS
+from omni_actors.telemetry.timeline import stages
+from tests.support.request_log import Observed
+
+TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+
+
+def test_a_done_request_is_counted_and_timed() -> None:
+    seen = Observed()
+    seen.begin()
+    seen.text(0.5)
+    seen.text(0.1)
+    seen.audio(0.9)
+    seen.audio(0.5)
+    seen.log.ended("r", None)
+    assert seen.value(table.REQUESTS, "done", "ok") == 1
+    assert seen.observations(table.FIRST_TEXT) == (1, 0.5)
+    assert seen.observations(table.FIRST_AUDIO) == (1, 1.5)
+    assert seen.observations(table.REQUEST_SECONDS) == (1, 2.0)
+    assert seen.observations(table.REALTIME_FACTOR) == (1, 1.0)  # two seconds for two seconds
+    assert seen.value(table.AUDIO_SECONDS) == 2.0
+    assert seen.value(table.TEXT_TOKENS) == 4
+    assert seen.observations(table.EDGE_LATENCY, "thinker/0", "coordinator") == (2, 0.02)
+    assert seen.observations(table.EDGE_LATENCY, "talker/1", "coordinator") == (2, 0.04)
+    timeline = seen.log.timeline("r")
+    assert timeline is not None
+    assert [event.name for event in timeline.events] == [
+        "submitted",
+        "admitted",
+        "bound",
+        "first_text",
+        "first_audio",
+        "ended",
+    ]
+    assert timeline.events[0].time == 999.75
+    assert timeline.events[2].detail == "thinker/0 talker/1"
+    text, audio = timeline.deliveries
+    assert text.source == "thinker/0"
+    assert text.messages == 2
+    assert text.bytes == 2 * (2 + 8)
+    assert audio.messages == 2
+    assert audio.bytes == 192_000
+    assert audio.first_sent == 1001.48
+    assert audio.last_received == 1002.0
+    assert [finished.timeline for finished in seen.settled] == [timeline]
+
+
+def test_refused_and_failed_requests_are_counted_by_code() -> None:
+    seen = Observed()
+    seen.log.refused(Overloaded("full"))
+    seen.begin()
+    seen.log.ended("r", EngineError("no"))
+    assert seen.value(table.REQUESTS, "refused", "overloaded") == 1
+    assert seen.value(table.REQUESTS, "failed", "engine_error") == 1
+    assert seen.observations(table.REQUEST_SECONDS)[0] == 0
+    assert seen.log.timeline("r").outcome == "engine_error"
+
+
+def test_a_failed_request_waits_for_the_reports_of_its_stages() -> None:
+    seen = Observed()
+    seen.begin()
+    seen.log.ended("r", EngineError("no"))
+    work = EndedWork("r", StageTimeline("thinker", 0, 1, outcome="dropped", expected=1000.0, ended=1000.5))
+    seen.log.stage_ended("talker", 1, work)  # the sender is the one the connection belongs to
+    assert seen.settled == []
+    seen.clock.now += SETTLE_SECONDS
+    seen.log.tick()
+    seen.log.tick()
+    (finished,) = seen.settled
+    assert [(stage.stage, stage.replica, stage.outcome) for stage in finished.timeline.stages] == [
+        ("talker", 1, "dropped")
+    ]
+
+
+def test_a_replayed_request_shows_both_attempts() -> None:
+    seen = Observed()
+    seen.begin()
+    seen.log.replayed("r", EngineError("lost"), counts=True)
+    seen.log.stage_ended("thinker", 0, EndedWork("r", StageTimeline("thinker", outcome="dropped", expected=1000.0)))
+    seen.log.bound("r", 1, (ReplicaId("thinker", 0, 2),), ("thinker",))
+    seen.stage(StageTimeline("thinker", 0, 2, attempt=1, expected=1000.0, ended=1001.0))
+    seen.log.ended("r", None)
+    assert seen.value(table.REPLAYS) == 1
+    timeline = seen.log.timeline("r")
+    assert [(stage.attempt, stage.outcome) for stage in timeline.stages] == [(0, "dropped"), (1, "done")]
+    assert [event.name for event in timeline.events][-4:] == ["bound", "replayed", "bound", "ended"]
+
+
+def test_a_stage_that_goes_on_keeps_its_attempt_and_its_clock() -> None:
+    """Only the talker starts again: what the thinker reports later belongs to its first attempt, bound long before."""
+    seen = Observed()
+    for name in ("thinker/0", "talker/1"):
+        seen.log.heard(name, seen.clock.now)
+    seen.begin()
+    seen.clock.now += 10.0
+    seen.log.replayed("r", StageLost("talker/1 died"), counts=True)
+    seen.log.replayed("r", StageLost("and what it needs was not kept"), counts=False)
+    seen.log.bound("r", 1, (ReplicaId("thinker", 0, 1), ReplicaId("talker", 0, 1)), ("talker",))
+    seen.stage(StageTimeline("thinker", 0, 1, attempt=0, expected=1000.0, ended=1012.0))
+    seen.stage(StageTimeline("talker", 0, 1, attempt=1, expected=1010.0, ended=1013.0))
+    seen.clock.now += 3.0
+    seen.log.ended("r", None)
+    assert seen.value(table.REPLAYS) == 1, "the second one follows from the first"
+    timeline = seen.log.timeline("r")
+    assert [(stage.stage, stage.attempt, stage.expected, stage.ended) for stage in timeline.stages] == [
+        ("thinker", 0, 1000.0, 1012.0),
+        ("talker", 1, 1010.0, 1013.0),
+    ]
+    assert [event.detail for event in timeline.events if event.name == "bound"] == [
+        "thinker/0 talker/1",
+        "thinker/0 talker/0",
+    ]
+    assert [stage.stage for stage in stages(timeline)] == ["thinker", "talker"]
+
+
+def test_moments_of_another_clock_are_converted_to_ours() -> None:
+    seen = Observed()
+    for _ in range(3):
+        seen.log.heard("talker/1", seen.clock.now - 500.0)  # 500 s behind
+    seen.begin()
+    transfer = TransferTimeline(
+        "thinker/0", 1, 4, first_sent=1000.1, first_received=500.2, last_sent=1000.1, last_received=500.2
+    )
+    seen.stage(StageTimeline("talker", 1, 1, expected=500.0, first_input=500.2, ended=501.0, transfers=(transfer,)))
+    seen.log.ended("r", None)
+    (stage,) = seen.log.timeline("r").stages
+    assert stage.expected == 1000.0
+    assert stage.first_input == 1000.2
+    assert stage.ended == 1001.0
+    assert stage.started == 0.0, "what did not happen is not converted"
+    assert stage.transfers[0].first_sent == 1000.1
+    assert stage.transfers[0].first_received == 1000.2
+
+
+def test_the_callers_trace_is_kept_and_only_the_last_requests_are() -> None:
+    seen = Observed()
+    for index in range(KEPT + 5):
+        seen.begin(f"r{index}", traceparent=TRACE)
+        seen.log.ended(f"r{index}", None)
+    assert seen.log.timeline("r4") is None
+    assert seen.log.timeline("r5").trace_id == "a" * 32
+    assert [timeline.request_id for timeline in seen.log.recent(2)] == [f"r{KEPT + 4}", f"r{KEPT + 3}"]
+    assert seen.settled[0].parent_id == "b" * 16
+    assert seen.settled[0].sampled
+
+
+def test_a_running_request_has_a_timeline_and_an_unknown_one_has_none() -> None:
+    seen = Observed()
+    seen.begin()
+    assert seen.log.timeline("r").outcome == "running"
+    assert seen.log.timeline("x") is None
+    seen.log.ended("x", None)
+    assert seen.value(table.REQUESTS, "done", "ok") == 0

@@ -1,0 +1,178 @@
+"""Forms of a timeline: phases, JSON, Chrome traces, spans, and what the terminal prints."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+
+import msgspec
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from rich.console import Console
+
+from omni_actors.cli.formatting import duration, size
+from omni_actors.cli.trace import show
+from omni_actors.protocol.telemetry import RequestTimeline, StageTimeline, TimelineEvent, TransferTimeline
+from omni_actors.telemetry.otlp import OtlpExporter
+from omni_actors.telemetry.request_log import Finished
+from omni_actors.telemetry.timeline import as_json, chrome_trace
+from tests.support.builders import submit
+from tests.support.request_log import Observed
+
+
+def recorded(request_id: str = "r", **thinker: object) -> RequestTimeline:
+    """Two stages with a transfer between them; `thinker` are fields of the first one's timeline."""
+    seen = Observed()
+    seen.begin(request_id)
+    transfer = TransferTimeline("thinker/0", 3, 2048, 1000.3, 1000.31, 1000.8, 1000.85)
+    seen.clock.now = 1001.0
+    talker = StageTimeline(
+        stage="talker",
+        replica=1,
+        epoch=1,
+        expected=1000.0,
+        first_input=1000.31,
+        started=1000.4,
+        first_step=1000.5,
+        first_output=1000.6,
+        last_output=1000.9,
+        ended=1000.95,
+        input_tokens=7,
+        output_tokens=8,
+        transfers=(transfer,),
+    )
+    seen.stage(talker, request_id)
+    seen.stage(StageTimeline("thinker", 0, 1, expected=1000.1, ended=1000.8, **thinker), request_id)
+    seen.audio(0.1, request_id)
+    seen.log.ended(request_id, None)
+    return seen.log.timeline(request_id)
+
+
+def test_phases_follow_one_another_without_a_gap() -> None:
+    shown = as_json(recorded())
+    assert shown["started"] == 999.75
+    assert shown["seconds"] == 1.35
+    thinker, talker = shown["stages"]  # in order of the route
+    assert thinker["stage"] == "thinker"
+    assert thinker["at"] == 0.35
+    assert thinker["seconds"] == 0.7
+    assert [phase["name"] for phase in thinker["phases"]] == ["ending"], "what did not happen is left out"
+    names = ["waiting", "gathering", "queued", "first output", "output", "ending"]
+    assert [phase["name"] for phase in talker["phases"]] == names
+    for before, after in itertools.pairwise(talker["phases"]):
+        assert before["at"] + before["seconds"] == pytest.approx(after["at"], abs=2e-6)
+    assert sum(phase["seconds"] for phase in talker["phases"]) == pytest.approx(talker["seconds"], abs=1e-5)
+
+
+def test_transfers_go_from_the_first_message_sent_to_the_last_one_received() -> None:
+    first, second = as_json(recorded())["transfers"]
+    assert first == {
+        "source": "thinker/0",
+        "target": "talker/1",
+        "attempt": 0,
+        "at": 0.55,
+        "seconds": 0.55,
+        "messages": 3,
+        "bytes": 2048,
+        "first_latency": 0.01,
+    }
+    assert second["source"] == "talker/1"
+    assert second["target"] == "coordinator"
+
+
+def test_a_clock_that_is_a_little_off_makes_no_phase_negative() -> None:
+    thinker, _ = as_json(recorded(first_input=999.0, started=1000.3))["stages"]
+    assert thinker["phases"] == [
+        {"name": "waiting", "at": 0.35, "seconds": 0.0},
+        {"name": "gathering", "at": 0.35, "seconds": 0.2},
+        {"name": "ending", "at": 0.55, "seconds": 0.5},
+    ]
+
+
+@pytest.mark.parametrize("request_id", ["r", 'a<b>&"c\x00\x1b', "ä" * 100])
+def test_a_chrome_trace_has_a_row_for_each_stage_and_transfer_whatever_the_id(request_id: str) -> None:
+    trace = json.loads(msgspec.json.encode(chrome_trace(recorded(request_id, outcome="engine_error"))))
+    events = trace["traceEvents"]
+    titles = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    rows = ["request", "thinker/0", "talker/1", "thinker/0 → talker/1", "talker/1 → coordinator"]
+    assert [titles[row] for row in sorted(titles)] == rows
+    (process,) = [event for event in events if event["name"] == "process_name"]
+    assert process["args"]["name"] == f"request {request_id}"
+    slices = [event for event in events if event["ph"] == "X"]
+    (thinker,) = [event for event in slices if event["name"] == "thinker"]
+    assert thinker["ts"] == 350_000
+    assert thinker["dur"] == 700_000
+    assert thinker["args"]["outcome"] == "engine_error"
+    (transfer,) = [event for event in slices if event["name"] == "thinker/0 → talker/1"]
+    assert transfer["args"]["bytes"] == 2048
+    marks = [event["name"] for event in events if event["ph"] == "i"]
+    assert marks == ["submitted", "admitted", "bound", "first_audio", "ended"]
+
+
+def test_slices_of_a_chrome_trace_lie_within_those_around_them() -> None:
+    """Viewers nest slices of one row by their times; one that sticks out of its parent would be misplaced."""
+    timeline = recorded(first_input=1000.1000004, started=1000.3333336, first_step=1000.7999996)
+    slices = [event for event in chrome_trace(timeline)["traceEvents"] if event["ph"] == "X"]
+    (request,) = [event for event in slices if event["cat"] == "request"]
+    stages = {event["tid"]: event for event in slices if event["cat"] == "stage"}
+    found = [(event, stages[event["tid"]]) for event in slices if event["cat"] == "phase"]
+    assert len(found) == 4 + 6
+    for inner, outer in [*found, *((stage, request) for stage in stages.values())]:
+        assert outer["ts"] <= inner["ts"]
+        assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+        assert inner["dur"] >= 0
+
+
+def test_a_transfer_belongs_to_the_attempt_that_sent() -> None:
+    """The thinker went on when the talker started again, twice."""
+    transfers = (TransferTimeline("thinker/0", 1, 4, 1000.1, 1000.2, 1000.1, 1000.2),)
+    parts = [StageTimeline("thinker", 0, expected=1000.0, first_input=1000.0, last_output=1001.0, ended=1001.0)]
+    for attempt, outcome in enumerate(("dropped", "dropped", "done")):
+        begin = 1000.0 + attempt
+        part = StageTimeline("talker", 0, attempt + 1, attempt, outcome, expected=begin, ended=begin + 0.5)
+        parts.append(msgspec.structs.replace(part, transfers=transfers))
+    sent = tuple(TransferTimeline(name, 1, 4, 1002.1, 1002.2, 1002.1, 1002.2) for name in ("thinker/0", "talker/0"))
+    events = (TimelineEvent("bound", 1000.0, "thinker/0 talker/0"),)
+    timeline = RequestTimeline("r", "a" * 32, "done", 2, events, tuple(parts), sent)
+    collected = InMemorySpanExporter()
+    exporter = OtlpExporter("test", collected)
+    exporter.export(Finished(timeline, "", True))
+    exporter.close()
+    spans = collected.get_finished_spans()
+    names = {span.context.span_id: (span.name, span.attributes.get("omni.attempt")) for span in spans}
+    parents = [(span.name, names[span.parent.span_id]) for span in spans if " to " in span.name]
+    assert sorted(parents) == [
+        ("talker/0 to coordinator", ("talker", 2)),
+        ("thinker/0 to coordinator", ("thinker", 0)),
+        *[("thinker/0 to talker/0", ("thinker", 0))] * 3,
+    ]
+
+
+def test_an_empty_timeline_has_every_form() -> None:
+    seen = Observed()
+    seen.log.admitted("r", submit())
+    empty = msgspec.structs.replace(seen.log.timeline("r"), events=())
+    shown = as_json(empty)
+    assert shown["seconds"] == 0.0
+    assert shown["stages"] == []
+    assert shown["transfers"] == []
+    (request,) = [event for event in chrome_trace(empty)["traceEvents"] if event["ph"] == "X"]
+    assert request["dur"] == 0
+    console = Console(file=io.StringIO(), width=80)
+    show(empty, console)
+    assert "request r: running after 0 µs" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 µs"), (0.00064, "640 µs"), (0.0123, "12.3 ms"), (0.64, "640 ms"), (4.56, "4.56 s")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"), [(44, "44 B"), (7168, "7.0 KiB"), (1.5 * 2**20, "1.5 MiB"), (3 * 2**30, "3.0 GiB")]
+)
+def test_sizes(n_bytes: float, text: str) -> None:
+    assert size(n_bytes) == text
