@@ -1,4 +1,4 @@
-"""Writes docs/state-machines.md from the tables in omni_actors/core/states.py."""
+"""Writes docs/state-machines.md from the tables in the code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from omni_actors.coordinator.core.states import (
     RequestState,
     mermaid,
 )
+from omni_actors.stage.attempts import ATTEMPT_TRANSITIONS, AttemptState
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "state-machines.md"
 
@@ -19,7 +20,8 @@ def document() -> str:
     """The whole file."""
     return f"""# State machines
 
-Written by `scripts/state_diagrams.py` from the tables in `omni_actors/core/states.py`; a test compares them.
+Written by `scripts/state_diagrams.py` from the tables in `omni_actors/coordinator/core/states.py` and
+`omni_actors/stage/attempts.py`; a test compares them.
 
 ## A replica
 
@@ -35,6 +37,14 @@ Each way from `running` back to `waiting` is a new attempt. The two ends are one
 
 ```mermaid
 {mermaid(REQUEST_TRANSITIONS, RequestState.WAITING)}
+```
+
+## An attempt at a request, in one stage
+
+The engine has it while it is `running` or `input_complete`. `finished` keeps the output until the request has ended in every stage.
+
+```mermaid
+{mermaid(ATTEMPT_TRANSITIONS, AttemptState.OPEN)}
 ```
 """
 

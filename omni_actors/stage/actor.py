@@ -1,17 +1,15 @@
 """The actor: drives one engine by messages. Knows requests, order and deadlines; knows no socket and no model.
 
-Every method that takes an event returns the messages to send. A request is here from its `OpenRequest` (chunks that
-come earlier wait in `early_chunks`) until the engine finishes it, it fails, or it is aborted; a tombstone absorbs later
-messages. A request may come again with the next attempt number; to the engine that is another request, with its own id.
-Output for later stages is kept until the coordinator says that the request has ended, in case one of them has to start
-again (`resend_buffer.py`).
+Every method that takes an event returns the messages to send. An attempt at a request (`attempts.py`) begins with its
+`OpenRequest`; chunks that come earlier wait in `early_chunks.py`. When it has ended, a tombstone absorbs late messages.
+Output for later stages is kept until the coordinator says that the request has ended everywhere, in case one of them
+has to start again (`resend_buffer.py`).
 """
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -24,6 +22,7 @@ from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.results import FinishReason, StageDone, StageUsage, Unreachable
 from omni_actors.protocol.stage import SAMPLE_RATE, SAMPLES, Chunk, Ended, IntoStage, OpenRequest, Resend
 from omni_actors.protocol.tombstones import Tombstones
+from omni_actors.stage.attempts import Attempt, AttemptEvent, Attempts, AttemptState, InputOrder
 from omni_actors.stage.early_chunks import EarlyChunks
 from omni_actors.stage.engine_interface import (
     AudioEvent,
@@ -36,38 +35,16 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
     TextEvent,
 )
-from omni_actors.stage.meter import StageMeter, Track
+from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing, chunk_of, result_of
 from omni_actors.stage.processors import Action, Extend, Piece, Skip, Start, StreamProcessor
-from omni_actors.stage.resend_buffer import Budget, Edge, Output
+from omni_actors.stage.resend_buffer import Budget, Receiver, ResendBuffer
 
 logger = get_logger(__name__)
 
 CLOCK_SECONDS = 5.0  # by which the clocks of two hosts may differ
 RESENT_MESSAGES = 64  # per step
-FORGET_SECONDS = 10.0  # after its deadline a request is over, whoever fails to say so
-
-
-@dataclass
-class Work:
-    """One attempt at a request in this stage. `request` is what the engine knows, under an id of its own."""
-
-    request_id: str
-    request: StageRequest
-    route: tuple[ReplicaId, ...]
-    attempt: int
-    deadline: float
-    opened: float
-    processor: StreamProcessor | None
-    track: Track
-    output: Output | None  # what later stages got; `None` if the route has none
-    started: bool = False  # the engine has it
-    first_output: float = 0.0
-    samples: int = 0  # sound that went to later stages
-    output_ended: bool = False  # later stages have had their final chunk
-    next_seq: dict[str, int] = field(default_factory=dict)  # by source stage
-    ended_sources: set[str] = field(default_factory=set)  # those whose final chunk has come
-    results: int = 0  # sent to the coordinator
+FORGET_SECONDS = 10.0  # after its deadline a request is over, even if its end was never announced
 
 
 class StageActor:
@@ -93,74 +70,67 @@ class StageActor:
         self._meter = meter or StageMeter(identity.stage, identity.replica, identity.epoch)
         self._stage = stage
         self._downstream = pipeline.downstream(stage.name)
-        self._says_text = Modality.TEXT in stage.outputs
         self._identity = identity
         self._engine = engine
         self._processor_class = processor_class
         self._clock = clock
-        self._work: dict[str, Work] = {}
-        self._finished: dict[str, Work] = {}  # here, but not yet everywhere: their output is kept
-        self._budget = Budget(stage.retain_bytes)
-        self._resending: collections.deque[tuple[Work, Edge]] = collections.deque()
-        self._runs = 0
-        self._by_engine_id: dict[str, Work] = {}
-        self._whole: set[str] = set()  # requests whose input is all here
-        self._backlog_requests = pipeline.flow.backlog_requests
-        self._most_requests = 2 * pipeline.coordinator.max_in_flight  # what has just ended may overlap with what begins
-        self._max_timeout = pipeline.coordinator.max_timeout
-        self._default_timeout = pipeline.coordinator.default_timeout
-        self._parking = EarlyChunks(pipeline.flow.early_chunk_seconds)
+        self._attempts = Attempts()
+        self._early = EarlyChunks(pipeline.flow.early_chunk_seconds)
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
+        self._budget = Budget(stage.retain_bytes)
+        self._resending: collections.deque[tuple[Attempt, Receiver]] = collections.deque()
+        self._runs = 0
+        self._backlog_requests = pipeline.flow.backlog_requests
+        self._bounds = pipeline.coordinator
         self.dropped: collections.Counter[str] = collections.Counter()
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def receive(self, envelope: Envelope[IntoStage]) -> list[Outgoing]:
-        """A checked message from the coordinator or a source stage."""
-        body = envelope.body
-        if isinstance(body, OpenRequest | Abort | Resend | Ended) and envelope.header.stage:
-            self.dropped["not_the_coordinator"] += 1
-            return []
-        if isinstance(body, OpenRequest):
-            return self._open(envelope.header, body, envelope)
-        if isinstance(body, Abort):
-            self._abort(envelope.header)
-            return []
-        if isinstance(body, Resend):
-            return self._resend(envelope.header, body)
-        if isinstance(body, Ended):
-            for request_id in body.request_ids:
-                self._release_request(request_id)
-            return []
-        if isinstance(body, Credit):  # belongs to the sockets' threads
-            self.dropped["credit"] += 1
-            return []
-        return self._chunk(envelope.header, body, envelope)
+        """Handle a checked message from the coordinator or a source stage."""
+        header = envelope.header
+        match envelope.body:
+            case OpenRequest() | Abort() | Resend() | Ended() if header.stage:
+                self.dropped["not_the_coordinator"] += 1
+            case OpenRequest() as request:
+                return self._open(header, request, envelope)
+            case Chunk() as chunk:
+                return self._take_chunk(header, chunk, envelope)
+            case Resend() as body:
+                return self._resend(header, body)
+            case Abort():
+                self._abort(header)
+            case Ended(request_ids=request_ids):
+                for request_id in request_ids:
+                    self._release(request_id, AttemptState.FINISHED)
+            case Credit():  # belongs to the sockets' threads
+                self.dropped["credit"] += 1
+        return []
 
     def reject(self, header: Header, error: OmniError) -> list[Outgoing]:
-        """A message about a request did not decode or could not be sent: the request fails, whoever sent it."""
-        work = self._work.get(header.request_id)
-        if work is not None and header.stage and header.attempt < work.attempt:
+        """Fail the request of a message that did not decode or could not be sent, whoever sent it."""
+        attempt = self._attempts.live(header.request_id)
+        if attempt is not None and header.stage and header.attempt < attempt.number:
             self.dropped["late"] += 1
             return []
-        if work is not None or header.request_id in self._tombstones or not header.request_id:
+        if attempt is not None or header.request_id in self._tombstones or not header.request_id:
             return self._fail(header.request_id, error)
-        return self._refuse(header, error)  # unannounced: somebody still has to hear of it
+        return self._refuse(header, error)  # it was never announced, but the coordinator has to hear of it
 
     def undelivered(self, request_id: str, receiver: ReplicaId, error: OmniError) -> list[Outgoing]:
-        """A later stage takes no messages: what is made for it is kept until its next life asks for it."""
-        work = self._sender(request_id)
-        edge = work.output.edges.get(receiver.stage) if work is not None and work.output is not None else None
-        if work is None or work.output is None or edge is None or edge.replica_id != receiver or edge.lost:
+        """Keep what is made for a later stage that takes no messages, until its successor asks for it."""
+        attempt = self._attempts.of(request_id)
+        entry = attempt.output.receivers.get(receiver.stage) if attempt is not None and attempt.output else None
+        if attempt is None or entry is None or entry.replica_id != receiver or entry.unreachable:
             self.dropped["undelivered_of_ended_request"] += 1
             return []
-        if not work.output.whole:
+        if not (attempt.output and attempt.output.intact):
             return self._fail(request_id, error)
-        edge.lost, edge.again = True, None
-        return [self._result(work, Unreachable(receiver=receiver, attempt=edge.attempt))]
+        entry.unreachable, entry.resend_from = True, None
+        return [self._result(attempt, Unreachable(receiver=receiver, attempt=entry.attempt))]
 
     def step(self) -> list[Outgoing]:
-        """Some of what is to be sent again, then one step of the engine, its events as messages."""
+        """Send some of what is to be sent again, then do one step of the engine; its events as messages."""
         messages = self._send_again()
         if self._engine.runnable():
             for event in self._step_engine():
@@ -168,30 +138,28 @@ class StageActor:
         return messages
 
     def _step_engine(self) -> Sequence[EngineEvent]:
-        """One step, and what it says of when requests began."""
         began = self._meter.clock()
         events = self._engine.step()
         scheduled = self._engine.take_scheduled()
         self._meter.stepped(began, took_all=scheduled is None)
         for engine_id, moment in scheduled or ():
-            work = self._by_engine_id.get(engine_id)
-            if work is not None:
-                self._meter.scheduled(work.track, self._meter.clock.of(moment))
+            if (attempt := self._attempts.of_engine(engine_id)) is not None:
+                self._meter.scheduled(attempt.track, self._meter.clock.of(moment))
         return events
 
     def tick(self) -> list[Outgoing]:
-        """Ends requests past their deadline and forgets what has been parked too long."""
+        """End requests past their deadline and refuse early chunks whose announcement did not come."""
         now = self._clock()
         self._tombstones.expire(now)
         messages = []
-        for request_id in [key for key, work in self._work.items() if work.deadline <= now]:
-            messages += self._fail(request_id, DeadlineExceeded("The request's deadline has passed."))
-        for header in self._parking.overdue(now):
+        for attempt in self._attempts:
+            if attempt.live and attempt.deadline <= now:
+                messages += self._fail(attempt.request_id, DeadlineExceeded("The request's deadline has passed."))
+            elif attempt.state is AttemptState.FINISHED and attempt.deadline + FORGET_SECONDS <= now:
+                self._end(attempt)
+        for header in self._early.overdue(now):
             messages += self._refuse(header, ProtocolError("Input came, but its announcement did not."))
-            self.dropped["parked_too_long"] += 1
-        over = [key for key, work in self._finished.items() if work.deadline + FORGET_SECONDS <= now]
-        for request_id in over:
-            self._release_request(request_id)
+            self.dropped["early_expired"] += 1
         return messages
 
     def runnable(self) -> bool:
@@ -201,24 +169,27 @@ class StageActor:
     def saturated(self) -> bool:
         """Whether the engine has so much to compute that more input should wait with its senders.
 
-        Only requests that need no further input count, and only while the engine can work: to hold back input that
-        it waits for would be the end of both.
+        Counts only requests that need no further input, and only while the engine can work: to hold back input that
+        the engine waits for would stop both sides for ever.
         """
-        return len(self._whole) > self._backlog_requests and self._engine.runnable()
+        complete = self._attempts.count(AttemptState.INPUT_COMPLETE)
+        return complete > self._backlog_requests and self._engine.runnable()
 
     def urgent(self) -> bool:
-        """Whether the engine computes the first output of requests, or will when it is their turn."""
+        """Whether the engine computes the first output of a request, or will as soon as it gets the device."""
         return any(
-            work.started and not work.first_output and not self._engine.waits_for_input(work.request_id)
-            for work in self._work.values()
+            attempt.state is not AttemptState.OPEN
+            and not attempt.first_output
+            and not self._engine.waits_for_input(attempt.request.request_id)
+            for attempt in self._attempts.all_live()
         )
 
     def held(self) -> dict[str, int]:
-        """What this stage holds now beside its engine; all zero when it is idle."""
+        """What this stage holds now outside its engine; all zero when it is idle."""
         return {
-            "requests": len(self._work),
-            **self._parking.counts(),
-            "retained": len(self._finished),
+            "requests": self._attempts.live_count,
+            **self._early.counts(),
+            "retained": self._attempts.count(AttemptState.FINISHED),
             "retained_bytes": self._budget.used,
         }
 
@@ -233,325 +204,277 @@ class StageActor:
 
     # -- inbound ------------------------------------------------------------------------------------------------------
 
-    def _open(self, header: Header, expect: OpenRequest, envelope: Envelope[IntoStage]) -> list[Outgoing]:
-        request_id = header.request_id
-        if self._identity not in expect.route:
+    def _open(self, header: Header, request: OpenRequest, envelope: Envelope[IntoStage]) -> list[Outgoing]:
+        request_id, number = header.request_id, header.attempt
+        if self._identity not in request.route:
             self.dropped["foreign_epoch"] += 1
             return []
-        running = self._work.get(request_id)
-        if self._tombstones.covers(request_id, header.attempt) or (
-            running is not None and header.attempt <= running.attempt
-        ):
-            self.dropped["expected_twice"] += 1
+        previous = self._attempts.of(request_id)
+        repeated = previous is not None and previous.live and number <= previous.number
+        if repeated or self._tombstones.covers(request_id, number):
+            self.dropped["opened_twice"] += 1
             return []
-        if running is not None:  # the abort of the attempt before comes later, or not at all
-            self._drop(request_id)
-        self._release_request(request_id)
+        if previous is not None:  # its abort comes later, or not at all
+            self._end(previous)
         now = self._clock()
-        if not header.deadline <= now + self._max_timeout + CLOCK_SECONDS:  # not a number, too
-            return self._refuse(header, ProtocolError(f"The deadline {header.deadline} is no point in time."))
-        if len(self._work) >= self._most_requests:
-            return self._refuse(header, Overloaded(f"{len(self._work)} requests are open here, none more is taken."))
-        request = StageRequest(
-            request_id=f"{request_id}~{header.attempt}" if header.attempt else request_id,
-            params=expect.params,
-            seed=expect.seed,
-            voice=expect.voice,
-            priority=expect.priority,
-            streams=any(replica_id.stage in self._downstream for replica_id in expect.route),
-        )
-        receivers = [replica_id for replica_id in expect.route if replica_id.stage in self._downstream]
+        if not header.deadline <= now + self._bounds.max_timeout + CLOCK_SECONDS:  # this refuses NaN, too
+            text = f"Deadline must be a finite Unix timestamp, not too far away; got {header.deadline}."
+            return self._refuse(header, ProtocolError(text))
+        if (held := self._attempts.live_count) >= 2 * self._bounds.max_in_flight:  # ended ones may overlap with new
+            return self._refuse(header, Overloaded(f"This stage has {held} open requests and takes no more."))
+        attempt = self._attempt(header, request, now)
+        self._attempts.open(attempt)
+        logger.debug("request opened", extra={"request_id": request_id})
+        if request.prompt is not None:
+            media = [envelope.tensor(item.tensor) for item in request.prompt.media]
+            start = Start(StageInputs(prompt=request.prompt, media=media))
+            return self._apply(attempt, lambda: [start])
+        messages = []
+        for early in self._early.take(request_id):  # those of an earlier attempt are dropped there
+            messages += self.receive(early)
+        return messages
+
+    def _attempt(self, header: Header, request: OpenRequest, now: float) -> Attempt:
+        receivers = [replica_id for replica_id in request.route if replica_id.stage in self._downstream]
         processor = None
         if self._processor_class is not None and self._stage.inputs is not None:
             processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
-        work = self._work[request_id] = Work(
-            request_id,
-            request,
-            expect.route,
+        return Attempt(
+            header.request_id,
+            StageRequest(
+                request_id=f"{header.request_id}~{header.attempt}" if header.attempt else header.request_id,
+                params=request.params,
+                seed=request.seed,
+                voice=request.voice,
+                priority=request.priority,
+                streams=bool(receivers),
+            ),
+            request.route,
             header.attempt,
-            header.deadline or now + self._default_timeout,
+            header.deadline or now + self._bounds.default_timeout,
             now,
+            InputOrder(self._stage.source_names),
             processor,
-            self._meter.expected(request_id, header.attempt, has_input=expect.prompt is not None),
-            Output(self._budget, receivers, header.attempt) if receivers else None,
+            self._meter.opened(header.request_id, header.attempt, has_input=request.prompt is not None),
+            ResendBuffer(self._budget, receivers, header.attempt) if receivers else None,
         )
-        self._by_engine_id[request.request_id] = work
-        logger.debug("request expected", extra={"request_id": request_id})
-        if expect.prompt is not None:
-            self._whole.add(request_id)
-            media = [envelope.tensor(item.tensor) for item in expect.prompt.media]
-            start = Start(StageInputs(prompt=expect.prompt, media=media))
-            return self._guarded(work, lambda: [start])
-        messages = []
-        for parked in self._parking.take(request_id):  # what belongs to an attempt before is dropped there
-            messages += self.receive(parked)
-        return messages
 
-    def _chunk(self, header: Header, chunk: Chunk, envelope: Envelope[IntoStage]) -> list[Outgoing]:
-        work = self._work.get(header.request_id)
-        if work is None or header.attempt > work.attempt:
-            return self._park(header, envelope)
-        if ReplicaId(header.stage, header.replica, header.epoch) not in work.route or header.attempt != work.attempt:
+    def _take_chunk(self, header: Header, chunk: Chunk, envelope: Envelope[IntoStage]) -> list[Outgoing]:
+        attempt = self._attempts.live(header.request_id)
+        if attempt is None or header.attempt > attempt.number:
+            return self._keep_early(header, envelope)
+        source = ReplicaId(header.stage, header.replica, header.epoch)
+        if source not in attempt.route or header.attempt != attempt.number:
             self.dropped["foreign_epoch"] += 1
             return []
-        if header.stage not in self._stage.source_names or work.processor is None:
+        processor = attempt.processor
+        if header.stage not in self._stage.source_names or processor is None:
             self.dropped["unexpected_source"] += 1
             return []
-        expected = work.next_seq.get(header.stage, 0)
-        if header.seq != expected:
-            text = f"Stage {header.stage!r} sent chunk {header.seq} where {expected} was due."
-            return self._fail(header.request_id, ProtocolError(text))
-        if header.stage in work.ended_sources:
-            return self._fail(header.request_id, ProtocolError(f"Stage {header.stage!r} sent more after its end."))
-        work.next_seq[header.stage] = expected + 1
+        try:
+            attempt.input_order.take(header.stage, header.seq, chunk.final)
+        except ProtocolError as error:
+            return self._fail(header.request_id, error)
         size = len(chunk.token_ids) + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
-        self._meter.received(work.track, f"{header.stage}/{header.replica}", chunk.sent, size)
-        if chunk.final:
-            work.ended_sources.add(header.stage)
-            if len(work.ended_sources) == len(self._stage.source_names):
-                self._whole.add(header.request_id)
-        processor = work.processor
-        return self._guarded(work, lambda: processor.feed(header.stage, Piece.of(chunk, envelope)))
+        self._meter.received(attempt.track, source.name, chunk.sent, size)
+        return self._apply(attempt, lambda: processor.feed(header.stage, Piece.of(chunk, envelope)))
 
-    def _guarded(self, work: Work, decide: Callable[[], Iterable[Action]]) -> list[Outgoing]:
-        """Apply actions; an error of the processor's or the engine's is the request's."""
-        request_id = work.request_id
+    def _apply(self, attempt: Attempt, decide: Callable[[], Iterable[Action]]) -> list[Outgoing]:
+        """Carry out a processor's actions; an error of the processor or the engine fails the request."""
         try:
             for action in decide():
-                if isinstance(action, Start):
-                    self._runs += 1
-                    self._engine.start(work.request, action.inputs)
-                    work.started = True
-                    self._meter.started(work.track)
-                elif isinstance(action, Extend):
-                    self._engine.extend(
-                        work.request.request_id, action.rows, token_ids=action.token_ids, complete=action.complete
-                    )
-                elif isinstance(action, Skip):
-                    return self._finish_empty(work)
+                match action:
+                    case Start(inputs=inputs):
+                        self._runs += 1
+                        self._engine.start(attempt.request, inputs)
+                        self._attempts.advance(attempt, AttemptEvent.STARTED)
+                        self._meter.started(attempt.track)
+                    case Extend(rows=rows, token_ids=token_ids, complete=complete):
+                        self._engine.extend(attempt.request.request_id, rows, token_ids=token_ids, complete=complete)
+                    case Skip():
+                        nothing = FinishedEvent(attempt.request.request_id, FinishReason.STOP, 0, 0)
+                        return self._finish(attempt, nothing)
         except OmniError as error:
-            return self._fail(request_id, error)
-        except Exception as error:  # the request's fault as far as anybody can tell; the others go on
-            logger.exception("a request's input was refused", extra={"request_id": request_id})
-            return self._fail(request_id, EngineError(f"{type(error).__name__}: {error}."))
+            return self._fail(attempt.request_id, error)
+        except Exception as error:  # as far as we can tell this request's fault; the others go on
+            logger.exception("a request's input was refused", extra={"request_id": attempt.request_id})
+            return self._fail(attempt.request_id, EngineError(f"{type(error).__name__}: {error}."))
+        if attempt.input_order.complete and attempt.state is AttemptState.RUNNING:
+            self._attempts.advance(attempt, AttemptEvent.INPUT_ENDED)
         return []
 
-    def _park(self, header: Header, envelope: Envelope[IntoStage]) -> list[Outgoing]:
+    def _keep_early(self, header: Header, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         if self._tombstones.covers(header.request_id, header.attempt):
             self.dropped["late"] += 1
             return []
-        if self._parking.put(envelope, self._clock()):
+        if self._early.put(envelope, self._clock()):
             return []
-        self.dropped["parked_overflow"] += 1
+        self.dropped["early_overflow"] += 1
         return self._refuse(header, ProtocolError("Too much input came before its announcement."))
 
     # -- outbound -----------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: EngineEvent) -> list[Outgoing]:
-        work = self._by_engine_id.get(event.request_id)
-        if work is None:
+        attempt = self._attempts.of_engine(event.request_id)
+        if attempt is None:
             self.dropped["event_of_ended_request"] += 1
             return []
         if isinstance(event, ErrorEvent):
-            return self._fail(work.request_id, event.error)
+            return self._fail(attempt.request_id, event.error)
         if isinstance(event, FinishedEvent):
-            return self._finish(work, event.reason, event.input_tokens, event.output_tokens)
-        if not work.first_output:
-            work.first_output = self._clock()
-        moment = self._meter.output(work.track)
-        self._count(event)
-        if isinstance(event, AudioEvent) and Modality.AUDIO not in self._stage.outputs:
-            event = self._as_stream(work, event)
-        if isinstance(event, StreamEvent):
-            return self._stream(work, event, moment)
-        return [self._result(work, *result_of(event, moment))]
-
-    def _count(self, event: TextEvent | AudioEvent | StreamEvent) -> None:
+            return self._finish(attempt, event)
+        if not attempt.first_output:
+            attempt.first_output = self._clock()
+        moment = self._meter.output(attempt.track)
         if isinstance(event, AudioEvent):
             self._meter.audio_seconds += event.samples.shape[0] / event.sample_rate
-        elif isinstance(event, TextEvent) or not self._says_text:  # else its tokens were counted with the text
-            self._meter.output_tokens += len(event.token_ids)
+            if Modality.AUDIO not in self._stage.outputs:
+                event = self._as_stream(attempt, event)
+        elif isinstance(event, TextEvent) or Modality.TEXT not in self._stage.outputs:
+            self._meter.output_tokens += len(event.token_ids)  # a stage with text streams the same tokens again
+        if isinstance(event, StreamEvent):
+            return self._stream(attempt, event, moment)
+        return [self._result(attempt, *result_of(event, moment))]
 
-    def _as_stream(self, work: Work, event: AudioEvent) -> StreamEvent:
-        """Sound that is not for the client is input of the stages after this one."""
-        start = work.samples
-        work.samples += event.samples.shape[0]
+    def _as_stream(self, attempt: Attempt, event: AudioEvent) -> StreamEvent:
+        """Turn audio that is not for the client into input of the stages after this one."""
+        start = attempt.samples
+        attempt.samples += event.samples.shape[0]
         tensors, scalars = {SAMPLES: event.samples}, {SAMPLE_RATE: event.sample_rate}
         return StreamEvent(event.request_id, (), tensors, scalars, start)
 
-    def _stream(self, work: Work, event: StreamEvent, moment: float) -> list[Outgoing]:
-        """The same chunk to every later stage of the route."""
-        work.output_ended = work.output_ended or event.final
-        return self._give(work, *chunk_of(event, moment))
-
-    def _give(self, work: Work, chunk: Chunk, buffers: Sequence[Frame]) -> list[Outgoing]:
-        """Keep a chunk, and send it to those stages that have all before it."""
-        output = work.output
+    def _stream(self, attempt: Attempt, event: StreamEvent, moment: float) -> list[Outgoing]:
+        """Keep a chunk, and send it to those later stages of the route that have all chunks before it."""
+        attempt.stream_ended = attempt.stream_ended or event.final
+        output = attempt.output
         if output is None:
             return []
+        chunk, buffers = chunk_of(event, moment)
         output.keep(chunk, buffers)
-        behind = [edge for edge in output.edges.values() if edge.lost or edge.again is not None]
-        if behind and not output.whole:
-            text = f"{behind[0].replica_id.stage} is not there, and more cannot be kept for it."
-            return self._fail(work.request_id, StageLost(text, stage=self._stage.name))
-        return [self._to_next(work, edge, chunk, buffers) for edge in output.edges.values() if edge not in behind]
+        receivers = output.receivers.values()
+        behind = [receiver for receiver in receivers if receiver.unreachable or receiver.resend_from is not None]
+        if behind and not output.intact:
+            text = f"{behind[0].replica_id.name} is not there, and this stage cannot keep more for its successor."
+            return self._fail(attempt.request_id, StageLost(text, stage=self._stage.name))
+        return [self._to_next(attempt, receiver, chunk, buffers) for receiver in receivers if receiver not in behind]
 
-    def _finish_empty(self, work: Work) -> list[Outgoing]:
-        """Nothing to compute here."""
-        return self._finish(work, FinishReason.STOP, 0, 0)
-
-    def _finish(self, work: Work, reason: FinishReason, input_tokens: int, output_tokens: int) -> list[Outgoing]:
-        """The engine is done. Later stages hear of it even if the engine itself gave them no end."""
-        last: list[Outgoing] = []
-        if work.output is not None and not work.output_ended:
-            end = StreamEvent(work.request.request_id, start=work.samples, final=True)
-            last = self._stream(work, end, self._meter.output(work.track))
-            if work.request_id not in self._work:  # it could not be kept for a stage that is not there
-                return last
-        now = self._clock()
+    def _finish(self, attempt: Attempt, event: FinishedEvent) -> list[Outgoing]:
+        """The engine is done. Later stages hear of it even if the engine itself did not end the stream."""
+        messages: list[Outgoing] = []
+        if attempt.output is not None and not attempt.stream_ended:
+            end = StreamEvent(attempt.request.request_id, start=attempt.samples, final=True)
+            messages = self._stream(attempt, end, self._meter.output(attempt.track))
+            if not attempt.live:  # it failed: the end could not be kept for a stage that is not there
+                return messages
         usage = StageUsage(
-            finish_reason=reason,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            first_output=max(0.0, work.first_output - work.opened) if work.first_output else 0.0,
-            finished=max(0.0, now - work.opened),
+            finish_reason=event.reason,
+            input_tokens=event.input_tokens,
+            output_tokens=event.output_tokens,
+            first_output=max(0.0, attempt.first_output - attempt.opened) if attempt.first_output else 0.0,
+            finished=max(0.0, self._clock() - attempt.opened),
         )
-        timeline = self._meter.done(work.track, input_tokens, output_tokens)
-        message = self._result(work, StageDone(usage=usage, timeline=timeline))
-        self._forget(work.request_id, work.attempt)
-        if work.output is not None:
-            work.processor = None
-            self._finished[work.request_id] = work
-        return [*last, message]
+        timeline = self._meter.done(attempt.track, event.input_tokens, event.output_tokens)
+        messages.append(self._result(attempt, StageDone(usage=usage, timeline=timeline)))
+        attempt.processor = None
+        self._attempts.advance(attempt, AttemptEvent.FINISHED)
+        self._bury(attempt.request_id, attempt.number)
+        if attempt.output is None:
+            self._end(attempt)
+        return messages
 
     def _fail(self, request_id: str, error: OmniError) -> list[Outgoing]:
-        """Ends a request here and tells the coordinator, which ends it everywhere else."""
-        work = self._sender(request_id)
-        if work is None:
+        """End a request here and tell the coordinator, which ends it everywhere else."""
+        attempt = self._attempts.of(request_id)
+        if attempt is None:
             self.dropped["error_of_unknown_request"] += 1
             return []
         logger.info("request failed: %s", error.code.value, extra={"request_id": request_id})
-        message = self._result(work, Failed.from_error(error, self._stage.name))
-        self._meter.failed(work.track, error.code.value)
-        if request_id in self._work:
-            self._drop(request_id)
-        self._release_request(request_id)
+        message = self._result(attempt, Failed.from_error(error, self._stage.name))
+        self._end(attempt, error.code.value)
         return [message]
 
     def _refuse(self, header: Header, error: OmniError) -> list[Outgoing]:
-        """Fail a request that has not been announced here; should the announcement still come, it is ignored."""
-        if header.request_id in self._work:  # an attempt before
-            self._drop(header.request_id)
-        self._release_request(header.request_id)
-        self._forget(header.request_id, header.attempt)
-        own = Header(
-            kind="",
-            request_id=header.request_id,
-            stage=self._identity.stage,
-            replica=self._identity.replica,
-            epoch=self._identity.epoch,
-            attempt=header.attempt,
-        )
-        return [Outgoing(None, own, Failed.from_error(error, self._stage.name))]
+        """Fail a request that is not announced here. If the announcement still comes, it is ignored."""
+        self._release(header.request_id)  # an attempt before
+        self._bury(header.request_id, header.attempt)
+        own_header = self._header(header.request_id, header.attempt)
+        return [Outgoing(None, own_header, Failed.from_error(error, self._stage.name))]
 
-    def _result(self, work: Work, body: Body, buffers: Sequence[Frame] = ()) -> Outgoing:
+    def _result(self, attempt: Attempt, body: Body, buffers: Sequence[Frame] = ()) -> Outgoing:
         """A message to the coordinator."""
-        seq = work.results
-        work.results += 1
-        return Outgoing(None, self._header(work, work.attempt, seq), body, buffers)
+        header = self._header(attempt.request_id, attempt.number, attempt.results, attempt.deadline)
+        attempt.results += 1
+        return Outgoing(None, header, body, buffers)
 
-    def _to_next(self, work: Work, edge: Edge, chunk: Chunk, buffers: Sequence[Frame]) -> Outgoing:
-        seq = edge.sent
-        edge.sent += 1
-        return Outgoing(edge.replica_id, self._header(work, edge.attempt, seq), chunk, buffers)
+    def _to_next(self, attempt: Attempt, receiver: Receiver, chunk: Chunk, buffers: Sequence[Frame]) -> Outgoing:
+        header = self._header(attempt.request_id, receiver.attempt, receiver.sent, attempt.deadline)
+        receiver.sent += 1
+        return Outgoing(receiver.replica_id, header, chunk, buffers)
 
-    def _header(self, work: Work, attempt: int, seq: int) -> Header:
-        return Header(
-            kind="",
-            request_id=work.request_id,
-            stage=self._identity.stage,
-            replica=self._identity.replica,
-            epoch=self._identity.epoch,
-            attempt=attempt,
-            seq=seq,
-            deadline=work.deadline,
-        )
+    def _header(self, request_id: str, attempt: int, seq: int = 0, deadline: float = 0.0) -> Header:
+        own = self._identity
+        return Header("", request_id, own.stage, own.replica, own.epoch, attempt, seq, deadline)
 
-    # -- again --------------------------------------------------------------------------------------------------------
-
-    def _sender(self, request_id: str) -> Work | None:
-        """The work on a request, also when it is finished here."""
-        return self._work.get(request_id) or self._finished.get(request_id)
+    # -- sending again ------------------------------------------------------------------------------------------------
 
     def _resend(self, header: Header, body: Resend) -> list[Outgoing]:
-        """A later stage begins anew: it gets all that was sent before, a few messages a step, and then what is made."""
-        work = self._sender(header.request_id)
+        """A later stage starts again: send all it got before, a few messages a step, and then what follows."""
+        attempt = self._attempts.of(header.request_id)
         stage = body.receiver.stage
-        if work is not None and work.attempt > header.attempt:
+        if attempt is not None and attempt.number > header.attempt:
             self.dropped["late"] += 1
             return []
-        if work is None or work.attempt != header.attempt:
-            return self._refuse(header, StageLost(f"Nothing is known of the request that {stage} needs again."))
-        output = work.output
-        if output is None or stage not in output.edges or not output.whole:
-            return self._fail(header.request_id, StageLost(f"What {stage} needs again is not kept."))
-        output.begin_again(body.receiver, body.attempt)
-        self._resending.append((work, output.edges[stage]))
+        if attempt is None or attempt.number != header.attempt:
+            return self._refuse(header, StageLost(f"Stage {stage} needs a request again that is unknown here."))
+        output = attempt.output
+        if output is None or stage not in output.receivers or not output.intact:
+            return self._fail(header.request_id, StageLost(f"Stage {stage} needs output that is not kept here."))
+        self._resending.append((attempt, output.restart(body.receiver, body.attempt)))
         return []
 
     def _send_again(self) -> list[Outgoing]:
         messages: list[Outgoing] = []
         while self._resending and len(messages) < RESENT_MESSAGES:
-            work, edge = self._resending[0]
-            entry = work.output.next_again(edge) if work.output is not None else None
+            attempt, receiver = self._resending[0]
+            entry = attempt.output.next_resend(receiver) if attempt.output is not None else None
             if entry is not None:
                 kept, buffers = entry
-                chunk = msgspec.structs.replace(kept, sent=self._meter.clock())  # no output of now, but sent now
-                messages.append(self._to_next(work, edge, chunk, buffers))
-            if edge.again is None:
+                chunk = msgspec.structs.replace(kept, sent=self._meter.clock())  # made earlier, but sent now
+                messages.append(self._to_next(attempt, receiver, chunk, buffers))
+            if receiver.resend_from is None:
                 self._resending.popleft()
         return messages
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def drop_all(self) -> None:
-        """The coordinator is lost, and with it every request: end them in the engine and tell nobody."""
-        for request_id in list(self._work):
-            self._drop(request_id)
-        for request_id in list(self._finished):
-            self._release_request(request_id)
+        """The coordinator is lost, and with it every request: end them in the engine and report nothing."""
+        for attempt in self._attempts:
+            self._end(attempt)
 
     def _abort(self, header: Header) -> None:
-        """The attempt is over here, and so are those before; a later one goes on. Idempotent."""
-        work = self._work.get(header.request_id)
-        if work is not None and work.attempt <= header.attempt:
-            self._drop(header.request_id)
-        elif work is None:
-            finished = self._finished.get(header.request_id)
-            if finished is not None and finished.attempt <= header.attempt:
-                self._release_request(header.request_id)
-            self._forget(header.request_id, header.attempt)
+        """End this attempt and those before it; a later one goes on. Idempotent."""
+        attempt = self._attempts.of(header.request_id)
+        if attempt is None or attempt.number <= header.attempt:
+            self._release(header.request_id)
+            self._bury(header.request_id, header.attempt)
 
-    def _drop(self, request_id: str) -> None:
-        """The request is over here, whatever state it is in."""
-        work = self._work[request_id]
-        self._meter.failed(work.track, "dropped")
-        self._engine.abort(work.request.request_id)
-        if work.output is not None:
-            work.output.release()
-        self._forget(request_id, work.attempt)
+    def _release(self, request_id: str, only: AttemptState | None = None) -> None:
+        """End the attempt at a request, or do so `only` in one state. Idempotent."""
+        if (attempt := self._attempts.of(request_id)) is not None and only in (None, attempt.state):
+            self._end(attempt)
 
-    def _release_request(self, request_id: str) -> None:
-        """What was kept of a request that is finished here is not needed any more. Idempotent."""
-        work = self._finished.pop(request_id, None)
-        if work is not None and work.output is not None:
-            work.output.release()
+    def _end(self, attempt: Attempt, outcome: str = "dropped") -> None:
+        """End an attempt in any state; release all it holds."""
+        if attempt.live:
+            self._meter.failed(attempt.track, outcome)
+            self._engine.abort(attempt.request.request_id)
+            self._bury(attempt.request_id, attempt.number)
+        if attempt.output is not None:
+            attempt.output.release()
+        self._attempts.advance(attempt, AttemptEvent.ENDED)
 
-    def _forget(self, request_id: str, attempt: int) -> None:
-        """Attempts up to this one are over; what has come for a later one stays parked."""
-        work = self._work.pop(request_id, None)
-        if work is not None:
-            self._by_engine_id.pop(work.request.request_id, None)
-        self._whole.discard(request_id)
+    def _bury(self, request_id: str, attempt: int) -> None:
+        """Ignore what still comes for attempts up to this one; early chunks of a later one stay."""
         self._tombstones.add(request_id, self._clock(), attempt)
-        self._parking.drop(request_id, attempt)
+        self._early.drop(request_id, attempt)

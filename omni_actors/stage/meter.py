@@ -68,7 +68,7 @@ class StageMeter:
 
     # -- moments of a request -----------------------------------------------------------------------------------------
 
-    def expected(self, request_id: str, attempt: int, has_input: bool) -> Track:
+    def opened(self, request_id: str, attempt: int, has_input: bool) -> Track:
         """Begin with the announcement, which comes with the input or before it."""
         now = self.clock()
         return Track(request_id, attempt, now, first_input=now if has_input else 0.0)

@@ -1,7 +1,7 @@
-"""What a stage has sent to the stages after it, kept until its request ends: one of them may have to begin anew.
+"""What a stage has sent to the stages after it, kept until its request ends: one of them may have to start again.
 
-Kept are references to the buffers that were sent. Small ones are copied: they are pieces of what a step made for its
-whole batch, and would hold all of that. Tokens that came one by one are kept, and sent again, as one message.
+It keeps references to the buffers that were sent. Small ones are copied: they are slices of what a step made for its
+whole batch, and would keep all of that alive. Tokens that came one by one are kept, and sent again, as one message.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from omni_actors.protocol.stage import Chunk
 
 COPIED_BYTES = 1 << 20  # buffers up to this size
 JOINED_BYTES = 64 << 10  # of token ids in one message
-ENTRY_BYTES = 512  # what a kept message counts beside its tokens and buffers
+ENTRY_BYTES = 512  # what a kept message counts in addition to its tokens and buffers
 
 
 @dataclass
-class Edge:
+class Receiver:
     """What one of the stages after this one has got. `attempt` is the receiver's."""
 
     replica_id: ReplicaId
     attempt: int
     sent: int = 0  # messages: the number of the next one
-    again: int | None = None  # the next entry to be sent again; `None`: it has all
-    lost: bool = False  # it takes nothing; the coordinator knows
+    resend_from: int | None = None  # the next entry to be sent again; `None`: it has all
+    unreachable: bool = False  # it takes nothing, and the coordinator knows
 
 
 class _Entry:
@@ -38,11 +38,11 @@ class _Entry:
         self._chunk = chunk
         self._tokens = bytearray(chunk.token_ids)
         self._final = chunk.final
-        self.buffers = [_own(buffer) for buffer in buffers]
+        self.buffers = [_detached(buffer) for buffer in buffers]
         self.size = ENTRY_BYTES + len(self._tokens) + sum(memoryview(buffer).nbytes for buffer in buffers)
 
     def join(self, chunk: Chunk) -> bool:
-        """Take the tokens that follow those here; false if there is more than tokens in either."""
+        """Append the tokens that follow those here; false if there is more than tokens in either."""
         follows = self._chunk.start + len(self._tokens) // 4 == chunk.start
         if self._final or not (follows and _only_tokens(self._chunk) and _only_tokens(chunk)):
             return False
@@ -58,19 +58,19 @@ class _Entry:
         return msgspec.structs.replace(self._chunk, token_ids=bytes(self._tokens), final=self._final)
 
 
-class Output:
-    """All that one attempt at a request gave to the stages after this one."""
+class ResendBuffer:
+    """Everything that one attempt at a request gave to the stages after this one."""
 
     def __init__(self, budget: Budget, receivers: Iterable[ReplicaId], attempt: int) -> None:
-        self.edges = {replica_id.stage: Edge(replica_id, attempt) for replica_id in receivers}
+        self.receivers = {replica_id.stage: Receiver(replica_id, attempt) for replica_id in receivers}
         self._budget = budget
         self._entries: list[_Entry] = []
         self.size = 0
-        self.whole = True  # nothing of it was let go
+        self.intact = True  # nothing of it was released
 
     def keep(self, chunk: Chunk, buffers: Sequence[Frame]) -> None:
-        """Keep a message; if the stage's budget does not allow it, all of this output is let go."""
-        if not self.whole:
+        """Keep a message. If that exceeds the stage's budget, release everything that is kept of this attempt."""
+        if not self.intact:
             return
         if self._entries and not buffers:
             last = self._entries[-1]
@@ -92,29 +92,31 @@ class Output:
     def release(self) -> None:
         """Free what is kept. Idempotent."""
         self._budget.used -= self.size
-        self.size, self.whole = 0, False
+        self.size, self.intact = 0, False
         self._entries.clear()
 
-    def begin_again(self, replica_id: ReplicaId, attempt: int) -> None:
-        """`replica_id` takes the place of the receiver that its stage had, and has got nothing yet."""
-        self.edges[replica_id.stage].again = None
-        self.edges[replica_id.stage] = Edge(replica_id, attempt, again=0 if self._entries else None)
+    def restart(self, replica_id: ReplicaId, attempt: int) -> Receiver:
+        """Put `replica_id`, which has got nothing yet, in the place of its stage's former receiver."""
+        self.receivers[replica_id.stage].resend_from = None
+        receiver = Receiver(replica_id, attempt, resend_from=0 if self._entries else None)
+        self.receivers[replica_id.stage] = receiver
+        return receiver
 
-    def next_again(self, edge: Edge) -> tuple[Chunk, Sequence[Frame]] | None:
-        """The next message that a receiver gets again; `None`: it has all."""
-        if edge.again is None or edge.again >= len(self._entries):
-            edge.again = None
+    def next_resend(self, receiver: Receiver) -> tuple[Chunk, Sequence[Frame]] | None:
+        """Return the next message to send again to a receiver; `None` if it has all."""
+        if receiver.resend_from is None or receiver.resend_from >= len(self._entries):
+            receiver.resend_from = None
             return None
-        entry = self._entries[edge.again]
-        edge.again += 1
-        if edge.again == len(self._entries):  # what is made from now on goes to it directly
-            edge.again = None
+        entry = self._entries[receiver.resend_from]
+        receiver.resend_from += 1
+        if receiver.resend_from == len(self._entries):  # what is made from now on goes to it directly
+            receiver.resend_from = None
         return entry.chunk, entry.buffers
 
 
 @dataclass
 class Budget:
-    """Bytes that all outputs of a stage may keep."""
+    """Bytes that all buffers of a stage may keep together."""
 
     limit: int
     used: int = 0
@@ -125,5 +127,5 @@ def _only_tokens(chunk: Chunk) -> bool:
     return chunk.rows is None and not chunk.tensors and chunk.information is None
 
 
-def _own(buffer: Frame) -> Frame:
+def _detached(buffer: Frame) -> Frame:
     return bytes(buffer) if isinstance(buffer, memoryview) and buffer.nbytes <= COPIED_BYTES else buffer

@@ -69,7 +69,7 @@ def snapshot(
     meters, labels = meter.meters, meter.labels
     counts = actor.held()  # does not ask the engine, whose workers may be gone when the last snapshot is made
     meters.set(table.STAGE_HELD, *labels, to=counts["requests"])
-    meters.set(table.EARLY_CHUNKS, *labels, to=counts["parked_bytes"])
+    meters.set(table.EARLY_CHUNKS, *labels, to=counts["early_chunk_bytes"])
     meters.set(table.INPUT_TOKENS, *labels, to=meter.input_tokens)
     meters.set(table.OUTPUT_TOKENS, *labels, to=meter.output_tokens)
     meters.set(table.STAGE_AUDIO, *labels, to=meter.audio_seconds)

@@ -24,7 +24,7 @@ from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, Te
 from omni_actors.protocol.stage import Chunk, Ended, OpenRequest
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage import actor as actor_module
-from omni_actors.stage import early_chunks as parking
+from omni_actors.stage import early_chunks
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.echo import FAIL_TOKEN, EchoEngine
 from omni_actors.stage.engine_interface import (
@@ -47,7 +47,14 @@ from tests.support.clock import Clock
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
 ROUTE = tuple(ReplicaId(stage, 0, 5) for stage in STAGES)
-EMPTY = {"requests": 0, "parked": 0, "parked_bytes": 0, "retained": 0, "retained_bytes": 0, "engine_requests": 0}
+EMPTY = {
+    "requests": 0,
+    "early_requests": 0,
+    "early_chunk_bytes": 0,
+    "retained": 0,
+    "retained_bytes": 0,
+    "engine_requests": 0,
+}
 
 
 class RecordingEngine(StageEngine):
@@ -117,6 +124,7 @@ class StageUnderTest:
         self.clock = Clock(1000.0)
         self.identity = ReplicaId(name, 0, 5)
         stage = stage or config.stage(name)
+        self.stage = stage
         of_input = PROCESSORS[processor] if stage.inputs else None
         self.actor = StageActor(config, stage, self.identity, self.engine, of_input, self.clock, meter)
 
@@ -203,18 +211,20 @@ def test_entry_stage_starts_with_the_prompt_and_its_media() -> None:
     assert inputs.media == [HostTensor(DType.F32, (2,), b"12345678")]
 
 
-def test_chunks_before_the_announcement_are_parked_in_order() -> None:
+def test_chunks_before_the_announcement_are_kept_in_order() -> None:
     stage = StageUnderTest("thinker")
     stage.tokens("ab", 0, final=False)
     stage.tokens("cd", 1, start=2)
     counts = stage.held()
-    assert (counts["parked"], counts["parked_bytes"] > 0, stage.engine.calls) == (1, True, [])
+    assert counts["early_requests"] == 1
+    assert counts["early_chunk_bytes"] > 0
+    assert stage.engine.calls == []
     assert stage.expect() == []
     assert [list(inputs.token_ids) for inputs in stage.engine.started()] == [list(b"abcd")]
     assert stage.held() == {**EMPTY, "requests": 1, "engine_requests": 1}
 
 
-def test_parked_too_long_is_answered_and_remembered() -> None:
+def test_chunks_whose_announcement_does_not_come_are_answered_and_remembered() -> None:
     stage = StageUnderTest("thinker")
     stage.tokens("ab")
     stage.clock.now += 10.0
@@ -225,16 +235,17 @@ def test_parked_too_long_is_answered_and_remembered() -> None:
     assert stage.engine.calls == []
 
 
-def test_parked_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parking, "PARKED_BYTES", 4000)
+def test_early_chunks_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_chunks, "MAX_BYTES", 4000)
     stage = StageUnderTest("thinker")
     stage.tokens("a", 0, "small", final=False)
     rows = HostTensor(DType.F32, (750, 1), bytes(3000))
     message = failed(stage.chunk("large", tensors={"rows": rows}))
-    assert (message.code, stage.actor.dropped["parked_overflow"]) == (ErrorCode.PROTOCOL_ERROR, 1)
+    assert message.code is ErrorCode.PROTOCOL_ERROR
+    assert stage.actor.dropped["early_overflow"] == 1
     for i in range(10):
         stage.tokens("a", 0, f"r{i}", final=False)
-    assert stage.held()["parked_bytes"] <= 4000
+    assert stage.held()["early_chunk_bytes"] <= 4000
     assert stage.expect("small") == []
 
 
@@ -274,10 +285,11 @@ def test_foreign_chunks_are_dropped(source: ReplicaId, attempt: int, reason: str
 def test_announcement_for_another_process_or_twice() -> None:
     stage = StageUnderTest("thinker")
     stage.expect(route=(ReplicaId("thinker", 0, 4),))
-    assert (stage.actor.dropped, stage.held()) == ({"foreign_epoch": 1}, EMPTY)
+    assert stage.actor.dropped == {"foreign_epoch": 1}
+    assert stage.held() == EMPTY
     stage.expect()
     stage.expect()
-    assert stage.actor.dropped["expected_twice"] == 1
+    assert stage.actor.dropped["opened_twice"] == 1
     assert stage.held()["requests"] == 1
 
 
@@ -314,8 +326,11 @@ def test_usage_has_times_since_the_announcement() -> None:
     stage.clock.now += 2
     *_, message = stage.do(FinishedEvent("r1", FinishReason.LENGTH, 7, 9))
     usage = message.body.usage
-    assert (usage.first_output, usage.finished) == (1.0, 3.0)
-    assert (usage.finish_reason, usage.input_tokens, usage.output_tokens) == (FinishReason.LENGTH, 7, 9)
+    assert usage.first_output == 1.0
+    assert usage.finished == 3.0
+    assert usage.finish_reason is FinishReason.LENGTH
+    assert usage.input_tokens == 7
+    assert usage.output_tokens == 9
 
 
 def test_tensors_and_scalars_of_a_stream_event_travel_together() -> None:
@@ -351,8 +366,12 @@ def test_other_sound_is_input_of_the_next_stage_which_hears_of_its_end() -> None
         assert message.body.tensors == {"samples": TensorRef(DType.F32, (2,), 0)}
         assert list(message.buffers) == [sound.data]
         assert message.body.information.scalar("sample_rate") == 24_000
-        assert (message.body.start, message.body.final) == (start, False)
-    assert (last.destination, last.body.start, last.body.final, last.header.seq) == (ROUTE[3], 4, True, 2)
+        assert message.body.start == start
+        assert not message.body.final
+    assert last.destination == ROUTE[3]
+    assert last.body.start == 4
+    assert last.body.final
+    assert last.header.seq == 2
     assert isinstance(done.body, StageDone)
 
 
@@ -382,7 +401,8 @@ def test_a_refused_start_fails_this_request_alone(error: Exception, code: ErrorC
     stage.engine.refuse = error
     stage.expect("bad")
     message = failed(stage.tokens("a", request_id="bad"))
-    assert (message.code, message.stage) == (code, "thinker")
+    assert message.code is code
+    assert message.stage == "thinker"
     assert str(error).split()[0] in message.message
     assert stage.held() == {**EMPTY, "requests": 1, "engine_requests": 1}
     assert ("abort", "bad") in stage.engine.calls, "whatever the engine took of it is given back"
@@ -429,7 +449,7 @@ def test_streamed_tokens_extend_a_running_request() -> None:
     stage.chunk(seq=0, token_ids=pack_token_ids([1, 2]))
     assert stage.actor.urgent(), "it waits for its first output"
     stage.engine.starved.add("r1")
-    assert not stage.actor.urgent(), "whoever gives way would only keep its input from coming"
+    assert not stage.actor.urgent(), "a stage that yields would only delay its input"
     stage.engine.starved.clear()
     stage.chunk(seq=1, token_ids=pack_token_ids([3]), start=2)
     stage.chunk(seq=2, final=True, start=3)
@@ -444,7 +464,7 @@ def test_nothing_to_compute_ends_the_stage_and_tells_the_next() -> None:
     sent = stage.chunk(final=True)
     assert bodies(sent)[0] == Chunk(final=True)
     assert isinstance(sent[1].body, StageDone)
-    assert (sent[0].destination, sent[1].destination) == (ROUTE[3], None)
+    assert [message.destination for message in sent] == [ROUTE[3], None]
     assert stage.held()["retained"] == 1
     stage.ended()
     assert stage.held() == EMPTY
@@ -473,7 +493,7 @@ def test_abort_is_idempotent_and_frees_everything() -> None:
     assert stage.actor.dropped["late"] == 1
     stage.tokens("early", request_id="r2")
     stage.abort("r2")
-    assert stage.held() == EMPTY, "an abort takes parked chunks along"
+    assert stage.held() == EMPTY, "an abort drops early chunks, too"
     stage.expect("r2")
     assert stage.held() == EMPTY, "an abort that overtook the announcement counts"
 
@@ -579,12 +599,15 @@ def test_a_new_attempt_is_another_request_to_the_engine() -> None:
     assert stage.do(TextEvent("r1", "late", [1])) == []
     assert stage.actor.dropped["event_of_ended_request"] == 1
     (message,) = stage.do(TextEvent("r1~1", "x", [1]))
-    assert (message.header.request_id, message.header.attempt, message.header.seq) == ("r1", 1, 0)
+    assert message.header.request_id == "r1"
+    assert message.header.attempt == 1
+    assert message.header.seq == 0
     stage.engine.held.clear()
     stage.do(FinishedEvent("r1~1", FinishReason.STOP, 1, 1))
     stage.ended()
     assert stage.held() == EMPTY
-    assert stage.actor._by_engine_id == {}
+    assert stage.do(TextEvent("r1~1", "late", [1])) == []
+    assert stage.actor.dropped["event_of_ended_request"] == 2
 
 
 @pytest.mark.parametrize("aborted", [True, False])
@@ -595,7 +618,7 @@ def test_chunks_of_the_next_attempt_may_come_first(aborted: bool) -> None:
     tokens_of_attempt(stage, 1, "new")
     if aborted:
         abort_attempt(stage, 0)
-        assert stage.held()["parked"] == 1
+        assert stage.held()["early_requests"] == 1
     expect_attempt(stage, 1)
     assert [bytes(inputs.token_ids) for inputs in stage.engine.started()] == [b"old", b"new"]
     assert ("abort", "r1") in stage.engine.calls
@@ -614,7 +637,7 @@ def test_old_attempts_touch_nothing() -> None:
     abort_attempt(stage, 1)
     expect_attempt(stage, 1)
     assert stage.engine.held == set()
-    assert stage.actor.dropped == {"expected_twice": 2, "late": 1}
+    assert stage.actor.dropped == {"opened_twice": 2, "late": 1}
 
 
 def test_an_abort_before_its_announcement_is_remembered() -> None:
@@ -626,7 +649,7 @@ def test_an_abort_before_its_announcement_is_remembered() -> None:
     assert stage.held()["requests"] == 1
 
 
-def test_parked_too_long_for_the_next_attempt_leaves_nothing_of_the_one_before() -> None:
+def test_chunks_that_are_too_early_for_the_next_attempt_leave_nothing_of_the_one_before() -> None:
     stage = StageUnderTest("thinker")
     expect_attempt(stage, 0)
     tokens_of_attempt(stage, 0)
@@ -670,7 +693,7 @@ def test_saturated_only_by_whole_requests_and_while_the_engine_can_work() -> Non
         stage.expect(f"r{number}")
         stage.tokens("ab", request_id=f"r{number}", final=False)
     stage.engine.events.append(FinishedEvent("nobody", FinishReason.STOP, 1, 1))  # makes it runnable
-    assert not stage.actor.saturated, "all of them wait for more input: to hold it back would be the end"
+    assert not stage.actor.saturated, "all of them wait for more input, which must not be held back"
     for number in range(3):
         stage.tokens("c", 1, f"r{number}", start=2)
     assert stage.actor.saturated
@@ -683,7 +706,11 @@ def test_saturated_only_by_whole_requests_and_while_the_engine_can_work() -> Non
     assert not stage.actor.saturated
     stage.abort("r1")
     stage.abort("r1")
-    assert stage.actor._whole == {"r2"}
+    stage.tokens("c", 1, "r3", start=2)
+    assert not stage.actor.saturated, "r2 and r3"
+    stage.expect("r4")
+    stage.tokens("c", request_id="r4")
+    assert stage.actor.saturated
 
 
 def test_credit_is_not_the_actors() -> None:

@@ -52,7 +52,7 @@ def test_a_client_reaches_only_its_own_requests() -> None:
     ],
 )
 def test_only_the_coordinator_opens_and_ends(kind: OpenRequest | Abort | Resend | Ended) -> None:
-    """Whoever can reach a stage's inbox is a stage; none of them may end or begin what is not its own."""
+    """Other stages can reach a stage's inbox, but they may not open or end its requests."""
     stage = StageUnderTest("thinker")
     if not isinstance(kind, OpenRequest):
         stage.expect()
@@ -79,12 +79,12 @@ def test_an_abort_of_an_attempt_before_touches_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "outcome"),
     [
-        ({"request_id": "r9"}, "parked"),
+        ({"request_id": "r9"}, "early"),
         ({"source": msgspec.structs.replace(ROUTE[0], epoch=4)}, "foreign_epoch"),
         ({"source": msgspec.structs.replace(ROUTE[0], epoch=6)}, "foreign_epoch"),
         ({"source": msgspec.structs.replace(ROUTE[0], replica=1)}, "foreign_epoch"),
         ({"source": ROUTE[3]}, "unexpected_source"),
-        ({"attempt": 1}, "parked"),
+        ({"attempt": 1}, "early"),
         ({"seq": 1}, ErrorCode.PROTOCOL_ERROR),
         ({}, "taken"),
     ],
@@ -98,8 +98,8 @@ def test_a_chunk(change: dict, outcome: object) -> None:
         assert stage.held() == test_actor.EMPTY
         return
     assert messages == []
-    assert dict(stage.actor.dropped) == ({outcome: 1} if outcome not in ("parked", "taken") else {})
-    assert (stage.actor.counts()["parked"] == 1) is (outcome == "parked")
+    assert dict(stage.actor.dropped) == ({outcome: 1} if outcome not in ("early", "taken") else {})
+    assert (stage.actor.counts()["early_requests"] == 1) is (outcome == "early")
     assert (len(stage.engine.started()) == 1) is (outcome == "taken")
 
 

@@ -230,7 +230,7 @@ def end_many(meter: StageMeter, count: int, sources: int = 1) -> list[str]:
     """Let `count` requests fail; returns the names of the last ones, whose timelines the meter keeps."""
     names = [f"request-{index:04}" for index in range(count)]
     for name in names:
-        track = meter.expected(name, 0, has_input=False)
+        track = meter.opened(name, 0, has_input=False)
         for source in range(sources):
             meter.received(track, f"thinker/{source}", 999.0, 100)
         meter.failed(track, "engine_error")

@@ -66,7 +66,8 @@ def test_starts_after_two_steps_then_streams() -> None:
     assert not start.inputs.complete
     (extend,) = processor.feed("thinker", thinker_piece(4, 1))
     assert isinstance(extend, Extend)
-    assert (positions(extend.rows), extend.complete) == ([4], False)
+    assert positions(extend.rows) == [4]
+    assert not extend.complete
     assert processor.feed("thinker", Piece(final=True, start=5)) == [Extend(None, True)]
 
 
@@ -129,7 +130,8 @@ def test_start_after_zero_waits_for_everything() -> None:
     for position in range(6):
         assert processor.feed("thinker", thinker_piece(position, 1, prompt=2)) == []
     (start,) = processor.feed("thinker", thinker_piece(6, 1, final=True))
-    assert (positions(start.inputs.tensors["reply_rows"]), start.inputs.complete) == ([3, 4, 5, 6], True)
+    assert positions(start.inputs.tensors["reply_rows"]) == [3, 4, 5, 6]
+    assert start.inputs.complete
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,8 @@ def test_code2wav_gets_codec_tokens_as_they_come() -> None:
     processor = Talker2Code2Wav(3, ("talker",))
     assert processor.feed("talker", Piece(token_ids=[5, 6], start=0)) == []
     (start,) = processor.feed("talker", Piece(token_ids=[6, 7], start=1))
-    assert (list(start.inputs.token_ids), start.inputs.complete) == ([5, 6, 7], False)
+    assert list(start.inputs.token_ids) == [5, 6, 7]
+    assert not start.inputs.complete
     assert processor.feed("talker", Piece(token_ids=[8, 9], start=3)) == [Extend(None, False, [8, 9])]
     assert processor.feed("talker", Piece(token_ids=[9], start=4)) == []
     assert processor.feed("talker", Piece(final=True, start=5)) == [Extend(None, True, ())]
@@ -174,7 +177,8 @@ def test_code2wav_of_a_short_or_silent_reply() -> None:
         processor = Talker2Code2Wav(start_after, ("talker",))
         assert processor.feed("talker", Piece(token_ids=[5, 6], start=0)) == []
         (start,) = processor.feed("talker", Piece(final=True, start=2))
-        assert (list(start.inputs.token_ids), start.inputs.complete) == ([5, 6], True)
+        assert list(start.inputs.token_ids) == [5, 6]
+        assert start.inputs.complete
     assert Talker2Code2Wav(2, ("talker",)).feed("talker", Piece(final=True)) == [Skip()]
     with pytest.raises(InvalidPayload, match="position 2 came where 0"):
         Talker2Code2Wav(2, ("talker",)).feed("talker", Piece(token_ids=[1], start=2))
@@ -184,7 +188,8 @@ def test_code2wav_may_wait_for_the_whole_reply() -> None:
     processor = Talker2Code2Wav(0, ("talker",))
     assert processor.feed("talker", Piece(token_ids=list(range(50)), start=0)) == []
     (start,) = processor.feed("talker", Piece(token_ids=[50], start=50, final=True))
-    assert (len(start.inputs.token_ids), start.inputs.complete) == (51, True)
+    assert len(start.inputs.token_ids) == 51
+    assert start.inputs.complete
 
 
 def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:
@@ -195,7 +200,8 @@ def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:
     assert processor.feed("left", Piece(token_ids=[1, 2], start=0)) == []
     (start,) = processor.feed("left", Piece(token_ids=[2], start=1, final=True, tensors={"extra": extra}))
     assert list(start.inputs.token_ids) == [1, 2, 3, 4]
-    assert (start.inputs.tensors, start.inputs.scalars) == ({"extra": extra}, {"n": 1})
+    assert start.inputs.tensors == {"extra": extra}
+    assert start.inputs.scalars == {"n": 1}
     assert start.inputs.complete
 
 

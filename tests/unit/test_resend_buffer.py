@@ -20,7 +20,7 @@ from omni_actors.stage import actor as actor_module
 from omni_actors.stage.engine_interface import FinishedEvent, StreamEvent
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing
-from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, Budget, Output
+from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, Budget, ResendBuffer
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.clocks import AnchoredClock
 from tests.unit.test_actor import EMPTY, ROUTE, StageUnderTest
@@ -78,7 +78,8 @@ def test_what_was_sent_is_sent_again_and_what_follows_goes_on_from_there() -> No
     assert not stage.actor.runnable()
     end, result = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 3))
     assert chunks([end]) == [(AGAIN, 1, 3, b"", True)]
-    assert (type(result.body), result.header.attempt) == (StageDone, 0), "this stage's own attempt is what it was"
+    assert type(result.body) is StageDone
+    assert result.header.attempt == 0, "this stage's own attempt is what it was"
 
 
 class Time:
@@ -152,7 +153,9 @@ def test_a_finished_request_is_kept_until_it_is_over_everywhere() -> None:
     stage.do(token(0), token(1, final=True))
     finish(stage)
     counts = stage.held()
-    assert (counts["requests"], counts["retained"], counts["retained_bytes"]) == (0, 1, ENTRY_BYTES + 8)
+    assert counts["requests"] == 0
+    assert counts["retained"] == 1
+    assert counts["retained_bytes"] == ENTRY_BYTES + 8
     resend(stage)
     assert chunks(stage.actor.step()) == [(AGAIN, 1, 0, pack_token_ids([0, 1]), True)]
     resend(stage, ReplicaId("talker", 0, 7), 2)
@@ -160,7 +163,8 @@ def test_a_finished_request_is_kept_until_it_is_over_everywhere() -> None:
     stage.ended()
     assert stage.held() == EMPTY
     (refused,) = resend(stage, ReplicaId("talker", 0, 8), 3)
-    assert (refused.body.code, refused.header.attempt) == (ErrorCode.STAGE_LOST, 0)
+    assert refused.body.code is ErrorCode.STAGE_LOST
+    assert refused.header.attempt == 0
 
 
 @pytest.mark.parametrize("how", ["abort", "deadline", "next attempt", "failure"])
@@ -189,7 +193,7 @@ def test_nothing_is_kept_of_what_is_over(how: str) -> None:
 
 
 def test_over_the_budget_nothing_of_the_request_is_kept() -> None:
-    config = StageUnderTest("thinker").actor._stage
+    config = StageUnderTest("thinker").stage
     stage = started(stage=msgspec.structs.replace(config, retain_bytes=2 * ENTRY_BYTES))
     stage.do(row(0))
     stage.expect("r2")
@@ -200,7 +204,8 @@ def test_over_the_budget_nothing_of_the_request_is_kept() -> None:
     stage.do(token(0, request_id="r2"))
     assert stage.held()["retained_bytes"] == ENTRY_BYTES + 4, "others are kept"
     (refused,) = resend(stage)
-    assert (refused.body.code, refused.body.stage) == (ErrorCode.STAGE_LOST, "thinker")
+    assert refused.body.code is ErrorCode.STAGE_LOST
+    assert refused.body.stage == "thinker"
     assert ("abort", "r1") in stage.engine.calls
 
 
@@ -208,7 +213,9 @@ def test_a_receiver_that_takes_nothing_is_reported_and_what_is_made_meanwhile_ke
     stage = started()
     stage.do(row(0))
     (told,) = stage.actor.undelivered("r1", TALKER, StageLost("gone"))
-    assert (told.body, told.destination, told.header.seq) == (Unreachable(receiver=TALKER, attempt=0), None, 0)
+    assert told.body == Unreachable(receiver=TALKER, attempt=0)
+    assert told.destination is None
+    assert told.header.seq == 0
     assert stage.actor.undelivered("r1", TALKER, StageLost("gone")) == [], "once"
     assert stage.do(row(1)) == []
     resend(stage)
@@ -217,11 +224,12 @@ def test_a_receiver_that_takes_nothing_is_reported_and_what_is_made_meanwhile_ke
     *_, done = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 2))
     assert done.header.seq == 1
     (told,) = stage.actor.undelivered("r1", AGAIN, StageLost("gone"))
-    assert (told.body, told.header.seq) == (Unreachable(receiver=AGAIN, attempt=1), 2), "also when it is finished here"
+    assert told.body == Unreachable(receiver=AGAIN, attempt=1)
+    assert told.header.seq == 2, "also when it is finished here"
 
 
 def test_a_receiver_that_takes_nothing_ends_what_cannot_be_kept() -> None:
-    config = StageUnderTest("thinker").actor._stage
+    config = StageUnderTest("thinker").stage
     stage = started(stage=msgspec.structs.replace(config, retain_bytes=ENTRY_BYTES + 10))
     stage.do(row(0))
     stage.actor.undelivered("r1", TALKER, StageLost("gone"))
@@ -235,7 +243,8 @@ def test_a_resend_of_another_attempt_is_not_for_this_one() -> None:
     stage = started()
     stage.do(row(0))
     (refused,) = resend(stage, own=1)
-    assert (refused.body.code, refused.header.attempt) == (ErrorCode.STAGE_LOST, 1)
+    assert refused.body.code is ErrorCode.STAGE_LOST
+    assert refused.header.attempt == 1
     body = OpenRequest(route=ROUTE, params=StageParams(), seed=3)
     stage.actor.receive(Envelope(Header("expect", "r1", attempt=2), body))
     assert resend(stage, own=1) == []
@@ -255,30 +264,28 @@ def test_a_receiver_that_is_lost_while_it_gets_all_again_begins_once_more() -> N
 
 
 def test_small_buffers_are_copied_and_large_ones_referred_to() -> None:
-    output = Output(Budget(1 << 30), [TALKER], 0)
+    output = ResendBuffer(Budget(1 << 30), [TALKER], 0)
     batch = bytearray(COPIED_BYTES + 8)
     small, large = memoryview(batch)[:8], memoryview(batch)[8:]
     large = memoryview(bytearray(COPIED_BYTES + 1))
     output.keep(Chunk(tensors={"x": TensorRef(DType.U8, (8,), 0)}), [small])
     output.keep(Chunk(tensors={"x": TensorRef(DType.U8, (len(large),), 0)}), [large])
-    output.begin_again(AGAIN, 1)
-    edge = output.edges["talker"]
-    first, second = (output.next_again(edge)[1][0] for _ in range(2))
+    receiver = output.restart(AGAIN, 1)
+    first, second = (output.next_resend(receiver)[1][0] for _ in range(2))
     assert first == bytes(8)
     assert first is not small
     assert second is large
-    assert output.next_again(edge) is None
+    assert output.next_resend(receiver) is None
     assert output.size == 2 * ENTRY_BYTES + 8 + len(large)
 
 
 def test_only_consecutive_tokens_are_joined_and_not_without_end() -> None:
-    output = Output(Budget(1 << 30), [TALKER], 0)
+    output = ResendBuffer(Budget(1 << 30), [TALKER], 0)
     many = JOINED_BYTES // 4
     for begin, count in ((0, 2), (2, 1), (9, 1), (10, many), (10 + many, 1)):
         output.keep(Chunk(token_ids=bytes(4 * count), start=begin), [])
-    output.begin_again(AGAIN, 1)
-    edge = output.edges["talker"]
+    receiver = output.restart(AGAIN, 1)
     got = []
-    while (entry := output.next_again(edge)) is not None:
+    while (entry := output.next_resend(receiver)) is not None:
         got.append((entry[0].start, len(entry[0].token_ids) // 4))
     assert got == [(0, 3), (9, 1), (10, many), (10 + many, 1)]
