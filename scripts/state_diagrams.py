@@ -41,7 +41,8 @@ Each way from `running` back to `waiting` is a new attempt. The two ends are one
 
 ## An attempt at a request, in one stage
 
-The engine has it while it is `running` or `input_complete`. `finished` keeps the output until the request has ended in every stage.
+The engine has it while it is `running` or `input_complete`. `finished` keeps the output until the request has ended
+in every stage.
 
 ```mermaid
 {mermaid(ATTEMPT_TRANSITIONS, AttemptState.OPEN)}

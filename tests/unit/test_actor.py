@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import pytest
 
-from omni_actors.config import FlowConfig, PipelineConfig, StageConfig
+from omni_actors.config import FlowConfig
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, PromptTooLong
-from omni_actors.protocol.codec import BufferList, Envelope
+from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Body, Header, ReplicaId
+from omni_actors.protocol.header import Header, ReplicaId
 from omni_actors.protocol.payloads import (
     AdditionalInformationEntry,
     AdditionalInformationPayload,
@@ -21,172 +19,23 @@ from omni_actors.protocol.payloads import (
     StageParams,
 )
 from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, TextDelta
-from omni_actors.protocol.stage import Chunk, Ended, OpenRequest
+from omni_actors.protocol.stage import Chunk, OpenRequest
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage import actor as actor_module
 from omni_actors.stage import early_chunks
-from omni_actors.stage.actor import StageActor
 from omni_actors.stage.echo import FAIL_TOKEN, EchoEngine
 from omni_actors.stage.engine_interface import (
     AudioEvent,
-    EngineEvent,
-    EngineFacts,
     ErrorEvent,
     FinishedEvent,
-    StageEngine,
-    StageInputs,
     StageRequest,
     StreamEvent,
     TextEvent,
 )
-from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing
-from omni_actors.stage.processors import PROCESSORS, Thinker2Talker
+from omni_actors.stage.processors import Thinker2Talker
 from tests.support.builders import pipeline
-from tests.support.clock import Clock
-
-STAGES = ("prompt", "thinker", "talker", "code2wav")
-ROUTE = tuple(ReplicaId(stage, 0, 5) for stage in STAGES)
-EMPTY = {
-    "requests": 0,
-    "early_requests": 0,
-    "early_chunk_bytes": 0,
-    "retained": 0,
-    "retained_bytes": 0,
-    "engine_requests": 0,
-}
-
-
-class RecordingEngine(StageEngine):
-    """Does what a test puts into `events` and `refuse`."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple] = []
-        self.held: set[str] = set()
-        self.events: list[EngineEvent] = []
-        self.refuse: Exception | None = None
-        self.starved: set[str] = set()
-
-    @property
-    def facts(self) -> EngineFacts:
-        return EngineFacts()
-
-    def start(self, request: StageRequest, inputs: StageInputs) -> None:
-        self.calls.append(("start", request, inputs))
-        if self.refuse is not None:
-            raise self.refuse
-        self.held.add(request.request_id)
-
-    def extend(self, request_id: str, rows: HostTensor | None = None, *, token_ids=(), complete: bool) -> None:
-        self.calls.append(("extend", request_id, rows, *([tuple(token_ids)] if token_ids else []), complete))
-        if self.refuse is not None:
-            raise self.refuse
-
-    def abort(self, request_id: str) -> None:
-        self.calls.append(("abort", request_id))
-        self.held.discard(request_id)
-
-    def runnable(self) -> bool:
-        return bool(self.events)
-
-    def waits_for_input(self, request_id: str) -> bool:
-        return request_id in self.starved
-
-    def step(self) -> Sequence[EngineEvent]:
-        events, self.events = self.events, []
-        return events
-
-    def counts(self) -> dict[str, int]:
-        return {"requests": len(self.held)}
-
-    def shutdown(self) -> None: ...
-
-    def started(self) -> list[StageInputs]:
-        return [call[2] for call in self.calls if call[0] == "start"]
-
-
-class StageUnderTest:
-    """An actor with its engine and clock, and short ways to speak to it."""
-
-    def __init__(
-        self,
-        name: str,
-        engine: StageEngine | None = None,
-        processor: str = "passthrough",
-        flow: FlowConfig | None = None,
-        stage: StageConfig | None = None,
-        meter: StageMeter | None = None,
-        **coordinator: object,
-    ) -> None:
-        config: PipelineConfig = msgspec.structs.replace(pipeline(**coordinator), flow=flow or FlowConfig())
-        self.name = name
-        self.engine = engine or RecordingEngine()
-        self.clock = Clock(1000.0)
-        self.identity = ReplicaId(name, 0, 5)
-        stage = stage or config.stage(name)
-        self.stage = stage
-        of_input = PROCESSORS[processor] if stage.inputs else None
-        self.actor = StageActor(config, stage, self.identity, self.engine, of_input, self.clock, meter)
-
-    def expect(
-        self,
-        request_id: str = "r1",
-        prompt: str = "",
-        route: tuple[ReplicaId, ...] = ROUTE,
-        deadline: float = 0.0,
-        **fields: object,
-    ) -> list[Outgoing]:
-        given = Prompt(token_ids=pack_token_ids(list(prompt.encode()))) if prompt else None
-        body = OpenRequest(route=route, params=StageParams(), seed=3, prompt=given, **fields)
-        return self.actor.receive(Envelope(Header("expect", request_id, deadline=deadline), body))
-
-    def chunk(
-        self,
-        request_id: str = "r1",
-        seq: int = 0,
-        source: ReplicaId | None = None,
-        attempt: int = 0,
-        tensors: dict[str, HostTensor] | None = None,
-        **fields: object,
-    ) -> list[Outgoing]:
-        replica_id = source or ROUTE[STAGES.index(self.name) - 1]
-        buffers = BufferList()
-        refs = {name: buffers.add(tensor) for name, tensor in (tensors or {}).items()}
-        if (rows := refs.pop("rows", None)) is not None:
-            fields["rows"] = PromptEmbedsPayload(rows)
-        header = Header("chunk", request_id, replica_id.stage, replica_id.replica, replica_id.epoch, attempt, seq)
-        return self.actor.receive(Envelope(header, Chunk(tensors=refs, **fields), tuple(buffers.buffers)))
-
-    def tokens(
-        self, text: str, seq: int = 0, request_id: str = "r1", final: bool = True, start: int = 0
-    ) -> list[Outgoing]:
-        return self.chunk(request_id, seq, token_ids=pack_token_ids(list(text.encode())), start=start, final=final)
-
-    def abort(self, request_id: str = "r1") -> list[Outgoing]:
-        return self.actor.receive(Envelope(Header("abort", request_id), Abort()))
-
-    def ended(self, *request_ids: str) -> None:
-        """The coordinator says that these are over everywhere."""
-        assert self.actor.receive(Envelope(Header("ended"), Ended(request_ids=request_ids or ("r1",)))) == []
-
-    def held(self) -> dict[str, int]:
-        counts = self.actor.counts()
-        return {name: count for name, count in counts.items() if not name.startswith(("total_", "dropped_"))}
-
-    def do(self, *events: EngineEvent) -> list[Outgoing]:
-        self.engine.events += events
-        return self.actor.step()
-
-
-def bodies(messages: list[Outgoing]) -> list[Body]:
-    return [message.body for message in messages]
-
-
-def failed(messages: list[Outgoing]) -> Failed:
-    (message,) = messages
-    assert isinstance(message.body, Failed)
-    assert message.destination is None
-    return message.body
+from tests.support.stage import EMPTY, ROUTE, StageUnderTest, bodies, failed
 
 
 def test_entry_stage_starts_with_the_prompt_and_its_media() -> None:

@@ -14,8 +14,8 @@ from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import TextDelta
 from omni_actors.protocol.stage import Ended, OpenRequest, Resend
 from tests.support.builders import header_from, submit
-from tests.unit import test_actor, test_lifecycle
-from tests.unit.test_actor import ROUTE, StageUnderTest, failed
+from tests.support.stage import EMPTY, ROUTE, StageUnderTest, failed
+from tests.unit import test_lifecycle
 from tests.unit.test_lifecycle import ALICE, BOB, NOW, aborts, ask, failure, ready, replica_id
 
 # -- client -> coordinator --------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_an_abort_of_an_attempt_before_touches_nothing() -> None:
     stage.actor.receive(Envelope(Header("abort", "r1", attempt=1), Abort()))
     assert stage.actor.counts()["requests"] == 1
     stage.actor.receive(Envelope(Header("abort", "r1", attempt=2), Abort()))
-    assert stage.held() == test_actor.EMPTY
+    assert stage.held() == EMPTY
 
 
 # -- stage -> stage ---------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_a_chunk(change: dict, outcome: object) -> None:
     messages = stage.chunk(**{"request_id": "r1", "seq": 0, **change}, token_ids=bytes(4), final=True)
     if isinstance(outcome, ErrorCode):
         assert failed(messages).code is outcome
-        assert stage.held() == test_actor.EMPTY
+        assert stage.held() == EMPTY
         return
     assert messages == []
     assert dict(stage.actor.dropped) == ({outcome: 1} if outcome not in ("early", "taken") else {})
@@ -111,7 +111,7 @@ def test_a_chunk_of_a_request_that_has_ended_is_absorbed_by_its_tombstone() -> N
         assert stage.tokens("late") == []
         assert stage.abort() == []
     assert stage.actor.dropped == {"late": 2}
-    assert stage.held() == test_actor.EMPTY
+    assert stage.held() == EMPTY
 
 
 # -- stage -> coordinator ---------------------------------------------------------------------------------------------

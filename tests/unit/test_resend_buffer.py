@@ -23,7 +23,7 @@ from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, Budget, ResendBuffer
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.clocks import AnchoredClock
-from tests.unit.test_actor import EMPTY, ROUTE, StageUnderTest
+from tests.support.stage import EMPTY, ROUTE, StageUnderTest
 
 TALKER, AGAIN = ROUTE[2], ReplicaId("talker", 0, 6)
 
