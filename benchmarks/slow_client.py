@@ -35,7 +35,7 @@ async def run(launcher: EchoLauncher, seconds: float) -> None:
     began = time.monotonic()
     done = 0
     sockets = Sockets()
-    slow = [sockets.dealer(launcher.endpoint, b"slow %d" % number) for number in range(3)]
+    slow = [sockets.dealer(launcher.endpoint, b"slow %d" % number)[0] for number in range(3)]
     print("| second | RSS MiB | slow clients ended so far | answers to readers |\n|---|---|---|---|")
     async with AsyncOmniClient(launcher.endpoint) as client:
 

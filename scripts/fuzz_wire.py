@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,7 +33,7 @@ from omni_actors.protocol.common import Credit
 from omni_actors.protocol.header import Block, Header, Limits
 from omni_actors.protocol.stage import IntoStage
 from omni_actors.stage.recorder import INBOUND, read
-from omni_actors.transport.sockets import WRITABLE, Socket, Sockets, try_send
+from omni_actors.transport.sockets import Socket, Sockets, try_send
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher, held
 from tests.support.waiting import until
@@ -148,7 +149,7 @@ def no_arena(header: Header, block: Block) -> memoryview:
 def send(socket: Socket, frames: list[Frame]) -> None:
     deadline = time.monotonic() + 30
     while not try_send(socket, frames):
-        socket.poll(100, WRITABLE)
+        socket.poll(100, zmq.POLLOUT)
         if time.monotonic() > deadline:
             raise SystemExit("the stage takes no messages any more")
 

@@ -82,7 +82,7 @@ class AsyncOmniClient:
 
     async def __aenter__(self) -> AsyncOmniClient:
         sockets = Sockets(max_message_bytes=self._limits.message_bytes, keys=self._keys)
-        self._socket, self._handshake = sockets.watched_dealer(self._endpoint, uuid.uuid4().bytes)
+        self._socket, self._handshake = sockets.dealer(self._endpoint, uuid.uuid4().bytes)
         self._sockets = sockets
         self._watching = SocketReader(self._handshake.socket, self._on_handshake)
         self._reader = SocketReader(self._socket, self._on_message)

@@ -16,7 +16,7 @@ from omni_actors.errors import InvalidRequest, OmniError, Unauthorized
 from omni_actors.logs import get_logger
 from omni_actors.protocol.client import Description, EdgeStatus, Operate, Operation, Report
 from omni_actors.protocol.common import Failed
-from omni_actors.transport.curve import KeyOwner
+from omni_actors.transport.zap import KeyOwner
 
 logger = get_logger(__name__)
 

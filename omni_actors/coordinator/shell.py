@@ -61,9 +61,10 @@ from omni_actors.telemetry.collector import Exporter, TelemetryCollector
 from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.prometheus import render
 from omni_actors.transport.credit import EdgeMetrics, Traffic
-from omni_actors.transport.curve import EVERYONE, KeyOwners, load_keys
+from omni_actors.transport.curve import load_keys
 from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.sockets import PeerGone, Sockets, receive_known, try_send
+from omni_actors.transport.sockets import PeerGone, Sockets, receive_with_key, try_send
+from omni_actors.transport.zap import EVERYONE, KeyOwners
 
 logger = get_logger(__name__)
 
@@ -129,7 +130,7 @@ class Coordinator:
         )
         self._stages = StageLinks(self._sockets, pipeline, self.state, self._fail, self._traffic, self._dropped)
         self._orders = AdminCommands(pipeline, self.state, self.supervision, self._stages, on_change, on_shutdown)
-        self._client_reader = SocketReader(self._clients, self._on_client, self._client_links.flush, receive_known)
+        self._client_reader = SocketReader(self._clients, self._on_client, self._client_links.flush, receive_with_key)
         self._control_reader = SocketReader(self._control, self._on_control)
         self._results_reader = SocketReader(self._results, self._on_result)
         self._ticker = asyncio.create_task(self._tick(), name="coordinator tick")
@@ -283,7 +284,7 @@ class Coordinator:
         )
 
     def _edge_metrics(self) -> dict[str, EdgeMetrics]:
-        return {target: traffic.figures() for target, traffic in self._traffic.items()} | self._stages.figures()
+        return {target: traffic.metrics() for target, traffic in self._traffic.items()} | self._stages.figures()
 
     def _on_result(self, frames: Sequence[bytes]) -> None:
         now = time.time()

@@ -78,7 +78,7 @@ class StageLinks:
 
     def figures(self) -> dict[str, EdgeMetrics]:
         """Of the links that are open, by receiver."""
-        return {replica_id.name: link.figures() for replica_id, link in self._links.items()}
+        return {replica_id.name: link.metrics() for replica_id, link in self._links.items()}
 
     def send(self, message: ToStage) -> None:
         """What cannot be sent fails its request."""

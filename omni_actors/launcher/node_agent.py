@@ -110,7 +110,7 @@ class NodeAgent:
 
     def _connect(self) -> None:
         """With a socket of its own for each hello: what an older one still holds must not follow it."""
-        self._socket, self._handshake = self._sockets.watched_dealer(self._endpoint, f"node/{self._rank}".encode())
+        self._socket, self._handshake = self._sockets.dealer(self._endpoint, f"node/{self._rank}".encode())
         self._reader = SocketReader(self._socket, self._on_message)
         self._handshake_reader = SocketReader(self._handshake.socket, self._on_connection)
         self._welcomed = False
@@ -137,7 +137,7 @@ class NodeAgent:
             if not self._ended:
                 self._ended = True
                 self._on_shutdown(str(refusal), True)
-        elif self._handshake.verdict.departed:
+        elif self._handshake.verdict.disconnected:
             self._reader.drain()  # its last words may be that this node is to stop
             self._reconnect("it is gone")
 

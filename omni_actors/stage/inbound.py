@@ -24,7 +24,7 @@ from omni_actors.stage.events import Control, Event, Lost, Pulse, Received, Reje
 from omni_actors.stage.inbox import Inbox
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.credit import wire_size
-from omni_actors.transport.handshake_monitor import Handshake
+from omni_actors.transport.handshake_monitor import HandshakeMonitor
 from omni_actors.transport.sockets import Socket, Sockets, descriptor, drain, try_send
 from omni_actors.transport.wakeup import WakeableQueue
 
@@ -106,7 +106,7 @@ class Inbound(threading.Thread):
 
     def _run(self) -> None:
         name = f"{self._identity.stage}/{self._identity.replica}/{self._identity.epoch}"
-        control, handshake = self._sockets.watched_dealer(self._control_endpoint, name.encode())
+        control, handshake = self._sockets.dealer(self._control_endpoint, name.encode())
         launcher = -1
         try:
             launcher = os.pidfd_open(self._launcher_pid)
@@ -121,7 +121,7 @@ class Inbound(threading.Thread):
             handshake.close()
             control.close()
 
-    def _loop(self, control: Socket, handshake: Handshake, launcher: int) -> None:
+    def _loop(self, control: Socket, handshake: HandshakeMonitor, launcher: int) -> None:
         epoll = self._inbox.epoll
         others = {launcher, self._outbox.fileno(), descriptor(control), descriptor(handshake.socket)}
         for watched in others:
@@ -153,11 +153,11 @@ class Inbound(threading.Thread):
             self._receive_control(control)
             self._judge(handshake, refusal)
 
-    def _judge(self, handshake: Handshake, refusal: OmniError | None) -> None:
+    def _judge(self, handshake: HandshakeMonitor, refusal: OmniError | None) -> None:
         if refusal is not None and (handshake.verdict.final or not self._welcomed):
             self._inbox.put(Stop(str(refusal), failed=True))
-        elif handshake.verdict.departed:
-            handshake.verdict.departed = False
+        elif handshake.verdict.disconnected:
+            handshake.verdict.disconnected = False
             self._inbox.put(Lost("the coordinator is not connected any more"))
 
     def _send(self, control: Socket, body: Body) -> None:

@@ -209,8 +209,8 @@ class Outbound(threading.Thread):
     def edges(self) -> dict[str, EdgeMetrics]:
         """What has left and what waits, by receiver, as "talker/0" or "coordinator"."""
         with self._lock:
-            closed = {target: traffic.figures() for target, traffic in self._traffic.items()}
-            return closed | {target: link.figures() for target, link in self._edges.items()}
+            closed = {target: traffic.metrics() for target, traffic in self._traffic.items()}
+            return closed | {target: link.metrics() for target, link in self._edges.items()}
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

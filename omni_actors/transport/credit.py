@@ -1,8 +1,8 @@
 """Credit: how much of what was sent has not been taken yet. Both ends of an edge, without sockets.
 
-The sender's `Window` shrinks with every message and grows with every `Credit`; at its end messages wait with the
-sender, where they are counted and can hold up their source. The receiver's `ReceivedCredit` collects what was taken and
-says when it is worth a message: a quarter of the window at a time, the rest on the owner's tick.
+The sender's `Window` shrinks with every message and grows with every `Credit`; when it is used up, messages wait at the
+sender, where they are counted and can hold up their source. The receiver's `ReceivedCredit` collects what was taken
+until it is worth a message: a quarter of the window at a time, the rest on the owner's tick.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Generic, NamedTuple, TypeVar
 from omni_actors.protocol.codec import Frame
 
 Key = TypeVar("Key")
-SHARE = 4  # a grant is worth a message from this fraction of the window on
+GRANTS_PER_WINDOW = 4
 
 
 def wire_size(frames: Sequence[Frame]) -> int:
-    """Bytes of a message for the account of its edge: the same on both sides."""
+    """Bytes of a message as both sides of its edge count them."""
     return sum(len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in frames)
 
 
 class EdgeMetrics(NamedTuple):
-    """The sender's side of an edge, for metrics. What has left is as in `Traffic`; the rest is as of now."""
+    """The sender's side of an edge. The first three are totals (see `Traffic`); the rest is the state now."""
 
     messages: int
     bytes: int
     shared_bytes: int
-    open: bool = False  # there is a link now; without one the rest is zero
-    messages_out: int = 0  # sent, no credit for them yet
+    open: bool = False  # there is a link; without one the rest is zero
+    messages_out: int = 0  # sent, without credit for them yet
     bytes_out: int = 0
     credit: int = 0  # messages that may be sent without more credit
-    waiting: int = 0
+    waiting: int = 0  # messages
 
 
 class Traffic:
-    """What has left on an edge, through all links to one receiver since the process began. Read by other threads."""
+    """Totals of one receiver since the process began, over all links to it. Other threads may read them."""
 
     __slots__ = ("bytes", "messages", "shared_bytes")
 
@@ -44,22 +44,22 @@ class Traffic:
         self.bytes = 0  # of all frames
         self.shared_bytes = 0  # of blocks in shared memory
 
-    def figures(self) -> EdgeMetrics:
-        """Those of an edge without a link."""
+    def metrics(self) -> EdgeMetrics:
+        """Return the metrics of an edge without a link."""
         return EdgeMetrics(self.messages, self.bytes, self.shared_bytes)
 
 
 class Window:
-    """The sender's side of one edge."""
+    """The sender's side of one edge: how much may be sent without more credit, in messages and bytes."""
 
     def __init__(self, messages: int, size: int) -> None:
         self._messages = messages
         self._size = size
-        self.messages_out = 0  # sent, and no credit for them has come back yet
+        self.messages_out = 0  # sent, without credit for them yet
         self.bytes_out = 0
 
     def admits(self, size: int) -> bool:
-        """Whether a message of `size` bytes may be sent now. One alone may always, whatever its size."""
+        """Whether a message of `size` bytes may be sent now. When nothing else is out, any size may."""
         if not self.messages_out:
             return True
         return self.messages_out < self._messages and self.bytes_out + size <= self._size
@@ -77,35 +77,31 @@ class Window:
         self.bytes_out += size
 
     def granted(self, messages: int, size: int) -> None:
-        """Credit came. More than was sent is no debt of the receiver's: it is ignored."""
+        """Add credit. Credit for more than was sent is ignored."""
         self.messages_out = max(0, self.messages_out - messages)
         self.bytes_out = max(0, self.bytes_out - size)
 
 
 class ReceivedCredit(Generic[Key]):
-    """The receiver's side of all of its edges, by sender."""
+    """The receiver's side of all its edges: what it has taken from each sender and not granted yet."""
 
     def __init__(self, window_messages: int, window_bytes: int) -> None:
-        self._messages = max(1, window_messages // SHARE)
-        self._bytes = max(1, window_bytes // SHARE)
-        self._taken: dict[Key, list[int]] = {}
+        self._messages = max(1, window_messages // GRANTS_PER_WINDOW)
+        self._bytes = max(1, window_bytes // GRANTS_PER_WINDOW)
+        self._taken: dict[Key, tuple[int, int]] = {}
 
     def take(self, sender: Key, size: int) -> bool:
-        """A message was taken; true when the sender's share is worth a grant."""
-        taken = self._taken.get(sender)
-        if taken is None:
-            taken = self._taken[sender] = [0, 0]
-        taken[0] += 1
-        taken[1] += size
-        return taken[0] >= self._messages or taken[1] >= self._bytes
+        """Count a message that was taken. True when the sender's share is worth a grant."""
+        messages, total = self._taken.get(sender, (0, 0))
+        self._taken[sender] = (messages + 1, total + size)
+        return self._is_due(messages + 1, total + size)
 
     def collect(self, everything: bool) -> list[tuple[Key, int, int]]:
-        """(sender, messages, bytes) to grant now: the shares that are large enough, or all of them."""
-        due = [
-            (sender, messages, size)
-            for sender, (messages, size) in self._taken.items()
-            if everything or messages >= self._messages or size >= self._bytes
-        ]
+        """Return (sender, messages, bytes) to grant now: the shares that are large enough, or all of them."""
+        due = [(sender, *taken) for sender, taken in self._taken.items() if everything or self._is_due(*taken)]
         for sender, _, _ in due:
             del self._taken[sender]
         return due
+
+    def _is_due(self, messages: int, size: int) -> bool:
+        return messages >= self._messages or size >= self._bytes

@@ -1,7 +1,7 @@
-"""Detects lost connections of sockets, which reconnect by themselves.
+"""Detects sockets that have lost their connection and reconnect without a word.
 
-A cut link over the network loses what was on its way, and the credit for it will never come. A peer that has died cuts
-its link, too, but then the coordinator says so within the time that is waited here.
+A cut TCP link loses what was on its way, and the credit for it never comes back. A peer that died cuts its link too,
+but then the coordinator announces the death within `GRACE_SECONDS`, and the link is no longer watched.
 """
 
 from __future__ import annotations
@@ -17,49 +17,34 @@ GRACE_SECONDS = 1.0
 Name = TypeVar("Name")
 
 
-class DisconnectMonitor:
-    """Watches one connected socket. Belongs to the same thread; close it before the socket.
+class DisconnectDetector(Generic[Name]):
+    """Watches the TCP sockets of one thread, each under a name.
 
     A connection is lost when its peer closes it or dies, and when the peer's host or the link is silent for longer than
-    the heartbeat of the socket allows. `socket` is readable then, for whoever polls.
+    the socket's heartbeat allows.
     """
 
-    def __init__(self, socket: Socket) -> None:
-        self._watched = socket
-        self.socket: Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-
-    def seen(self) -> bool:
-        """Whether a connection was lost since the last call."""
-        return bool(drain(self.socket))
-
-    def close(self) -> None:
-        self._watched.disable_monitor()
-        self.socket.close(linger=0)
-
-
-class DisconnectDetector(Generic[Name]):
-    """Watches the sockets of one thread, each under a name."""
-
     def __init__(self) -> None:
-        self._watched: dict[Name, DisconnectMonitor] = {}
+        self._watched: dict[Name, tuple[Socket, Socket]] = {}  # with its monitor
         self._since: dict[Name, float] = {}
 
     def watch(self, name: Name, socket: Socket, endpoint: str) -> None:
-        """Sockets of this host are left out: there is no link to be cut."""
+        """Start watching a connected socket, unless the endpoint is local: then there is no link to cut."""
         if is_tcp(endpoint):
-            self._watched[name] = DisconnectMonitor(socket)
+            self._watched[name] = (socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
 
     def forget(self, name: Name) -> None:
-        """Before the socket is closed. Unknown names are fine."""
+        """Stop watching; call it before the socket is closed. Unknown names are ignored."""
         self._since.pop(name, None)
-        departures = self._watched.pop(name, None)
-        if departures is not None:
-            departures.close()
+        if name in self._watched:
+            socket, monitor = self._watched.pop(name)
+            socket.disable_monitor()
+            monitor.close(linger=0)
 
     def found(self, now: float) -> list[Name]:
-        """Links that were cut a while ago and whose peers are nevertheless said to live."""
-        for name, departures in self._watched.items():
-            if departures.seen():
+        """Return the names whose connection was lost `GRACE_SECONDS` ago or earlier."""
+        for name, (_, monitor) in self._watched.items():
+            if drain(monitor):
                 self._since.setdefault(name, now)
         return [name for name, since in self._since.items() if since + GRACE_SECONDS <= now]
 

@@ -1,7 +1,8 @@
 """A link: one PUSH to one replica's inbox, with a bounded outbox so that its owner never blocks.
 
-`send` hands a message to zmq or, while the peer is slow or has granted no credit, keeps it; `flush` tries again. A link
-whose socket took nothing for `stall_seconds` is broken: the peer is stuck or gone, and its owner gives the messages up.
+`send` hands a message to zmq, or keeps it while the peer is slow or has granted no credit; `flush` tries again. A link
+whose socket has taken nothing for `stall_seconds` is broken: its peer is stuck or gone, and the owner must give its
+messages up.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ OUTBOX_MESSAGES = 10_000
 
 
 class Waiting(NamedTuple):
+    """A message in the outbox."""
+
     request_id: str
     frames: Sequence[Frame]
     size: int
 
 
 class Link:
-    """Not thread-safe: it belongs to one thread, or to those that hold one lock.
+    """Not thread-safe: it belongs to one thread, or to the threads that share one lock.
 
-    A ROUTER's peer has a link too, if every message begins with the peer's identity; its methods raise `PeerGone`.
+    A peer of a ROUTER can have a link too, if every message begins with the peer's identity; its methods then raise
+    `PeerGone`.
 
     Args:
-        window: the edge's credit; without it nothing but the socket holds messages up.
-        needs_credit: whether a peer that grants nothing for `stall_seconds` counts as broken, too.
-        traffic: counts what leaves.
+        window: the edge's credit; without it only the socket holds messages back.
+        needs_credit: whether a peer that grants nothing for `stall_seconds` also counts as broken.
+        traffic: counts what is sent.
     """
 
     def __init__(
@@ -49,19 +53,19 @@ class Link:
         outbox_bytes: int = OUTBOX_BYTES,
         traffic: Traffic | None = None,
     ) -> None:
-        self.traffic = traffic or Traffic()
         self.socket = socket
         self.window = window
+        self.traffic = traffic or Traffic()
+        self.moved = clock()  # when a message last left, or began to wait in an empty outbox
+        self.refused = False  # the socket took no more at the last attempt
+        self.backlog_bytes = 0
         self._clock = clock
         self._stall_seconds = stall_seconds
         self._needs_credit = needs_credit
         self._outbox_messages = outbox_messages
         self._outbox_bytes = outbox_bytes
-        self.moved = clock()  # when a message left, or began to wait behind none
         self._outbox: collections.deque[Waiting] = collections.deque()
         self._urgent: collections.deque[Waiting] = collections.deque()
-        self.backlog_bytes = 0
-        self.refused = False  # the socket took no more when it was last tried
 
     @property
     def backlog(self) -> int:
@@ -70,7 +74,7 @@ class Link:
 
     @property
     def settled(self) -> bool:
-        """Whether the peer has taken all that was sent: an account like a new one."""
+        """Whether nothing waits and the peer has granted credit for everything that was sent."""
         return not self.backlog and (self.window is None or not self.window.messages_out)
 
     @property
@@ -78,27 +82,32 @@ class Link:
         """Whether a message sent now would wait."""
         return bool(self._outbox) or (self.window is not None and self.window.exhausted)
 
-    def send(self, request_id: str, frames: Sequence[Frame], size: int | None = None) -> bool:
-        """Send or keep a message, in order. False if the outbox is full: the message was not taken.
+    @property
+    def descriptor(self) -> int:
+        """File descriptor that is readable when the socket's state has changed; then call `wake`."""
+        return descriptor(self.socket)
 
-        `size` is what the peer will count for it, if that is not all of the frames.
+    def send(self, request_id: str, frames: Sequence[Frame], size: int | None = None) -> bool:
+        """Send or keep a message, in order. False: the outbox is full, and the message was not taken.
+
+        `size` is what the peer will count for the message, by default all of its frames.
         """
         size = wire_size(frames) if size is None else size
         if not self.backlog:
             self.moved = self._clock()
-            if self._try_charged(frames, size):
+            if self._try_with_credit(frames, size):
                 return True
         full = len(self._outbox) >= self._outbox_messages or self.backlog_bytes + size > self._outbox_bytes
-        if full and self._outbox:  # a single message may be larger than the bound: its limit is the codec's
+        if full and self._outbox:  # a single message may be larger than the bound; the codec limits it
             return False
         self._outbox.append(Waiting(request_id, frames, size))
         self.backlog_bytes += size
         return True
 
     def send_urgent(self, request_id: str, frames: Sequence[Frame]) -> None:
-        """Send or keep a small message that needs no credit and may overtake: credit itself, and aborts.
+        """Send or keep a small message that needs no credit and may overtake others: credit itself, and aborts.
 
-        If credit had to wait for credit, two stages could wait for each other for ever.
+        If credit had to wait for credit, two stages could wait for each other forever.
         """
         size = wire_size(frames)
         if self._urgent or not self._try(frames, size):
@@ -106,84 +115,76 @@ class Link:
                 self.moved = self._clock()
             self._urgent.append(Waiting(request_id, frames, size))
             self.backlog_bytes += size
-        elif self._outbox:  # the socket takes messages again, and to try it used up the sign of that
+        elif self._outbox:  # the socket takes messages again, and trying it used up the signal that says so
             self.flush()
 
     def flush(self) -> None:
         """Send what the peer takes now."""
         while self._urgent and self._try(self._urgent[0].frames, self._urgent[0].size):
-            self._sent(self._urgent.popleft())
-        if self._urgent:
-            return
-        while self._outbox and self._try_charged(self._outbox[0].frames, self._outbox[0].size):
-            self._sent(self._outbox.popleft())
+            self._left(self._urgent.popleft())
+        while not self._urgent and self._outbox and self._try_with_credit(self._outbox[0].frames, self._outbox[0].size):
+            self._left(self._outbox.popleft())
 
     def granted(self, messages: int, size: int) -> None:
-        """The peer has taken this much: more may be sent, and is."""
+        """Add credit for this many messages and bytes, and send what it allows."""
         if self.window is not None:
             self.window.granted(messages, size)
         self.flush()
 
-    def forget(self, request_id: str) -> None:
-        """Messages about a request that has ended need not be sent."""
-        if any(waiting.request_id == request_id for waiting in self._outbox):
-            kept = [waiting for waiting in self._outbox if waiting.request_id != request_id]
-            self.backlog_bytes += sum(waiting.size for waiting in kept) - sum(item.size for item in self._outbox)
-            self._outbox = collections.deque(kept)
-
-    @property
-    def descriptor(self) -> int:
-        """Readable when the socket's state has changed; then call `wake`."""
-        return descriptor(self.socket)
-
     def wake(self) -> None:
-        """Take notice of what happened to the socket (which makes the descriptor quiet again), then `flush`."""
+        """Read the socket's state, which makes its descriptor quiet again, then `flush`."""
         self.socket.getsockopt(zmq.EVENTS)
         self.flush()
 
+    def forget(self, request_id: str) -> None:
+        """Drop the waiting messages of a request that has ended."""
+        if any(waiting.request_id == request_id for waiting in self._outbox):
+            self.backlog_bytes -= sum(item.size for item in self._outbox if item.request_id == request_id)
+            self._outbox = collections.deque(item for item in self._outbox if item.request_id != request_id)
+
     def stalled(self) -> bool:
-        """Whether the peer has taken nothing for too long. To be slow with credit is no stall between stages."""
+        """Whether the peer has taken nothing for too long. Between stages, granting no credit is not a stall."""
         waits = bool(self.backlog) and (self.refused or self._needs_credit)
         return waits and self.moved + self._stall_seconds < self._clock()
 
     def give_up(self) -> list[str]:
-        """Empty the outbox; the ids of the requests whose messages are lost, each once."""
+        """Empty the outbox and return the ids of the requests whose messages are lost, each once."""
         lost = list(dict.fromkeys(waiting.request_id for waiting in self._outbox))
         self._outbox.clear()
         self._urgent.clear()
         self.backlog_bytes = 0
         return lost
 
-    def figures(self) -> EdgeMetrics:
-        """For metrics. From any thread."""
-        left, out, size = 0, 0, 0
-        if self.window is not None:
-            left, out, size = self.window.messages_left, self.window.messages_out, self.window.bytes_out
-        return self.traffic.figures()._replace(
-            open=True, messages_out=out, bytes_out=size, credit=left, waiting=self.backlog
+    def metrics(self) -> EdgeMetrics:
+        """Return the edge's metrics. Thread-safe."""
+        metrics = self.traffic.metrics()._replace(open=True, waiting=self.backlog)
+        if (window := self.window) is None:
+            return metrics
+        return metrics._replace(
+            messages_out=window.messages_out, bytes_out=window.bytes_out, credit=window.messages_left
         )
 
     def close(self) -> None:
         self.socket.close()
 
-    def _sent(self, waiting: Waiting) -> None:
+    def _left(self, waiting: Waiting) -> None:
         self.backlog_bytes -= waiting.size
         self.moved = self._clock()
 
-    def _try_charged(self, frames: Sequence[Frame], size: int) -> bool:
+    def _try_with_credit(self, frames: Sequence[Frame], size: int) -> bool:
         if self.window is not None and not self.window.admits(size):
             self.refused = False
             return False
-        if not self._try(frames, size):
-            return False
-        if self.window is not None:
+        sent = self._try(frames, size)
+        if sent and self.window is not None:
             self.window.sent(size)
-        return True
+        return sent
 
     def _try(self, frames: Sequence[Frame], size: int) -> bool:
         large = size >= ZERO_COPY_BYTES and any(memoryview(frame).nbytes >= ZERO_COPY_BYTES for frame in frames)
-        self.refused = not try_send(self.socket, frames, copy=not large)
-        if not self.refused:
+        sent = try_send(self.socket, frames, copy=not large)
+        if sent:
             self.traffic.messages += 1
             self.traffic.bytes += size
-        return not self.refused
+        self.refused = not sent
+        return sent

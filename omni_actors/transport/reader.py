@@ -1,7 +1,7 @@
-"""Reads a zmq socket from an asyncio loop: wait on its file descriptor, then drain without blocking.
+"""Reads a zmq socket from an asyncio loop: waits for its file descriptor, then drains it without blocking.
 
-Ten times the rate of awaiting each message. zmq's descriptor only signals edges, and sending on the same socket can
-swallow one, so whoever sends calls `poke`.
+This is ten times as fast as awaiting each message. zmq's descriptor signals only edges, and sending on the same socket
+can use one up, so whoever sends must call `poke`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from omni_actors.transport.sockets import Socket, receive
+from omni_actors.transport.sockets import Socket, descriptor, receive
 
 BATCH = 256  # messages before other tasks get a turn
 
@@ -19,8 +19,10 @@ BATCH = 256  # messages before other tasks get a turn
 class SocketReader:
     """Calls `on_message(frames)` for every message until `close`, and `on_quiet()` when all that had come was read.
 
-    A socket that takes messages again after it was full ends in a call of `on_quiet`, too. `receive` reads one message
-    or raises `zmq.Again`.
+    `on_quiet` is also called when a socket that was full takes messages again.
+
+    Args:
+        receive: reads one message from the socket, or raises `zmq.Again`.
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class SocketReader:
         self._on_quiet = on_quiet
         self._receive = receive
         self._loop = asyncio.get_running_loop()
-        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._descriptor = descriptor(socket)
         self._closed = False
         self._scheduled = False
         self._loop.add_reader(self._descriptor, self.drain)
@@ -52,7 +54,7 @@ class SocketReader:
         self.drain()
 
     def drain(self) -> None:
-        """Read what has come, without waiting; if that is more than a batch, the rest soon."""
+        """Read what has arrived, without waiting: one batch now, the rest soon."""
         for _ in range(BATCH):
             if self._closed:
                 return

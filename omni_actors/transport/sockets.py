@@ -1,58 +1,58 @@
-"""The one factory of sockets: every option that keeps a peer's death or slowness from becoming ours is set here.
+"""The factory of all sockets, and functions that send and receive without waiting.
 
-Facts behind the values: a PUSH without peers accepts messages unless IMMEDIATE is set; a closed socket holds its
-process for ever unless LINGER is; an oversize message takes the good ones behind it along, so MAXMSGSIZE is only the
-last wall behind the codec's own limits; sockets belong to one thread, or to those that hold one lock.
+Every option that keeps a peer's death or slowness from becoming ours is set here. The facts behind the values: a PUSH
+without peers accepts messages unless IMMEDIATE is set; a closed socket keeps its process alive forever unless LINGER is
+set; a message over MAXMSGSIZE takes the good ones behind it down, so it is only the last wall behind the codec's own
+limits. A socket belongs to one thread, or to the threads that share one lock.
 
-Security belongs to the endpoint: tcp:// is encrypted and asks for keys when there are some, and without keys stays on
-this host; ipc:// is a file in the run directory, which is ours alone. libzmq takes these options from the socket at
-each bind and connect, so that one socket may have endpoints of both kinds.
+Security depends on the endpoint: `tcp://` is encrypted and requires keys if this process has keys, and is limited to
+loopback if it has none; `ipc://` is a file in the private run directory. libzmq reads these options at each bind and
+connect, so one socket may have endpoints of both kinds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import zmq
 
 from omni_actors.addresses import LOCAL_SCHEMES, stays_on_host, tcp_host
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
 from omni_actors.protocol.codec import Frame
-from omni_actors.transport.curve import LOCAL, MAKE_KEYS, MEMBERS, PEER_KEY, Keys, ZapAuthenticator
-from omni_actors.transport.handshake_monitor import Handshake
+from omni_actors.transport.curve import MAKE_KEYS, Keys
+from omni_actors.transport.handshake_monitor import HandshakeMonitor
+from omni_actors.transport.zap import LOCAL, MEMBERS, PEER_KEY, ZapAuthenticator
 
-HIGH_WATER_MARK = 1000  # messages; a last wall, not the flow control
-LAST_WORDS_MS = 500  # how long a closing socket may still send
+HIGH_WATER_MARK = 1000  # messages; a last wall: credit is the flow control
+LINGER_MS = 500  # how long a closing socket may still send
 TCP_HEARTBEAT_MS = 1000
 CONNECT_TIMEOUT_MS = 2000  # the system's own two minutes would outlast every cut of a link
 DRAIN_MESSAGES = 256
 ZERO_COPY_BYTES = 64 << 10  # below this a copy is cheaper than tracking the buffer
 
-# What the owners of sockets outside this package need of zmq: a type and the means to wait.
 Socket = zmq.Socket[bytes]
-Poller = zmq.Poller
 READABLE = int(zmq.POLLIN)
-WRITABLE = int(zmq.POLLOUT)
-# pyzmq's own loop over frames combines enumeration members for each of them, which takes longer than to send.
-_WITHOUT_WAITING = int(zmq.NOBLOCK)
-_MORE_WITHOUT_WAITING = int(zmq.NOBLOCK | zmq.SNDMORE)
+# Plain integers: pyzmq's own loop combines enumeration members for each frame, which takes longer than sending it.
+_NO_WAIT = int(zmq.NOBLOCK)
+_NO_WAIT_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class PeerGone(Exception):
-    """A ROUTER does not know the peer (any more)."""
+    """The ROUTER has no connection to this peer."""
 
 
 def try_send(socket: Socket, frames: Sequence[Frame], copy: bool = True) -> bool:
-    """Hand a message to zmq without waiting. False: the peer takes no more for now, and nothing was sent.
+    """Hand a message to zmq without waiting. False: the peer takes no more now, and nothing was sent.
 
     Raises:
         PeerGone: the socket is a ROUTER and the peer is not connected.
     """
     try:
         for frame in frames[:-1]:
-            socket.send(frame, _MORE_WITHOUT_WAITING, copy)
-        socket.send(frames[-1], _WITHOUT_WAITING, copy)
+            socket.send(frame, _NO_WAIT_MORE, copy)
+        socket.send(frames[-1], _NO_WAIT, copy)
     except zmq.Again:
         return False
     except zmq.ZMQError as error:
@@ -63,61 +63,55 @@ def try_send(socket: Socket, frames: Sequence[Frame], copy: bool = True) -> bool
 
 
 def descriptor(socket: Socket) -> int:
-    """Readable when something has happened to the socket. Then read, or send, until it refuses: only that quiets it."""
+    """File descriptor that is readable when the socket's state has changed.
+
+    Only reading or sending until the socket refuses makes it quiet again.
+    """
     return int(socket.getsockopt(zmq.FD))
 
 
 def _receive(socket: Socket) -> list[zmq.Frame]:
-    """The next message. Raises `zmq.Again`: there is none."""
-    # Whether more follow comes with a frame; to ask the socket, as pyzmq's own loop does, costs as much as to receive.
-    frames = [socket.recv(_WITHOUT_WAITING, copy=False)]
+    # Each frame knows whether more follow. Asking the socket, as pyzmq's own loop does, costs as much as receiving.
+    frames = [socket.recv(_NO_WAIT, copy=False)]
     while frames[-1].more:
-        frames.append(socket.recv(_WITHOUT_WAITING, copy=False))
+        frames.append(socket.recv(_NO_WAIT, copy=False))
     return frames
 
 
 def receive(socket: Socket) -> list[bytes]:
-    """The next message.
-
-    Raises:
-        zmq.Again: there is none.
-    """
+    """Return the next message. Raises `zmq.Again` if there is none."""
     return [frame.bytes for frame in _receive(socket)]
 
 
-def receive_views(socket: Socket) -> list[Frame]:
-    """As `receive`, but large frames are views of zmq's own memory."""
-    return [frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer for frame in _receive(socket)]
-
-
-def receive_known(socket: Socket) -> list[bytes]:
-    """As `receive`, with the public key (Z85) of the peer's connection in front; b"" where none was asked for."""
+def receive_with_key(socket: Socket) -> list[bytes]:
+    """Do the same, with the public key (Z85) of the peer's connection in front; b"" for a connection without keys."""
     frames = _receive(socket)
     try:
         key = str(frames[0].get(PEER_KEY)).encode()
-    except zmq.ZMQError:  # libzmq knows no such property
+    except zmq.ZMQError:  # libzmq has no such property
         key = b""
     return [key, *(frame.bytes for frame in frames)]
 
 
 def drain(socket: Socket, maximum: int = DRAIN_MESSAGES) -> list[list[Frame]]:
-    """The messages that have come, at most `maximum`; large frames are views."""
+    """Return the messages that have arrived, at most `maximum`. Large frames are views of zmq's own memory."""
     messages: list[list[Frame]] = []
-    # To ask first costs half of being refused, which makes an exception.
+    # Asking first costs half of a refused receive, which raises an exception.
     while len(messages) < maximum and int(socket.getsockopt(zmq.EVENTS)) & READABLE:
         try:
-            messages.append(receive_views(socket))
-        except zmq.Again:  # what made it readable was not for us: a peer that left, or its credentials
+            frames = _receive(socket)
+        except zmq.Again:  # the event was no message: a peer that left, or its credentials
             break
+        messages.append([frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer for frame in frames])
     return messages
 
 
 class Sockets:
-    """Makes sockets of one context. Not thread-safe except for `context`, which is; one thread binds.
+    """Makes sockets of one context. Not thread-safe except for `context`, which is; only one thread may bind.
 
     Args:
-        max_message_bytes: larger ones end the connection.
-        keys: for all TCP endpoints; without them these must be of loopback.
+        max_message_bytes: a larger message ends its connection; -1 for no limit.
+        keys: required for TCP endpoints that other hosts can reach, and then used for all TCP endpoints.
     """
 
     def __init__(
@@ -126,7 +120,7 @@ class Sockets:
         self.context = context or zmq.Context()
         self.keys = keys
         self._max_message_bytes = max_message_bytes
-        self._doorkeeper: ZapAuthenticator | None = None
+        self._authenticator: ZapAuthenticator | None = None
 
     def _socket(self, kind: int, linger_ms: int) -> Socket:
         socket = self.context.socket(kind)
@@ -141,110 +135,113 @@ class Sockets:
         return socket
 
     def push(self, endpoint: str) -> Socket:
-        """A PUSH to exactly one PULL. Never one PUSH over several replicas: it would spread requests at random."""
-        socket = self._socket(zmq.PUSH, LAST_WORDS_MS)
+        """A PUSH to exactly one PULL. Connected to several replicas it would spread requests at random."""
+        socket = self._socket(zmq.PUSH, LINGER_MS)
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._connect(socket, endpoint)
+        self.connect(socket, endpoint)
         return socket
 
     def pull(self, endpoint: str) -> tuple[Socket, str]:
-        """A bound PULL and the endpoint at which it is reached, with keys only by the pipeline's own processes."""
+        """A bound PULL and its actual endpoint. If there are keys, only the pipeline's processes may connect."""
         socket = self._socket(zmq.PULL, 0)
         return socket, self.bind(socket, endpoint)
 
     def router(self, endpoint: str, open_to: str = MEMBERS) -> tuple[Socket, str]:
-        """A bound ROUTER that refuses to send to a peer that is gone or full instead of dropping silently.
+        """A bound ROUTER and its actual endpoint. It refuses messages for a peer that is gone or full.
 
-        `open_to` is `MEMBERS` (the pipeline's own processes) or `EVERYONE` (and the clients allowed).
+        Without ROUTER_MANDATORY it would drop them silently. `open_to` is `MEMBERS` (the pipeline's processes) or
+        `EVERYONE` (those and the allowed clients).
         """
-        socket = self._socket(zmq.ROUTER, LAST_WORDS_MS)
+        socket = self._socket(zmq.ROUTER, LINGER_MS)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         return socket, self.bind(socket, endpoint, open_to)
 
-    def dealer(self, endpoint: str, identity: bytes) -> Socket:
-        """A DEALER under a fixed identity."""
-        socket = self._dealer(identity)
-        self._connect(socket, endpoint)
-        return socket
-
-    def watched_dealer(self, endpoint: str, identity: bytes) -> tuple[Socket, Handshake]:
-        """The same, and what tells why its peer cannot be reached, or that it was lost."""
-        socket = self._dealer(identity)
-        handshake = Handshake(socket, endpoint, self.keys)
-        try:
-            self._connect(socket, endpoint)
-        except OmniError:
-            handshake.close()
-            raise
-        return socket, handshake
-
-    def _dealer(self, identity: bytes) -> Socket:
-        socket = self._socket(zmq.DEALER, LAST_WORDS_MS)
+    def dealer(self, endpoint: str, identity: bytes) -> tuple[Socket, HandshakeMonitor]:
+        """A connected DEALER with a fixed identity, and the monitor that reports why it is refused or disconnected."""
+        socket = self._socket(zmq.DEALER, LINGER_MS)
         socket.setsockopt(zmq.IDENTITY, identity)
-        return socket
+        monitor = HandshakeMonitor(socket, endpoint, self.keys)
+        try:
+            self.connect(socket, endpoint)
+        except OmniError:
+            monitor.close()
+            raise
+        return socket, monitor
 
     def bind(self, socket: Socket, endpoint: str, open_to: str = MEMBERS) -> str:
-        """One (more) endpoint of a socket; what it is really called (port 0 becomes a number).
+        """Bind one more endpoint and return it with its actual port (0 becomes a number). Closes the socket on error.
 
         Raises:
-            ConfigError: others could reach it, and there are no keys to keep them out.
-            ProtocolError: the address is taken or not ours.
+            ConfigError: other hosts could connect, and there are no keys to keep them out.
+            ProtocolError: the address is in use or does not belong to this host.
         """
-        try:
-            _check_form(endpoint, "Nothing is bound there")
+        with _closed_on_error(socket):
+            _check_form(endpoint)
             if self.keys is not None and not self.keys.is_member and not endpoint.startswith(LOCAL_SCHEMES):
-                raise ConfigError(f"{self.keys.folder} holds a client's keys; an endpoint needs the pipeline's own.")
+                raise ConfigError(
+                    f"{self.keys.folder} holds a client's keys, which cannot open the endpoint {endpoint}.",
+                    hint="Start the pipeline with its own folder of keys.",
+                )
             self._secure(socket, endpoint, open_to)
-            socket.bind(endpoint)
-        except OmniError:
-            socket.close()
-            raise
-        except zmq.ZMQError as error:
-            socket.close()
-            raise ProtocolError(
-                f"Cannot bind {endpoint}: {error}.", hint="Is another pipeline using this address or run directory?"
-            ) from error
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                hint = "Is another pipeline using this address or run directory?"
+                raise ProtocolError(f"Cannot bind {endpoint}: {error}.", hint=hint) from error
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    def _connect(self, socket: Socket, endpoint: str) -> None:
-        try:
-            _check_form(endpoint, "Nothing is sent there")
+    def connect(self, socket: Socket, endpoint: str) -> None:
+        """Connect to an endpoint. Closes the socket on error.
+
+        Raises:
+            ConfigError: the endpoint is on another host, and there are no keys.
+            InvalidRequest: this is not an endpoint.
+        """
+        with _closed_on_error(socket):
+            _check_form(endpoint)
             self._secure(socket, endpoint)
-            socket.connect(endpoint)
-        except OmniError:
-            socket.close()
-            raise
-        except zmq.ZMQError as error:
-            socket.close()
-            raise InvalidRequest(f"{endpoint!r} is no endpoint: {error}.") from error
+            try:
+                socket.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise InvalidRequest(f"{endpoint!r} is not an endpoint: {error}.") from error
 
     def _secure(self, socket: Socket, endpoint: str, open_to: str | None = None) -> None:
-        """Options for the next bind (`open_to`) or connect of a socket."""
+        """Set the options of the next bind (if `open_to` is given) or connect of a socket."""
         socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        if self.keys is None or endpoint.startswith(LOCAL_SCHEMES):
-            socket.setsockopt(zmq.CURVE_SERVER, 0)  # which also takes back that the socket encrypts
-            if self.keys is None and not stays_on_host(endpoint):
-                raise ConfigError(f"{endpoint} is not on this host, and there are no keys.", hint=f"{MAKE_KEYS}.")
-            if self.keys is not None:
-                socket.setsockopt_string(zmq.ZAP_DOMAIN, LOCAL)
-                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
+        if self.keys is None:
+            if not stays_on_host(endpoint):
+                raise ConfigError(
+                    f"{endpoint} is not on this host, and connections between hosts require keys.", hint=f"{MAKE_KEYS}."
+                )
+            return
+        if endpoint.startswith(LOCAL_SCHEMES):
+            socket.setsockopt(zmq.CURVE_SERVER, 0)  # also switches encryption off again
+            socket.setsockopt_string(zmq.ZAP_DOMAIN, LOCAL)
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
             return
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
         if open_to is None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.keys.cluster)
             return
-        if self._doorkeeper is None:
-            self._doorkeeper = ZapAuthenticator(self.context, self.keys)
-            self._doorkeeper.start()
+        if self._authenticator is None:
+            self._authenticator = ZapAuthenticator(self.context, self.keys)
+            self._authenticator.start()
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, open_to)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorkeeper nobody comes in, instead of everybody
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator libzmq then refuses everyone
 
 
-def _check_form(endpoint: str, consequence: str) -> None:
+@contextlib.contextmanager
+def _closed_on_error(socket: Socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        socket.close()
+        raise
+
+
+def _check_form(endpoint: str) -> None:
     if not endpoint.startswith(LOCAL_SCHEMES) and tcp_host(endpoint) is None:
-        raise InvalidRequest(
-            f"{endpoint!r} is no endpoint. {consequence}.", hint="An endpoint is ipc://PATH or tcp://HOST:PORT."
-        )
+        raise InvalidRequest(f"{endpoint!r} is not an endpoint.", hint="An endpoint is ipc://PATH or tcp://HOST:PORT.")

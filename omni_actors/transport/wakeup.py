@@ -1,4 +1,4 @@
-"""Wakes a thread that waits in a poll, from any other thread, through a file descriptor."""
+"""Wake up a thread that waits in a poll, from any other thread, through a file descriptor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class Wakeup:
-    """A flag that can be polled: its file descriptor is readable from `set` to the next `clear`. From any thread.
+    """A flag whose file descriptor is readable from `set` to the next `clear`. Thread-safe.
 
-    `set` takes no lock, so that also a finalizer may call it, wherever the interpreter runs it.
+    `set` takes no lock, so a finalizer may call it wherever the interpreter happens to run it.
     """
 
     def __init__(self) -> None:
@@ -25,19 +25,19 @@ class Wakeup:
         os.eventfd_write(self._event, 1)
 
     def clear(self) -> bool:
-        """Whether it was set."""
+        """Reset the flag and return whether it was set."""
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
             return False
         return True
 
-    def __del__(self) -> None:  # not before the last one who could call `set` is gone
+    def __del__(self) -> None:  # not earlier: anything that holds a reference may still call `set`
         os.close(self._event)
 
 
 class WakeableQueue(Generic[T]):
-    """A queue whose arrival of items can be polled as a readable file descriptor."""
+    """A queue with a file descriptor that is readable when items have arrived."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
@@ -51,7 +51,7 @@ class WakeableQueue(Generic[T]):
         self._wakeup.set()
 
     def drain(self) -> list[T]:
-        """All items that are there now."""
+        """Take all items that have arrived."""
         if not self._wakeup.clear():
             return []
         items = []

@@ -105,7 +105,7 @@ async def test_slow_client_is_ended_and_nobody_else(launch: Launch, flow: dict[s
     echo = launch(data(flow, thinker=step, code2wav=step)).wait_ready()
     sockets = Sockets()
     try:
-        slow = sockets.dealer(echo.endpoint, b"slow")
+        slow = sockets.dealer(echo.endpoint, b"slow")[0]
         for number in range(5):
             try_send(slow, submit_frames(f"slow {number}", 700))
         async with AsyncOmniClient(echo.endpoint) as good:
@@ -136,7 +136,7 @@ async def test_memory_stays_flat_while_clients_do_not_read(launch: Launch) -> No
         before = launcher.memory_info().rss
         most = before
         for round_ in range(5):
-            slow = sockets.dealer(echo.endpoint, b"slow %d" % round_)
+            slow = sockets.dealer(echo.endpoint, b"slow %d" % round_)[0]
             try_send(slow, submit_frames(f"big {round_}", 1000))
             until(lambda n=round_: echo.describe().counts.get("dropped_client_slow") == n + 1, 20, "ended")
             most = max(most, launcher.memory_info().rss)

@@ -160,5 +160,5 @@ def test_check_shows_the_folder_and_no_key(short_path: Path) -> None:
 
 
 def test_a_client_needs_keys_off_this_host() -> None:
-    with pytest.raises(ConfigError, match="no keys"), OmniClient("tcp://192.0.2.1:5"):
+    with pytest.raises(ConfigError, match="require keys"), OmniClient("tcp://192.0.2.1:5"):
         pass

@@ -385,7 +385,7 @@ async def test_nobody_there(short_path: Path, monkeypatch: pytest.MonkeyPatch) -
         stream = await client.submit("x", modalities=["text"])
         with pytest.raises(RequestTimeout):
             await asyncio.wait_for(stream.result(), 5)
-    with pytest.raises(OmniError, match="no endpoint"):
+    with pytest.raises(OmniError, match="is not an endpoint"):
         await AsyncOmniClient("nonsense").__aenter__()
 
 

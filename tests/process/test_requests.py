@@ -257,8 +257,8 @@ async def test_garbage_on_every_socket_is_counted_and_harms_nobody(echo: EchoLau
     inboxes = sorted(run_dir.glob("thinker-0-*"))
     epoch = int(inboxes[0].name.split("-")[2])
     stranger = Header("", "garbage", "thinker", 9, epoch)
-    client = sockets.dealer(echo.endpoint, b"stranger")
-    control = sockets.dealer(f"ipc://{run_dir}/control", b"stranger")
+    client = sockets.dealer(echo.endpoint, b"stranger")[0]
+    control = sockets.dealer(f"ipc://{run_dir}/control", b"stranger")[0]
     results = sockets.push(f"ipc://{run_dir}/results")
     inbox = sockets.push(f"ipc://{inboxes[0]}")
     async with AsyncOmniClient(echo.endpoint) as good:
@@ -313,7 +313,7 @@ async def test_garbage_on_every_socket_is_counted_and_harms_nobody(echo: EchoLau
 
 
 def test_a_client_that_does_not_read_for_a_while_gets_everything(echo: EchoLauncher, sockets: Sockets) -> None:
-    slow = sockets.dealer(echo.endpoint, b"slow")
+    slow = sockets.dealer(echo.endpoint, b"slow")[0]
     requests, length = 20, 250
     for number in range(requests):
         try_send(slow, submit_frames(f"slow {number}", "x" * length))
@@ -328,7 +328,7 @@ def test_a_client_that_does_not_read_for_a_while_gets_everything(echo: EchoLaunc
 
 
 def test_a_client_that_vanishes_takes_its_requests_along(echo: EchoLauncher, sockets: Sockets) -> None:
-    dealer = sockets.dealer(echo.endpoint, b"vanishing")
+    dealer = sockets.dealer(echo.endpoint, b"vanishing")[0]
     try_send(dealer, submit_frames("vanishing", "x" * 150, deadline=time.time() + 600))
     until(lambda: echo.describe().in_flight == 1, 5, "admitted")
     lost = echo.describe().counts.get("dropped_client_lost", 0)
@@ -343,7 +343,7 @@ async def test_a_client_whose_request_was_lost_is_told(
     """As after a restart of the coordinator: the request is unknown there, the stream must not wait for ever."""
     monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
     async with AsyncOmniClient(echo.endpoint) as client:
-        monkeypatch.setattr(client, "_socket", sockets.dealer(echo.endpoint.replace("client", "nobody"), b"x"))
+        monkeypatch.setattr(client, "_socket", sockets.dealer(echo.endpoint.replace("client", "nobody"), b"x")[0])
         real = client._reader._socket
         stream = await client.submit("x", modalities=["text"])
         monkeypatch.setattr(client, "_socket", real)
@@ -370,8 +370,8 @@ async def test_pickled_frames_are_garbage_on_every_socket(echo: EchoLauncher, so
     assert len(inboxes) == 4
     targets = [(sockets.push(f"ipc://{inbox}"), "chunk") for inbox in inboxes]
     targets.append((sockets.push(f"ipc://{run_dir}/results"), "audio"))
-    targets.append((sockets.dealer(f"ipc://{run_dir}/control", b"evil"), "heartbeat"))
-    targets.append((sockets.dealer(echo.endpoint, b"evil"), "submit"))
+    targets.append((sockets.dealer(f"ipc://{run_dir}/control", b"evil")[0], "heartbeat"))
+    targets.append((sockets.dealer(echo.endpoint, b"evil")[0], "submit"))
     before = sum(sum_of_rejected(echo).values())
     sent = 0
     for socket, kind in targets:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from omni_actors.transport import link as link_module
 from omni_actors.transport.credit import ReceivedCredit, Window, wire_size
 from omni_actors.transport.link import STALL_SECONDS, Link
-from omni_actors.transport.sockets import Sockets, drain
+from omni_actors.transport.sockets import Socket, Sockets, drain
 from tests.support.clock import Clock
 from tests.support.waiting import until
 
@@ -23,7 +24,7 @@ def sockets() -> Iterator[Sockets]:
 
 def test_window_in_messages_and_bytes() -> None:
     window = Window(2, 100)
-    assert window.admits(1000), "one alone may always go"
+    assert window.admits(1000), "when nothing else is out, any size may go"
     window.sent(60)
     assert window.admits(40)
     assert not window.admits(41)
@@ -33,19 +34,20 @@ def test_window_in_messages_and_bytes() -> None:
     window.granted(1, 60)
     assert window.admits(90)
     window.granted(50, 5000)
-    assert (window.messages_out, window.bytes_out) == (0, 0), "nobody can owe more than was sent"
+    assert window.messages_out == 0, "credit for more than was sent is ignored"
+    assert window.bytes_out == 0
 
 
-def test_tally_grants_by_the_quarter_and_the_rest_on_the_tick() -> None:
-    tally: ReceivedCredit[str] = ReceivedCredit(8, 400)
-    assert not tally.take("a", 1)
-    assert not tally.take("b", 99)
-    assert tally.collect(everything=False) == []
-    assert tally.take("a", 1), "the second of eight"
-    assert tally.collect(everything=False) == [("a", 2, 2)]
-    assert tally.take("b", 1), "100 of 400 bytes"
-    assert tally.collect(everything=True) == [("b", 2, 100)]
-    assert tally.collect(everything=True) == []
+def test_received_credit_is_granted_by_the_quarter_and_the_rest_on_the_tick() -> None:
+    received: ReceivedCredit[str] = ReceivedCredit(8, 400)
+    assert not received.take("a", 1)
+    assert not received.take("b", 99)
+    assert received.collect(everything=False) == []
+    assert received.take("a", 1), "the second of eight"
+    assert received.collect(everything=False) == [("a", 2, 2)]
+    assert received.take("b", 1), "100 of 400 bytes"
+    assert received.collect(everything=True) == [("b", 2, 100)]
+    assert received.collect(everything=True) == []
 
 
 def test_wire_size_counts_every_frame() -> None:
@@ -79,13 +81,15 @@ def test_link_keeps_what_has_no_credit_and_sends_it_when_credit_comes(sockets: S
     link.granted(3, 3)
     until(lambda: received(8))
     assert got[6:] == [b"5", b"7"]
-    assert (link.backlog, link.backlog_bytes, link.congested) == (0, 0, False)
+    assert link.backlog == 0
+    assert link.backlog_bytes == 0
+    assert not link.congested
     link.granted(2, 2)
     assert link.settled
 
 
 def test_an_urgent_message_leaves_at_once_whatever_waits_for_credit(sockets: Sockets, short_path: Path) -> None:
-    """Nobody flushes and nobody grants here: an abort behind a backlog would come when it is of no use any more."""
+    """No one flushes or grants here: an abort behind a backlog would arrive too late to be of use."""
     pull, endpoint = sockets.pull(f"ipc://{short_path}/p")
     link = Link(sockets.push(endpoint), Clock(), window=Window(1, 1000))
     got: list[bytes] = []
@@ -107,11 +111,16 @@ def test_an_urgent_message_leaves_at_once_whatever_waits_for_credit(sockets: Soc
 def test_an_urgent_message_that_the_socket_takes_shows_that_it_takes_others(
     sockets: Sockets, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The socket's descriptor does not signal twice, so who notices first sends what was refused before."""
-    link = Link(sockets.push(f"ipc://{short_path}/nobody"), Clock())
+    """The socket's descriptor does not signal twice, so the first to notice sends what was refused before."""
+    link = Link(sockets.push(f"ipc://{short_path}/absent"), Clock())
     link.send("r", [b"refused"])
     sent: list[bytes] = []
-    monkeypatch.setattr(link, "_try", lambda frames, size: sent.append(frames[0]) or True)
+
+    def take(socket: Socket, frames: Sequence[bytes], copy: bool) -> bool:
+        sent.append(frames[0])
+        return True
+
+    monkeypatch.setattr(link_module, "try_send", take)
     link.send_urgent("", [b"urgent"])
     assert sent == [b"urgent", b"refused"]
 

@@ -1,18 +1,18 @@
-"""Keys: their files, who is let in at which socket, and what those hear who are not. Real sockets, one process."""
+"""Keys: their files, which key opens which socket, and what a refused peer is told. Real sockets, one process."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import socket as sockets_of_python
-import threading
+import socket as plain_sockets
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from zmq.utils import z85
 
 from omni_actors.addresses import is_loopback, stays_on_host, tcp_host
 from omni_actors.cli.keys import main
@@ -24,29 +24,25 @@ from omni_actors.protocol.header import Limits, ReplicaId
 from omni_actors.stage.events import Stop
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
-from omni_actors.transport import curve as keys_module
 from omni_actors.transport import handshake_monitor as handshake_module
+from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.arena import ArenaReader
-from omni_actors.transport.curve import (
+from omni_actors.transport.curve import Keys, load_keys, make_client, make_cluster
+from omni_actors.transport.handshake_monitor import HANG_UP_SECONDS, HandshakeMonitor, Verdict
+from omni_actors.transport.sockets import Socket, Sockets, drain, receive_with_key, try_send
+from omni_actors.transport.zap import (
     EVERYONE,
     LOCAL,
     MEMBERS,
     REVOKED_SECONDS,
-    ZAP_ENDPOINT,
     AllowList,
     KeyOwner,
     KeyOwners,
-    Keys,
     ZapAuthenticator,
-    load_keys,
-    make_client,
-    make_cluster,
 )
-from omni_actors.transport.handshake_monitor import HANG_UP_SECONDS, Handshake, Verdict
-from omni_actors.transport.sockets import Sockets, drain, receive_known, try_send
 from tests.support.waiting import until
 
-REFUSED_SECONDS = 5.0  # within which one is told
+REFUSED_SECONDS = 5.0  # within which a peer knows that it was refused
 TCP = "tcp://127.0.0.1:0"
 
 
@@ -68,7 +64,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real time is what tests/nodes waits for, and `test_one_hang_up...` judges."""
+    """Shorten a wait of two seconds. Its real length is tested by `test_one_hang_up...` and by tests/nodes."""
     monkeypatch.setattr(handshake_module, "HANG_UP_SECONDS", 0.4)
 
 
@@ -80,8 +76,8 @@ def contexts() -> Iterator[list[Sockets]]:
         sockets.context.destroy(linger=0)
 
 
-class Door:
-    """A bound ROUTER and a bound PULL, as the coordinator has."""
+class Coordinator:
+    """The bound sockets of a coordinator: for clients, for the stages' control, and for results."""
 
     def __init__(self, contexts: list[Sockets], keys: Path | None) -> None:
         self.sockets = Sockets(keys=load_keys(keys))
@@ -91,27 +87,28 @@ class Door:
         self.results, self.results_endpoint = self.sockets.pull(TCP)
 
 
-def knock(contexts: list[Sockets], keys: Path | None, endpoint: str, socket: zmq.Socket) -> OmniError | None:
-    """Connect and send: what comes of it, `None` if the message arrives."""
+def refusal_of(contexts: list[Sockets], keys: Path | None, endpoint: str, socket: zmq.Socket) -> OmniError | None:
+    """Connect to `socket` at `endpoint` and send: `None` if the message arrives, else the reason of the refusal."""
     sockets = Sockets(keys=load_keys(keys))
     contexts.append(sockets)
     if socket.type == zmq.PULL:
-        mine = sockets._socket(zmq.PUSH, 0)
-        handshake = Handshake(mine, endpoint, sockets.keys)
-        sockets._connect(mine, endpoint)
+        mine = sockets.context.socket(zmq.PUSH)
+        handshake = HandshakeMonitor(mine, endpoint, sockets.keys)
+        sockets.connect(mine, endpoint)
     else:
-        mine, handshake = sockets.watched_dealer(endpoint, os.urandom(16))
+        mine, handshake = sockets.dealer(endpoint, os.urandom(16))
+    sent = False
+
+    def outcome() -> tuple[OmniError | None] | None:
+        nonlocal sent
+        sent = sent or try_send(mine, [b"hello"])
+        if drain(socket):
+            return (None,)
+        refusal = handshake.take()
+        return (refusal,) if refusal is not None else None
+
     try:
-        deadline = time.monotonic() + REFUSED_SECONDS
-        sent = False
-        while time.monotonic() < deadline:
-            sent = sent or try_send(mine, [b"hello"])
-            if drain(socket):
-                return None
-            if (refusal := handshake.take()) is not None:
-                return refusal
-            time.sleep(0.01)
-        raise AssertionError("neither let in nor told why not")
+        return until(outcome, REFUSED_SECONDS, "a message or a refusal")[0]
     finally:
         handshake.close()
         mine.close(linger=0)
@@ -138,7 +135,7 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture) -> 
 
 @pytest.mark.parametrize("name", ["", "../x", "Alice", "a/b", ".x", "x" * 65, "cluster"])
 def test_names_of_clients_are_plain(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="no name"):
+    with pytest.raises(ConfigError, match="not a valid name"):
         make_client(folder, name)
 
 
@@ -202,7 +199,7 @@ def test_broken_folders_are_named_without_their_content(tmp_path: Path, folder: 
         load_keys(tmp_path / "k")
     for broken in ("", short, good.replace('public-key = "', 'public-key = "é')):
         secret.write_text(broken)
-        with pytest.raises(ConfigError, match="holds no key") as caught:
+        with pytest.raises(ConfigError, match="holds no valid key") as caught:
             load_keys(tmp_path / "k")
         assert "tooshort" not in str(caught.value)
     secret.unlink()
@@ -216,19 +213,22 @@ def test_secrets_are_not_shown(folder: Path) -> None:
     assert keys.secret.decode() not in f"{keys!r} {keys}"
 
 
-# -- who is let in ----------------------------------------------------------------------------------------------------
+# -- who may connect --------------------------------------------------------------------------------------------------
 
 
-def test_the_right_keys_open_the_right_doors(folder: Path, contexts: list[Sockets]) -> None:
-    door = Door(contexts, folder)
+def test_each_key_opens_its_own_endpoints(folder: Path, contexts: list[Sockets]) -> None:
+    coordinator = Coordinator(contexts, folder)
     alice = folder / "clients" / "alice"
-    assert knock(contexts, folder, door.control_endpoint, door.control) is None
-    assert knock(contexts, folder, door.results_endpoint, door.results) is None
-    assert knock(contexts, folder, door.client_endpoint, door.clients) is None
-    assert knock(contexts, alice, door.client_endpoint, door.clients) is None
+    assert refusal_of(contexts, folder, coordinator.control_endpoint, coordinator.control) is None
+    assert refusal_of(contexts, folder, coordinator.results_endpoint, coordinator.results) is None
+    assert refusal_of(contexts, folder, coordinator.client_endpoint, coordinator.clients) is None
+    assert refusal_of(contexts, alice, coordinator.client_endpoint, coordinator.clients) is None
     # A client is no stage: it can neither report results nor control.
-    for endpoint, socket in ((door.control_endpoint, door.control), (door.results_endpoint, door.results)):
-        refusal = knock(contexts, alice, endpoint, socket)
+    for endpoint, socket in (
+        (coordinator.control_endpoint, coordinator.control),
+        (coordinator.results_endpoint, coordinator.results),
+    ):
+        refusal = refusal_of(contexts, alice, endpoint, socket)
         assert isinstance(refusal, Unauthorized)
         assert "does not allow this key" in str(refusal)
 
@@ -236,17 +236,18 @@ def test_the_right_keys_open_the_right_doors(folder: Path, contexts: list[Socket
 def test_messages_come_with_the_key_of_their_connection(
     folder: Path, short_path: Path, contexts: list[Sockets]
 ) -> None:
-    """Whatever the peer calls itself; and without a key over a socket file."""
-    door = Door(contexts, folder)
-    local = door.sockets.bind(door.clients, f"ipc://{short_path}/s")
+    """Whatever the peer calls itself. A connection over a socket file has no key."""
+    coordinator = Coordinator(contexts, folder)
+    local = coordinator.sockets.bind(coordinator.clients, f"ipc://{short_path}/s")
     alice = folder / "clients" / "alice"
-    for keys, endpoint in ((alice, door.client_endpoint), (folder, door.client_endpoint), (None, local)):
+    for keys, endpoint in ((alice, coordinator.client_endpoint), (folder, coordinator.client_endpoint), (None, local)):
         contexts.append(Sockets(keys=load_keys(keys)))
-        mine = contexts[-1].dealer(endpoint, b"cluster")
+        mine, handshake = contexts[-1].dealer(endpoint, b"cluster")
         until(lambda mine=mine: try_send(mine, [b"one", b"two"]))
-        until(lambda: door.clients.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        until(lambda: coordinator.clients.getsockopt(zmq.EVENTS) & zmq.POLLIN)
         given = load_keys(keys)
-        assert receive_known(door.clients) == [given.public if given else b"", b"cluster", b"one", b"two"]
+        assert receive_with_key(coordinator.clients) == [given.public if given else b"", b"cluster", b"one", b"two"]
+        handshake.close()
         mine.close(linger=0)
 
 
@@ -281,29 +282,32 @@ def test_who_may_operate(tmp_path: Path) -> None:
 
 
 def test_the_files_are_read_once_a_second_for_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much a client sends that is locked out."""
+    """However much a locked-out client sends."""
     reads: list[int] = []
-    everybody = AllowList.owners
-    monkeypatch.setattr(keys_module.AllowList, "owners", lambda self: (reads.append(1), everybody(self))[1])
+    owners_of_all = AllowList.owners
+
+    def counted(allowed: AllowList) -> dict[bytes, KeyOwner]:
+        reads.append(1)
+        return owners_of_all(allowed)
+
+    monkeypatch.setattr(AllowList, "owners", counted)
     owners = KeyOwners(load_keys(folder), lambda: 0.0)
     assert {owners.of(b"x" * 40) for _ in range(100)} == {None}
     assert len(reads) == 1
 
 
 def test_what_is_readable_can_be_read(folder: Path, contexts: list[Sockets]) -> None:
-    """libzmq hands on who has come in as if it were a message, and takes it back when that is to be received.
+    """A user id in the authenticator's answer would look like a message that cannot be received.
 
-    It shows while the first message of a connection has not come completely.
+    libzmq would show it while the first message of a connection has not arrived completely.
     """
-    door = Door(contexts, folder)
+    coordinator = Coordinator(contexts, folder)
     contexts.append(Sockets(keys=load_keys(folder)))
-    mine = contexts[-1].push(door.results_endpoint)
+    mine = contexts[-1].push(coordinator.results_endpoint)
     message = [b"first", bytes(16 << 20)]
     until(lambda: try_send(mine, message))
-    deadline = time.monotonic() + 10
-    while not door.results.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-        assert time.monotonic() < deadline
-    assert door.results.recv_multipart(zmq.NOBLOCK) == message
+    until(lambda: coordinator.results.getsockopt(zmq.EVENTS) & zmq.POLLIN, 10, "a readable socket")
+    assert coordinator.results.recv_multipart(zmq.NOBLOCK) == message
     mine.close(linger=0)
 
 
@@ -313,33 +317,33 @@ def test_deleting_a_file_locks_a_client_out(
     logging.getLogger("omni_actors").propagate = True
     make_cluster(tmp_path / "k")
     handed = make_client(tmp_path / "k", "alice")
-    door = Door(contexts, tmp_path / "k")
-    assert knock(contexts, handed, door.client_endpoint, door.clients) is None
+    coordinator = Coordinator(contexts, tmp_path / "k")
+    assert refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients) is None
     (tmp_path / "k" / "allowed" / "alice.key").unlink()
     with caplog.at_level(logging.WARNING):
-        assert isinstance(knock(contexts, handed, door.client_endpoint, door.clients), Unauthorized)
+        assert isinstance(refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients), Unauthorized)
     assert "refused a peer at 127.0.0.1" in caplog.text
     bob = make_client(tmp_path / "k", "bob")  # and a new one needs no restart
-    assert knock(contexts, bob, door.client_endpoint, door.clients) is None
+    assert refusal_of(contexts, bob, coordinator.client_endpoint, coordinator.clients) is None
 
 
 def test_a_broken_file_locks_out_one(tmp_path: Path, contexts: list[Sockets]) -> None:
     make_cluster(tmp_path / "k")
     handed = make_client(tmp_path / "k", "bob")
     (tmp_path / "k" / "allowed" / "aaa.key").write_bytes(b"\xff\x00 public-key = nonsense")
-    door = Door(contexts, tmp_path / "k")
-    assert knock(contexts, handed, door.client_endpoint, door.clients) is None
+    coordinator = Coordinator(contexts, tmp_path / "k")
+    assert refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients) is None
 
 
-def test_wrong_keys_are_told_so(folder: Path, other: Path, contexts: list[Sockets]) -> None:
-    """Another pipeline's member and client (they cannot even say who they are), nobody's keys, and no keys."""
-    door = Door(contexts, folder)
+def test_wrong_keys_are_refused_with_the_reason(folder: Path, other: Path, contexts: list[Sockets]) -> None:
+    """Another pipeline's member and client, whose handshake cannot even be read, and a peer without keys."""
+    coordinator = Coordinator(contexts, folder)
     for keys in (other, other / "clients" / "carol"):
-        refusal = knock(contexts, keys, door.client_endpoint, door.clients)
+        refusal = refusal_of(contexts, keys, coordinator.client_endpoint, coordinator.clients)
         assert isinstance(refusal, Unauthorized)
         assert "hangs up" in str(refusal)
         assert str(keys) in str(refusal)
-    refusal = knock(contexts, None, door.control_endpoint, door.control)
+    refusal = refusal_of(contexts, None, coordinator.control_endpoint, coordinator.control)
     assert isinstance(refusal, Unauthorized)
     assert "asks for keys" in str(refusal)
 
@@ -347,71 +351,73 @@ def test_wrong_keys_are_told_so(folder: Path, other: Path, contexts: list[Socket
 def test_an_unknown_key_that_knows_the_pipeline(
     tmp_path: Path, folder: Path, other: Path, contexts: list[Sockets]
 ) -> None:
-    """The pipeline's public key is no secret; who has it and a pair of his own still stays out."""
-    door = Door(contexts, folder)
+    """The pipeline's public key is no secret: knowing it and having any pair is not enough."""
+    coordinator = Coordinator(contexts, folder)
     forged = tmp_path / "forged"
     make_cluster(forged)
     handed = make_client(forged, "mallory")
     (handed / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
-    refusal = knock(contexts, handed, door.client_endpoint, door.clients)
+    refusal = refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients)
     assert isinstance(refusal, Unauthorized)
     assert "does not allow this key" in str(refusal)
 
 
 def test_keys_towards_a_pipeline_without(folder: Path, contexts: list[Sockets]) -> None:
-    door = Door(contexts, None)
-    refusal = knock(contexts, folder, door.control_endpoint, door.control)
+    coordinator = Coordinator(contexts, None)
+    refusal = refusal_of(contexts, folder, coordinator.control_endpoint, coordinator.control)
     assert isinstance(refusal, Unauthorized)
-    assert str(folder) in str(refusal) or "has no keys" in str(refusal)  # which may be lost
-    assert knock(contexts, None, door.control_endpoint, door.control) is None
+    assert str(folder) in str(refusal) or "has no keys" in str(
+        refusal
+    )  # the peer's reason may be lost with the connection
+    assert refusal_of(contexts, None, coordinator.control_endpoint, coordinator.control) is None
 
 
-def test_without_a_doorkeeper_nobody_comes_in(
+def test_without_an_authenticator_every_peer_is_refused(
     folder: Path, contexts: list[Sockets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """libzmq's default would let everybody in."""
-    left = threading.Event()
+    """libzmq's default would accept everyone."""
 
-    def leave(doorkeeper: ZapAuthenticator) -> None:
-        doorkeeper._socket.unbind(ZAP_ENDPOINT)  # at once; `close` alone leaves it to a thread of libzmq
-        doorkeeper._socket.close()
-        left.set()
+    class Absent:
+        def __init__(self, *_: object) -> None:
+            """Bind nothing, so that libzmq's questions find no answer."""
 
-    monkeypatch.setattr(ZapAuthenticator, "run", leave)
-    door = Door(contexts, folder)
-    assert left.wait(5)
-    refusal = knock(contexts, folder, door.control_endpoint, door.control)
+        def start(self) -> None:
+            """Start nothing."""
+
+    monkeypatch.setattr(sockets_module, "ZapAuthenticator", Absent)
+    coordinator = Coordinator(contexts, folder)
+    refusal = refusal_of(contexts, folder, coordinator.control_endpoint, coordinator.control)
     assert isinstance(refusal, Unauthorized)
     assert "hangs up" in str(refusal)
 
 
 def test_one_socket_with_both_kinds_of_endpoint(folder: Path, short_path: Path, contexts: list[Sockets]) -> None:
-    door = Door(contexts, folder)
-    local = door.sockets.bind(door.control, f"ipc://{short_path}/s")
-    assert knock(contexts, None, local, door.control) is None
-    assert knock(contexts, folder, local, door.control) is None
-    again = door.sockets.bind(door.control, TCP)
-    assert isinstance(knock(contexts, None, again, door.control), Unauthorized)
-    assert knock(contexts, folder, again, door.control) is None
+    coordinator = Coordinator(contexts, folder)
+    local = coordinator.sockets.bind(coordinator.control, f"ipc://{short_path}/s")
+    assert refusal_of(contexts, None, local, coordinator.control) is None
+    assert refusal_of(contexts, folder, local, coordinator.control) is None
+    again = coordinator.sockets.bind(coordinator.control, TCP)
+    assert isinstance(refusal_of(contexts, None, again, coordinator.control), Unauthorized)
+    assert refusal_of(contexts, folder, again, coordinator.control) is None
 
 
-def test_what_is_sent_cannot_be_read_on_the_way(folder: Path, contexts: list[Sockets]) -> None:
-    """A wiretap between the two sees the message without keys, and does not with them."""
+def test_a_wiretap_cannot_read_what_is_encrypted(folder: Path, contexts: list[Sockets]) -> None:
+    """It sees the message of a pipeline without keys."""
     for keys, readable in ((None, True), (folder, False)):
-        door = Door(contexts, keys)
+        coordinator = Coordinator(contexts, keys)
         heard = bytearray()
-        port = int(door.control_endpoint.rpartition(":")[2])
-        with sockets_of_python.create_server(("127.0.0.1", 0)) as tap:
+        port = int(coordinator.control_endpoint.rpartition(":")[2])
+        with plain_sockets.create_server(("127.0.0.1", 0)) as tap:
             sockets = Sockets(keys=load_keys(keys))
             contexts.append(sockets)
-            mine = sockets.dealer(f"tcp://127.0.0.1:{tap.getsockname()[1]}", b"me")
+            mine, handshake = sockets.dealer(f"tcp://127.0.0.1:{tap.getsockname()[1]}", b"me")
             near, _ = tap.accept()
-            far = sockets_of_python.create_connection(("127.0.0.1", port))
+            far = plain_sockets.create_connection(("127.0.0.1", port))
             for end in (near, far):
                 end.setblocking(False)
             mine.send(b"plain words")
             deadline = time.monotonic() + 5
-            while not (arrived := drain(door.control)) and time.monotonic() < deadline:
+            while not (arrived := drain(coordinator.control)) and time.monotonic() < deadline:
                 for source, target in ((near, far), (far, near)):
                     try:
                         data = source.recv(65536)
@@ -421,6 +427,7 @@ def test_what_is_sent_cannot_be_read_on_the_way(folder: Path, contexts: list[Soc
                     target.sendall(data)
             near.close()
             far.close()
+            handshake.close()
             mine.close(linger=0)
         assert arrived == [[b"me", b"plain words"]]
         assert (b"plain words" in heard) is readable
@@ -430,31 +437,31 @@ def test_what_is_sent_cannot_be_read_on_the_way(folder: Path, contexts: list[Soc
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://10.1.2.3:0"])
-def test_off_this_host_nothing_is_bound_without_keys(contexts: list[Sockets], endpoint: str) -> None:
+def test_without_keys_only_loopback_is_bound(contexts: list[Sockets], endpoint: str) -> None:
     contexts.append(Sockets())
     for bind in (contexts[0].pull, contexts[0].router):
         with pytest.raises(ConfigError, match=r"omni-actors keys DIR"):
             bind(endpoint)
 
 
-def test_nor_sent(contexts: list[Sockets]) -> None:
+def test_without_keys_nothing_is_sent_to_other_hosts(contexts: list[Sockets]) -> None:
     contexts.append(Sockets())
-    with pytest.raises(ConfigError, match="no keys"):
+    with pytest.raises(ConfigError, match="require keys"):
         contexts[0].push("tcp://node1:5555")
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "tcp://127.3.2.1:0", "tcp://[::1]:0"])
-def test_loopback_needs_none(contexts: list[Sockets], endpoint: str) -> None:
+def test_loopback_needs_no_keys(contexts: list[Sockets], endpoint: str) -> None:
     contexts.append(Sockets())
     socket, reached = contexts[0].pull(endpoint)
-    assert knock(contexts, None, reached, socket) is None
+    assert refusal_of(contexts, None, reached, socket) is None
 
 
 def test_with_keys_all_addresses_may_be_bound(folder: Path, contexts: list[Sockets]) -> None:
     contexts.append(Sockets(keys=load_keys(folder)))
     socket, reached = contexts[0].pull("tcp://0.0.0.0:0")
     port = reached.rpartition(":")[2]
-    assert knock(contexts, folder, f"tcp://127.0.0.1:{port}", socket) is None
+    assert refusal_of(contexts, folder, f"tcp://127.0.0.1:{port}", socket) is None
 
 
 def test_a_client_binds_nothing(folder: Path, contexts: list[Sockets]) -> None:
@@ -468,19 +475,19 @@ def test_a_client_binds_nothing(folder: Path, contexts: list[Sockets]) -> None:
 )
 def test_other_schemes_are_refused(contexts: list[Sockets], endpoint: str) -> None:
     contexts.append(Sockets())
-    with pytest.raises(InvalidRequest, match="no endpoint"):
+    with pytest.raises(InvalidRequest, match="is not an endpoint"):
         contexts[0].push(endpoint)
 
 
-def test_addresses() -> None:
-    assert [is_loopback(host) for host in ("localhost", "127.9.9.9", "::1", "10.0.0.1", "example.com", "")] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("localhost", True), ("127.9.9.9", True), ("::1", True), ("10.0.0.1", False), ("example.com", False), ("", False)],
+)
+def test_loopback_hosts(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+def test_hosts_of_endpoints() -> None:
     assert tcp_host("tcp://[fe80::1]:5") == "fe80::1"
     assert tcp_host("tcp://127.0.0.1@evil:5") == "127.0.0.1@evil"
     assert not stays_on_host("tcp://127.0.0.1@evil:5")
@@ -492,7 +499,7 @@ def test_addresses() -> None:
 
 
 def revoked_client(tmp_path: Path, folder: Path) -> Path:
-    """Keys of a client that knows the pipeline of `folder` and is not among those that it allows."""
+    """Keys of a client that knows the pipeline of `folder` but is not allowed there."""
     make_cluster(tmp_path / "x")
     given = make_client(tmp_path / "x", "dave")
     (given / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
@@ -500,13 +507,13 @@ def revoked_client(tmp_path: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("keys", ["none", "other", "revoked"])
-async def test_a_client_is_told_at_once_and_for_every_wait(
+async def test_a_refused_client_knows_why_at_once_in_every_wait(
     tmp_path: Path, folder: Path, other: Path, contexts: list[Sockets], keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "PING_SECONDS", 60.0)  # which would find it out, too, but later
-    door = Door(contexts, folder)
+    monkeypatch.setattr(client_module, "PING_SECONDS", 60.0)  # a ping would find out too, but later
+    coordinator = Coordinator(contexts, folder)
     given = {"none": None, "other": other / "clients" / "carol", "revoked": revoked_client(tmp_path, folder)}[keys]
-    async with AsyncOmniClient(door.client_endpoint, keys=given) as client:
+    async with AsyncOmniClient(coordinator.client_endpoint, keys=given) as client:
         began = time.monotonic()
         answer = client.generate("hello", modalities=["text"])
         outcomes = await asyncio.gather(client.describe(), answer, return_exceptions=True)
@@ -516,38 +523,47 @@ async def test_a_client_is_told_at_once_and_for_every_wait(
             await client.submit("again", modalities=["text"])
 
 
-async def test_a_client_that_was_refused_before_it_asks_is_told_why(
+async def test_a_client_that_was_refused_before_it_sends_knows_why(
     tmp_path: Path, folder: Path, contexts: list[Sockets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has not read so yet, for its loop had no turn since; while zmq ends the connection it takes nothing."""
-    door = Door(contexts, folder)
-    async with AsyncOmniClient(door.client_endpoint, keys=revoked_client(tmp_path, folder)) as client:
-        until(lambda: client._handshake.socket.poll(0))  # without a turn of the loop, which would read it
+    """Its event loop has not read the refusal yet, and zmq takes no message while it ends the connection."""
+    coordinator = Coordinator(contexts, folder)
+    monitors: list[HandshakeMonitor] = []
+    make_dealer = Sockets.dealer
+
+    def recorded(sockets: Sockets, endpoint: str, identity: bytes) -> tuple[Socket, HandshakeMonitor]:
+        socket, monitor = make_dealer(sockets, endpoint, identity)
+        monitors.append(monitor)
+        return socket, monitor
+
+    monkeypatch.setattr(Sockets, "dealer", recorded)
+    async with AsyncOmniClient(coordinator.client_endpoint, keys=revoked_client(tmp_path, folder)) as client:
+        until(lambda: monitors[0].socket.poll(0))  # blocks the event loop, which would read the refusal
         monkeypatch.setattr(client_module, "try_send", lambda *_: False)
         with pytest.raises(Unauthorized):
             await client.submit("hello", modalities=["text"])
 
 
-async def test_a_client_that_is_let_in_waits_for_answers(folder: Path, contexts: list[Sockets]) -> None:
-    door = Door(contexts, folder)
-    async with AsyncOmniClient(door.client_endpoint, keys=folder / "clients" / "alice") as client:
-        with pytest.raises(RequestTimeout):  # nobody reads at the door
+async def test_an_accepted_client_waits_for_answers(folder: Path, contexts: list[Sockets]) -> None:
+    coordinator = Coordinator(contexts, folder)
+    async with AsyncOmniClient(coordinator.client_endpoint, keys=folder / "clients" / "alice") as client:
+        with pytest.raises(RequestTimeout):  # no one reads the coordinator's socket
             await client.describe(timeout=0.5)
-    assert drain(door.clients)
+    assert drain(coordinator.clients)
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_stage_with_wrong_keys_ends_its_start(folder: Path, other: Path, contexts: list[Sockets]) -> None:
-    door = Door(contexts, folder)
+    coordinator = Coordinator(contexts, folder)
     for keys, said in ((other, "hangs up"), (None, "asks for keys")):
         contexts.append(Sockets(keys=load_keys(keys)))
         inbox = Inbox()
         inbound = Inbound(
             contexts[-1],
             ReplicaId("talker", 0, 1),
-            door.control_endpoint,
+            coordinator.control_endpoint,
             TCP,
             lambda inbox: Hello(1, "p", "c", 1, inbox),
             inbox,
@@ -565,7 +581,7 @@ def test_a_stage_with_wrong_keys_ends_its_start(folder: Path, other: Path, conte
         assert said in stop.reason
         inbound.finish()
         inbound.join(5)
-    assert not drain(door.control)
+    assert not drain(coordinator.control)
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------
@@ -603,28 +619,27 @@ def test_many_are_a_refusal_until_it_comes_up() -> None:
     assert refused.refusal is None
 
 
-def test_only_a_connection_that_was_up_is_lost() -> None:
+def test_only_an_established_connection_can_be_lost() -> None:
     gone = zmq.EVENT_DISCONNECTED
-    assert not verdict((0.0, HUNG_UP), (0.0, gone)).departed
-    assert verdict((0.0, CAME_UP), (1.0, gone)).departed
-    assert verdict((0.0, CAME_UP), (1.0, gone), (2.0, CAME_UP)).departed  # until somebody has read it
+    assert not verdict((0.0, HUNG_UP), (0.0, gone)).disconnected
+    assert verdict((0.0, CAME_UP), (1.0, gone)).disconnected
+    assert verdict((0.0, CAME_UP), (1.0, gone), (2.0, CAME_UP)).disconnected  # until it is read
 
 
-def test_domains_are_what_the_doorkeeper_is_asked(folder: Path, contexts: list[Sockets]) -> None:
-    """Malformed questions are answered with no."""
+def test_the_authenticator_refuses_malformed_questions(folder: Path, contexts: list[Sockets]) -> None:
     keys = load_keys(folder)
     assert keys is not None
     contexts.append(Sockets(keys=keys))
-    keeper = ZapAuthenticator(contexts[0].context, keys)
-    key = zmq.utils.z85.decode(keys.cluster)
+    authenticator = ZapAuthenticator(contexts[0].context, keys)
+    key = z85.decode(keys.cluster)
     good = [b"1.0", b"7", MEMBERS.encode(), b"1.2.3.4", b"", b"CURVE", key]
-    assert keeper._answer(good)[1:] == [b"7", b"200", b"OK", b"", b"\x08Omni-Key\x00\x00\x00\x28" + keys.cluster]
+    assert authenticator.answer(good)[1:] == [b"7", b"200", b"OK", b"", b"\x08Omni-Key\x00\x00\x00\x28" + keys.cluster]
     for position, value in ((0, b"2.0"), (5, b"NULL"), (6, b"short"), (6, bytes(32))):
-        assert keeper._answer([*good[:position], value, *good[position + 1 :]])[2] == b"400"
-    # What comes over a socket file needs no keys, and nothing else may say that it comes that way.
+        assert authenticator.answer([*good[:position], value, *good[position + 1 :]])[2] == b"400"
+    # A connection over a socket file needs no keys, and no other connection may claim to be one.
     local = [b"1.0", b"7", LOCAL.encode(), b"", b"", b"NULL"]
-    assert keeper._answer(local)[2] == b"200"
-    assert keeper._answer([*local[:2], EVERYONE.encode(), *local[3:]])[2] == b"400"
+    assert authenticator.answer(local)[2] == b"200"
+    assert authenticator.answer([*local[:2], EVERYONE.encode(), *local[3:]])[2] == b"400"
     for frames in ([], [b"1.0"], good[:6], [*good, b""]):
-        assert keeper._answer(frames)[2] == b"400"
-    keeper.start()
+        assert authenticator.answer(frames)[2] == b"400"
+    authenticator.start()

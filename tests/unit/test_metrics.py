@@ -190,7 +190,7 @@ def test_edges_that_are_gone_keep_their_counts_only() -> None:
     traffic = Traffic()
     traffic.messages, traffic.bytes, traffic.shared_bytes = 3, 300, 4000
     meters = Meters()
-    edge_metrics(meters, "a/0", {"b/0": traffic.figures()._replace(open=True, messages_out=1, credit=9, waiting=2)})
+    edge_metrics(meters, "a/0", {"b/0": traffic.metrics()._replace(open=True, messages_out=1, credit=9, waiting=2)})
     assert meters.values[(table.EDGE_CREDIT.name, ("a/0", "b/0"))] == 9
     edge_metrics(meters, "a/0", {"b/0": EdgeMetrics(4, 400, 4000)})
     assert meters.values == {

@@ -1,4 +1,4 @@
-"""Run directory, links, sockets, wake-ups: real sockets inside one process."""
+"""Run directory, sockets, links, readers and wakeups: real sockets in one process."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_given_folder_is_swept_locked_and_kept(short_path: Path) -> None:
     RunDirectory(str(folder)).close()
 
 
-def test_folder_of_everybody_is_refused_and_left_as_it_is(short_path: Path) -> None:
+def test_a_folder_open_to_others_is_refused_and_left_as_it_is(short_path: Path) -> None:
     folder = short_path / "shared"
     folder.mkdir()
     folder.chmod(0o777)
@@ -111,18 +111,20 @@ def test_path_that_is_no_folder(short_path: Path) -> None:
 
 
 @pytest.mark.parametrize("temporary", [True, False])
-def test_abandoned_folder_is_cleared_but_not_a_living_one(short_path: Path, temporary: bool) -> None:
+def test_an_abandoned_folder_is_cleared_but_not_one_in_use(short_path: Path, temporary: bool) -> None:
     folder = short_path / "run"
-    run = RunDirectory(str(folder))
-    leave_socket(folder / "client")
-    code = (
-        "import sys; from pathlib import Path; from omni_actors.run_directory import clear_abandoned;"
-        f"clear_abandoned(Path({str(folder)!r}), {temporary})"
+    hold = (
+        "import sys, time; from omni_actors.run_directory import RunDirectory;"
+        "run = RunDirectory(sys.argv[1]); print('held', flush=True); time.sleep(60)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert (folder / "client").exists(), "the launcher lives"
-    run._lock.close()  # what a kill does
-    subprocess.run([sys.executable, "-c", code], check=True)
+    with subprocess.Popen([sys.executable, "-c", hold, str(folder)], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"held\n"
+        leave_socket(folder / "client")
+        clear_abandoned(folder, temporary)
+        assert (folder / "client").exists(), "its launcher is running"
+        launcher.kill()
+    clear_abandoned(folder, temporary)
     assert folder.exists() is not temporary
     if not temporary:
         assert [entry.name for entry in folder.iterdir()] == ["logs"]
@@ -134,7 +136,7 @@ def test_abandoned_folder_is_cleared_but_not_a_living_one(short_path: Path, temp
 
 def test_bad_endpoints_are_typed_errors(sockets: Sockets, short_path: Path) -> None:
     for make in (lambda: sockets.push("nonsense"), lambda: sockets.dealer("tcp://nowhere", b"x")):
-        with pytest.raises(InvalidRequest, match="no endpoint"):
+        with pytest.raises(InvalidRequest, match="is not an endpoint"):
             make()
     with pytest.raises(ProtocolError, match="Cannot bind"):
         sockets.pull(f"ipc://{short_path}/missing/inbox")
@@ -146,14 +148,15 @@ def test_port_zero_becomes_a_number(sockets: Sockets) -> None:
     assert not endpoint.endswith(":0")
 
 
-def test_router_says_that_a_peer_is_gone(sockets: Sockets, short_path: Path) -> None:
+def test_router_raises_when_a_peer_is_gone(sockets: Sockets, short_path: Path) -> None:
     router, endpoint = sockets.router(f"ipc://{short_path}/r")
     with pytest.raises(PeerGone):
         try_send(router, [b"alice", b"x"])
-    dealer = sockets.dealer(endpoint, b"alice")
+    dealer, handshake = sockets.dealer(endpoint, b"alice")
     try_send(dealer, [b"hello"])
     until(lambda: drain(router) == [[b"alice", b"hello"]])
     assert try_send(router, [b"alice", b"x"])
+    handshake.close()
     dealer.close()
 
     def gone() -> bool:
@@ -172,13 +175,13 @@ def test_other_send_errors_are_not_swallowed(sockets: Sockets, short_path: Path)
     assert caught.value.errno == errno.ENOTSUP
 
 
-def test_link_keeps_order_while_nobody_listens(sockets: Sockets, short_path: Path) -> None:
+def test_link_keeps_order_until_its_peer_listens(sockets: Sockets, short_path: Path) -> None:
     endpoint = f"ipc://{short_path}/inbox"
     clock = Clock()
     link = Link(sockets.push(endpoint), clock)
     for number in range(50):
         assert link.send(f"r{number % 3}", [b"%d" % number])
-    assert link.backlog == 50, "IMMEDIATE: zmq takes nothing for a peer that is not there"
+    assert link.backlog == 50, "IMMEDIATE: zmq takes nothing for an absent peer"
     clock.now = link_module.STALL_SECONDS
     assert not link.stalled()
     clock.now += 0.1
@@ -196,18 +199,19 @@ def test_link_keeps_order_while_nobody_listens(sockets: Sockets, short_path: Pat
 
     until(all_there)
     assert got == [b"%d" % number for number in range(50)]
-    assert (link.backlog, link.stalled()) == (0, False)
+    assert link.backlog == 0
+    assert not link.stalled()
 
 
 def test_link_that_moves_is_not_stalled(sockets: Sockets, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    link = Link(sockets.push(f"ipc://{short_path}/nobody"), clock)
+    link = Link(sockets.push(f"ipc://{short_path}/absent"), clock)
     for _ in range(3):
         link.send("r", [b"x"])
     for _ in range(2):
         clock.now += link_module.STALL_SECONDS - 1
         answers = iter([True, False])
-        monkeypatch.setattr(link, "_try", lambda frames, size, answers=answers: next(answers))
+        monkeypatch.setattr(link_module, "try_send", lambda *_, copy, answers=answers: next(answers))
         link.flush()
         assert not link.stalled()
     clock.now += link_module.STALL_SECONDS + 1
@@ -215,7 +219,7 @@ def test_link_that_moves_is_not_stalled(sockets: Sockets, short_path: Path, monk
 
 
 def test_link_is_bounded_in_messages_and_bytes(sockets: Sockets, short_path: Path) -> None:
-    link = Link(sockets.push(f"ipc://{short_path}/nobody"), Clock(), outbox_messages=3, outbox_bytes=100)
+    link = Link(sockets.push(f"ipc://{short_path}/absent"), Clock(), outbox_messages=3, outbox_bytes=100)
     assert link.send("big", [bytes(200)]), "one message may be larger than the bound"
     assert not link.send("next", [b"x"])
     assert link.give_up() == ["big"]
@@ -255,32 +259,32 @@ async def test_reader_survives_a_callback_that_raises(sockets: Sockets, short_pa
             until(lambda: sum(try_send(push, [b"more"]) for _ in range(3)) == 3)
             until(lambda: pull.poll(0))
             time.sleep(0.1)
-            pull.getsockopt(EVENTS)  # uses the descriptor's edge up: nobody else will tell of what waits
+            pull.getsockopt(EVENTS)  # uses up the descriptor's edge: nothing will signal what waits
             raise RuntimeError("a bug")
 
     reader = SocketReader(pull, on_message)
-    await asyncio.sleep(0.05)  # its first look at the socket is over
+    await asyncio.sleep(0.05)  # it has looked at the socket once
     until(lambda: try_send(push, [b"first"]))
     await eventually(lambda: len(got) == 4)
     assert errors == ["a bug"]
     reader.close()
 
 
-# -- wake queue -------------------------------------------------------------------------------------------------------
+# -- wakeups ----------------------------------------------------------------------------------------------------------
 
 
-def test_wakeable_queue_wakes_and_keeps_order() -> None:
-    wake: WakeableQueue[int] = WakeableQueue()
+def test_queue_wakes_up_its_reader_and_keeps_order() -> None:
+    items: WakeableQueue[int] = WakeableQueue()
     poller = select.poll()
-    poller.register(wake.fileno(), select.POLLIN)
+    poller.register(items.fileno(), select.POLLIN)
     assert not poller.poll(0)
-    assert wake.drain() == []
-    thread = threading.Thread(target=lambda: [wake.put(i) for i in range(1000)])
+    assert items.drain() == []
+    thread = threading.Thread(target=lambda: [items.put(i) for i in range(1000)])
     thread.start()
     got: list[int] = []
     while len(got) < 1000:
         assert poller.poll(5000)
-        got += wake.drain()
+        got += items.drain()
     thread.join()
     assert got == list(range(1000))
     assert not poller.poll(0)
