@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Everything that must hold: style, types, and all tests with the coverage of the package, child processes included.
+# Checks style and types, and runs all tests with the coverage of the package, child processes included.
 #
 #   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
 # With pytest arguments (a folder, -k ...) only those tests run, without the coverage floor. All tests run in two parts:
-# first what computes, two at a time; then, one after the other, what kills, stops and times processes.
+# first those that compute, two at a time; then, one after the other, those that kill, stop and time processes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,8 +19,7 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 unset PYTHONDONTWRITEBYTECODE  # a thousand processes would each compile the package
 PATH="$(cd "$venv" && pwd)/bin:$PATH"
 
-ruff check .
-mypy
+scripts/check.sh --venv "$venv" --style
 if [[ $# -gt 0 ]]; then
     exec python -m pytest "$@"
 fi

@@ -238,31 +238,29 @@ def test_nothing_is_left_after_kill_9(short_path: Path) -> None:
         "import msgspec; arena = Arena(64 << 20); sys.stdout.buffer.write(msgspec.json.encode(arena.address) + b'\\n');"
         "sys.stdout.flush(); time.sleep(60)"
     )
-    before = mapped_arenas()
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    address = msgspec.json.decode(owner.stdout.readline(), type=ArenaAddress)
-    reader = ArenaReader(lambda: None)
-    reader.attach({OWNER: address})
-    assert reader.is_mapped(OWNER)
-    (memory,) = mapped_arenas() - before
-    assert "/dev/shm" not in Path(f"/proc/{owner.pid}/maps").read_text()
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
+        address = msgspec.json.decode(owner.stdout.readline(), type=ArenaAddress)
+        reader = ArenaReader(lambda: None)
+        reader.attach({OWNER: address})
+        assert reader.is_mapped(OWNER)
+        (memory,) = mapped_arenas(owner.pid)
+        assert "/dev/shm" not in Path(f"/proc/{owner.pid}/maps").read_text()
+        owner.send_signal(signal.SIGKILL)
     assert memory in mapped_arenas()
     reader.attach({})
     gc.collect()
     assert memory not in mapped_arenas()  # and with its last user an unnamed file is gone
 
 
-def mapped_arenas() -> set[str]:
-    """Inodes of the arenas that any process has mapped or open."""
+def mapped_arenas(*pids: int) -> set[str]:
+    """Inodes of the arenas that these processes, or any if none are given, have mapped or open."""
     found = set()
-    for process in psutil.process_iter():
+    for pid in pids or psutil.pids():
         with contextlib.suppress(OSError):  # it has just ended
-            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 if "memfd:omni-arena" in line:
                     found.add(line.split()[4])
-            for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
                 if "memfd:omni-arena" in os.readlink(entry):
                     found.add(str(entry.stat().st_ino))
     return found

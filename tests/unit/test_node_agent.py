@@ -23,7 +23,8 @@ async def test_last_words_of_a_coordinator_count_though_it_has_left(short_path: 
     control, endpoint = sockets.router(f"ipc://{short_path}/control")
     config = pipeline()
     told: list[tuple[str, bool]] = []
-    node = ReplicaProcesses(config, RunDirectory(str(short_path / "run")), endpoint)
+    run_directory = RunDirectory(str(short_path / "run"))
+    node = ReplicaProcesses(config, run_directory, endpoint)
     agent = NodeAgent(config, 1, endpoint, node, lambda reason, failed: told.append((reason, failed)))
     try:
         until(lambda: control.poll(0))
@@ -36,4 +37,5 @@ async def test_last_words_of_a_coordinator_count_though_it_has_left(short_path: 
         assert told == [("the launcher stops", False)]
     finally:
         await agent.close("a test")
+        run_directory.close()
         sockets.context.destroy(linger=0)

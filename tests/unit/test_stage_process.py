@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -112,9 +113,8 @@ def test_a_process_sees_its_gpu_among_those_that_were_left_to_us(
     data = chain()
     data["stages"][2] |= {"devices": [1]}
     config = load(short_path, data, devices=2).pipeline
-    spec = ReplicaProcesses(config, RunDirectory(str(short_path / "run")), "ipc:///control")._spec(
-        ReplicaId("talker", 0, 7)
-    )
+    with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
+        spec = ReplicaProcesses(config, run, "ipc:///control")._spec(ReplicaId("talker", 0, 7))
     assert spec.devices == ("5",)
 
 
@@ -123,11 +123,12 @@ def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
     environment = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_SHARE": 80}
     data["stages"][2] |= {"yields_to": ["thinker"], "environment": environment}
     config = load(short_path, data).pipeline
-    spec = ReplicaProcesses(config, RunDirectory(str(short_path)), "ipc:///control")._spec(ReplicaId("talker", 0, 7))
+    with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
+        spec = ReplicaProcesses(config, run, "ipc:///control")._spec(ReplicaId("talker", 0, 7))
     assert spec.environment == (("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_SHARE", "80"))
     talker = StageProcess(spec)
     assert not talker._give_way.now()
-    DemandFlag(short_path, "thinker", 0).show(wanted=True)
+    DemandFlag(short_path / "run", "thinker", 0).show(wanted=True)
     talker._give_way._search_at = 0.0
     assert talker._give_way.now(), "its thinker's requests wait for their first output"
 
