@@ -128,7 +128,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         decode: how the stage decodes, for diffusion stages only.
         environment: variables that the stage's process sets before it touches a device, OMP_NUM_THREADS among them.
         yields_to: stages to which this one leaves a device that they share while requests of theirs wait for their
-            first output (see stage/turns.py).
+            first output (see `stage/device_priority.py`).
     """
 
     name: StageName
