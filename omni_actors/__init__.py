@@ -1,6 +1,6 @@
-"""omni_actors serves omni-modality models: every stage an independent vLLM process, joined by ZMQ.
+"""omni_actors serves omni-modality models: every stage is an independent vLLM process, joined to the others by ZMQ.
 
-The names below are imported on first use, so that `import omni_actors` loads neither torch nor vLLM.
+The names below are imported on first use, which keeps `import omni_actors` fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from omni_actors.client.offline import OmniLLM
     from omni_actors.client.outputs import OmniRequestOutput, OmniTokensPrompt
 
-_HOMES = {
+_MODULES = {
     "AsyncOmniClient": "omni_actors.client",
     "OmniClient": "omni_actors.client",
     "OmniLLM": "omni_actors.client.offline",
@@ -27,6 +27,6 @@ __all__ = ["AsyncOmniClient", "OmniClient", "OmniLLM", "OmniRequestOutput", "Omn
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'omni_actors' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""Runs the `omni-actors` command as `python -m omni_actors`."""
+"""The `omni-actors` command as `python -m omni_actors`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints and hosts: what they look like, who reaches them, and the numeric IPv4 that TCP endpoints are made of."""
+"""Parses endpoints and hosts, tells which of them other hosts can reach, and resolves names to IPv4 addresses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from omni_actors.errors import ConfigError
 
 TCP, LOCAL_SCHEMES = "tcp://", ("ipc://", "inproc://")
-WORD_SECONDS = 5.0
+REPORT_SECONDS = 5.0  # between two reports that a name is still unknown
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine reach `host` (a name or an address, without brackets)."""
+    """Whether only programs on this machine can reach `host` (a name or an address, without brackets)."""
     if host == "localhost":
         return True
     try:
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether `host` is no name."""
+    """Whether `host` is an IP address and not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -34,12 +34,12 @@ def is_address(host: str) -> bool:
 
 
 def is_tcp(endpoint: str) -> bool:
-    """Whether an endpoint may be reached over a link that can be cut."""
+    """Whether an endpoint is TCP, so that its link may fail while both ends live."""
     return endpoint.startswith(TCP)
 
 
 def tcp_host(endpoint: str) -> str | None:
-    """The host of `tcp://HOST:PORT` without brackets; `None` for what has not this form."""
+    """The host of `tcp://HOST:PORT`, without brackets; `None` for an endpoint of another form."""
     host, separator, port = endpoint.removeprefix(TCP).rpartition(":")
     number = port.isascii() and port.isdigit() and int(port) <= 65535
     if not is_tcp(endpoint) or not separator or not host or not number or "/" in host:
@@ -48,23 +48,26 @@ def tcp_host(endpoint: str) -> str | None:
 
 
 def stays_on_host(endpoint: str) -> bool:
-    """Whether what is sent to or bound at an endpoint cannot be reached from another host."""
+    """Whether no other host can reach what is bound at, or sent to, an endpoint."""
     host = tcp_host(endpoint)
     return endpoint.startswith(LOCAL_SCHEMES) or (host is not None and is_loopback(host))
 
 
 def resolve(host: str) -> str:
-    """The IPv4 address of a host name; an address stays. Raises `ConfigError` for a name that nobody knows."""
+    """Return the IPv4 address of a host name or address. Raises `ConfigError` for an unknown name."""
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(f"There is no IPv4 address for {host!r}: {error}.") from error
 
 
-async def resolve_soon(host: str, seconds: float, on_wait: Callable[[str], None]) -> str:
-    """`resolve`, but a name may take `seconds` to appear: hosts that start together are not all known at once."""
+async def resolve_eventually(host: str, seconds: float, on_wait: Callable[[str], None]) -> str:
+    """Resolve a name that may take `seconds` to appear: hosts that start together are not all known at once.
+
+    `on_wait` receives the reason every few seconds meanwhile.
+    """
     deadline = time.monotonic() + seconds
-    next_word = 0.0
+    next_report = 0.0
     while True:
         try:
             return await asyncio.get_running_loop().run_in_executor(None, resolve, host)
@@ -72,14 +75,14 @@ async def resolve_soon(host: str, seconds: float, on_wait: Callable[[str], None]
             now = time.monotonic()
             if now > deadline:
                 raise
-            if now >= next_word:
-                next_word = now + WORD_SECONDS
+            if now >= next_report:
+                next_report = now + REPORT_SECONDS
                 on_wait(str(error))
         await asyncio.sleep(1.0)
 
 
-def towards(address: str) -> str:
-    """The address of this host from which it reaches another one. Sends nothing."""
+def source_address(address: str) -> str:
+    """Return the address from which this host reaches another one. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))

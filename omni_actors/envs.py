@@ -1,6 +1,6 @@
 """Every environment variable that omni_actors reads, in one place.
 
-Each is read when it is asked for, never at import, so that tests and launchers can set them.
+Each is read when it is needed, never at import, so that tests and launchers can set it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ VARIABLES = (
     Variable("OMNI_ACTORS_STARTUP_TIMEOUT", "coordinator.startup_timeout", "seconds until every stage must be ready"),
     Variable("OMNI_ACTORS_MAX_IN_FLIGHT", "coordinator.max_in_flight", "requests admitted at once"),
     Variable("OMNI_ACTORS_NNODES", "cluster.nnodes", "hosts that the pipeline is spread over"),
-    Variable("OMNI_ACTORS_NODE_RANK", "cluster.node_rank", "which of them this host is"),
+    Variable("OMNI_ACTORS_NODE_RANK", "cluster.node_rank", "rank of this host, from 0"),
     Variable("OMNI_ACTORS_MASTER_ADDR", "cluster.master_addr", "host name or address of node 0"),
     Variable("OMNI_ACTORS_MASTER_PORT", "cluster.master_port", "port of the coordinator on node 0, for other nodes"),
-    Variable("OMNI_ACTORS_NODE_ADDR", "cluster.node_addr", "address at which this host is reached by the others"),
-    Variable("OMNI_ACTORS_ALLOW_IMPORTS", "", "comma-separated prefixes from which the YAML may name own classes"),
+    Variable("OMNI_ACTORS_NODE_ADDR", "cluster.node_addr", "address at which the others reach this host"),
+    Variable("OMNI_ACTORS_ALLOW_IMPORTS", "", "comma-separated prefixes from which the YAML may name your own classes"),
     Variable("OMNI_ACTORS_LOG_LEVEL", "", "debug, info, warning or error"),
-    Variable("OMNI_ACTORS_ENDPOINT", "", "where omni-actors trace and omni-actors top connect"),
+    Variable("OMNI_ACTORS_ENDPOINT", "", "endpoint to which omni-actors trace and omni-actors top connect"),
     Variable("OTEL_EXPORTER_OTLP_ENDPOINT", "coordinator.otlp_endpoint", "OpenTelemetry collector for spans"),
     Variable("OTEL_EXPORTER_OTLP_PROTOCOL", "coordinator.otlp_protocol", "http/protobuf or grpc"),
-    Variable("OMNI_ACTORS_API_KEY", "", "key that HTTP requests must bring; needed to listen off loopback"),
+    Variable("OMNI_ACTORS_API_KEY", "", "key that HTTP requests must carry; required to listen off loopback"),
     Variable("OMNI_ACTORS_MEDIA_HOSTS", "", "comma-separated hosts from which the HTTP server may fetch media"),
 )
 
 
 def config_overrides(environ: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
-    """Configuration values set by the environment: key -> (value, variable name)."""
+    """Return the configuration values that the environment sets: key -> (value, variable name)."""
     environ = os.environ if environ is None else environ
     return {
         variable.config_key: (environ[variable.name], variable.name)
@@ -51,7 +51,7 @@ def config_overrides(environ: Mapping[str, str] | None = None) -> dict[str, tupl
 
 
 def allowed_import_prefixes() -> tuple[str, ...]:
-    """Further module prefixes from which a pipeline may name classes."""
+    """Module prefixes, besides our own, from which a pipeline may name classes."""
     value = os.environ.get("OMNI_ACTORS_ALLOW_IMPORTS", "")
     return tuple(prefix.strip() for prefix in value.split(",") if prefix.strip())
 
@@ -61,20 +61,20 @@ def log_level() -> str:
 
 
 def endpoint(given: str | None) -> str:
-    """The client endpoint that a command was given, or that of the environment. Raises `ConfigError`: neither is."""
+    """Return the endpoint given to a command, else the environment's. Raises `ConfigError` if there is neither."""
     found = given or os.environ.get("OMNI_ACTORS_ENDPOINT", "").strip()
     if not found:
-        raise ConfigError("No endpoint is given.", hint="Use --endpoint, or set OMNI_ACTORS_ENDPOINT.")
+        raise ConfigError("No endpoint was given.", hint="Use --endpoint, or set OMNI_ACTORS_ENDPOINT.")
     return found
 
 
 def api_key() -> str | None:
-    """The key that HTTP requests must bring; `None` for no check."""
+    """The key that HTTP requests must carry; `None` for no check."""
     return os.environ.get("OMNI_ACTORS_API_KEY", "").strip() or None
 
 
 def keys_dir() -> str | None:
-    """The folder of keys for programs that read no pipeline's YAML; `None` for no keys."""
+    """The key folder, for programs that do not read a pipeline's YAML; `None` for no keys."""
     return os.environ.get("OMNI_ACTORS_KEYS", "").strip() or None
 
 

@@ -1,6 +1,6 @@
 """Every error a user of omni_actors can meet: a code, who is at fault, whether a retry can help, and what to do next.
 
-The codes are part of the wire protocol (`docs/protocol.md`): clients switch on them, so they are never renamed.
+The codes are part of the wire protocol (`docs/protocol.md`): clients switch on them, so they never change.
 `docs/troubleshooting.md` has a section on each.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 
 class ErrorCode(enum.StrEnum):
-    """Stable names of failures. Each has a class below, whose text says what happened."""
+    """Stable names of failures. Each has a class below, whose docstring says what happened."""
 
     INVALID_REQUEST = "invalid_request"
     INVALID_PAYLOAD = "invalid_payload"
@@ -40,21 +40,20 @@ class Fault(enum.StrEnum):
     CALLER = "caller"
     OPERATOR = "operator"
     DEVELOPER = "developer"
-    NOBODY = "nobody"
+    NO_ONE = "no one"
 
 
-ERROR_CLASSES: dict[ErrorCode, type[OmniError]] = {}  # filled by the classes that give a code
+ERROR_CLASSES: dict[ErrorCode, type[OmniError]] = {}  # filled by the classes that set a code
 
 
 class OmniError(Exception):
     """Base of all errors. `str(error)` is the message followed by the hint, ready to show to a person.
 
-    A subclass with a code of its own names it, who is at fault, whether the same request may succeed later, and what
-    to do next.
+    A class with its own code says who is at fault, whether the same request may succeed later, and what to do next.
 
     Args:
         message: what happened, with the offending values.
-        hint: what to do next; each class has a default.
+        hint: what to do next; the class's own hint by default.
         stage: name of the stage where it happened, if any.
         retry_after: seconds after which a retry is sensible, for `Overloaded`.
     """
@@ -64,20 +63,10 @@ class OmniError(Exception):
     retryable: ClassVar[bool] = False
     default_hint: ClassVar[str] = "See the stage's log for the cause."
 
-    def __init_subclass__(
-        cls,
-        code: ErrorCode | None = None,
-        fault: Fault | None = None,
-        hint: str = "",
-        retryable: bool = False,
-        **rest: Any,
-    ) -> None:
+    def __init_subclass__(cls, **rest: Any) -> None:
         super().__init_subclass__(**rest)
-        if code is None:
-            return  # a finer class under the code of its base
-        cls.code, cls.fault, cls.retryable = code, fault or cls.fault, retryable
-        cls.default_hint = hint or cls.default_hint
-        ERROR_CLASSES[code] = cls
+        if "code" in cls.__dict__:  # else it is a finer class that shares the code of its base
+            ERROR_CLASSES[cls.code] = cls
 
     def __init__(
         self, message: str, *, hint: str | None = None, stage: str | None = None, retry_after: float | None = None
@@ -92,147 +81,151 @@ class OmniError(Exception):
         place = f"[{self.stage}] " if self.stage else ""
         return f"{place}{self.message} {self.hint}".strip()
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.hint, self.stage, self.retry_after))
 
-
-def _rebuild(cls: type[OmniError], message: str, hint: str, stage: str | None, retry_after: float | None) -> OmniError:
-    return cls(message, hint=hint, stage=stage, retry_after=retry_after)
-
-
-class InvalidRequest(
-    OmniError,
-    code=ErrorCode.INVALID_REQUEST,
-    fault=Fault.CALLER,
-    hint="Change the request as the message says; a retry of the same request fails again.",
-):
+class InvalidRequest(OmniError):
     """The request contradicts itself or lacks something."""
 
-
-class InvalidPayload(
-    OmniError,
-    code=ErrorCode.INVALID_PAYLOAD,
-    fault=Fault.CALLER,
-    hint="Send the shape, dtype and size that the message names.",
-):
-    """Shape, dtype, size or exclusivity of a payload is wrong."""
+    code = ErrorCode.INVALID_REQUEST
+    fault = Fault.CALLER
+    default_hint = "Change the request as the message says; the same request would fail again."
 
 
-class PromptTooLong(
-    OmniError,
-    code=ErrorCode.PROMPT_TOO_LONG,
-    fault=Fault.CALLER,
-    hint="Shorten the prompt or its media, or ask for fewer tokens.",
-):
-    """The prompt, with its media, has more tokens than a stage takes."""
+class InvalidPayload(OmniError):
+    """The shape, dtype or size of a tensor is wrong, or fields are set that exclude one another."""
+
+    code = ErrorCode.INVALID_PAYLOAD
+    fault = Fault.CALLER
+    default_hint = "Send the shape, dtype and size that the message names."
 
 
-class UnknownVoice(OmniError, code=ErrorCode.UNKNOWN_VOICE, fault=Fault.CALLER, hint="Choose one of the voices named."):
-    """No stage has the voice asked for."""
+class PromptTooLong(OmniError):
+    """The prompt, including its media, has more tokens than a stage accepts."""
+
+    code = ErrorCode.PROMPT_TOO_LONG
+    fault = Fault.CALLER
+    default_hint = "Shorten the prompt or its media, or request fewer tokens."
 
 
-class UnknownModality(
-    OmniError, code=ErrorCode.UNKNOWN_MODALITY, fault=Fault.CALLER, hint="Choose among the modalities named."
-):
-    """The pipeline does not answer in the modality asked for."""
+class UnknownVoice(OmniError):
+    """No stage has the requested voice."""
+
+    code = ErrorCode.UNKNOWN_VOICE
+    fault = Fault.CALLER
+    default_hint = "Choose one of the voices listed."
 
 
-class MalformedMedia(
-    OmniError, code=ErrorCode.MALFORMED_MEDIA, fault=Fault.CALLER, hint="Send the medium again in a supported form."
-):
-    """An audio, image or video cannot be read."""
+class UnknownModality(OmniError):
+    """The pipeline cannot answer in the requested modality."""
+
+    code = ErrorCode.UNKNOWN_MODALITY
+    fault = Fault.CALLER
+    default_hint = "Choose among the modalities listed."
 
 
-class Overloaded(
-    OmniError, code=ErrorCode.OVERLOADED, fault=Fault.CALLER, retryable=True, hint="Try again after the time given."
-):
-    """As many requests are in flight, or as many bytes are held, as may be."""
+class MalformedMedia(OmniError):
+    """An audio, image or video file cannot be read."""
+
+    code = ErrorCode.MALFORMED_MEDIA
+    fault = Fault.CALLER
+    default_hint = "Send it again in a supported format."
 
 
-class SlowClient(
-    OmniError,
-    code=ErrorCode.SLOW_CLIENT,
-    fault=Fault.CALLER,
-    retryable=True,
-    hint="Read answers as they come, or ask for fewer at a time.",
-):
-    """Too much of the answer waited unread."""
+class Overloaded(OmniError):
+    """The limit on requests in flight, or on the bytes held for them, is reached."""
+
+    code = ErrorCode.OVERLOADED
+    fault = Fault.CALLER
+    retryable = True
+    default_hint = "Try again after the time given."
 
 
-class DeadlineExceeded(
-    OmniError, code=ErrorCode.DEADLINE_EXCEEDED, fault=Fault.CALLER, hint="Allow more time, or ask for fewer tokens."
-):
-    """The request's deadline passed before its answer was whole."""
+class SlowClient(OmniError):
+    """The client read its response too slowly."""
+
+    code = ErrorCode.SLOW_CLIENT
+    fault = Fault.CALLER
+    retryable = True
+    default_hint = "Read responses as they arrive, or request fewer at a time."
 
 
-class Aborted(OmniError, code=ErrorCode.ABORTED, fault=Fault.NOBODY, hint="The request was ended by its owner."):
-    """The caller ended the request, or went away."""
+class DeadlineExceeded(OmniError):
+    """The request's deadline passed before its response was complete."""
+
+    code = ErrorCode.DEADLINE_EXCEEDED
+    fault = Fault.CALLER
+    default_hint = "Allow more time, or request fewer tokens."
 
 
-class StageUnavailable(
-    OmniError,
-    code=ErrorCode.STAGE_UNAVAILABLE,
-    fault=Fault.OPERATOR,
-    retryable=True,
-    hint="Ask only for modalities whose stages are up, or try again when the stage is back.",
-):
+class Aborted(OmniError):
+    """The caller ended the request or disconnected."""
+
+    code = ErrorCode.ABORTED
+    fault = Fault.NO_ONE
+    default_hint = "The caller ended the request; there is nothing to do."
+
+
+class StageUnavailable(OmniError):
     """A stage that the request needs is down."""
 
-
-class StageLost(
-    OmniError, code=ErrorCode.STAGE_LOST, fault=Fault.OPERATOR, retryable=True, hint="Send the request again."
-):
-    """A stage died while it held the request, and it could not be made up for."""
+    code = ErrorCode.STAGE_UNAVAILABLE
+    retryable = True
+    default_hint = "Request only modalities whose stages are up, or try again when the stage is back."
 
 
-class Poison(
-    OmniError,
-    code=ErrorCode.POISON,
-    fault=Fault.OPERATOR,
-    hint="Do not send it again; the logs of the replicas named tell what it did to them.",
-):
+class StageLost(OmniError):
+    """A stage died while it held the request, and the request could not be run again."""
+
+    code = ErrorCode.STAGE_LOST
+    retryable = True
+    default_hint = "Send the request again."
+
+
+class Poison(OmniError):
     """Several replicas of a stage died while they computed the request."""
 
+    code = ErrorCode.POISON
+    default_hint = "Do not send it again; the logs of the replicas named show what it did to them."
 
-class EngineError(OmniError, code=ErrorCode.ENGINE_ERROR, fault=Fault.OPERATOR):
+
+class EngineError(OmniError):
     """The model failed on the request."""
 
-
-class ProtocolError(
-    OmniError,
-    code=ErrorCode.PROTOCOL_ERROR,
-    fault=Fault.DEVELOPER,
-    hint="Run the same omni_actors version on both sides.",
-):
-    """Peers are of different versions, or one of them is broken."""
+    code = ErrorCode.ENGINE_ERROR
 
 
-class ConfigError(
-    OmniError,
-    code=ErrorCode.CONFIG_ERROR,
-    fault=Fault.OPERATOR,
-    hint="Correct the configuration; `--check` validates it without starting anything.",
-):
+class ProtocolError(OmniError):
+    """Two processes run different versions, or one of them has a bug."""
+
+    code = ErrorCode.PROTOCOL_ERROR
+    fault = Fault.DEVELOPER
+    default_hint = "Run the same omni_actors version on both sides."
+
+
+class ConfigError(OmniError):
     """The pipeline's configuration, or an option of a command, is wrong."""
 
+    code = ErrorCode.CONFIG_ERROR
+    default_hint = "Correct the configuration; `--check` validates it without starting anything."
 
-class StartupError(
-    OmniError, code=ErrorCode.STARTUP_ERROR, fault=Fault.OPERATOR, hint="The log tail above names the cause."
-):
+
+class StartupError(OmniError):
     """A stage did not become ready."""
 
+    code = ErrorCode.STARTUP_ERROR
+    default_hint = "The log lines above name the cause."
 
-class RequestTimeout(
-    OmniError,
-    code=ErrorCode.TIMEOUT,
-    fault=Fault.CALLER,
-    retryable=True,
-    hint="Check that the coordinator runs and that the endpoint is right.",
-):
+
+class RequestTimeout(OmniError):
     """The coordinator did not answer in time."""
 
+    code = ErrorCode.TIMEOUT
+    fault = Fault.CALLER
+    retryable = True
+    default_hint = "Check that the coordinator is running and that the endpoint is right."
 
-class Unauthorized(
-    OmniError, code=ErrorCode.UNAUTHORIZED, fault=Fault.OPERATOR, hint="Compare the folders of keys on both sides."
-):
-    """Keys are missing, wrong or not allowed, or do not allow what was asked for."""
+
+class Unauthorized(OmniError):
+    """Keys are missing, wrong or not allowed, or do not permit the operation."""
+
+    code = ErrorCode.UNAUTHORIZED
+    default_hint = "Compare the key folders on both sides."

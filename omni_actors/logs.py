@@ -1,6 +1,6 @@
-"""One log format for every process: time, level, process, request and stage if there is one, text.
+"""One log format for every process and library: time, level, process, request and stage if known, text.
 
-User content is never logged at info or above. What libraries log has the same format.
+User content is never logged at info or above.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from omni_actors import envs
 from omni_actors.errors import ConfigError
 
 FORMAT = "%(asctime)s %(levelname)s %(omni_process)s%(omni_about)s %(name)s: %(message)s"
-LIBRARIES = ("vllm", "transformers", "py.warnings")  # those that bring handlers of their own, or none
+LIBRARIES = ("vllm", "transformers", "py.warnings")  # those with their own handlers, or none
 
 
 class _ProcessFilter(logging.Filter):
@@ -30,12 +30,12 @@ class _ProcessFilter(logging.Filter):
 def configure(process: str) -> None:
     """Log to stderr as `process`, for instance `talker/0 epoch=2`. Raises `ConfigError` for an unknown level.
 
-    A library that is imported later may set up its own logging again; in stages they are there before.
+    A library imported later may replace this; stages import theirs before they call this.
     """
     level = envs.log_level()
     if level not in logging.getLevelNamesMapping():
         hint = "Use debug, info, warning or error."
-        raise ConfigError(f"OMNI_ACTORS_LOG_LEVEL: there is no level {level!r}.", hint=hint)
+        raise ConfigError(f"OMNI_ACTORS_LOG_LEVEL: unknown level {level!r}.", hint=hint)
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_ProcessFilter(process))
     handler.setFormatter(logging.Formatter(FORMAT))
@@ -44,13 +44,13 @@ def configure(process: str) -> None:
         logger.handlers[:] = [handler]
         logger.propagate = False
     logging.getLogger("omni_actors").setLevel(level)
-    # A library's debugging is a flood that nobody asked for.
+    # Our debug level must not turn on the flood of a library's.
     logging.getLogger("vllm").setLevel(max(logging.INFO, logging.getLevelNamesMapping()[level]))
     logging.captureWarnings(True)
 
 
 def say(text: str) -> None:
-    """A line for the person at the terminal; stdout belongs to the answer."""
+    """Print a line for the person at the terminal, on stderr: stdout is for the answer."""
     print(f"[omni_actors] {text}", file=sys.stderr, flush=True)
 
 
@@ -59,5 +59,5 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def is_worth_a_line(count: int) -> bool:
-    """Whether to log the `count`-th of a kind: the 1st, 2nd, 4th, 8th, ..., so that a flood does not fill the disk."""
+    """Whether to log the `count`-th event of a kind (1st, 2nd, 4th, 8th, ...), so that a flood cannot fill the disk."""
     return count & (count - 1) == 0

@@ -1,4 +1,4 @@
-"""The run directory: the one place for a pipeline's socket files, logs and lock. Swept at start, cleared at exit."""
+"""The run directory: holds all socket files and logs of a pipeline on one host. Swept at start, cleared at exit."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ MAX_IPC_PATH = 107  # bytes that a Unix socket address can hold
 LONGEST_SOCKET_NAME = 60
 LOCK = "lock"
 LOCK_SECONDS = 0.5  # the stages of a killed launcher hold its lock for a moment while they clean up
+DEMAND_PREFIX = "turn-"  # of the stages' demand flags (stage/device_priority.py)
 
 
 class RunDirectory:
     """Owns a folder (mode 0700) for one run.
 
     Args:
-        path: the folder; a new one in the temporary folder when `None`, which is removed at the end.
+        path: the folder. `None` makes a new one in the system's temporary folder and removes it at the end.
 
     Raises:
-        ConfigError: the path is too long for sockets, not ours, not writable, or another run holds it.
+        ConfigError: the path is too long for sockets, the folder is not ours or not writable, or another run holds it.
     """
 
     def __init__(self, path: str | None = None) -> None:
-        self._temporary = path is None
-        self.keep = False  # set when the logs are still of use, after a failure
+        self.temporary = path is None  # whether the folder was made for this run alone
+        self.keep = False  # set after a failure, whose logs are still useful
         if path is None:
             self.path = Path(tempfile.mkdtemp(prefix="omni-", dir=short_temporary_folder()))
         else:
@@ -49,29 +50,24 @@ class RunDirectory:
             self._take_lock()
         except OSError as error:
             raise ConfigError(f"Cannot use the run directory {self.path}: {error.strerror}.") from error
-        _sweep(self.path)  # what a killed run left behind; the lock says that nobody uses it
-
-    @property
-    def temporary(self) -> bool:
-        """Whether the folder was made for this run alone."""
-        return self._temporary
+        _sweep(self.path)  # what a killed run left behind: we hold the lock, so no one uses it
 
     @property
     def logs(self) -> Path:
         return self.path / "logs"
 
     def endpoint(self, name: str) -> str:
-        """The ipc endpoint of a socket file called `name` here."""
+        """Return the ipc endpoint of a socket file called `name` in this folder."""
         return f"ipc://{self.path / name}"
 
     def log_file(self, replica: str) -> Path:
         return self.logs / f"{replica.replace('/', '-')}.log"
 
     def _make_private(self) -> None:
-        """Mode 0700, but never for a folder that others work in, like /tmp."""
+        """Set mode 0700, but refuse a folder in which others work, such as /tmp."""
         if self.path.stat().st_mode & 0o022:
             raise ConfigError(
-                f"Others may write to the run directory {self.path}.", hint="Choose a folder of this pipeline's own."
+                f"Others may write to the run directory {self.path}.", hint="Choose a folder for this pipeline alone."
             )
         self.path.chmod(0o700)
 
@@ -91,27 +87,24 @@ class RunDirectory:
         self._lock.flush()
 
     def close(self) -> None:
-        """Remove sockets, and the whole folder if it was made for this run and nobody needs its logs. Idempotent."""
-        if self._lock.closed:
-            return
-        if self._temporary and not self.keep:
-            shutil.rmtree(self.path, ignore_errors=True)
-        else:
-            _sweep(self.path)
-            (self.path / LOCK).unlink(missing_ok=True)
-        self._lock.close()
+        """Remove the sockets, or the whole folder if it is temporary and its logs are not worth keeping. Idempotent."""
+        if not self._lock.closed:
+            _clear(self._lock, self.path, everything=self.temporary and not self.keep)
 
 
 def clear_abandoned(path: Path, temporary: bool) -> None:
-    """Remove what a killed launcher left in its run directory. Does nothing while a launcher, or a new one, lives.
+    """Remove what a killed launcher left in its run directory.
 
-    Every stage process calls it at its end; the launcher's lock tells whether there is anything to do.
+    Every stage process calls it at its end. Does nothing while that launcher, or a newer one, holds the lock.
     """
     lock = _try_lock(path, create=False)
-    if lock is None:
-        return
+    if lock is not None:
+        _clear(lock, path, everything=temporary)
+
+
+def _clear(lock: IO[str], path: Path, everything: bool) -> None:
     with lock:
-        if temporary:
+        if everything:
             shutil.rmtree(path, ignore_errors=True)
         else:
             _sweep(path)
@@ -119,7 +112,7 @@ def clear_abandoned(path: Path, temporary: bool) -> None:
 
 
 def _try_lock(path: Path, create: bool) -> IO[str] | None:
-    """The lock file, locked; `None` if another process holds it or, unless `create`, it is not there."""
+    """Open and lock the lock file; `None` if another process holds it or, unless `create`, it does not exist."""
     try:
         lock = open(path / LOCK, "a+" if create else "r+")  # noqa: SIM115 - held by the caller
     except FileNotFoundError:
@@ -128,7 +121,7 @@ def _try_lock(path: Path, create: bool) -> IO[str] | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Its former holder may have removed the file between our opening and locking it.
+        # Its last holder may have removed the file between our opening and our locking it.
         if os.fstat(lock.fileno()).st_ino == (path / LOCK).stat().st_ino:
             return lock
     except (BlockingIOError, FileNotFoundError):
@@ -138,15 +131,15 @@ def _try_lock(path: Path, create: bool) -> IO[str] | None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove the sockets, those of the fork server included, and the stages' signs (stage/turns.py)."""
+    """Remove the sockets, including the fork server's, and the stages' demand flags."""
     for entry in path.iterdir():
-        if entry.is_socket() or entry.name.startswith("turn-"):
+        if entry.is_socket() or entry.name.startswith(DEMAND_PREFIX):
             entry.unlink(missing_ok=True)
         elif entry.name.startswith("pymp-"):
             shutil.rmtree(entry, ignore_errors=True)
 
 
 def short_temporary_folder() -> str:
-    """TMPDIR unless it is too long for socket files, then /tmp."""
+    """Return TMPDIR, or /tmp if that is too long for socket files."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) + 16 + LONGEST_SOCKET_NAME <= MAX_IPC_PATH else "/tmp"

@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 from omni_actors import config
-from omni_actors.addresses import is_loopback, resolve, resolve_soon, towards
+from omni_actors.addresses import is_loopback, resolve, resolve_eventually, source_address
 from omni_actors.client import AsyncOmniClient
 from omni_actors.config import placement
 from omni_actors.errors import ConfigError, StartupError
@@ -47,8 +47,11 @@ async def host_addresses(pipeline: config.PipelineConfig) -> Addresses:
     cluster = pipeline.cluster
     if not placement.spans_hosts(pipeline):
         return ON_ONE_HOST
-    master = await resolve_soon(cluster.master_addr, pipeline.coordinator.startup_timeout, say)
-    own = resolve(cluster.node_addr) if cluster.node_addr else master if cluster.node_rank == 0 else towards(master)
+    master = await resolve_eventually(cluster.master_addr, pipeline.coordinator.startup_timeout, say)
+    if cluster.node_addr:
+        own = resolve(cluster.node_addr)
+    else:
+        own = master if cluster.node_rank == 0 else source_address(master)
     return Addresses(own, f"tcp://{master}:{cluster.master_port}", f"tcp://{own}:0")
 
 

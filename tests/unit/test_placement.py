@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from omni_actors import addresses, config, launch
-from omni_actors.addresses import resolve, resolve_soon, towards
+from omni_actors.addresses import resolve, resolve_eventually, source_address
 from omni_actors.config import placement, slurm
 from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
@@ -158,7 +158,7 @@ def test_slurm_says_nothing_for_one_node_and_must_say_the_first_host() -> None:
 def test_addresses() -> None:
     assert resolve("localhost") == "127.0.0.1"
     assert resolve("127.0.0.3") == "127.0.0.3"
-    assert towards("127.0.0.1") == "127.0.0.1"
+    assert source_address("127.0.0.1") == "127.0.0.1"
     with pytest.raises(ConfigError, match="no IPv4 address"):
         resolve("nowhere.invalid")
 
@@ -174,11 +174,11 @@ async def test_a_name_may_appear_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(addresses, "resolve", resolving)
     known.append("10.0.0.1")
-    assert await resolve_soon("pod-0", 5, words.append) == "10.0.0.1"
+    assert await resolve_eventually("pod-0", 5, words.append) == "10.0.0.1"
     assert words[0].startswith("nobody knows pod-0")
     words.clear()
     with pytest.raises(ConfigError):
-        await resolve_soon("pod-0", -1, words.append)
+        await resolve_eventually("pod-0", -1, words.append)
 
 
 @pytest.mark.parametrize(
