@@ -1,4 +1,4 @@
-"""Command line: `python -m omni_actors.launch config.yaml` starts a pipeline and serves it, or answers one prompt."""
+"""The launcher's command line: `python -m omni_actors.launch config.yaml` starts a pipeline and serves it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,27 @@ from omni_actors.logs import say
 from omni_actors.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from omni_actors.transport.curve import load_keys
 
+CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets
+    "model": "model",
+    "run_dir": "coordinator.run_dir",
+    "listen": "coordinator.listen",
+    "keys": "coordinator.keys_dir",
+    "record": "coordinator.record_dir",
+    "startup_timeout": "coordinator.startup_timeout",
+    "nnodes": "cluster.nnodes",
+    "node_rank": "cluster.node_rank",
+    "master_addr": "cluster.master_addr",
+    "master_port": "cluster.master_port",
+    "node_addr": "cluster.node_addr",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 ok, 1 failure, 2 wrong usage or configuration)."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         logs.configure("launcher")
-        loaded = config.load(options.config, _overrides(options))
+        loaded = config.load(options.config, overrides(options))
         load_keys(loaded.pipeline.coordinator.keys_dir)  # a wrong folder is an error before anything starts
         if options.check:
             print(config.describe(loaded))
@@ -34,14 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"configuration error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except KeyboardInterrupt:  # before the launcher had taken over the signals
+    except KeyboardInterrupt:  # before the launcher took over the signals
         return EXIT_INTERRUPTED
     except OmniError as error:
         print(f"error ({error.code.value}): {error}", file=sys.stderr)
         return EXIT_FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m omni_actors.launch",
         description="Start a pipeline of stages and serve it until Ctrl-C; with --prompt, answer once and exit.",
@@ -55,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", help="folder for sockets and logs")
     parser.add_argument("--listen", help="client endpoint: 'ipc', or tcp://ADDRESS:PORT")
     parser.add_argument("--keys", metavar="DIR", help="CURVE keys, made by omni-actors keys; needed off this host")
-    parser.add_argument("--record", metavar="DIR", help="record every stage's messages, for omni-actors replay")
+    parser.add_argument(
+        "--record", metavar="DIR", type=Path, help="record every stage's messages, for omni-actors replay"
+    )
     parser.add_argument("--startup-timeout", type=float, help="seconds until every stage must be ready")
     parser.add_argument(
         "--set",
@@ -66,12 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     nodes = parser.add_argument_group("several hosts", "The same command on each of them; see docs/nodes.md.")
     nodes.add_argument("--nnodes", type=int, help="number of hosts")
-    nodes.add_argument("--node-rank", type=int, help="which of them this is; 0 runs the coordinator")
+    nodes.add_argument("--node-rank", type=int, help="rank of this host; 0 runs the coordinator")
     nodes.add_argument("--master-addr", metavar="HOST", help="host of node 0")
     nodes.add_argument("--master-port", type=int, help="port of the coordinator there, for the other nodes")
-    nodes.add_argument("--node-addr", metavar="ADDRESS", help="where the other nodes reach this host")
+    nodes.add_argument("--node-addr", metavar="ADDRESS", help="address at which the other nodes reach this host")
     nodes.add_argument("--headless", action="store_true", help="run stages only: no HTTP server, no prompt")
-    http = parser.add_argument_group("HTTP", "The key that requests must bring is in OMNI_ACTORS_API_KEY.")
+    http = parser.add_argument_group("HTTP", "The key that requests must carry is in OMNI_ACTORS_API_KEY.")
     http.add_argument("--http", metavar="HOST:PORT", help="serve the OpenAI API and a web page here")
     add_flags(http)
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics here, without the HTTP server")
@@ -88,30 +105,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _overrides(options: argparse.Namespace) -> dict[str, str]:
-    overrides = {}
+def overrides(options: argparse.Namespace) -> dict[str, str]:
+    """Return the configuration values that the command line sets: dotted key -> value."""
+    found = {}
     for item in options.set:
         key, separator, value = item.partition("=")
         if not separator:
             raise ConfigError(f"--set {item!r} is not of the form KEY=VALUE.")
-        overrides[key] = value
-    overrides |= {f"http.{name}": json.dumps(value) for name, value in given_flags(options).items()}
-    for key, value in (
-        ("model", options.model),
-        ("coordinator.run_dir", options.run_dir),
-        ("coordinator.listen", options.listen),
-        ("coordinator.keys_dir", options.keys),
-        ("coordinator.record_dir", options.record and Path(options.record).absolute()),
-        ("coordinator.startup_timeout", options.startup_timeout),
-        ("cluster.nnodes", options.nnodes),
-        ("cluster.node_rank", options.node_rank),
-        ("cluster.master_addr", options.master_addr),
-        ("cluster.master_port", options.master_port),
-        ("cluster.node_addr", options.node_addr),
-    ):
+        found[key] = value
+    found |= {f"http.{name}": json.dumps(value) for name, value in given_flags(options).items()}
+    for flag, key in CONFIG_FLAGS.items():
+        value = getattr(options, flag)
         if value is not None:
-            overrides[key] = str(value)
-    return overrides
+            found[key] = str(value.absolute() if isinstance(value, Path) else value)
+    return found
 
 
 async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:

@@ -1,1 +1,1 @@
-"""What one host runs: the launcher, its node agent, and the child processes they own."""
+"""What runs on each host: the launcher, its node agent, and the child processes they own."""

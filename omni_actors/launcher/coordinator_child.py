@@ -1,4 +1,4 @@
-"""Keeps a coordinator running: a child of the launcher, started again on the same endpoints when it dies."""
+"""The coordinator as a child process of the launcher, which restarts it on the same endpoints when it dies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from omni_actors.run_directory import RunDirectory
 
 logger = get_logger(__name__)
 
-START_SECONDS = 20.0  # until it has bound its sockets
-SPEECHLESS_SECONDS = 5.0  # after which a coordinator that listens must have spoken
-STOP_SECONDS = 3.0  # beyond the time for requests in flight
+START_SECONDS = 20.0  # until it listens
+SILENT_SECONDS = 5.0  # a coordinator that has listened for this long must have answered the node agent
+STOP_SECONDS = 3.0  # besides the time that it gives requests in flight
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 10.0
 
 
@@ -31,10 +31,10 @@ class CoordinatorChild:
     """Owns the coordinator's process.
 
     Args:
-        control: where the coordinator listens for stages and nodes.
-        results: where it takes the stages' answers.
-        on_end: called with "" once it has ended in order, else with why the launch failed or cannot go on.
-        on_restart: called with a sentence when it has died and is started again.
+        control: endpoint where the coordinator listens for stages and nodes.
+        results: endpoint where it receives the stages' results.
+        on_end: called with "" after an orderly end, else with the reason why the launch failed or cannot go on.
+        on_restart: called with a sentence when the coordinator died and will be restarted.
     """
 
     def __init__(
@@ -46,11 +46,10 @@ class CoordinatorChild:
         on_end: Callable[[str], None],
         on_restart: Callable[[str], None],
     ) -> None:
-        self._pipeline = pipeline
-        listen = pipeline.coordinator.listen
+        settings = pipeline.coordinator
         self._spec = CoordinatorSpec(
             pipeline=pipeline,
-            client=run_directory.endpoint("client") if listen == "ipc" else listen,
+            client=run_directory.endpoint("client") if settings.listen == "ipc" else settings.listen,
             control=control,
             results=results,
             launcher_pid=os.getpid(),
@@ -60,11 +59,11 @@ class CoordinatorChild:
         )
         self._on_end = on_end
         self._on_restart = on_restart
-        self._process: asyncio.subprocess.Process | None = None
-        self._keeping: asyncio.Task[None] | None = None
-        self._stopping = asyncio.Event()
-        settings = pipeline.coordinator
+        self._stop_seconds = settings.drain_timeout + STOP_SECONDS
         self._backoff = Backoff(FIRST_BACKOFF, LAST_BACKOFF, settings.restarts, settings.restart_window)
+        self._process: asyncio.subprocess.Process | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
         self._listens_since = 0.0
 
     @property
@@ -72,13 +71,9 @@ class CoordinatorChild:
         return self._spec.client
 
     async def start(self) -> None:
-        """Start the coordinator; returns once it listens.
-
-        Raises:
-            OmniError: it cannot, for the reason that it gave.
-        """
+        """Start the coordinator and keep it running. Returns once it listens; raises the `OmniError` it failed with."""
         await self._spawn()
-        self._keeping = asyncio.create_task(self._keep(), name="keeper")
+        self._watching = asyncio.create_task(self._watch(), name="coordinator process")
 
     async def _spawn(self) -> None:
         process = self._process = await asyncio.create_subprocess_exec(
@@ -90,7 +85,7 @@ class CoordinatorChild:
         )
         if process.stdin is None or process.stdout is None:
             raise StartupError("The coordinator's process has no pipes.")
-        with contextlib.suppress(ConnectionError):  # it has just died; its silence tells
+        with contextlib.suppress(ConnectionError):  # it has just died, so that its output below is empty
             process.stdin.write(msgspec.json.encode(self._spec))
             await process.stdin.drain()
             process.stdin.close()
@@ -100,21 +95,22 @@ class CoordinatorChild:
             self.kill()
             raise StartupError(f"The coordinator did not listen within {START_SECONDS:g} s.") from None
         if not line:
-            code = await process.wait()
-            raise StartupError(f"The coordinator died at its start ({describe_exit(code)}).", hint="Its log is above.")
+            how = describe_exit(await process.wait())
+            raise StartupError(f"The coordinator died at its start ({how}).", hint="Its log is above.")
         answer: Answer = msgspec.json.decode(line, type=Answer)
         if not isinstance(answer, Listening):
             await process.wait()
             raise answer.to_error() if isinstance(answer, Failed) else StartupError("The coordinator has ended.")
-        # The next one must be found where this one was.
         self._listens_since = time.monotonic()
+        # A restarted coordinator must listen where this one does, also when the system chose the port.
         self._spec = msgspec.structs.replace(self._spec, client=answer.client, control=answer.control)
 
-    async def _keep(self) -> None:
+    async def _watch(self) -> None:
+        """Restart the coordinator until it ends in order or has died too often."""
         while self._process is not None:
             code = await self._process.wait()
             if self._stopping.is_set() or code == EXIT_OK:
-                self._on_end(await self._last_words())
+                self._on_end(await self._reported_failure())
                 return
             how = describe_exit(code)
             delay = self._backoff.next(time.monotonic())
@@ -129,41 +125,40 @@ class CoordinatorChild:
             try:
                 await self._spawn()
             except (OSError, OmniError) as error:
-                logger.error("the coordinator cannot be started: %s", error)
+                logger.error("cannot start the coordinator: %s", error)
 
-    async def _last_words(self) -> str:
-        """Why the launch failed, for a launcher that the coordinator could not tell otherwise; "" if it did not."""
+    async def _reported_failure(self) -> str:
+        """Read from an ended coordinator why the launch failed; "" if it did not."""
         stdout = self._process.stdout if self._process is not None else None
         line = await stdout.read() if stdout is not None else b""
         answer: Answer | None = msgspec.json.decode(line, type=Answer) if line else None
         return answer.failure if isinstance(answer, Ended) else ""
 
     async def stop(self) -> None:
-        """SIGTERM: requests get their time to end, clients their answers. SIGKILL if it takes too long. Idempotent."""
+        """Send SIGTERM and let requests in flight end; SIGKILL if that takes too long. Idempotent."""
         self._stopping.set()
-        if self._keeping is None:
+        if self._watching is None:
             self.kill()
             return
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
-        patience = self._pipeline.coordinator.drain_timeout + STOP_SECONDS
-        done, _ = await asyncio.wait({self._keeping}, timeout=patience)
+        done, _ = await asyncio.wait({self._watching}, timeout=self._stop_seconds)
         if not done:
             logger.error("the coordinator did not stop; killing it")
             self.kill()
-            await asyncio.wait({self._keeping}, timeout=STOP_SECONDS)
+            await asyncio.wait({self._watching}, timeout=STOP_SECONDS)
 
-    def kill_silent(self) -> None:
-        """SIGKILL to a coordinator that says nothing although it has listened for long: the next one will speak."""
+    def kill_if_silent(self) -> None:
+        """Kill a coordinator that has listened for a while but does not answer; it is then restarted."""
         lives = self._process is not None and self._process.returncode is None
-        if lives and time.monotonic() > self._listens_since + SPEECHLESS_SECONDS:
-            logger.error("the coordinator says nothing; killing it")
+        if lives and time.monotonic() > self._listens_since + SILENT_SECONDS:
+            logger.error("the coordinator does not answer; killing it")
             self._listens_since = time.monotonic()
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL, now."""
+        """Send SIGKILL now."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

@@ -16,45 +16,45 @@ from collections.abc import Sequence
 
 from omni_actors.processes import EXIT_USAGE, die_with_parent
 
-GRACE_SECONDS = 15.0  # for an orderly end, drain included, before SIGKILL
+GRACE_SECONDS = 15.0  # for an orderly end, including the drain, before SIGKILL
 POLL_MS = 500
-EXIT_NOT_FOUND = 127  # as shells say it
+EXIT_NOT_FOUND = 127  # as in a shell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code, or 128 and the number of the signal that ended it."""
+    """Run the command; returns its exit code, or 128 plus the number of the signal that ended it."""
     command = list(sys.argv[1:] if arguments is None else arguments)
     if not command:
         print("usage: python -m omni_actors.launcher.exit_with_stdin COMMAND [ARGUMENT ...]", file=sys.stderr)
         return EXIT_USAGE
-    wakes, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
+    signalled, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # the wake-up is what counts; and the child ignores none
+        signal.signal(number, lambda *_: None)  # the wakeup counts; unlike SIG_IGN, this is not inherited by the child
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         return EXIT_NOT_FOUND
-    code = _hold(child, wakes)
+    code = _wait(child, signalled)
     return 128 - code if code < 0 else code
 
 
-def _hold(child: subprocess.Popen[bytes], wakes: int) -> int:
-    """Wait for the child's end; let it go when the input closes or a signal comes."""
+def _wait(child: subprocess.Popen[bytes], signalled: int) -> int:
+    """Wait for the child's end; terminate it when the input closes or a signal arrives."""
     poller = select.poll()
     ended = os.pidfd_open(child.pid)
-    for descriptor in (0, wakes, ended):
+    for descriptor in (0, signalled, ended):
         poller.register(descriptor, select.POLLIN)
     kill_at = float("inf")
     while child.poll() is None:
         ready = {descriptor for descriptor, _ in poller.poll(POLL_MS)}
-        release = wakes in ready and bool(os.read(wakes, 64))
+        terminate = signalled in ready and bool(os.read(signalled, 64))
         if 0 in ready and not os.read(0, 65536):
             poller.unregister(0)
-            release = True
-        if release:
+            terminate = True
+        if terminate:
             child.terminate()
             kill_at = min(kill_at, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > kill_at:

@@ -1,8 +1,8 @@
-"""Imported last by the fork server, and by nothing else: how the server itself lives and ends.
+"""Sets up the fork server's signals and exit. Imported last by the fork server, and by nothing else.
 
-The server must outlast the stages: a SIGTERM to the whole process group would otherwise take it away first, and the
-launcher would lose sight of its children. It ends when the launcher's end of its pipe closes; then at once, without
-tearing down an interpreter full of imported libraries: hence last, so that its exit handler is the first to run.
+The server must outlive the stages: if a SIGTERM to the whole process group ended it first, the launcher would lose
+sight of its children. It ends when the launcher closes its end of the pipe, then at once and without tearing down an
+interpreter full of imported libraries: it is imported last so that its exit handler is the first to run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import signal
 _SERVER = os.getpid()
 
 
-def _leave_at_once() -> None:
+def _exit_at_once() -> None:
     if os.getpid() == _SERVER:  # children inherit the registration
         os._exit(0)
 
 
-# Blocked, not ignored: what is sent to a child that has just been forked waits until the child has a handler of its own
-# and unblocks it. An ignored one would be lost, and the launcher would wait its whole shutdown_timeout in vain.
+# Blocked, not ignored: a signal sent to a child that has just been forked then waits until the child has its own
+# handler and unblocks it. An ignored one would be lost, and the launcher would wait for its whole shutdown_timeout.
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-atexit.register(_leave_at_once)
+atexit.register(_exit_at_once)

@@ -1,4 +1,4 @@
-"""The launcher: owns the run directory and the processes of one host."""
+"""The launcher: owns the run directory and all processes of one host, from startup to shutdown."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import time
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
-from omni_actors import config
 from omni_actors.addresses import is_loopback, resolve, resolve_eventually, source_address
 from omni_actors.client import AsyncOmniClient
-from omni_actors.config import placement
+from omni_actors.config import PipelineConfig, placement
 from omni_actors.errors import ConfigError, StartupError
 from omni_actors.http_server.settings import parse_address, server_settings
 from omni_actors.launcher.coordinator_child import CoordinatorChild
@@ -27,12 +26,12 @@ from omni_actors.processes import EXIT_FAILED
 from omni_actors.run_directory import RunDirectory
 from omni_actors.telemetry.endpoint import MetricsEndpoint
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
-ONE_WISH_SECONDS = 0.5  # scancel signals both the job script and the nodes; treat signals this close together as one
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_STOP_SECONDS = 0.5  # scancel signals both the job script and the nodes; treat signals this close together as one
 
 
 class Addresses(NamedTuple):
-    """Where this host listens and is reached; "" for socket files in the run directory."""
+    """Where this host listens and is reached; "" stands for socket files in the run directory."""
 
     own: str = "127.0.0.1"
     control: str = ""
@@ -42,8 +41,8 @@ class Addresses(NamedTuple):
 ON_ONE_HOST = Addresses()
 
 
-async def host_addresses(pipeline: config.PipelineConfig) -> Addresses:
-    """Raises `ConfigError` if the master's name or the route to it is not known within the time for the start."""
+async def host_addresses(pipeline: PipelineConfig) -> Addresses:
+    """Find this host's addresses. Raises `ConfigError` if node 0 has no known name or route within the startup time."""
     cluster = pipeline.cluster
     if not placement.spans_hosts(pipeline):
         return ON_ONE_HOST
@@ -56,39 +55,44 @@ async def host_addresses(pipeline: config.PipelineConfig) -> Addresses:
 
 
 class Launcher:
-    """What one host runs of a pipeline: its stages under an agent and, on node 0, the coordinator and HTTP server."""
+    """Runs one host's part of a pipeline: its stages under an agent and, on node 0, the coordinator and HTTP server.
 
-    def __init__(self, pipeline: config.PipelineConfig, addresses: Addresses = ON_ONE_HOST) -> None:
+    In this order: `open`, `start_metrics` and `start_http` if wanted, `start`, `serve` or `until_stopped`, `close`.
+    """
+
+    def __init__(self, pipeline: PipelineConfig, addresses: Addresses = ON_ONE_HOST) -> None:
         self._pipeline = pipeline
-        self._stop = asyncio.Event()
-        self._signalled_at: float | None = None  # not whether it ends: it may do so for another reason
-        self._owns_process = False
-        self._failure: StartupError | None = None
-        self._http: HttpChild | None = None
-        self._metrics: MetricsEndpoint | None = None
-        self._metrics_client: AsyncOmniClient | None = None
-        self._agent: NodeAgent | None = None
         self._rank = pipeline.cluster.node_rank
-        self._coordinator: CoordinatorChild | None = None
         self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
         self._control = addresses.control or self._run_directory.endpoint("control")
-        results = addresses.results or self._run_directory.endpoint("results")
+        self._processes = ReplicaProcesses(pipeline, self._run_directory, self._control, addresses.own)
+        self._coordinator: CoordinatorChild | None = None
         if self._rank == 0:
+            results = addresses.results or self._run_directory.endpoint("results")
             self._coordinator = CoordinatorChild(
                 pipeline, self._run_directory, self._control, results, self._on_coordinator_end, say
             )
-        self._node = ReplicaProcesses(pipeline, self._run_directory, self._control, addresses.own)
+        self._agent: NodeAgent | None = None
+        self._http: HttpChild | None = None
+        self._metrics: MetricsEndpoint | None = None
+        self._metrics_client: AsyncOmniClient | None = None
+        self._stop = asyncio.Event()
+        self._failure: StartupError | None = None
+        self._signalled_at: float | None = None
+        self._owns_process = False
 
     @property
     def endpoint(self) -> str:
         """Where clients connect, once `open` has returned; "" on nodes other than 0."""
         return self._coordinator.client_endpoint if self._coordinator is not None else ""
 
-    def own_process(self) -> None:
-        """What a launcher may do that has a process to itself.
+    # -- startup ------------------------------------------------------------------------------------------------------
 
-        First SIGINT or SIGTERM: orderly end. A later one: at once. The fork server's socket goes into the run
-        directory, so that it is cleared away with it even after a SIGKILL.
+    def own_process(self) -> None:
+        """Take over the signals and temporary files of a process that runs nothing but this launcher.
+
+        The first SIGINT or SIGTERM starts an orderly shutdown, a later one ends everything at once. The fork server's
+        socket goes into the run directory, so that it is removed with it even after a SIGKILL.
         """
         usual, tempfile.tempdir = tempfile.tempdir, str(self._run_directory.path)
         multiprocessing.util.get_temp_dir()  # made once per process, here; multiprocessing removes it at priority -100
@@ -96,66 +100,44 @@ class Launcher:
         multiprocessing.util.Finalize(None, self._run_directory.close, exitpriority=-200)
         self._owns_process = True
         loop = asyncio.get_running_loop()
-        # Not the loop's own handlers: it takes those away when it ends, and the process has still to come to its end.
-        for number in STOPS:
+        # Not the loop's own handlers: it removes those when it ends, and the process still has to exit after that.
+        for number in STOP_SIGNALS:
             signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._on_signal, signal.Signals(number)))
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        now = time.monotonic()
-        if self._signalled_at is None:
-            self._signalled_at = now
-            say(f"stopping ({signal.Signals(number).name}); once more to stop at once")
-            self._stop.set()
-        elif now > self._signalled_at + ONE_WISH_SECONDS:
-            self._kill_coordinator()
-            self._node.kill()
-            self._run_directory.close()
-            os._exit(128 + number)
-
-    def _kill_coordinator(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.kill()
-
-    def _on_coordinator_end(self, why: str) -> None:
-        if why:
-            self._fail(why)
-        self._stop.set()
-
-    def _on_shutdown(self, reason: str, failed: bool) -> None:
-        """The coordinator ends the pipeline."""
-        if failed:
-            self._fail(reason)
-        self._stop.set()
-
-    def _fail(self, why: str) -> None:
-        self._run_directory.keep = True
-        self._failure = self._failure or StartupError(why, hint="")
-
-    # -- start --------------------------------------------------------------------------------------------------------
-
     async def open(self) -> None:
-        """Start the coordinator (on node 0), and the import of what the stages need beside it.
+        """Start the coordinator (on node 0) and, at the same time, the imports that the stages need.
 
         Raises:
             OmniError: the coordinator cannot start, for instance because its address is taken.
         """
         say(f"logs in {self._run_directory.logs}")
-        warming = asyncio.create_task(self._node.warm_up())
-        warming.add_done_callback(lambda task: task.cancelled() or task.exception())  # `start` will say it
+        warm_up = asyncio.create_task(self._processes.warm_up())
+        warm_up.add_done_callback(lambda task: task.cancelled() or task.exception())  # the first replica reports it
+        on_silence = None
         if self._coordinator is not None:
             await self._coordinator.start()
-        self._agent = NodeAgent(
-            self._pipeline,
-            self._rank,
-            self._control,
-            self._node,
-            self._on_shutdown,
-            self._coordinator.kill_silent if self._coordinator is not None else lambda: None,
-            patient=self._coordinator is not None,
-        )
+            on_silence = self._coordinator.kill_if_silent
+        self._agent = NodeAgent(self._pipeline, self._control, self._processes, self._on_shutdown, on_silence)
+
+    async def start_metrics(self, address: str, insecure: bool) -> None:
+        """Serve metrics from this process, which outlives the coordinator.
+
+        Raises:
+            ConfigError: the address is wrong or taken, or would be open to others.
+        """
+        host, port = parse_address(address, "--metrics")
+        if not is_loopback(host) and not insecure:
+            raise ConfigError(
+                f"--metrics {host}: metrics have no key, so that anyone who reaches the address can read them.",
+                hint="Use 127.0.0.1, or add --metrics-insecure if that is intended.",
+            )
+        client = AsyncOmniClient(self.endpoint, keys=self._pipeline.coordinator.keys_dir)
+        self._metrics_client = await client.__aenter__()
+        self._metrics = MetricsEndpoint(host, port, client.metrics)
+        say(f"metrics on {self._metrics.url}")
 
     async def start_http(self, options: argparse.Namespace) -> None:
-        """Start the HTTP server. Beside the stages: it answers 503 with their names while they load.
+        """Start the HTTP server. It does not wait for the stages: it answers 503 with their names while they load.
 
         Raises:
             ConfigError: the address is wrong or taken, or would be open to others without a key.
@@ -167,39 +149,34 @@ class Launcher:
         await self._http.start()
         say(f"HTTP on {self._http.url}")
 
-    async def start_metrics(self, address: str, insecure: bool) -> None:
-        """Serve metrics from this process, which outlives the coordinator.
-
-        Raises:
-            ConfigError: the address is wrong or taken, or would be open to others.
-        """
-        host, port = parse_address(address, "--metrics")
-        if not is_loopback(host) and not insecure:
-            raise ConfigError(
-                f"--metrics {host}: metrics have no key, whoever reaches the address reads them.",
-                hint="Use 127.0.0.1, or add --metrics-insecure if that is meant.",
-            )
-        client = AsyncOmniClient(self.endpoint, keys=self._pipeline.coordinator.keys_dir)
-        self._metrics_client = await client.__aenter__()
-        self._metrics = MetricsEndpoint(host, port, client.metrics)
-        say(f"metrics on {self._metrics.url}")
-
     async def start(self) -> None:
-        """Wait until the coordinator says that every replica is ready, or has died and others of its stage live.
+        """Wait until every stage can serve, which the coordinator decides. Calls `open` if that was not done before.
 
         Raises:
-            StartupError: all replicas of a stage died, or one is not ready in time; with the tail of its log.
+            StartupError: all replicas of a stage died, or one is not ready in time; with the last lines of its log.
         """
         if self._agent is None:
             await self.open()
         if self._agent is not None:
-            await self._first(self._agent.launched.wait())
+            await self._unless_stopped(self._agent.launched.wait())
         self._raise_failure()
         if self._rank > 0 and not self._stop.is_set():
             say(f"node {self._rank} serves")
 
-    async def _first(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Wait for some work or for the end of the pipeline, which cancels it."""
+    # -- serve --------------------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Serve until a signal or an operator's shutdown. Raises `StartupError` if the coordinator is lost for good."""
+        await self._stop.wait()
+        self._raise_failure()
+
+    async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
+        """Run `work` and return its exit code; a signal cancels it."""
+        task = await self._unless_stopped(work)
+        return EXIT_FAILED if task.cancelled() else task.result()
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run some work until it is done or the pipeline stops, which cancels it."""
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -213,20 +190,35 @@ class Launcher:
         if self._failure is not None:
             raise self._failure
 
-    # -- serve and end ------------------------------------------------------------------------------------------------
+    # -- reasons to stop ----------------------------------------------------------------------------------------------
 
-    async def serve(self) -> None:
-        """Until a signal, an operator or a coordinator that cannot be kept ends it; raises `StartupError` for that."""
-        await self._stop.wait()
-        self._raise_failure()
+    def _on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+            say(f"stopping ({number.name}); once more to stop at once")
+            self._stop.set()
+        elif now > self._signalled_at + SAME_STOP_SECONDS:
+            if self._coordinator is not None:
+                self._coordinator.kill()
+            self._processes.kill()
+            self._run_directory.close()
+            os._exit(128 + number)
 
-    async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
-        """Run `work`; a signal cancels it."""
-        task = await self._first(work)
-        return EXIT_FAILED if task.cancelled() else task.result()
+    def _on_coordinator_end(self, failure: str) -> None:
+        self._on_shutdown(failure, failed=bool(failure))
+
+    def _on_shutdown(self, reason: str, failed: bool) -> None:
+        """Handle the end of the pipeline, as the coordinator announces it or as its loss forces it."""
+        if failed:
+            self._run_directory.keep = True
+            self._failure = self._failure or StartupError(reason, hint="")
+        self._stop.set()
+
+    # -- shutdown -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Requests get a moment to end, clients their answers; stages end, sockets and files go, in this order."""
+        """End everything in order: requests in flight get a moment, then stages end, then sockets and files go."""
         self._stop.set()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
@@ -236,14 +228,14 @@ class Launcher:
             await self._coordinator.stop()  # the agent obeys it until then
         if self._agent is not None:
             await self._agent.close("the launcher stops")
-        stops = [self._node.stop(self._pipeline.coordinator.shutdown_timeout)]
+        stops = [self._processes.stop(self._pipeline.coordinator.shutdown_timeout)]
         if self._http is not None:
             stops.append(self._http.stop())
         await asyncio.gather(*stops)
         if not self._owns_process:
             self._run_directory.close()
             return
-        # The run directory is cleared at the exit of the process, after the fork server's socket. All has ended: a
-        # signal that comes in the time until then is not to change the exit code.
-        for number in STOPS:
+        # The run directory is removed when the process exits, after the fork server's socket. All has ended by now, so
+        # a signal must not change the exit code any more.
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -14,14 +14,13 @@ from omni_actors.processes import EXIT_OK
 
 
 async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -> int:
-    """One request: text to stdout as it comes, audio to a file."""
-    modalities = options.modalities.split(",") if options.modalities else _needed_modalities(options)
+    """Send one request and write its answer; returns the exit code. Raises what the request failed with."""
     pieces = []
     rate = 0
     async with AsyncOmniClient(endpoint, keys=keys) as client:
         stream = await client.submit(
             options.prompt,
-            modalities=modalities,
+            modalities=needed_modalities(options),
             voice=options.voice,
             seed=options.seed,
             audios=[Path(name) for name in options.audio],
@@ -37,7 +36,7 @@ async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -
     print(flush=True)
     if options.save_audio:
         if not pieces:
-            raise StartupError("The answer has no audio to save.", hint="Ask for --modalities text,audio.")
+            raise StartupError("The answer has no audio to save.", hint="Add --modalities text,audio.")
         with soundfile.SoundFile(options.save_audio, "w", rate, 1, format="WAV", subtype="PCM_16") as file:
             for piece in pieces:
                 file.write(piece)
@@ -46,6 +45,9 @@ async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -
     return EXIT_OK
 
 
-def _needed_modalities(options: argparse.Namespace) -> list[str] | None:
-    """Text alone needs no talker; `None` asks for all that the pipeline has."""
+def needed_modalities(options: argparse.Namespace) -> list[str] | None:
+    """The modalities to request: those given, else text alone unless audio is to be saved; `None` for all."""
+    if options.modalities:
+        given: str = options.modalities
+        return given.split(",")
     return None if options.save_audio else ["text"]

@@ -1,7 +1,7 @@
-"""Processes of one host: starts replicas, notices at once when one ends, stops them all.
+"""The stage processes of one host: starts replicas, notices at once when one ends, stops them all.
 
-Replicas come from a fork server that imported vLLM once (ADR 0006): a stage then starts in a second or two instead of
-ten, also after a crash, and the stages share the memory of the imported code. The fork server never touches CUDA.
+Replicas are forked from a server that has imported vLLM once (ADR 0006): a stage then starts in a second or two instead
+of ten, also after a crash, and all stages share the memory of the imported code. The fork server never touches CUDA.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ SERVER_MODULE = "omni_actors.launcher.fork_server"
 MODEL_PRELOAD = "omni_actors.engine.preload"  # torch and vLLM
 LIGHT_PRELOAD = "omni_actors.stage.process"
 TAIL_LINES = 20
-KILL_SECONDS = 2.0  # for the system to take a killed process away
+POLL_SECONDS = 0.02
+KILL_SECONDS = 2.0  # for the system to remove a killed process
 
 
 class ReplicaProcesses:
-    """Owns the stage processes of this host; each is known by the epoch with which it was started.
+    """Owns the stage processes of this host; each is identified by the epoch with which it was started.
 
-    `on_exit` is called in the event loop with a replica's identity and a sentence on how its process ended.
+    `on_exit` is called in the event loop with a replica's identity and a phrase on how its process ended.
 
     Args:
-        control_endpoint: where the coordinator listens for stages.
-        address: of this host, for those of its stages that other nodes have to reach.
+        control_endpoint: endpoint where the coordinator listens for stages.
+        address: address of this host, for those of its stages that other nodes must reach.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ReplicaProcesses:
         self._control_endpoint = control_endpoint
         self.on_exit: Callable[[ReplicaId, str], None] = lambda identity, how: None
         self._processes: dict[ReplicaId, ForkServerProcess] = {}
-        self._abandoned = False
+        self._stopping = False
         self._none_left = asyncio.Event()
         self._none_left.set()
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
@@ -64,31 +65,31 @@ class ReplicaProcesses:
         self._context.set_forkserver_preload([MODEL_PRELOAD if needs_models else LIGHT_PRELOAD, SERVER_MODULE])
 
     async def warm_up(self) -> None:
-        """Start the fork server, whose imports take a while; `start` need not wait for all of it then."""
+        """Start the fork server ahead of time: its imports take a while, and the first `start` waits for them."""
         await asyncio.get_running_loop().run_in_executor(None, forkserver.ensure_running)
 
     def running(self) -> dict[ReplicaId, int]:
-        """The processes that have not ended: identity -> pid."""
+        """Return the processes that have not ended: identity -> pid."""
         return {identity: process.pid or 0 for identity, process in self._processes.items()}
 
     async def kill_former(self, identity: ReplicaId) -> None:
-        """End other processes of the same replica: two of them would share its devices."""
-        for former in [replica_id for replica_id in self._processes if _same(replica_id, identity)]:
+        """End older processes of the same replica: two of them would compete for its devices."""
+        for former in [other for other in self._processes if other.name == identity.name and other != identity]:
             logger.warning("killing %s of epoch %d, which is replaced", former.name, former.epoch)
             self.kill_replica(former)
-            for _ in range(int(KILL_SECONDS / 0.02)):
+            for _ in range(int(KILL_SECONDS / POLL_SECONDS)):
                 if former not in self._processes:
                     break
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(POLL_SECONDS)
 
     async def start(self, identity: ReplicaId) -> None:
         """Start one replica. Returns once its process exists; the first call waits for the fork server's imports.
 
-        Never cancel it: a process that nobody knows of would be left. `abandon_starts` ends the wait.
+        Never cancel it, as that could leave a process that no one owns; `refuse_starts` can interrupt the wait.
         """
-        if self._abandoned:
-            raise StartupError("The launcher stops.", hint="")
-        process = self._context.Process(target=main, args=(self._spec(identity),), name=f"omni:{identity.stage}")
+        if self._stopping:
+            raise StartupError("The launcher is stopping.", hint="")
+        process = self._context.Process(target=main, args=(self.spec(identity),), name=f"omni:{identity.stage}")
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, process.start)
         self._processes[identity] = process
@@ -96,19 +97,16 @@ class ReplicaProcesses:
         loop.add_reader(process.sentinel, self._ended, identity)
         logger.debug("%s is process %s", identity.name, process.pid)
 
-    def refuse_starts(self) -> None:
-        """Start nothing more."""
-        self._abandoned = True
-
-    def abandon_starts(self) -> None:
-        """Start nothing more, and end a start that waits: the fork server may import for ten more seconds."""
-        self._abandoned = True
-        for child in psutil.Process().children():
+    def refuse_starts(self, interrupt: bool) -> None:
+        """Start nothing more; `interrupt` a start that waits for the fork server, which may import for ten seconds."""
+        self._stopping = True
+        for child in psutil.Process().children() if interrupt else ():
             with contextlib.suppress(psutil.Error):  # it has just ended
                 if "multiprocessing.forkserver" in " ".join(child.cmdline()):
                     child.kill()
 
-    def _spec(self, identity: ReplicaId) -> ReplicaSpec:
+    def spec(self, identity: ReplicaId) -> ReplicaSpec:
+        """Gather all that a replica's process needs: its devices, threads, endpoints and environment."""
         stage = self._pipeline.stage(identity.stage)
         devices = host_devices()
         placed = replica_devices(stage, identity.replica, devices)
@@ -138,12 +136,12 @@ class ReplicaProcesses:
         process.join()
         if not self._processes:
             self._none_left.set()
-        if process.exitcode and not self._abandoned:
+        if process.exitcode and not self._stopping:
             self._run_directory.keep = True
         self.on_exit(identity, describe_exit(process.exitcode))
 
     def log_tail(self, identity: ReplicaId) -> str:
-        """The last lines of a replica's log."""
+        """Return the last lines of a replica's log."""
         path = self._run_directory.log_file(identity.name)
         try:
             lines = path.read_text(errors="replace").splitlines()
@@ -152,7 +150,7 @@ class ReplicaProcesses:
         return "\n".join(lines[-TAIL_LINES:])
 
     async def stop(self, timeout: float) -> None:
-        """SIGTERM to all, SIGKILL to those that are still there after `timeout` seconds. Returns when none is left."""
+        """Send SIGTERM to all, and SIGKILL to those that remain after `timeout` seconds. Returns when none is left."""
         for process in self._processes.values():
             process.terminate()
         await self._all_ended(timeout)
@@ -166,16 +164,12 @@ class ReplicaProcesses:
             await asyncio.wait_for(self._none_left.wait(), timeout)
 
     def kill_replica(self, identity: ReplicaId) -> None:
-        """SIGKILL to one; its end is reported as any other."""
+        """Send SIGKILL to one replica; its end is reported like any other."""
         process = self._processes.get(identity)
         if process is not None:
             process.kill()
 
     def kill(self) -> None:
-        """SIGKILL to all, now."""
+        """Send SIGKILL to all, now."""
         for process in self._processes.values():
             process.kill()
-
-
-def _same(one: ReplicaId, other: ReplicaId) -> bool:
-    return (one.stage, one.replica) == (other.stage, other.replica) and one != other

@@ -15,7 +15,7 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient, OmniClient, SyncRequestStream
 from omni_actors.errors import OmniError, StageUnavailable
-from omni_actors.launcher.launcher import ONE_WISH_SECONDS
+from omni_actors.launcher.launcher import SAME_STOP_SECONDS
 from tests.support.launcher import EchoLauncher
 from tests.support.load import Load, ask_and_check, disturbed_chain, replicas, text_of
 from tests.support.paths import REPOSITORY
@@ -189,7 +189,7 @@ def test_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch: 
     launcher = drains_for(launch, 60.0)
     with OmniClient(launcher.endpoint) as client:
         stream = told_to_stop_with(launcher, client, "x" * 2000)
-        time.sleep(ONE_WISH_SECONDS + 0.1)
+        time.sleep(SAME_STOP_SECONDS + 0.1)
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.wait_end(3) == 128 + signal.SIGTERM
         stream.abort()

@@ -138,13 +138,13 @@ WHAT = sys.argv.pop()
 if WHAT == "node":
     omni_actors.launcher.node_agent.PROTOCOL_VERSION = 77
 elif WHAT == "config":
-    usual = node.ReplicaProcesses._spec
+    usual = node.ReplicaProcesses.spec
 
     def spec(self, identity):
         other = msgspec.structs.replace(self._pipeline, name="other")
         return usual(self, identity)._replace(pipeline_json=msgspec.json.encode(other))
 
-    node.ReplicaProcesses._spec = spec
+    node.ReplicaProcesses.spec = spec
 else:
     node.LIGHT_PRELOAD = "strange_" + WHAT  # what the stages are forked from
 
@@ -292,7 +292,7 @@ def test_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
         if command.startswith("omni:"):
             os.kill(pid, signal.SIGSTOP)  # they cannot end in order
     launcher.send_signal(signal.SIGINT)
-    time.sleep(launcher_module.ONE_WISH_SECONDS + 0.1)
+    time.sleep(launcher_module.SAME_STOP_SECONDS + 0.1)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(3) == 128 + signal.SIGINT

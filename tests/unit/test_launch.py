@@ -10,7 +10,7 @@ from omni_actors import launch
 from omni_actors.client.offline import _as_prompts
 from omni_actors.errors import ConfigError
 from omni_actors.launch import main
-from omni_actors.launcher import one_request
+from omni_actors.launcher.one_request import needed_modalities
 from omni_actors.processes import EXIT_OK, EXIT_USAGE
 from tests.support.builders import chain, write
 
@@ -21,7 +21,7 @@ def _no_logging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def overrides(*arguments: str) -> dict[str, str]:
-    return launch._overrides(launch._parser().parse_args(["c.yaml", *arguments]))
+    return launch.overrides(launch.parser().parse_args(["c.yaml", *arguments]))
 
 
 def test_options_become_overrides() -> None:
@@ -53,7 +53,7 @@ def test_options_become_overrides() -> None:
 
 def test_text_alone_needs_no_talker() -> None:
     def needed(*arguments: str) -> list[str] | None:
-        return one_request._needed_modalities(launch._parser().parse_args(["c.yaml", *arguments]))
+        return needed_modalities(launch.parser().parse_args(["c.yaml", *arguments]))
 
     assert needed("--prompt", "x") == ["text"]
     assert needed("--prompt", "x", "--save-audio", "a.wav") is None

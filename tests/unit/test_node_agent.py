@@ -24,8 +24,8 @@ async def test_last_words_of_a_coordinator_count_though_it_has_left(short_path: 
     config = pipeline()
     told: list[tuple[str, bool]] = []
     run_directory = RunDirectory(str(short_path / "run"))
-    node = ReplicaProcesses(config, run_directory, endpoint)
-    agent = NodeAgent(config, 1, endpoint, node, lambda reason, failed: told.append((reason, failed)))
+    processes = ReplicaProcesses(config, run_directory, endpoint)
+    agent = NodeAgent(config, endpoint, processes, lambda reason, failed: told.append((reason, failed)))
     try:
         until(lambda: control.poll(0))
         name = control.recv_multipart()[0]
@@ -33,7 +33,7 @@ async def test_last_words_of_a_coordinator_count_though_it_has_left(short_path: 
             control.send_multipart([name, *encode(Header(""), body)])
         control.close()
         time.sleep(0.2)  # noqa: ASYNC251 - the loop shall not read meanwhile
-        agent._handshake_reader.drain()
+        agent.monitor.drain()
         assert told == [("the launcher stops", False)]
     finally:
         await agent.close("a test")
