@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from omni_actors.cli.keys import main as make_keys
-from omni_actors.launch import _parser
+from omni_actors.launch import parser
 from omni_actors.transport.curve import load_keys
 from tests.support.paths import REPOSITORY
 
@@ -113,7 +113,7 @@ def test_the_service_starts_what_there_is() -> None:
     (command,) = [line.partition("=")[2] for line in unit.splitlines() if line.startswith("ExecStart=")]
     python, *arguments = command.split()
     assert arguments[:2] == ["-m", "omni_actors.launch"]
-    assert _parser().parse_args(arguments[2:]).run_dir == "/run/omni_actors"
+    assert parser().parse_args(arguments[2:]).run_dir == "/run/omni_actors"
     assert python == "/opt/omni_actors/.venv/bin/python"  # where scripts/setup.sh makes it
 
 
