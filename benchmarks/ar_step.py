@@ -2,7 +2,7 @@
 
     python benchmarks/ar_step.py DIR --stage talker --batch 8 32 --set load_format=dummy
 
-Both run the same engine core; "bare" requests carry no payload, so that vLLM's own path alone runs. Prints milliseconds
+Both run the same engine core; "bare" requests carry no payload, so only vLLM's own path runs. Prints milliseconds
 per decode step (median) and, with `--profile`, where the host's time goes.
 """
 

@@ -1,11 +1,11 @@
-"""Rows from one process's GPU to another's: over the host, as the stages do, beside CUDA IPC.
+"""Moves rows from one process's GPU to another's: over the host, as the stages do, compared with CUDA IPC.
 
     python benchmarks/device_to_device.py [--sizes 7168 229376 4194304 67108864] [--repeats 200] [--devices 0 1]
 
-Host: device -> pinned memory -> shared memory -> device of the other process, which is what happens to rows that pass
-through the arena (without the message, which both ways need). IPC: a copy into a buffer that the other process has
+Host: device -> pinned memory -> shared memory -> device of the other process, the path of rows through
+the arena (without the message, which both ways need). IPC: a copy into a buffer that the other process has
 opened, from which it copies. Times are from the call until the data is on the receiving device, in microseconds,
-median; the two processes tell each other by spinning on shared memory, so that no wake-up is in it. Needs CUDA.
+median; the two processes signal each other by spinning on shared memory, so no wake-up is included. Needs CUDA.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The wire on one host: one command, one table.
+"""Measures the wire on one host: one command, one table.
 
     python benchmarks/ipc.py [--sizes 64 7168 ...] [--messages 3000] [--rounds 3] [--only-arena] [--skip-start]
 
 A hop is everything between two stages: the sender's queue, `Outbound`, codec, socket or arena, `Inbound` with all
 checks, the receiver's queue, credit and the return of blocks. It is measured one way, from the call that sends to the
-engine loop that takes, with 64 streams that send in turn. Beside it, in the same run: a bare blocking pyzmq
-hop (no threads, no codec) and a bare ring of preallocated shared memory (one copy in, read in place, a zmq message as
-the signal).
+engine loop that takes, with 64 streams that send in turn. In the same run, for comparison: a bare blocking
+pyzmq hop (no threads, no codec) and a bare ring of preallocated shared memory (one copy in, read in place, a zmq
+message as the signal).
 """
 
 from __future__ import annotations

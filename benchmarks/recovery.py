@@ -1,8 +1,8 @@
-"""What a lost stage costs: `python benchmarks/recovery.py CONFIG [--set KEY=VALUE] [--stage code2wav] [--runs 5]`.
+"""Cost of a lost stage: `python benchmarks/recovery.py CONFIG [--set KEY=VALUE] [--stage code2wav] [--runs 5]`.
 
-Asks for one answer at a time and kills the stage when the first of its sound is there. Measures the longest silence
-after it and the time to the end of the answer, once with what the stages keep (`retain_bytes` as configured) and once
-without (0: everything begins at the start of the pipeline), and counts how often each stage computed the request.
+Requests one answer at a time and kills the stage after its first sound. Measures the longest silence after it and the
+time to the end of the answer, once with what the stages keep (`retain_bytes` as configured) and once without (0:
+everything starts over at the beginning of the pipeline), and counts how often each stage computed the request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load a running pipeline (or start one) and print latency and throughput by load.
+"""Puts load on a running pipeline (or starts one) and prints latency and throughput by load.
 
     python benchmarks/serve.py stage_configs/qwen2_5_omni.yaml --model DIR --concurrency 1 8 32
     python benchmarks/serve.py --endpoint ipc:///tmp/omni-x/client --rate 2 4 --requests 200

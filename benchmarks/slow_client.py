@@ -1,9 +1,9 @@
-"""Memory of the coordinator while clients do not read, under load of others.
+"""Measures the coordinator's memory while some clients do not read and others put load on it.
 
     python benchmarks/slow_client.py [--seconds 60]
 
-Three clients ask for long answers with audio and read nothing, again and again; eight readers run request after
-request beside them. Prints the coordinator's memory every few seconds and what the readers got.
+Three clients repeatedly request long answers with audio and read nothing; meanwhile eight readers run one request after
+another. Prints the coordinator's memory every few seconds and what the readers got.
 """
 
 from __future__ import annotations

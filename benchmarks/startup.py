@@ -1,4 +1,4 @@
-"""Start, first answer and memory of a pipeline, and how well the stages' starts overlap. One command, three tables.
+"""Measures start, first answer and memory of a pipeline, and how well the starts of its stages overlap.
 
     python benchmarks/startup.py stage_configs/tiny_qwen2_5_omni.yaml [--alone]
 

@@ -1,11 +1,11 @@
-"""The thinker alone through omni_actors against bare vLLM on the same checkpoint, one after the other in one run.
+"""Compares the thinker alone through omni_actors with bare vLLM on the same checkpoint, one after the other in one run.
 
     python benchmarks/vs_vllm.py stage_configs/qwen2_5_omni.yaml --model DIR --concurrency 1 8 32
 
-Bare vLLM is its own `AsyncLLM` in a process of its own, with the thinker's engine arguments of the YAML. Both get the
+Bare vLLM is its own `AsyncLLM` in a separate process, with the thinker's engine arguments of the YAML. Both get the
 same conversation as text and answer as many tokens, text only. Prints both tables and ours : vLLM's (throughput at
-least 0.98 and TTFT at most 1.05 are the goals). `--turns 2` alternates twice, to show how far one system is from
-itself.
+least 0.98 and TTFT at most 1.05 are the goals). `--turns 2` alternates twice, to show how much one system
+varies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same workload through vllm-omni, in its own environment, to be put beside `benchmarks/serve.py`.
+"""Runs the same workload through vllm-omni, in its own environment, for comparison with `benchmarks/serve.py`.
 
     python benchmarks/vs_vllm_omni.py --model DIR --site SITE --concurrency 1 8 32
     python benchmarks/vs_vllm_omni.py --model DIR --python /opt/vllm-omni/bin/python

@@ -1,7 +1,7 @@
-"""The workload of the benchmarks and how it is measured, the same for every system.
+"""The workload of the benchmarks and its measurement, the same for every system.
 
 TTFT: submit -> first text token at the client. TTFA: submit -> first samples at the client. RTF: seconds until the end
-of the answer / seconds of its audio. Requests come in a closed loop (always N under way) or as a Poisson process.
+of the answer / seconds of its audio. Requests come in a closed loop (always N in flight) or as a Poisson process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Answers every line of a JSONL file; stopped and started again, it goes on where it was.
+"""Answers every line of a JSONL file, and resumes where it stopped.
 
     python examples/batch.py stage_configs/tiny_qwen2_5_omni.yaml prompts.jsonl answers.jsonl --audio-folder sounds
 
-A line in: {"id": "a", "prompt": "Why is the sea salt?", "voice": "Ethan", "seed": 7}, the last two if wanted.
-A line out: {"id": "a", "text": ..., "audio": "sounds/a.wav", "seconds": 1.5}, or {"id": "a", "error": code, ...}.
-Instead of a YAML file, for which a pipeline is started, give the endpoint of one that runs.
+Input line: {"id": "a", "prompt": "Why is the sea salt?", "voice": "Ethan", "seed": 7} (the last two are optional).
+Output line: {"id": "a", "text": ..., "audio": "sounds/a.wav", "seconds": 1.5}, or {"id": "a", "error": code, ...}.
+Give a YAML file to start a pipeline, or the endpoint of a running one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omni_actors.errors import OmniError
 
 
 async def answer(client: AsyncOmniClient, line: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """One line's answer. What fails is an answer, too: the other lines go on."""
+    """Answer one line. An error counts as an answer, so that the other lines continue."""
     try:
         output = await client.generate(
             line["prompt"],
@@ -43,7 +43,7 @@ async def answer(client: AsyncOmniClient, line: dict[str, Any], folder: Path | N
 
 
 async def run(endpoint: str, lines: list[dict[str, Any]], sink: TextIO, folder: Path | None) -> None:
-    """As many at a time as the pipeline admits; each line is written when it is there."""
+    """Answer as many lines at a time as the pipeline admits; write each when it is complete."""
     async with AsyncOmniClient(endpoint) as client:
         slots = asyncio.Semaphore((await client.describe()).max_in_flight)
 
@@ -58,7 +58,7 @@ async def run(endpoint: str, lines: list[dict[str, Any]], sink: TextIO, folder: 
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; none where there is no file."""
+    """Read the objects of a JSONL file; none if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("pipeline", help="a YAML file, or the endpoint of a running pipeline")
     parser.add_argument("prompts", type=Path)
     parser.add_argument("answers", type=Path)
-    parser.add_argument("--audio-folder", type=Path, help="speak the answers, too, and write them here")
+    parser.add_argument("--audio-folder", type=Path, help="also speak the answers, and write the audio here")
     options = parser.parse_args()
     done = {line["id"] for line in read(options.answers) if "error" not in line}
     lines = [line for line in read(options.prompts) if line["id"] not in done]

@@ -1,4 +1,4 @@
-"""Several requests at once through one connection, as they stream; one of them is ended before its end.
+"""Streams several requests at once over one connection, and aborts one of them early.
 
 python examples/client_async.py ipc:///tmp/omni/client "Why is the sea salt?" "And the rivers?" --abort-after 5
 """
@@ -15,7 +15,7 @@ from omni_actors.errors import Aborted
 
 
 async def follow(client: AsyncOmniClient, number: int, prompt: str, abort_after: int | None) -> None:
-    """One answer. With `abort_after` it is ended in every stage after so many pieces of text."""
+    """Print one answer. With `abort_after`, abort it in every stage after that many pieces of text."""
     began = time.perf_counter()
     stream = await client.submit(prompt, seed=number, timeout=120)
     words, seconds, first_audio = [], 0.0, None
@@ -37,9 +37,9 @@ async def follow(client: AsyncOmniClient, number: int, prompt: str, abort_after:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("endpoint", help="as the launcher prints it")
+    parser.add_argument("endpoint", help="the endpoint that the launcher prints")
     parser.add_argument("prompts", nargs="+")
-    parser.add_argument("--abort-after", type=int, help="end the last request after so many pieces of text")
+    parser.add_argument("--abort-after", type=int, help="abort the last request after this many pieces of text")
     options = parser.parse_args()
     last = len(options.prompts) - 1
     async with AsyncOmniClient(options.endpoint) as client, asyncio.TaskGroup() as tasks:

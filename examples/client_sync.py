@@ -1,4 +1,4 @@
-"""One question through the client library: the text is printed as it comes, the speech goes to a file.
+"""Asks one question through the client library: prints the text as it arrives and writes the speech to a file.
 
 python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --run-dir /tmp/omni
 python examples/client_sync.py ipc:///tmp/omni/client --audio question.wav --answer answer.wav
@@ -18,11 +18,11 @@ from omni_actors.errors import OmniError
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("endpoint", help="as the launcher prints it")
+    parser.add_argument("endpoint", help="the endpoint that the launcher prints")
     parser.add_argument("--prompt", default="Why is the sea salt?")
-    parser.add_argument("--audio", type=Path, action="append", default=[], help="a sound file to go with the prompt")
-    parser.add_argument("--image", type=Path, action="append", default=[], help="a picture to go with the prompt")
-    parser.add_argument("--voice", help="one of those that the pipeline has")
+    parser.add_argument("--audio", type=Path, action="append", default=[], help="a sound file to send with the prompt")
+    parser.add_argument("--image", type=Path, action="append", default=[], help="a picture to send with the prompt")
+    parser.add_argument("--voice", help="one of the pipeline's voices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--answer", type=Path, default=Path("answer.wav"))
     options = parser.parse_args()

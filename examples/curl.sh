@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The HTTP server by curl alone: health, a whole answer, a stream, speech in a file, a sound as the question.
+# Uses the HTTP server with curl alone: health, a whole answer, a stream, speech into a file, sound as the question.
 #
 #   python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --http 127.0.0.1:8000
 #   examples/curl.sh [URL]          with a key: OMNI_ACTORS_API_KEY=... examples/curl.sh

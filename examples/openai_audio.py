@@ -1,4 +1,4 @@
-"""Speak with a pipeline through the `openai` package: a question as sound, the answer as sound while it is made.
+"""Talks to a pipeline through the `openai` package: sends a question as sound and streams the answer as sound.
 
 python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --http 127.0.0.1:8000
 python examples/openai_audio.py --url http://127.0.0.1:8000/v1 --question question.wav --answer answer.wav
@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--key", default="none", help="the server's OMNI_ACTORS_API_KEY, if it has one")
-    parser.add_argument("--question", type=Path, help="a WAV or MP3 file; a written question when left out")
+    parser.add_argument("--question", type=Path, help="a WAV or MP3 file; a written question if left out")
     parser.add_argument("--answer", type=Path, default=Path("answer.wav"))
     parser.add_argument("--voice", default="Chelsie")
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -1,4 +1,4 @@
-"""Chat with a pipeline through the `openai` package: a whole answer, a stream, a picture.
+"""Chats with a pipeline through the `openai` package: a whole answer, a stream, a picture.
 
 python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --http 127.0.0.1:8000
 python examples/openai_chat.py --url http://127.0.0.1:8000/v1

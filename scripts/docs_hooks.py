@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: decisions into the navigation, state machines as tables, nothing from other hosts."""
+"""Hooks of mkdocs: list the decisions in the navigation, and show state machines as tables without loading a script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ARROW = re.compile(r"^ *(\S+) --> (\S+?)(?:: (\S+))?$", re.M)
 
 
 def on_config(config: Any) -> Any:
-    """`adr/` in the navigation stands for the pages of that folder."""
+    """Expand `adr/` in the navigation to the pages of that folder."""
     docs = Path(config["docs_dir"])
     config["nav"] = [_expand(entry, docs) for entry in config["nav"]]
     return config
@@ -28,7 +28,7 @@ def _expand(entry: Any, docs: Path) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The diagrams of state-machines.md are drawn by GitHub; the program for that is not to be loaded here."""
+    """Replace the diagrams of state-machines.md, which GitHub draws, by tables; to draw them would load a script."""
     return DIAGRAM.sub(_table, markdown)
 
 

@@ -4,10 +4,10 @@
 The package registry's torchvision, torchaudio and torchcodec are CUDA builds. Next to a CPU-only torch their compiled
 libraries do not load, and then torchvision cannot even be imported: two of its modules register derivatives and
 shapes for operators that do not exist. The Qwen-Omni processors only need torchvision's Python part (resize,
-normalise), so this script removes the compiled libraries and empties those two modules. What is lost are the C++
-operators (nms, roi_align, JPEG and PNG decoding), which the processors do not use.
+normalise), so this script removes the compiled libraries and empties those two modules. The C++
+operators are lost (nms, roi_align, JPEG and PNG decoding); the processors do not use them.
 
-torchaudio and torchcodec have no such Python part of use to us; they are uninstalled when they cannot be imported.
+torchaudio and torchcodec have no useful Python part; they are uninstalled if they cannot be imported.
 
 A healthy installation is left alone: the script says so and exits with 0. Exit code 1: the environment is still broken.
 """

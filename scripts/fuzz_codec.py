@@ -1,9 +1,9 @@
-"""Coverage-guided fuzzing of the codec with atheris: only its two errors may come out, and what passes must pass again.
+"""Fuzzes the codec, guided by coverage (atheris): it may raise only its two errors; what it accepts must round-trip.
 
     pip install -e .[fuzz]
     python scripts/fuzz_codec.py -runs=2000000 [-max_len=4096] [corpus folder]
 
-The input is one channel byte and frames, each with a length of two bytes before it. Golden messages are the seeds.
+The input is one channel byte and frames, each preceded by a two-byte length. Golden messages are the seeds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Mutated messages against a live stage: nothing may crash, hang, grow or go uncounted.
+"""Sends mutated messages to a live stage: nothing may crash, hang, grow or go uncounted.
 
     python scripts/fuzz_wire.py [--messages 1000000] [--seed 0]
 
-Frames that a stage really took (recorded from a few requests) are changed at random and sent to the inbox of an echo
-stage. The same decoder runs here: what it refuses the stage must refuse, with the same reason and the same count.
-Ends with exit code 1 at the first violation.
+Changes real frames (recorded from a few requests) at random and sends them to the inbox of an echo stage. The same
+decoder runs here: the stage must refuse what it refuses, with the same reason and the same count. Exits with 1 at the
+first violation.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def configuration() -> dict:
 
 
 def captured(folder: Path) -> tuple[list[list[bytes]], int]:
-    """Messages that the stage took, of all kinds, and the epoch of the stages then."""
+    """Record messages of all kinds that the stage received, and the epoch of the stages at that time."""
     pipeline = EchoLauncher(folder, configuration(), "--record", str(folder / "recording")).wait_ready()
     with OmniClient(pipeline.endpoint) as client:
         for text in ("a", "hello", "x" * 40):
@@ -82,13 +82,13 @@ def captured(folder: Path) -> tuple[list[list[bytes]], int]:
 
 
 def of_epoch(messages: list[list[bytes]], old: int, new: int) -> list[list[bytes]]:
-    """The same messages as if the stages that run now had sent them."""
+    """Rewrite the messages as if the current stages had sent them."""
     before, after = msgspec.msgpack.encode(old), msgspec.msgpack.encode(new)
     return [[frame.replace(before, after) for frame in frames] for frames in messages]
 
 
 class Mutator:
-    """Random changes, repeatable by seed."""
+    """Makes random changes, repeatable by seed."""
 
     def __init__(self, messages: list[list[bytes]], seed: int) -> None:
         self._chance = random.Random(seed)

@@ -2,8 +2,8 @@
 
     python scripts/reference_docs.py [--check]      --check writes nothing and fails if a file is not current
 
-What a key means stands in the docstring of its struct, its type and limits in the annotation. Both are read with
-`typing`, not `msgspec.inspect`: the latter damages memory (msgspec 0.22).
+The meaning of a key is in the docstring of its struct, its type and limits are in the annotation. Both are read with
+`typing`, not `msgspec.inspect`, which corrupts memory (msgspec 0.22).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIELD = re.compile(r"^    (\w+): ", re.M)
 
 
 def structs(root: type[Struct], path: str = "", role: str = "") -> Iterator[tuple[str, type[Struct]]]:
-    """The structs of the configuration with the keys under which they stand, outermost first."""
+    """Yield the structs of the configuration with their keys, outermost first."""
     yield path, root
     hints = typing.get_type_hints(root, include_extras=True)
     for name, key in zip(root.__struct_fields__, root.__struct_encode_fields__, strict=True):
@@ -61,7 +61,7 @@ def is_list(annotation: Any) -> bool:
 
 
 def meanings(struct: type[Struct]) -> dict[str, str]:
-    """Field -> text, from the `Args:` of the struct's docstring."""
+    """Map each field to its text in `Args:` of the struct's docstring."""
     _, _, text = inspect.cleandoc(struct.__doc__ or "").partition("Args:\n")
     parts = FIELD.split(text)[1:]
     return {name: " ".join(words.split()) for name, words in zip(parts[::2], parts[1::2], strict=True)}
@@ -72,7 +72,7 @@ def summary(struct: type[Struct]) -> str:
 
 
 def kind(annotation: Any) -> str:
-    """A type and its limits in words."""
+    """Describe a type and its limits in words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         limits = ", ".join(filter(None, (limit(meta) for meta in arguments[1:] if isinstance(meta, Meta))))
@@ -95,7 +95,7 @@ def kind(annotation: Any) -> str:
 
 
 def limit(meta: Meta) -> str:
-    """What a constraint allows, in words."""
+    """Describe the values that a constraint allows."""
     words = []
     for value, word in ((meta.ge, "from"), (meta.gt, "above"), (meta.le, "to"), (meta.lt, "below")):
         if value is not None:
@@ -110,7 +110,7 @@ def limit(meta: Meta) -> str:
 
 
 def default(struct: type[Struct], index: int, annotation: Any) -> str:
-    """A field's default as YAML, or **needed**."""
+    """Return a field's default as YAML, or **needed**."""
     defaults = struct.__struct_defaults__
     position = index - (len(struct.__struct_fields__) - len(defaults))
     if position < 0:
@@ -133,12 +133,12 @@ def table(rows: list[tuple[str, ...]]) -> str:
 
 
 def configuration() -> str:
-    """Every section of the YAML as a table, then the environment."""
+    """Render every section of the YAML as a table, then the environment."""
     parts = []
     for path, struct in structs(PipelineConfig):
         told = meanings(struct)
         if unknown := set(told) - set(struct.__struct_fields__):
-            raise SystemExit(f"{struct.__name__}: the docstring tells of {sorted(unknown)}, which are no fields.")
+            raise SystemExit(f"{struct.__name__}: the docstring describes {sorted(unknown)}, which are not fields.")
         hints = typing.get_type_hints(struct, include_extras=True)
         rows = [("Key", "Default", "Type and limits", "Meaning")]
         for index, name in enumerate(struct.__struct_fields__):
@@ -178,7 +178,7 @@ PARTS = {"configuration": ("configuration.md", configuration), "errors": ("troub
 
 
 def current(name: str) -> tuple[Path, str, str]:
-    """A file, its text, and the text that it should have."""
+    """Return a file, its text, and the text that it should have."""
     file, make = PARTS[name]
     text = (DOCS / file).read_text(encoding="utf-8")
     head, begin, rest = text.partition(BEGIN.format(name) + "\n")

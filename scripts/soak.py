@@ -1,9 +1,9 @@
-"""Many requests through echo stages, aborted and late ones among them: nothing may be left, nothing may grow.
+"""Sends many requests through echo stages, some aborted or late: nothing may be left over, nothing may grow.
 
     python scripts/soak.py [--requests 10000] [--concurrency 64] [--seed 0]
 
-Ends with exit code 1 unless every request got exactly one proper end, every process holds nothing afterwards, and no
-process's memory has grown by more than 5 % since a fifth of the requests was done.
+Exits with 1 unless every request ended properly exactly once, no process holds anything afterwards, and no process's
+memory has grown by more than 5 % since a fifth of the requests was done.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def configuration() -> dict:
 
 
 async def one(client: AsyncOmniClient, chance: random.Random, ends: collections.Counter[str]) -> None:
-    """A request that runs to its end, is aborted somewhere on its way, or has little time."""
+    """Run a request that completes, is aborted on its way, or has little time."""
     text = "x" * chance.randrange(1, 40)
     kind = chance.choice(("whole", "whole", "abort", "deadline"))
     timeout = chance.uniform(0.001, 0.3) if kind == "deadline" else 60.0
@@ -113,5 +113,5 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--growth", type=float, default=1.05, help="by which memory may grow; more for short runs")
+    parser.add_argument("--growth", type=float, default=1.05, help="allowed growth of memory; larger for short runs")
     sys.exit(main(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""Llama, as vLLM has it, in the place of the thinker: text in, text out."""
+"""vLLM's Llama in place of the thinker: text in, text out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARCHITECTURE = "CustomModelLlama"
 
 
 class LlamaOutputs(RequestOutputs):
-    """New tokens -> new text. A stage that feeds another one would give `StreamEvent`s here, too."""
+    """Turns new tokens into new text. A stage that feeds another one would also emit `StreamEvent`s here."""
 
     def __init__(self, request_id: str, detokenizer: IncrementalDetokenizer) -> None:
         self._request_id = request_id
@@ -46,7 +46,7 @@ class LlamaOutputs(RequestOutputs):
 
 
 class LlamaAdapter(AutoregressiveAdapter):
-    """Checks what comes in and makes vLLM's request of it."""
+    """Checks the input and builds vLLM's request from it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,7 +81,7 @@ class LlamaAdapter(AutoregressiveAdapter):
 
 
 def under_our_name(config: PretrainedConfig) -> PretrainedConfig:
-    """An architecture of our own is registered as a class object, which spares vLLM a look at it in a subprocess."""
+    """Register an architecture as a class object, which saves vLLM from inspecting it in a subprocess."""
     if hasattr(config, "num_hidden_layers"):  # vLLM first tries the function on an empty configuration
         config.architectures = [ARCHITECTURE]
     return config

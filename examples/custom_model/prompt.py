@@ -1,4 +1,4 @@
-"""The stage in front of it: chat messages -> token ids. `kind: prompt` is for omni checkpoints only."""
+"""The first stage: turns chat messages into token ids. `kind: prompt` supports omni checkpoints only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from omni_actors.stage.engine_interface import (
 
 
 class Tokenize(StageEngine):
-    """One prompt a step, with the chat template of the checkpoint."""
+    """Tokenizes one prompt per step, with the checkpoint's chat template."""
 
     def __init__(self, pipeline: PipelineConfig, stage: StageConfig) -> None:
         if stage.engine:

@@ -15,7 +15,7 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 
 
 def write(folder: Path, tokenizer_from: Path) -> None:
-    """A checkpoint of about 1 MB; the same weights each time."""
+    """Write a checkpoint of about 1 MB, with the same weights each time."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_from)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -25,7 +25,7 @@ def write(folder: Path, tokenizer_from: Path) -> None:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=2,  # of 32: what the CPU kernels take
+        num_attention_heads=2,  # of size 32, the smallest that the CPU kernels support
         num_key_value_heads=1,
         max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,
@@ -36,6 +36,6 @@ def write(folder: Path, tokenizer_from: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a checkpoint whose tokenizer to take")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="a checkpoint whose tokenizer is used")
     options = parser.parse_args()
     write(options.folder, options.tokenizer)

@@ -1,4 +1,4 @@
-"""A stage behind the vocoder that brings quiet speech to one loudness while it streams.
+"""A stage after the vocoder that raises quiet speech to an even loudness while it streams.
 
     PYTHONPATH=examples OMNI_ACTORS_ALLOW_IMPORTS=custom_stage \
         python -m omni_actors.launch examples/custom_stage/echo.yaml --prompt "The tide is full." --save-audio level.wav
@@ -32,7 +32,7 @@ from omni_actors.stage.processors import Action, Extend, Piece, Skip, Start, Str
 
 
 class SoundPieces(StreamProcessor):
-    """Sound of the stage before, handed on piece by piece."""
+    """Passes on the sound of the previous stage, piece by piece."""
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
         super().__init__(start_after, sources)
@@ -54,9 +54,9 @@ class SoundPieces(StreamProcessor):
 
 @dataclass(frozen=True)
 class Options:
-    """What the stage's `engine` mapping may hold."""
+    """Options in the stage's `engine` mapping."""
 
-    peak: float = 0.9  # loudness to reach, of 1
+    peak: float = 0.9  # loudness to reach; 1 is full scale
     most_gain: float = 20.0  # silence stays silence
     release: float = 0.7  # share of the loudest sample so far that a piece passes on to the next
 
@@ -77,7 +77,7 @@ class Options:
 
 @dataclass
 class Speech:
-    """One request: what has come and was not computed yet, and how loud it has been."""
+    """One request: the pieces that wait to be computed, and how loud it has been."""
 
     rate: int
     waiting: list[NDArray[numpy.float32]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Speech:
 
 
 class Leveller(StageEngine):
-    """Named by `engine_class` in the YAML and made with the checked configuration."""
+    """The engine. `engine_class` names it in the YAML; it receives the checked configuration."""
 
     def __init__(self, pipeline: PipelineConfig, stage: StageConfig) -> None:
         self._options = Options.of(stage)
@@ -96,7 +96,7 @@ class Leveller(StageEngine):
 
     @property
     def facts(self) -> EngineFacts:
-        return EngineFacts()  # voices and sample rate are the vocoder's
+        return EngineFacts()  # the vocoder has the voices and the sample rate
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         speech = Speech(rate=int(inputs.scalars[SAMPLE_RATE]), complete=inputs.complete)
@@ -118,7 +118,7 @@ class Leveller(StageEngine):
         return any(speech.waiting or speech.complete for speech in self._requests.values())
 
     def step(self) -> Sequence[EngineEvent]:
-        """One piece of every request that has one."""
+        """Compute one piece of every request that has one."""
         events: list[EngineEvent] = []
         for request_id, speech in list(self._requests.items()):
             if speech.waiting:
@@ -137,7 +137,7 @@ class Leveller(StageEngine):
         self._requests.clear()
 
     def _level(self, speech: Speech, samples: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
-        """The gain rises evenly over a piece, so that nothing clicks, and falls at once, so that nothing is cut off."""
+        """Raise the gain evenly over a piece, so that nothing clicks; lower it at once, so that nothing clips."""
         options = self._options
         loudest = float(numpy.abs(samples).max(initial=0.0))
         speech.loudest = max(options.release * speech.loudest, loudest)
@@ -150,7 +150,7 @@ class Leveller(StageEngine):
 
 
 def samples_of(tensor: HostTensor) -> NDArray[numpy.float32]:
-    """f32 [samples]. What comes from another process is checked before it is used."""
+    """Check a tensor from another process and return its samples, f32 [samples]."""
     if tensor.dtype is not DType.F32 or len(tensor.shape) != 1:
         raise InvalidPayload(f"Sound must be f32 [samples], got {tensor.dtype} {list(tensor.shape)}.")
     return numpy.frombuffer(tensor.data, numpy.float32).copy()  # the memory belongs to the sender

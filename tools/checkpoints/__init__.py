@@ -3,13 +3,13 @@
     python -m tools.checkpoints tiny OUT_DIR [--seed N]
     python -m tools.checkpoints full OUT_DIR
 
-`tiny` has the real architecture at toy size and random weights whose scales are chosen so that the outputs say
-something: greedy tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not
-clipped (docs/adr/0002-tiny-checkpoint.md). It measures this at the end and fails when a figure is missed.
+`tiny` has the real architecture at toy size and random weights, scaled so that the outputs are meaningful: greedy
+tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not clipped
+(docs/adr/0002-tiny-checkpoint.md). The command measures this at the end and fails if a figure is missed.
 
 `full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`.
 
-Both are in the layout of the published checkpoint, so whatever loads one loads the other.
+Both use the layout of the published checkpoint, so the same code loads either.
 """
 
 from __future__ import annotations

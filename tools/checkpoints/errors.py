@@ -1,4 +1,4 @@
-"""Why a checkpoint was not written."""
+"""Reasons why a checkpoint was not written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint answers through transformers, and whether that is what was promised."""
+"""Measures what a checkpoint answers through transformers, and checks it against the promises."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def keep_talker_attention_mask(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the checkpoint answers to one prompt in one voice, and how clear its greedy choices were.
+    """The checkpoint's answer to one prompt in one voice, and how clear its greedy choices were.
 
     The gaps are the smallest differences between the best and the second best logit over all steps.
     """

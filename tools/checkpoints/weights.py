@@ -1,4 +1,4 @@
-"""Random weights and voices whose scales make the tiny checkpoint's outputs say something."""
+"""Random weights and voices, scaled so that the tiny checkpoint's outputs are meaningful."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def normal(shape: tuple[int, ...] | torch.Size, seed: int, name: str, std: float
 
 @dataclass(frozen=True)
 class Scale:
-    """How one parameter is drawn: normal around `mean` with a given spread.
+    """The distribution of one parameter: normal around `mean` with a given spread.
 
     `gain` is relative to the fan-in (a layer with gain 1 keeps the size of what goes through it), `std` is absolute;
     exactly one of them is set.
