@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = uvicorn.Config(
         create_app(settings),
         log_config=None,
-        access_log=False,  # the gate logs each request with its id
+        access_log=False,  # the middleware logs each request with its id
         ws="none",
         proxy_headers=False,
         lifespan="on",

@@ -1,4 +1,4 @@
-"""One request of the pipeline on behalf of one HTTP request: it ends everywhere when the HTTP client goes away."""
+"""A pipeline request on behalf of an HTTP request. When the HTTP client goes away, it ends in all stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from omni_actors.client import RequestStream, StreamItem
 from omni_actors.errors import Aborted, ErrorCode, OmniError
-from omni_actors.http_server.failures import HttpError
+from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger
 from omni_actors.protocol.client import Description
@@ -21,14 +21,14 @@ from omni_actors.protocol.results import StageUsage
 
 logger = get_logger(__name__)
 
-MAX_JOINED = 32  # pieces in one write
+MAX_JOINED = 32  # pieces of a response in one write
 
 
 class Answer:
-    """Iterate for `Text` and `Audio`; `close` it whatever happens. Made by `begin`.
+    """Iterates over the `Text` and `Audio` of one request. Make it with `begin`, and always `close` it.
 
-    The first item is awaited before anything is sent to the client, so that what goes wrong until then is a plain HTTP
-    status and not an error inside of a stream.
+    `begin` awaits the first item before anything is sent to the client, so that an early failure is a plain HTTP status
+    and not an error inside a stream.
     """
 
     def __init__(self, stream: RequestStream, request: Request, fields: Mapping[ErrorCode, str]) -> None:
@@ -41,9 +41,13 @@ class Answer:
     async def begin(
         cls, request: Request, state: ServerState, prompt: Any, fields: Mapping[ErrorCode, str], **options: Any
     ) -> Answer:
-        """Submit, and wait for the first item. Raises `HttpError`; `fields` names the field at fault by error code.
+        """Submit a request and wait for its first item. Raises `HttpError`.
 
-        The pipeline's request id is the HTTP request's, so that logs of both can be joined, and so is its trace.
+        The pipeline's request has the id and the trace context of the HTTP request, so that their logs can be joined.
+
+        Args:
+            fields: the field of the HTTP request that is at fault, by error code.
+            options: for `AsyncOmniClient.submit`.
         """
         if options.get("timeout") is None:
             options["timeout"] = state.settings.request_timeout
@@ -65,16 +69,16 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, StageUsage]:
-        """What each stage did; there when the iteration has ended."""
+        """Usage by stage, complete when the iteration has ended."""
         return self._stream.usage
 
     @property
     def ready(self) -> bool:
-        """Whether the next item is there already."""
+        """Whether the next item has already arrived."""
         return bool(self._first) or self._stream.ready
 
     async def __aiter__(self) -> AsyncIterator[StreamItem]:
-        """Raises `HttpError` when the request fails."""
+        """Yield the items. Raises `HttpError` if the request fails."""
         try:
             while self._first:
                 yield self._first.pop()
@@ -84,7 +88,7 @@ class Answer:
             raise HttpError.of(error, self._fields) from error
 
     async def close(self) -> None:
-        """End the request in every stage unless it is over. Idempotent."""
+        """End the request in every stage, unless it has ended. Idempotent."""
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
         await self._stream.abort()
@@ -103,12 +107,12 @@ class Answer:
 
 
 class AnswerResponse(Response):
-    """Sends the pieces of an answer as they come and closes it in the end.
+    """Sends the pieces of an answer as they arrive, and closes the answer at the end.
 
     Args:
-        pieces: bytes to send. It raises `HttpError` where the answer fails in a way that the format cannot express;
-            the connection is then broken off, so that nobody takes the piece for the whole.
-        write_timeout: seconds that the client may leave a piece unread before its request is ended.
+        pieces: bytes to send. Raises `HttpError` for a failure that the format cannot express; the connection is then
+            cut, so that the client does not mistake a part for the whole.
+        write_timeout: seconds for which the client may leave a piece unread before its request is ended.
     """
 
     def __init__(self, answer: Answer, pieces: AsyncIterator[bytes], media_type: str, write_timeout: float) -> None:
@@ -128,16 +132,16 @@ class AnswerResponse(Response):
             async for piece in self._pieces:
                 held.append(piece)
                 if self._answer.ready and len(held) < MAX_JOINED:
-                    continue  # under load several pieces are there at once: one write for all of them
+                    continue  # under load several pieces are ready at once: send them in one write
                 async with asyncio.timeout(self._write_timeout):
                     await send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
                 held.clear()
             await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
         except TimeoutError:
-            logger.warning("a client reads nothing; its request ends", extra=about)
+            logger.warning("the client does not read; its request is aborted", extra=about)
         except HttpError as error:
             if error.code != Aborted.code:
-                logger.warning("broken off: %s", error.message, extra=about)
+                logger.warning("response cut short: %s", error.message, extra=about)
         finally:
             await self._answer.close()
 
@@ -151,10 +155,10 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 
 def usage_of(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
-    """OpenAI's usage out of what the stages report.
+    """OpenAI's usage, from the usage of the stages.
 
-    Prompt tokens are those that the text stage read, completion tokens what it wrote, plus the audio tokens. `stages`
-    is our own addition: seconds count from the moment at which the request was opened in all stages.
+    Prompt tokens are those that the text stage read; completion tokens are those that it wrote plus the audio tokens.
+    `stages` is an extension; its seconds count from the moment at which the request was opened in all stages.
     """
     text_stage = description.outputs.get("text", "")
     text = usage.get(text_stage)
@@ -183,9 +187,9 @@ def usage_of(usage: Mapping[str, StageUsage], description: Description) -> dict[
 
 
 def _speaker(order: list[str], text_stage: str, audio_stage: str) -> str:
-    """The stage that writes tokens for sound: the one after the text, or without text before the sound; else "".
+    """The stage that writes audio tokens, or "": the one after the text stage, or without text, before the audio stage.
 
-    What comes after it, up to the sound, counts in steps or pieces.
+    Later stages up to the audio stage count steps or pieces, not tokens.
     """
     if audio_stage not in order:
         return ""
@@ -196,6 +200,6 @@ def _speaker(order: list[str], text_stage: str, audio_stage: str) -> str:
 
 
 def finish_reason(usage: Mapping[str, StageUsage], description: Description) -> str:
-    """ "stop" or "length", of the stage that answers in text."""
+    """The finish reason of the stage that produces text: "stop" or "length"."""
     text = usage.get(description.outputs.get("text", ""))
     return text.finish_reason.value if text is not None else "stop"

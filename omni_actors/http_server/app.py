@@ -1,10 +1,9 @@
-"""The application: routes, error shapes, web page."""
+"""The ASGI application: routes, errors, OpenAPI schema."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,30 +16,16 @@ from starlette.types import ASGIApp
 
 from omni_actors import __version__
 from omni_actors.errors import OmniError
-from omni_actors.http_server import chat, completions, information, speech
-from omni_actors.http_server.failures import HttpError, field_name
+from omni_actors.http_server import chat, completions, files, speech, status, web_page
+from omni_actors.http_server.errors import HttpError, field_name
 from omni_actors.http_server.fetch import Fetcher
-from omni_actors.http_server.gate import Gate
+from omni_actors.http_server.middleware import RequestMiddleware
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger
 
 logger = get_logger(__name__)
 
-PAGE = {
-    "/": ("index.html", "text/html"),
-    "/app.js": ("app.js", "text/javascript"),
-    "/style.css": ("style.css", "text/css"),
-}
-PAGE_HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:; "
-        "media-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
 ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 ERROR_SCHEMA = {
     "type": "object",
@@ -61,14 +46,14 @@ ERROR_SCHEMA = {
 
 
 def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> ASGIApp:
-    """The whole server as an ASGI application.
+    """Make the whole server as an ASGI application.
 
     Args:
-        fetcher: gets media by URL; one after `settings` when `None`.
+        fetcher: fetches media by URL; made from `settings` if `None`.
     """
-    app: ASGIApp = Gate(create_routes(settings, fetcher=fetcher), settings)
+    app: ASGIApp = RequestMiddleware(create_routes(settings, fetcher=fetcher), settings)
     if settings.cors_origins:
-        # Outside of the gate: a browser asks beforehand, without the key, and has to be able to read refusals.
+        # Outermost, because a browser asks in advance without the key, and must be able to read refusals.
         app = CORSMiddleware(
             app,
             allow_origins=settings.cors_origins,
@@ -80,7 +65,7 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> A
 
 
 def create_routes(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> FastAPI:
-    """The application behind the gate; on its own it has no key, no limits on bodies and no request ids."""
+    """Make the application without its middleware, so without key, limits on bodies and request ids."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -96,18 +81,10 @@ def create_routes(settings: ServerSettings, *, fetcher: Fetcher | None = None) -
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_routing)
     app.add_exception_handler(Exception, _on_bug)
-    for module in (chat, completions, speech, information):
+    for module in (chat, completions, speech, files, status, web_page):
         app.include_router(module.router)
-    for path in PAGE:
-        app.add_api_route(path, _page, include_in_schema=False)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app
-
-
-async def _page(request: Request) -> Response:
-    name, media_type = PAGE[request.url.path]
-    content = (resources.files("omni_actors.http_server") / "page" / name).read_bytes()
-    return Response(content, media_type=media_type, headers=PAGE_HEADERS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,12 +100,12 @@ async def _on_omni_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
-    """The first thing that is wrong with the body, with its field. The value is not repeated."""
+    """Report the first field of the body that is wrong, without repeating its value."""
     if not isinstance(error, RequestValidationError):
         return await _on_bug(request, error)
     first = _deepest(error.errors())
     if first["type"] == "json_invalid":
-        return HttpError(400, "The body is no valid JSON.", code="invalid_json").response()
+        return HttpError(400, "The body is not valid JSON.", code="invalid_json").response()
     param = field_name(first["loc"])
     message = f"{param or 'body'}: {first['msg']}."
     code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(first["type"])
@@ -136,7 +113,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 def _deepest(errors: Sequence[Any]) -> Any:
-    """The first error, or the one inside of it that went furthest: a union reports every branch that did not fit."""
+    """The first error, or the deepest one inside it: a union reports every branch that did not match."""
     field = field_name(errors[0]["loc"]) or ""
     return max(
         (error for error in errors if (field_name(error["loc"]) or "").startswith(field)),
@@ -145,7 +122,7 @@ def _deepest(errors: Sequence[Any]) -> Any:
 
 
 async def _on_routing(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router, 400 of the body parser."""
+    """Report 404 and 405 of the router, and 400 of the body parser."""
     if not isinstance(error, HTTPException):
         return await _on_bug(request, error)
     if error.status_code == 404:
@@ -157,7 +134,7 @@ async def _on_routing(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("a request failed", exc_info=error, extra={"request_id": getattr(request.state, "request_id", "")})
-    failure = HttpError(500, "The server made a mistake; see its log.", kind="server_error", code="internal_error")
+    failure = HttpError(500, "Internal error: see the server's log.", kind="server_error", code="internal_error")
     return failure.response()
 
 
@@ -166,7 +143,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's schema with the errors that this server answers with, and without its own."""
+    """FastAPI's schema with this server's errors instead of FastAPI's."""
     if app.openapi_schema is None:
         schema = FastAPI.openapi(app)
         errors = {

@@ -1,25 +1,25 @@
-"""/v1/chat/completions."""
+"""The route /v1/chat/completions."""
 
 from __future__ import annotations
 
 import base64
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of
-from omni_actors.http_server.failures import HttpError, bad_field
+from omni_actors.http_server.audio_formats import encode, pcm16
+from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.schemas import ChatRequest, voice_name
-from omni_actors.http_server.sound import encode, pcm16
-from omni_actors.http_server.state import ServerState, server_state
+from omni_actors.http_server.state import ServerState, State
 from omni_actors.protocol.client import Description
 
 router = APIRouter()
@@ -34,10 +34,8 @@ FIELDS = {
 
 
 @router.post("/v1/chat/completions", response_class=Response)
-async def chat_completions(
-    body: ChatRequest, request: Request, state: Annotated[ServerState, Depends(server_state)]
-) -> Response:
-    """Answer a chat in text or in text and speech, as a whole or as server-sent events."""
+async def chat_completions(body: ChatRequest, request: Request, state: State) -> Response:
+    """Answer a chat in text, or in text and speech; complete or as server-sent events."""
     body.refuse_unsupported()
     description = await state.describe()
     state.check_model(body.model, description)
@@ -76,7 +74,7 @@ def _audio_format(body: ChatRequest) -> str:
 
 
 class ChatReply:
-    """Makes OpenAI's objects out of an answer. A spoken answer has its text as the transcript, as OpenAI's have."""
+    """Converts an answer to OpenAI's objects. As with OpenAI, the text of a spoken answer is its transcript."""
 
     def __init__(self, request_id: str, model: str, spoken: bool, description: Description, state: ServerState) -> None:
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
@@ -86,7 +84,7 @@ class ChatReply:
         self._state = state
 
     async def whole(self, answer: Answer, audio_format: str) -> bytes:
-        """A chat.completion object."""
+        """The whole answer as a chat.completion object."""
         texts: list[str] = []
         pieces: list[Any] = []
         rate = self._description.sample_rate or 24_000
@@ -112,7 +110,7 @@ class ChatReply:
         return msgspec.json.encode({**self._head, "object": "chat.completion", "choices": [choice], "usage": usage})
 
     async def events(self, answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
-        """chat.completion.chunk objects as server-sent events. A failure on the way is an event with an error."""
+        """Stream chat.completion.chunk objects as server-sent events. A later failure becomes an error event."""
         usage = {"usage": None} if include_usage else {}
         head = {**self._head, "object": "chat.completion.chunk", **usage}
 
@@ -133,7 +131,7 @@ class ChatReply:
                     continue
                 texts.append(item.text)
                 if not item.text:
-                    continue  # inside of a character
+                    continue  # the tokens so far end inside a character
                 if self._spoken:
                     yield chunk({"audio": {"id": self._audio_id, "transcript": item.text}})
                 else:

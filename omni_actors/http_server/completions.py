@@ -1,22 +1,22 @@
-"""/v1/completions: text in, text out. What `vllm bench serve` uses unless told otherwise."""
+"""The route /v1/completions: text in, text out. `vllm bench serve` uses it by default."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of
-from omni_actors.http_server.failures import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.schemas import CompletionRequest
-from omni_actors.http_server.state import ServerState, server_state
+from omni_actors.http_server.state import State
 
 router = APIRouter()
 
@@ -25,13 +25,11 @@ FIELDS = {ErrorCode.PROMPT_TOO_LONG: "prompt", ErrorCode.INVALID_PAYLOAD: "promp
 
 
 @router.post("/v1/completions", response_class=Response)
-async def completions(
-    body: CompletionRequest, request: Request, state: Annotated[ServerState, Depends(server_state)]
-) -> Response:
+async def completions(body: CompletionRequest, request: Request, state: State) -> Response:
     """Answer one prompt in text.
 
-    A prompt of token ids goes to the model as it is. A prompt of text becomes one user message and gets the chat
-    template: the model was trained on nothing else.
+    A prompt of token ids goes to the model unchanged. A prompt of text becomes one user message in the chat template,
+    the only form the model was trained on.
     """
     body.refuse_unsupported()
     description = await state.describe()

@@ -1,7 +1,7 @@
-"""Media by URL: https, hosts of an allow-list, public addresses, no redirects, bounded in bytes and time.
+"""Fetch media by URL: https, allowed hosts, public addresses, no redirects, bounded in bytes and time.
 
-The address is checked at the moment of connecting, on the very address that is connected to, so a name that resolves
-differently the second time gains nothing.
+The check is made on the very address that is then connected to, so a name that resolves differently the second time
+gains nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpcore
 
-from omni_actors.http_server.failures import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError, bad_field
 
 FETCH_SECONDS = 20.0
 HTTPS_PORT = 443
@@ -24,11 +24,11 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class AddressRefused(Exception):
-    """A name resolves to an address that must not be reached from here."""
+    """A host name resolves to an address that must not be reached from here."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an address belongs to the public internet, also inside of IPv6 forms that embed IPv4."""
+    """Whether an address belongs to the public internet, also when IPv4 is embedded in IPv6."""
     parsed = ipaddress.ip_address(address)
     if isinstance(parsed, ipaddress.IPv6Address):
         embedded = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
@@ -40,7 +40,7 @@ def is_public(address: str) -> bool:
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """The addresses of a name."""
+    """The addresses of a host name."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
 
@@ -65,7 +65,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
             addresses = await self._resolve(host, port)
         except OSError as error:
             raise httpcore.ConnectError(str(error)) from error
-        # One private address among public ones is no accident: refuse the name as a whole.
+        # One private address among public ones is not an accident: refuse the name altogether.
         if not addresses or not all(self._allowed(address) for address in addresses):
             raise AddressRefused(host)
         return await self._backend.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
@@ -84,9 +84,9 @@ class Fetcher:
 
     Args:
         hosts: allowed hosts in lower case; `.example.com` allows the subdomains of example.com too.
-        limit: largest medium in bytes.
+        limit: maximum size in bytes.
         ports: allowed ports.
-        trust, resolve, allowed: certificates, name resolution and address check, for tests.
+        trust, resolve, allowed: certificates, name resolution and address check. Tests replace them.
     """
 
     def __init__(
@@ -108,32 +108,34 @@ class Fetcher:
     def check(self, url: str, param: str) -> None:
         """Raise `HttpError` 400 unless this URL may be fetched."""
         if not self._hosts:
-            raise bad_field(param, "Media by URL are switched off here: send a data: URI.", "url_not_allowed")
+            raise bad_field(param, "This server fetches no media by URL: send a data: URI.", "url_not_allowed")
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), parts.port or HTTPS_PORT
         except ValueError:
-            raise bad_field(param, "This is no URL.", "invalid_url") from None
+            raise bad_field(param, "This is not a valid URL.", "invalid_url") from None
         if parts.scheme != "https":
             raise bad_field(param, "Media are fetched over https only.", "url_not_allowed")
         if parts.username is not None or parts.password is not None or port not in self._ports:
-            raise bad_field(param, "A URL of a medium has no credentials and the usual port.", "url_not_allowed")
+            raise bad_field(param, "The URL must have no credentials and no unusual port.", "url_not_allowed")
         if not url.isascii() or any(character.isspace() or character == "\\" for character in url):
-            raise bad_field(param, "This is no URL: escape what is not ASCII.", "invalid_url")
+            raise bad_field(
+                param, "This is not a valid URL: escape spaces, backslashes and non-ASCII characters.", "invalid_url"
+            )
         if not any(host == name.removeprefix(".") or (name[0] == "." and host.endswith(name)) for name in self._hosts):
             raise bad_field(param, f"Media may not be fetched from {host!r}.", "url_not_allowed")
 
     async def fetch(self, url: str, param: str) -> bytes:
-        """The medium at `url`. Raises `HttpError` 400 for whatever goes wrong; the reason tells nothing of the net."""
+        """Fetch `url`. Raises `HttpError` 400 for any failure; the message reveals nothing about the network."""
         self.check(url, param)
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 return await self._get(url, param)
         except AddressRefused:
-            message = "This host resolves to an address that may not be reached."
+            message = "This host resolves to an address that is not allowed."
             raise bad_field(param, message, "url_not_allowed") from None
         except (TimeoutError, OSError, httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError):
-            raise bad_field(param, "The medium could not be fetched.", "media_not_fetched") from None
+            raise bad_field(param, "The URL could not be fetched.", "media_not_fetched") from None
 
     async def _get(self, url: str, param: str) -> bytes:
         trust = self._trust or ssl.create_default_context()
@@ -145,13 +147,13 @@ class Fetcher:
         ):
             if response.status != 200:
                 detail = "Redirects are not followed." if 300 <= response.status < 400 else ""
-                message = f"The medium's host answered {response.status}. {detail}".strip()
+                message = f"The URL's host answered {response.status}. {detail}".strip()
                 raise bad_field(param, message, "media_not_fetched")
             async for piece in response.aiter_stream():
                 size += len(piece)
                 if size > self._limit:
                     raise HttpError(
-                        413, f"The medium exceeds {self._limit} bytes.", param=param, code="media_too_large"
+                        413, f"The file at this URL exceeds {self._limit} bytes.", param=param, code="media_too_large"
                     )
                 pieces.append(piece)
         return b"".join(pieces)

@@ -1,4 +1,4 @@
-"""Content parts of OpenAI's messages to what the client library takes, with every limit checked on the way."""
+"""Convert the content parts of OpenAI's messages to those of the client library, and check every limit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import asyncio
 import base64
 import binascii
 import io
-import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -17,7 +14,7 @@ import soundfile
 from numpy.typing import NDArray
 from PIL import Image
 
-from omni_actors.http_server.failures import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.schemas import (
     AssistantMessage,
@@ -30,89 +27,18 @@ from omni_actors.http_server.schemas import (
     TextPart,
 )
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.protocol.payloads import MEDIA_MODALITIES
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
-VIDEO_RATE = 2.0  # frames per second that are kept: what Qwen2.5-Omni was trained on
-VIDEO_SIDE = 640  # longest side of a frame that is kept
-
-
-@dataclass(frozen=True)
-class UploadedFile:
-    """A file of `/v1/files`."""
-
-    id: str
-    name: str
-    purpose: str
-    data: bytes
-    created: float
-
-
-class Files:
-    """Uploaded files, in memory, bounded in bytes and in time; the oldest go first."""
-
-    def __init__(self, limit: int, seconds: float) -> None:
-        self._limit = limit
-        self._seconds = seconds
-        self._files: dict[str, UploadedFile] = {}
-
-    def add(self, name: str, purpose: str, data: bytes) -> UploadedFile:
-        if len(data) > self._limit:
-            raise HttpError(413, f"Files are limited to {self._limit} bytes together.", param="file")
-        file = UploadedFile(f"file-{uuid.uuid4().hex}", name, purpose, data, time.time())
-        self._files[file.id] = file
-        self._expire()
-        while sum(len(held.data) for held in self._files.values()) > self._limit:
-            del self._files[next(iter(self._files))]
-        return file
-
-    def find(self, file_id: str) -> UploadedFile | None:
-        self._expire()
-        return self._files.get(file_id)
-
-    def remove(self, file_id: str) -> bool:
-        return self._files.pop(file_id, None) is not None
-
-    def list(self) -> Sequence[UploadedFile]:
-        self._expire()
-        return tuple(self._files.values())
-
-    def expires(self, file: UploadedFile) -> int:
-        """Unix time at which a file goes."""
-        return int(file.created + self._seconds)
-
-    def _expire(self) -> None:
-        oldest = time.time() - self._seconds
-        for file in [file for file in self._files.values() if file.created < oldest]:
-            del self._files[file.id]
-
-
-class Transcripts:
-    """What was said under which audio id, so that a later turn can refer to it. The oldest go first."""
-
-    SECONDS = 3600
-    LIMIT = 10_000
-
-    def __init__(self) -> None:
-        self._said: dict[str, tuple[float, str]] = {}
-
-    def add(self, audio_id: str, text: str) -> int:
-        """Remember; returns the Unix time until which the id is known."""
-        now = time.time()
-        self._said[audio_id] = (now + self.SECONDS, text)
-        while len(self._said) > self.LIMIT or next(iter(self._said.values()))[0] < now:
-            del self._said[next(iter(self._said))]
-        return int(now + self.SECONDS)
-
-    def find(self, audio_id: str) -> str | None:
-        expires, text = self._said.get(audio_id, (0.0, ""))
-        return text if expires >= time.time() else None
+VIDEO_RATE = 2.0  # frames per second to keep, as Qwen2.5-Omni was trained
+VIDEO_SIDE = 640  # longest side of a kept frame, in pixels
 
 
 class MediaReader:
-    """Turns chat messages into those of the client library."""
+    """Converts chat messages, fetching and checking their media."""
 
-    def __init__(self, settings: ServerSettings, fetcher: Fetcher, files: Files, transcripts: Transcripts) -> None:
+    def __init__(self, settings: ServerSettings, fetcher: Fetcher, files: FileStore, transcripts: Transcripts) -> None:
         self._settings = settings
         self._fetcher = fetcher
         self._files = files
@@ -122,7 +48,7 @@ class MediaReader:
         """Messages as `AsyncOmniClient.submit` takes them.
 
         Raises:
-            HttpError: 400 or 413 with the name of the field.
+            HttpError: 400 or 413, with the field at fault.
         """
         self._check_count(messages)
         return [await self._message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -131,7 +57,9 @@ class MediaReader:
         parts = [part for message in messages for part in message.content or () if not isinstance(part, str)]
         count = sum(not isinstance(part, TextPart) for part in parts)
         if count > self._settings.media_parts:
-            raise bad_field("messages", f"{count} media are more than the {self._settings.media_parts} allowed.")
+            raise bad_field(
+                "messages", f"The messages have {count} media; at most {self._settings.media_parts} are allowed."
+            )
 
     async def _message(self, message: Message, where: str) -> dict[str, Any]:
         role = "system" if message.role == "developer" else message.role
@@ -148,7 +76,7 @@ class MediaReader:
             return message.refusal or ""
         text = self._transcripts.find(message.audio.id)
         if text is None:
-            raise bad_field(f"{where}.audio.id", "This audio is not known (any more): send its text as content.")
+            raise bad_field(f"{where}.audio.id", "This audio is not known, or no longer: send its text as content.")
         return text
 
     async def _part(self, part: Part, where: str) -> dict[str, Any]:
@@ -170,7 +98,7 @@ class MediaReader:
 
     async def _file(self, part: FilePart, where: str) -> dict[str, Any]:
         if (part.file.file_id is None) == (part.file.file_data is None):
-            raise bad_field(where, "A file has exactly one of file_id and file_data.")
+            raise bad_field(where, "Give exactly one of file_id and file_data.")
         if part.file.file_data is not None:
             param = f"{where}.file_data"
             modality = modality_of(part.file.file_data, param)
@@ -178,7 +106,9 @@ class MediaReader:
         param = f"{where}.file_id"
         file = self._files.find(part.file.file_id or "")
         if file is None:
-            raise bad_field(param, f"There is no file {part.file.file_id!r} (any more).", "file_not_found")
+            raise bad_field(
+                param, f"There is no file {part.file.file_id!r}, or no longer: upload it again.", "file_not_found"
+            )
         return await self._medium(await asyncio.to_thread(sniff, file.data, param), file.data, param)
 
     async def _bytes(self, url: str, modality: str, param: str) -> bytes:
@@ -187,26 +117,29 @@ class MediaReader:
         head, comma, data = url.partition(",")
         kind = head[5:].lower()
         if not comma or not kind.endswith(";base64"):
-            raise bad_field(param, "A data: URI has the form data:TYPE;base64,DATA.", "invalid_url")
+            raise bad_field(param, "A data: URI must have the form data:TYPE;base64,DATA.", "invalid_url")
         if not kind.startswith(f"{modality}/") and not kind.startswith("application/octet-stream"):
-            raise bad_field(param, f"The type {kind.partition(';')[0]!r} is no {modality}.", "invalid_url")
+            raise bad_field(param, f"The type {kind.partition(';')[0]!r} is not {modality}.", "invalid_url")
         return await self._base64(data, param)
 
     async def _base64(self, text: str, param: str) -> bytes:
         if len(text) > self._settings.media_bytes * 4 // 3 + 4:
             raise HttpError(
-                413, f"A medium is limited to {self._settings.media_bytes} bytes.", param=param, code="media_too_large"
+                413,
+                f"Each image, audio or video is limited to {self._settings.media_bytes} bytes.",
+                param=param,
+                code="media_too_large",
             )
         try:
             return await asyncio.to_thread(base64.b64decode, text, None, True)
         except (binascii.Error, ValueError) as error:
-            raise bad_field(param, f"This is no base64: {error}.", "invalid_base64") from None
+            raise bad_field(param, f"This is not valid base64: {error}.", "invalid_base64") from None
 
     async def _medium(self, modality: str, data: bytes, param: str) -> dict[str, Any]:
         if not data:
-            raise bad_field(param, "The medium is empty.")
+            raise bad_field(param, "The data is empty.")
         value: bytes | tuple[NDArray[numpy.uint8], float] = data
-        # In a thread: headers of hostile files may take long, and video is decoded here.
+        # In a thread: headers of malicious files may take long, and video is decoded here.
         if modality == "audio":
             await asyncio.to_thread(check_audio, data, self._settings.audio_seconds, param)
         elif modality == "image":
@@ -217,37 +150,37 @@ class MediaReader:
 
 
 def modality_of(url: str, param: str) -> str:
-    """ "audio", "image" or "video", as a data: URI says."""
+    """The modality that a data: URI declares: "audio", "image" or "video"."""
     kind = url[5:].partition("/")[0].lower() if url[:5].lower() == "data:" else ""
     if kind not in MEDIA_MODALITIES:
-        raise bad_field(param, "This needs a data: URI of an audio, image or video type.")
+        raise bad_field(param, "This must be a data: URI of an audio, image or video type.")
     return kind
 
 
 def sniff(data: bytes, param: str) -> str:
-    """What an uploaded file is, by its content."""
+    """The modality of an uploaded file, by its content."""
     try:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS):
             return "image"
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        pass  # no image: the next reader decides
+        pass  # not an image: the next reader decides
     try:
         with soundfile.SoundFile(io.BytesIO(data)):
             return "audio"
     except (soundfile.LibsndfileError, ValueError, RuntimeError):
-        pass  # no audio either: PyAV says whether it is a video, and names what is wrong
+        pass  # not audio either: PyAV decides whether it is a video, and reports what is wrong
     return "video"
 
 
 def check_audio(data: bytes, limit: float, param: str) -> None:
-    """Raise `HttpError` unless this is a sound file of at most `limit` seconds. The engine checks again on decoding."""
+    """Raise `HttpError` unless this is audio of at most `limit` seconds. The engine checks again on decoding."""
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             seconds = file.frames / file.samplerate
     except (soundfile.LibsndfileError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise bad_field(param, f"The audio cannot be read: {error}", "malformed_media") from None
     if seconds > limit:
-        message = f"The audio lasts {seconds:.1f} s; at most {limit:g} s are allowed."
+        message = f"The audio is {seconds:.1f} s long; at most {limit:g} s are allowed."
         raise HttpError(413, message, param=param, code="media_too_large")
 
 
@@ -258,35 +191,33 @@ def check_image(data: bytes, limit: int, param: str) -> None:
             width, height = image.size
     except Image.DecompressionBombError:
         width, height = limit, 2
-    except (OSError, ValueError, SyntaxError):  # how Pillow's readers say that they cannot read
+    except (OSError, ValueError, SyntaxError):  # what Pillow's readers raise for files that they cannot read
         raise bad_field(
             param, f"The image cannot be read; it must be one of {', '.join(IMAGE_FORMATS)}.", "malformed_media"
         ) from None
     if width * height > limit:
-        raise HttpError(
-            413, f"The image has more than the {limit} pixels allowed.", param=param, code="media_too_large"
-        )
+        raise HttpError(413, f"The image has more than {limit} pixels.", param=param, code="media_too_large")
 
 
 def read_video(data: bytes, limit: float, param: str) -> tuple[NDArray[numpy.uint8], float]:
-    """Frames u8 [frames, height, width, 3] of a video file and their rate, at `VIDEO_RATE` a second.
+    """Decode a video file to frames, u8 [frames, height, width, 3], and their rate, `VIDEO_RATE` per second.
 
     Raises:
-        HttpError: 400 where it cannot be read or PyAV is not installed, 413 where it lasts longer than `limit` seconds.
+        HttpError: 400 if it cannot be read or PyAV is not installed, 413 if it is longer than `limit` seconds.
     """
     try:
         import av
     except ImportError:
-        raise bad_field(param, "Video files need PyAV on the server (pip install 'omni_actors[http]').") from None
+        raise bad_field(
+            param, "The server cannot read video: its operator must install PyAV (pip install 'omni_actors[http]')."
+        ) from None
     frames: list[NDArray[numpy.uint8]] = []
     try:
         with av.open(io.BytesIO(data), "r") as container:
             for frame in container.decode(video=0):
                 seconds = float(frame.time or 0.0)
                 if seconds > limit:
-                    raise HttpError(
-                        413, f"The video lasts longer than {limit:g} s.", param=param, code="media_too_large"
-                    )
+                    raise HttpError(413, f"The video is longer than {limit:g} s.", param=param, code="media_too_large")
                 if seconds * VIDEO_RATE < len(frames):
                     continue
                 scale = min(1.0, VIDEO_SIDE / max(frame.width, frame.height))
@@ -294,12 +225,12 @@ def read_video(data: bytes, limit: float, param: str) -> tuple[NDArray[numpy.uin
                 small = frame.reformat(width=size[0], height=size[1], format="rgb24")
                 picture = numpy.ascontiguousarray(small.to_ndarray(), dtype=numpy.uint8)
                 if frames and picture.shape != frames[0].shape:
-                    raise bad_field(param, "The video changes its size.", "malformed_media")
+                    raise bad_field(param, "The frames of the video differ in size.", "malformed_media")
                 frames.append(picture)
     except (av.FFmpegError, ValueError, IndexError, MemoryError) as error:
         raise bad_field(param, f"The video cannot be read: {error}", "malformed_media") from None
     if not frames:
         raise bad_field(param, "The video has no frames.", "malformed_media")
     if len(frames) % 2:
-        frames.append(frames[-1])  # the model takes frames by two
+        frames.append(frames[-1])  # the model takes frames in pairs
     return numpy.stack(frames), VIDEO_RATE

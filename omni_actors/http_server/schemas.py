@@ -1,7 +1,7 @@
-"""Request bodies, as OpenAI defines them. A field that is not known, or not supported, is an error that names it.
+"""Request bodies as OpenAI defines them. An unknown or unsupported field is an error that names it.
 
-Fields that change nothing here (`user`, `metadata`, ...) are accepted and ignored; those that would change the answer
-and are not supported are refused, because silence would be a wrong answer.
+Fields without effect here (`user`, `metadata`, ...) are accepted and ignored. Fields that would change the answer and
+are not supported are refused, because ignoring them would give a wrong answer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from omni_actors.http_server.failures import HttpError
+from omni_actors.http_server.errors import HttpError
 
 MAX_TOKENS = 1_000_000
 MAX_SEED = 2**63 - 1
@@ -25,6 +25,8 @@ Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
 class Strict(BaseModel):
+    """A part of a body; unknown fields are errors."""
+
     model_config = ConfigDict(extra="forbid")
 
 
@@ -102,7 +104,7 @@ class AudioReference(Strict):
 
 
 class AssistantMessage(Strict):
-    """An earlier answer, as text or as the id of its audio."""
+    """An earlier answer: its text, or the id of its audio."""
 
     role: Literal["assistant"]
     content: TextContent | None = None
@@ -133,7 +135,7 @@ class StreamOptions(Strict):
 
 
 class Sampling(Strict):
-    """What chat and text completions have in common. The first fields are OpenAI's, then vLLM's, then our own."""
+    """The fields of both chat and text completions: first OpenAI's, then vLLM's, then our own."""
 
     model: str
     stream: bool | None = None
@@ -163,7 +165,7 @@ class Sampling(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    # Refused unless they ask for nothing.
+    # Refused unless their value has no effect.
     stop: Any = None
     frequency_penalty: Any = None
     presence_penalty: Any = None
@@ -192,7 +194,7 @@ class Sampling(Strict):
     )
 
     def refuse_unsupported(self) -> None:
-        """Raise `HttpError` 400 for the first field that asks for what is not supported."""
+        """Raise `HttpError` 400 for the first field with an unsupported value."""
         for name, hint in self.UNSUPPORTED.items():
             value = getattr(self, name)
             if value and value not in ({"type": "text"}, "none", "auto"):
@@ -202,7 +204,7 @@ class Sampling(Strict):
         if (self.n or 1) != 1:
             raise HttpError(400, "n must be 1: one answer per request.", param="n", code="unsupported_value")
         if self.stream_options is not None and not self.stream:
-            raise HttpError(400, "stream_options go with stream: true.", param="stream_options", code="invalid_value")
+            raise HttpError(400, "stream_options needs stream: true.", param="stream_options", code="invalid_value")
 
     def stage_fields(self) -> dict[str, Any]:
         """The sampling fields that are set, under the names of `StageParams`."""
@@ -223,7 +225,7 @@ class ChatRequest(Sampling):
     top_logprobs: Any = None
     web_search_options: Any = None
     parallel_tool_calls: bool | None = None  # ignored: there are no tools
-    reasoning_effort: str | None = None  # ignored: the model does not reason apart
+    reasoning_effort: str | None = None  # ignored: the model has no separate reasoning
     verbosity: str | None = None  # ignored
 
     UNSUPPORTED: ClassVar[dict[str, str]] = {
@@ -269,6 +271,6 @@ class SpeechRequest(Strict):
 
 
 def voice_name(voice: str | VoiceId | None) -> str | None:
-    """The voice asked for; `None` and "default" leave the choice to the pipeline."""
+    """The requested voice; `None` and "default" leave the choice to the pipeline."""
     name = voice.id if isinstance(voice, VoiceId) else voice
     return None if name in (None, "default") else name

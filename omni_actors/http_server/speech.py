@@ -1,28 +1,27 @@
-"""/v1/audio/speech: an omni model reads a text aloud.
+"""The route /v1/audio/speech: an omni model reads a text aloud.
 
-The pipeline has no stage that speaks a given text: the model is asked to repeat it, and speaks its own answer. A model
-of this kind nearly always does as asked, but it is an answer, not a recording; what was said is in the events of
-`stream_format: "sse"`.
+The pipeline has no stage that speaks a given text. The model is asked to repeat the text and speaks its own answer,
+which is nearly always the same. The events of `stream_format: "sse"` contain what was really said.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
 import numpy
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import Answer, AnswerResponse, event, usage_of
-from omni_actors.http_server.failures import HttpError
+from omni_actors.http_server.audio_formats import MEDIA_TYPES, encode, make_encoder
+from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.schemas import SpeechRequest, voice_name
-from omni_actors.http_server.sound import MEDIA_TYPES, encode, make_encoder
-from omni_actors.http_server.state import ServerState, server_state
+from omni_actors.http_server.state import State
 from omni_actors.protocol.client import Description
 
 router = APIRouter()
@@ -35,10 +34,8 @@ FIELDS = {ErrorCode.UNKNOWN_VOICE: "voice", ErrorCode.UNKNOWN_MODALITY: "model",
 
 
 @router.post("/v1/audio/speech", response_class=Response)
-async def speech(
-    body: SpeechRequest, request: Request, state: Annotated[ServerState, Depends(server_state)]
-) -> Response:
-    """Speak a text; the audio is sent while it is made."""
+async def speech(body: SpeechRequest, request: Request, state: State) -> Response:
+    """Speak a text. The audio is sent while it is generated."""
     description = await state.describe()
     state.check_model(body.model, description)
     style = f" Speak like this: {body.instructions}." if body.instructions else ""
@@ -57,8 +54,8 @@ async def speech(
     if body.stream_format == "sse":
         return AnswerResponse(answer, _events(answer, body.response_format, description), "text/event-stream", timeout)
     if body.response_format == "flac" and "stream_format" not in body.model_fields_set:
-        # FLAC says its length in front. Streamed it cannot, and readers such as libsndfile then fail at the end, so
-        # only who asks for a stream by name gets one.
+        # FLAC states its length at the beginning. A stream cannot, so readers such as libsndfile fail at its end;
+        # therefore FLAC is streamed only on explicit request.
         async with answer:
             chunks = [item.samples async for item in answer if isinstance(item, Audio)]
             samples = numpy.concatenate(chunks) if chunks else numpy.zeros(0, numpy.float32)
@@ -79,7 +76,7 @@ async def _encoded(answer: Answer, name: str, description: Description) -> Async
 
 
 async def _events(answer: Answer, name: str, description: Description) -> AsyncIterator[bytes]:
-    """OpenAI's speech.audio.delta and speech.audio.done; the latter with the text that was said."""
+    """Stream OpenAI's speech.audio.delta and speech.audio.done events, the latter with the spoken text."""
     encoder = make_encoder(name, description.sample_rate)
     texts: list[str] = []
 

@@ -1,26 +1,29 @@
-"""What the routes share: the client, the pipeline's description, and what is remembered between requests."""
+"""What the routes share: the client, the pipeline's description, stored files and transcripts."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from fastapi import Depends
 from starlette.requests import Request
+from starlette.responses import Response
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
-from omni_actors.http_server.failures import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
-from omni_actors.http_server.media import Files, MediaReader, Transcripts
+from omni_actors.http_server.media import MediaReader
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.payloads import StageParams
 
 DESCRIBE_SECONDS = 3.0  # a coordinator that needs longer is not healthy
-FRESH_SECONDS = 0.2
+FRESH_SECONDS = 0.2  # for which a description may be used again
 
 
 class ServerState:
@@ -29,7 +32,7 @@ class ServerState:
     def __init__(self, settings: ServerSettings, fetcher: Fetcher | None = None) -> None:
         self.settings = settings
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
-        self.files = Files(settings.files_bytes, settings.file_seconds)
+        self.files = FileStore(settings.files_bytes, settings.file_seconds)
         self.transcripts = Transcripts()
         self.media = MediaReader(
             settings, fetcher or Fetcher(settings.media_hosts, settings.media_bytes), self.files, self.transcripts
@@ -40,9 +43,9 @@ class ServerState:
         self._asking: asyncio.Task[Description] | None = None
 
     async def describe(self) -> Description:
-        """The pipeline as it is, at most `FRESH_SECONDS` old. Raises `RequestTimeout` if nobody answers.
+        """The pipeline's state, at most `FRESH_SECONDS` old. Raises `RequestTimeout` if there is no answer.
 
-        Requests that come together share one question.
+        Concurrent requests share one question.
         """
         if self._description is not None and time.monotonic() < self._described + FRESH_SECONDS:
             return self._description
@@ -56,6 +59,7 @@ class ServerState:
         return self._description
 
     async def close(self) -> None:
+        """Close the connection to the pipeline."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
@@ -64,12 +68,12 @@ class ServerState:
     # -- names --------------------------------------------------------------------------------------------------------
 
     def model_names(self, description: Description) -> list[str]:
-        """The names that /v1/models lists, the preferred one first. Paths of this host are nobody's business."""
+        """The names that /v1/models lists, the preferred one first. Paths on this host are not disclosed."""
         names = list(self.settings.served_names) or [description.pipeline, description.model]
         return [name for name in dict.fromkeys(names) if not name.startswith("/")]
 
     def check_model(self, name: str, description: Description) -> None:
-        """Raise `HttpError` 404 for a model that is not served here."""
+        """Raise `HttpError` 404 for a model that this server does not have."""
         names = self.model_names(description)
         if name not in names and (self.settings.served_names or name != description.model):
             raise HttpError(
@@ -80,16 +84,16 @@ class ServerState:
             )
 
     def text_stage(self, description: Description) -> str:
-        """The stage that max_tokens, temperature and so on are meant for. Raises `HttpError` where none gives text."""
+        """The stage that max_tokens, temperature and so on apply to. Raises `HttpError` if no stage produces text."""
         stage = description.outputs.get("text")
         if stage is None:
-            raise HttpError(400, "This pipeline answers without text.", param="modalities", code="unknown_modality")
+            raise HttpError(400, "This pipeline produces no text.", param="modalities", code="unknown_modality")
         return stage
 
     def stage_params(
         self, given: Mapping[str, Mapping[str, Any]] | None, description: Description, text_fields: Mapping[str, Any]
     ) -> dict[str, StageParams]:
-        """Parameters by stage: `text_fields` for the stage that answers in text, `given` over them."""
+        """Parameters by stage: `text_fields` for the stage that produces text, overridden by `given`."""
         stages = {status.stage for status in description.stages}
         merged: dict[str, dict[str, Any]] = {}
         if text_fields:
@@ -114,8 +118,16 @@ def server_state(request: Request) -> ServerState:
     return state
 
 
+State = Annotated[ServerState, Depends(server_state)]
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response with JSON, encoded by msgspec."""
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
 async def readiness(state: ServerState) -> tuple[Description | None, list[str]]:
-    """The description, and the replicas that are not ready; (None, [why]) where the coordinator does not answer."""
+    """The description and the replicas that are not ready; (`None`, [reason]) if the coordinator does not answer."""
     try:
         description = await state.describe()
     except OmniError as error:

@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.failures import HttpError
+from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.fetch import Fetcher, is_public
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.servers import HttpPipeline, picture, serving

@@ -86,7 +86,7 @@ def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> N
     expect(page.locator("body")).to_have_attribute("data-playing", "true")
     expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")  # its own endpoint, no routed answer
     assert lanes(page) == ["prompt", "thinker", "talker", "code2wav", "this page"]
-    expect(page.locator("#figures")).to_contain_text("First sound")
+    expect(page.locator("#measurements")).to_contain_text("First sound")
     expect(page.locator("#error")).to_be_hidden()
     # The next turn brings the first one along; the echo repeats both.
     page.locator("#speak").uncheck()
@@ -249,7 +249,7 @@ def test_an_answer_that_breaks_off_is_an_error(echo: HttpPipeline, page: Page) -
     half = 'data: {"choices":[{"index":0,"delta":{"content":"half an"}}]}\n\n'
     page.route("**/v1/chat/**", lambda route: route.fulfill(body=half, content_type="text/event-stream"))
     ask(page, "hello")
-    expect(page.locator("#error")).to_contain_text("broken off")
+    expect(page.locator("#error")).to_contain_text("cut short")
     expect(page.locator("li.assistant")).to_contain_text("failed")
 
 
@@ -336,7 +336,7 @@ def test_speech_in_and_out_with_the_tiny_model(tiny_http: HttpPipeline, browser:
         assert page.locator("li.assistant .say").inner_text()
         assert data(page, "audio-seconds") > 0.2
         until(page, lambda page=page: data(page, "peak") > 0.01)
-        assert re.search(r"First sound\s*\d+ ms", page.locator("#figures").inner_text())
+        assert re.search(r"First sound\s*\d+ ms", page.locator("#measurements").inner_text())
         if os.environ.get("OMNI_TEST_SCREENSHOTS"):
             ask(page, "And what comes next?")
             expect(page.locator(".play")).to_have_count(2)

@@ -125,7 +125,7 @@ def test_the_servers_process_gets_what_the_yaml_says() -> None:
         body = {"model": "echo", "messages": [{"role": "user", "content": [part, part]}]}
         answer = httpx.post(f"{pipeline.url}/v1/chat/completions", json=body)
         assert answer.status_code == 400
-        assert "more than the 1 allowed" in answer.text
+        assert "at most 1 are allowed" in answer.text
         answer = httpx.post(f"{pipeline.url}/v1/chat/completions", json={**HELLO, "user": "x" * 3000})
         assert answer.status_code == 413
         assert "limit of 3000 bytes" in answer.text

@@ -1,134 +1,12 @@
 "use strict";
 // The page of the HTTP server: one conversation through /v1/chat/completions, the pipeline through /v1/status.
 
-const $ = (id) => document.getElementById(id);
-const state = {
-  status: null,       // last answer of /v1/status
-  history: [],        // messages of the conversation, in OpenAI's form
-  attachments: [],    // {name, part} to go with the next message
-  request: null,      // AbortController of the request that runs
-  requestId: null,    // its name in the pipeline
-  recorder: null,     // MediaRecorder while recording
-  lastTick: 0,
-};
+import { Player, samplesOf, showLevel, toWav } from "./audio.js";
+import { $, failure, headers, showError, state } from "./common.js";
+import { showTimeline, timelineOf } from "./timeline.js";
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sound: chunks are queued one behind the other on the audio clock
-
-class Player {
-  static shared = null;  // one context for the page: browsers allow few
-
-  constructor(rate) {
-    this.context = Player.shared ??= new AudioContext();
-    this.context.resume();
-    this.analyser = this.context.createAnalyser();
-    this.analyser.fftSize = 2048;
-    this.analyser.connect(this.context.destination);
-    this.rate = rate;
-    this.next = 0;
-    this.chunks = [];
-    this.sources = new Set();
-    this.seconds = 0;
-  }
-
-  add(samples) {
-    this.chunks.push(samples);
-    this.seconds += samples.length / this.rate;
-    this.schedule(samples);
-  }
-
-  schedule(samples) {
-    if (!samples.length) return;
-    const buffer = this.context.createBuffer(1, samples.length, this.rate);
-    buffer.copyToChannel(samples, 0);
-    const source = this.context.createBufferSource();
-    source.buffer = buffer;
-    source.connect(this.analyser);
-    // A little ahead of the clock after silence, so that the next chunk can come in time.
-    if (this.next < this.context.currentTime) this.next = this.context.currentTime + 0.06;
-    source.start(this.next);
-    this.next += buffer.duration;
-    this.sources.add(source);
-    source.onended = () => this.sources.delete(source);
-  }
-
-  replay() {
-    this.stop();
-    this.chunks.forEach((samples) => this.schedule(samples));
-    showLevel(this);
-  }
-
-  stop() {
-    for (const source of this.sources) source.stop();
-    this.sources.clear();
-    this.next = 0;
-  }
-
-  get playing() { return this.sources.size > 0; }
-}
-
-function samplesOf(base64) {
-  const binary = atob(base64);
-  const view = new DataView(new ArrayBuffer(binary.length));
-  for (let i = 0; i < binary.length; i++) view.setUint8(i, binary.charCodeAt(i));
-  const samples = new Float32Array(binary.length >> 1);
-  for (let i = 0; i < samples.length; i++) samples[i] = view.getInt16(2 * i, true) / 32768;
-  return samples;
-}
-
-/** A WAV file (mono, 16 bit) of an AudioBuffer, resampled to `rate` Hz. */
-async function wavOf(audio, rate = 16000) {
-  const offline = new OfflineAudioContext(1, Math.max(1, Math.ceil(audio.duration * rate)), rate);
-  const source = offline.createBufferSource();
-  source.buffer = audio;
-  source.connect(offline.destination);
-  source.start();
-  const samples = (await offline.startRendering()).getChannelData(0);
-  const view = new DataView(new ArrayBuffer(44 + 2 * samples.length));
-  const text = (at, word) => [...word].forEach((letter, i) => view.setUint8(at + i, letter.charCodeAt(0)));
-  text(0, "RIFF"); view.setUint32(4, 36 + 2 * samples.length, true); text(8, "WAVEfmt ");
-  view.setUint32(16, 16, true); view.setUint16(20, 1, true); view.setUint16(22, 1, true);
-  view.setUint32(24, rate, true); view.setUint32(28, 2 * rate, true);
-  view.setUint16(32, 2, true); view.setUint16(34, 16, true);
-  text(36, "data"); view.setUint32(40, 2 * samples.length, true);
-  samples.forEach((value, i) => view.setInt16(44 + 2 * i, Math.round(32767 * Math.max(-1, Math.min(1, value))), true));
-  return new Blob([view.buffer], { type: "audio/wav" });
-}
-
-function showLevel(player) {
-  const canvas = $("level");
-  const draw = canvas.getContext("2d");
-  const wave = new Float32Array(player.analyser.fftSize);
-  const color = getComputedStyle(document.documentElement).getPropertyValue("--accent");
-  (function frame() {
-    player.analyser.getFloatTimeDomainData(wave);
-    const peak = wave.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-    if (peak > Number(document.body.dataset.peak || 0)) document.body.dataset.peak = peak.toFixed(4);
-    document.body.dataset.playing = player.playing;
-    draw.clearRect(0, 0, canvas.width, canvas.height);
-    draw.beginPath();
-    for (let i = 0; i < wave.length; i += 4) draw.lineTo((i / wave.length) * canvas.width, (1 - wave[i]) * canvas.height / 2);
-    draw.strokeStyle = color; draw.lineWidth = 2; draw.stroke();
-    if (player.playing || state.request) requestAnimationFrame(frame);
-  })();
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Talking to the server
-
-function headers() {
-  const key = $("key").value.trim();
-  return key ? { Authorization: `Bearer ${key}` } : {};
-}
-
-async function failure(response) {
-  try {
-    const { error } = await response.json();
-    return `${error.message}${error.code ? ` (${error.code})` : ""}`;
-  } catch {
-    return `The server answered ${response.status}.`;
-  }
-}
+// Requests
 
 /** The data of each server-sent event of a response. */
 async function* events(response) {
@@ -141,11 +19,6 @@ async function* events(response) {
     rest = parts.pop();
     for (const part of parts) if (part.startsWith("data: ")) yield part.slice(6);
   }
-}
-
-function showError(text) {
-  $("error").textContent = text;
-  $("error").hidden = !text;
 }
 
 async function send() {
@@ -187,7 +60,7 @@ async function send() {
       note(item, "failed");
       showError(error instanceof TypeError ? "The server cannot be reached." : error.message);
     }
-    const timeline = await timelineOf(state.requestId);  // how far it came
+    const timeline = await timelineOf(state.requestId);  // shows how far it got
     if (timeline) showTimeline(timeline, null, {}, 0);
   } finally {
     item.classList.remove("working");
@@ -226,7 +99,7 @@ async function converse(body, message, item, player, signal) {
       document.body.dataset.audioSeconds = player.seconds.toFixed(3);
     }
   }
-  if (!complete) throw new Error("The answer was broken off.");
+  if (!complete) throw new Error("The answer was cut short.");
   times.total = performance.now() - began;
   state.history.push(message, { role: "assistant", content: say.textContent });
   if (player?.seconds) {
@@ -240,7 +113,7 @@ async function converse(body, message, item, player, signal) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What is seen
+// Conversation and status
 
 function addMessage(role, text, about) {
   const item = document.createElement("li");
@@ -276,115 +149,6 @@ function showAttachments() {
     remove.onclick = () => { state.attachments.splice(index, 1); showAttachments(); $("text").focus(); };
     item.append(attachment.name, remove);
     return item;
-  }));
-}
-
-function svg(name, attributes) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
-}
-
-/** The timeline that the pipeline keeps of a request; null where it keeps none. */
-async function timelineOf(id) {
-  if (!id) return null;
-  try {
-    const response = await fetch(`/v1/requests/${encodeURIComponent(id)}/timeline`, { headers: headers() });
-    return response.ok ? await response.json() : null;
-  } catch {
-    return null;
-  }
-}
-
-/** Rows to draw: {name, parts: [{name, kind, at, seconds}], about}, in seconds since the request began. */
-function lanesOf(timeline) {
-  const kinds = { waiting: "wait", gathering: "wait", queued: "queue" };
-  return timeline.stages.map((stage) => ({
-    name: timeline.stages.some((other) => other !== stage && other.stage === stage.stage)
-      ? `${stage.stage} ${stage.attempt + 1}` : stage.stage,
-    about: `${stage.stage}/${stage.replica} ${stage.outcome}: ${stage.input_tokens} in, ${stage.output_tokens} out`,
-    parts: stage.phases.map((phase) => ({ ...phase, kind: kinds[phase.name] ?? "work" })),
-  }));
-}
-
-/** The same from the usage alone, where there is no timeline. */
-function lanesOfUsage(usage) {
-  return Object.entries(usage?.stages ?? {}).map(([name, stage]) => {
-    // A stage that gives all of its output at its end still has a mark that can be seen.
-    const first = Math.min(stage.first_output, 0.99 * stage.finished);
-    return {
-      name,
-      about: `${name}: ${stage.input_tokens} in, ${stage.output_tokens} out`,
-      parts: [{ name: "until the first output", kind: "wait", at: 0, seconds: first },
-              { name: "output", kind: "work", at: first, seconds: stage.finished - first }],
-    };
-  });
-}
-
-/** What this page itself has seen, in milliseconds. */
-function laneOfPage(times) {
-  const marks = [["first text", times.text], ["first sound", times.audio], ["end", times.total]];
-  return {
-    name: "this page", about: "this page",
-    parts: marks.filter(([, at]) => at !== undefined).map(([name, at]) => ({ name, kind: "mark", at: at / 1000, seconds: 0 })),
-  };
-}
-
-const duration = (seconds) => seconds < 1 ? `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms` : `${seconds.toFixed(2)} s`;
-
-function laneElement(lane, total) {
-  const percent = (seconds) => `${(100 * Math.min(1, Math.max(0, seconds / total))).toFixed(2)}%`;
-  const words = lane.parts.map((part) => part.kind === "mark"
-    ? `${part.name} after ${duration(part.at)}` : `${part.name} ${duration(part.seconds)}`);
-  const element = document.createElement("div"), label = document.createElement("span");
-  element.className = "lane";
-  element.tabIndex = 0;
-  element.setAttribute("role", "img");
-  element.setAttribute("aria-label", `${lane.about}; ${words.join(", ")}`);
-  const tell = () => { $("details").textContent = element.getAttribute("aria-label"); };
-  element.onfocus = tell;
-  element.onmouseenter = tell;
-  label.textContent = lane.name;
-  const bar = svg("svg", { "aria-hidden": true });
-  for (const part of lane.parts) {
-    const x = percent(part.at);
-    bar.append(part.kind === "mark"
-      ? svg("line", { class: "mark", x1: x, x2: x, y1: 0, y2: 14 })
-      : svg("rect", { class: part.kind, x, rx: 1.5, width: percent(Math.max(part.seconds, 0.006 * total)),
-                      y: part.kind === "work" ? 1 : 5, height: part.kind === "work" ? 12 : 4 }));
-  }
-  element.append(label, bar);
-  return element;
-}
-
-function showTimeline(timeline, usage, times, audioSeconds) {
-  const lanes = timeline ? lanesOf(timeline) : lanesOfUsage(usage);
-  if (!lanes.length && times.total === undefined) return;
-  if (times.total !== undefined) lanes.push(laneOfPage(times));
-  const total = Math.max(0.001, ...lanes.flatMap((lane) => lane.parts.map((part) => part.at + part.seconds)));
-  const axis = document.createElement("div");
-  axis.className = "axis";
-  for (const part of [0, 0.5, 1]) {
-    const tick = document.createElement("span");
-    tick.textContent = duration(part * total);
-    axis.append(tick);
-  }
-  $("timeline").dataset.source = timeline ? "pipeline" : "usage";
-  $("timeline").replaceChildren(...lanes.map((lane) => laneElement(lane, total)), axis);
-  $("details").textContent = timeline && timeline.outcome !== "done" ? `Ended with ${timeline.outcome}.` : "";
-  const figures = [
-    ["First text", times.text], ["First sound", times.audio], ["Whole answer", times.total],
-  ].filter(([, value]) => value !== undefined).map(([name, value]) => [name, `${value.toFixed(0)} ms`]);
-  if (audioSeconds) {
-    figures.push(["Audio", `${audioSeconds.toFixed(2)} s`]);
-    figures.push(["Time per second of audio", (times.total / 1000 / audioSeconds).toFixed(2)]);
-  }
-  if (usage) figures.push(["Tokens in, out", `${usage.prompt_tokens}, ${usage.completion_tokens}`]);
-  $("figures").replaceChildren(...figures.flatMap(([name, value]) => {
-    const term = document.createElement("dt"), description = document.createElement("dd");
-    term.textContent = name;
-    description.textContent = value;
-    return [term, description];
   }));
 }
 
@@ -438,7 +202,7 @@ const base64 = (blob) => new Promise((resolve, reject) => {
   reader.readAsDataURL(blob);
 });
 
-const SERVER_READS = /^audio\/(x-)?(wav|wave|mpeg|mp3|flac|ogg)$/;  // other sounds are decoded by the browser
+const SERVER_READS = /^audio\/(x-)?(wav|wave|mpeg|mp3|flac|ogg)$/;  // the browser decodes other audio
 
 async function attach(blob, name) {
   if (blob.type.startsWith("audio/") && !SERVER_READS.test(blob.type)) blob = await toWav(blob);
@@ -449,11 +213,6 @@ async function attach(blob, name) {
   else if (kind === "video") state.attachments.push({ name, part: { type: "video_url", video_url: { url } } });
   else throw new Error(`${name}: only images, sounds and videos can be attached.`);
   showAttachments();
-}
-
-async function toWav(blob) {
-  Player.shared ??= new AudioContext();
-  return wavOf(await Player.shared.decodeAudioData(await blob.arrayBuffer()));
 }
 
 async function record() {
@@ -521,7 +280,7 @@ $("clear").onclick = () => {
   state.history = [];
   $("messages").replaceChildren($("empty"));
   $("timeline").replaceChildren();
-  $("figures").replaceChildren();
+  $("measurements").replaceChildren();
   showError("");
   $("text").focus();
 };

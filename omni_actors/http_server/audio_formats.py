@@ -1,4 +1,4 @@
-"""Samples to bytes of a sound format, as a whole or as they come."""
+"""Encode samples in an audio format, all at once or as a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy
 import soundfile
 from numpy.typing import NDArray
 
-from omni_actors.http_server.failures import HttpError
+from omni_actors.http_server.errors import HttpError
 
 Samples = NDArray[numpy.float32]
 
@@ -24,29 +24,29 @@ MEDIA_TYPES = {
 }
 SOUNDFILE_FORMATS = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
 OPUS_RATES = (8000, 12000, 16000, 24000, 48000)
-UNKNOWN_LENGTH = 0xFFFFFFFF  # what players take for "until the stream ends"
+UNKNOWN_LENGTH = 0xFFFFFFFF  # players read it as "until the stream ends"
 
 
 class Encoder(Protocol):
-    """Makes a stream of bytes out of chunks of samples."""
+    """Encodes chunks of samples as a stream of bytes."""
 
     def begin(self) -> bytes:
-        """What comes before the first sample."""
+        """The bytes before the first sample."""
 
     def feed(self, samples: Samples) -> bytes:
-        """As many bytes as are complete after these samples, f32 [samples] in [-1, 1]."""
+        """The bytes that are complete after these samples, f32 [samples] in [-1, 1]."""
 
     def finish(self) -> bytes:
-        """What is left."""
+        """The remaining bytes."""
 
 
 def pcm16(samples: Samples) -> bytes:
-    """Little-endian 16-bit samples of f32 [samples] in [-1, 1]; what lies outside is clipped."""
+    """Little-endian 16-bit samples of f32 [samples], clipped to [-1, 1]."""
     return (numpy.clip(samples, -1.0, 1.0) * 32767.0).round().astype("<i2").tobytes()
 
 
 def wav_header(rate: int, n_bytes: int | None) -> bytes:
-    """The 44 bytes before mono PCM16 samples; of unknown length where `n_bytes` is `None`."""
+    """The 44 bytes before mono PCM16 samples at `rate` Hz; `n_bytes` is `None` if their length is unknown."""
     data = UNKNOWN_LENGTH if n_bytes is None else n_bytes
     riff = UNKNOWN_LENGTH if n_bytes is None else n_bytes + 36
     return struct.pack(
@@ -55,7 +55,7 @@ def wav_header(rate: int, n_bytes: int | None) -> bytes:
 
 
 class PcmEncoder:
-    """Plain samples, with a WAV header where asked for."""
+    """Plain samples, with or without a WAV header."""
 
     def __init__(self, rate: int, wav: bool) -> None:
         self._header = wav_header(rate, None) if wav else b""
@@ -71,8 +71,11 @@ class PcmEncoder:
 
 
 class _Sink(io.BytesIO):
-    """What an encoder appended since the last `take`. Encoders go back to complete their header in the end; in a stream
-    that has left already, and all formats here are readable without it."""
+    """Collects what an encoder wrote since the last `take`.
+
+    At the end encoders go back to complete their header. In a stream the header has been sent by then; all formats here
+    are readable without it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,9 +94,9 @@ class FileEncoder:
     def __init__(self, name: str, rate: int) -> None:
         container, subtype = SOUNDFILE_FORMATS[name]
         if name == "opus" and rate not in OPUS_RATES:
-            raise HttpError(400, f"Opus does not know {rate} Hz.", param="response_format", code="unsupported_value")
+            raise HttpError(400, f"Opus does not support {rate} Hz.", param="response_format", code="unsupported_value")
         self._sink = _Sink()
-        # Readers guess the length of a stream from its first bytes, which a varying bit rate would mislead.
+        # Readers estimate the length of a stream from its first bytes, which a variable bit rate would falsify.
         mode = {"compression_level": 0.5, "bitrate_mode": "CONSTANT"} if name == "mp3" else {}
         self._file = soundfile.SoundFile(self._sink, "w", rate, 1, subtype, format=container, **mode)
 
@@ -117,7 +120,7 @@ def make_encoder(name: str, rate: int) -> Encoder:
 
 
 def encode(samples: Samples, name: str, rate: int) -> bytes:
-    """A whole sound; unlike a stream's, its header knows the length."""
+    """Encode all samples at once; unlike in a stream, the header states their length."""
     if name not in SOUNDFILE_FORMATS:
         data = pcm16(samples)
         return wav_header(rate, len(data)) + data if name == "wav" else data

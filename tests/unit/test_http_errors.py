@@ -7,7 +7,7 @@ import json
 import pytest
 
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
-from omni_actors.http_server.failures import HttpError
+from omni_actors.http_server.errors import HttpError
 
 WANTED = {
     400: {

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with the status that clients expect."""
+"""Errors in OpenAI's format, `{"error": {"message", "type", "param", "code"}}`, with the status that clients expect."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from starlette.responses import Response
 
 from omni_actors.errors import ERROR_CLASSES, ErrorCode, Fault, OmniError
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away; nobody reads it but the log
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away; only the log shows it
 RETRY_SECONDS = 1.0
 
-# Where the status does not follow from who is at fault. OpenAI's clients retry 408, 409, 429 and 5xx by themselves.
+# Where the status does not follow from the fault. OpenAI's clients retry 408, 409, 429 and 5xx automatically.
 STATUS: dict[ErrorCode, int] = {
     ErrorCode.OVERLOADED: 429,
     ErrorCode.SLOW_CLIENT: 429,
     ErrorCode.DEADLINE_EXCEEDED: 504,
     ErrorCode.ABORTED: CLIENT_CLOSED_REQUEST,
-    ErrorCode.TIMEOUT: 503,  # to HTTP clients a coordinator that does not answer is the server's fault
+    ErrorCode.TIMEOUT: 503,  # to HTTP clients, a coordinator that does not answer is the server's fault
 }
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
 def status_of(code: ErrorCode) -> int:
-    """The HTTP status of an error of the pipeline: 400 for the caller's, 503 where a retry helps, else 500."""
+    """The HTTP status of a pipeline error: 400 if the caller is at fault, 503 if a retry helps, else 500."""
     error = ERROR_CLASSES[code]
     if code in STATUS:
         return STATUS[code]
@@ -36,11 +36,11 @@ def status_of(code: ErrorCode) -> int:
 
 
 class HttpError(Exception):
-    """An answer other than success.
+    """A response other than success.
 
     Args:
-        param: the request's field that is wrong, as `messages[0].content[1].image_url.url`.
-        code: a stable word to switch on; those of `ErrorCode` for errors of the pipeline.
+        param: the field of the request that is wrong, such as `messages[0].content[1].image_url.url`.
+        code: a stable identifier for programs; an `ErrorCode` for errors of the pipeline.
         retry_after: seconds for the Retry-After header.
     """
 
@@ -64,7 +64,7 @@ class HttpError(Exception):
 
     @classmethod
     def of(cls, error: OmniError, fields: Mapping[ErrorCode, str] | None = None) -> HttpError:
-        """What the HTTP client is told about an error of the pipeline; `fields` names the field at fault by code."""
+        """Convert an error of the pipeline. `fields` gives the field at fault for each code."""
         status = status_of(error.code)
         kind = KINDS.get(status, "invalid_request_error")
         retry_after = error.retry_after
@@ -74,9 +74,11 @@ class HttpError(Exception):
         return cls(status, str(error), param=param, code=error.code.value, kind=kind, retry_after=retry_after)
 
     def body(self) -> dict[str, Any]:
+        """The JSON object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
+        """The HTTP response, with the headers that belong to the status."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
@@ -87,15 +89,15 @@ class HttpError(Exception):
 
 
 def bad_field(param: str, message: str, code: str = "invalid_value") -> HttpError:
-    """400 for one field."""
+    """Make an error 400 for one field."""
     return HttpError(400, message, param=param, code=code)
 
 
 def field_name(location: Sequence[str | int]) -> str | None:
     """`("body", "messages", 0, "content")` -> `messages[0].content`; `None` for the body as a whole.
 
-    Pydantic puts the branches of unions into its locations; those are no fields of the request. The members of lists
-    are unions with a tag, so a word right after an index is that tag.
+    Pydantic's locations contain the branches of unions, which are not fields of the request. The items of lists are
+    tagged unions, so a word right after an index is the tag.
     """
     name = ""
     after_index = False

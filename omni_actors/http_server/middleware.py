@@ -1,12 +1,13 @@
-"""What every request passes before the application sees it: host, key, size and form of the body, one log line.
+"""Middleware for every request: checks of host, key, type and size of the body, and one log line.
 
-Bodies are read here as a whole, so that a limit is a plain 413 or 408 and the routes get bodies that are bounded.
+Bodies are read completely here, so that exceeding a limit is a plain 413 or 408 and the routes get bounded bodies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import time
 import uuid
@@ -16,31 +17,32 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.addresses import is_loopback
-from omni_actors.http_server.failures import HttpError
+from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.web_page import PAGE_FILES
 from omni_actors.logs import get_logger
 from omni_actors.protocol.fields import TRACEPARENT
 
 logger = get_logger(__name__)
 
-OPEN_PATHS = frozenset({"/", "/app.js", "/style.css", "/health"})  # no secrets and no work
+OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no secrets and cause no work
 VALID_TRACEPARENT = re.compile(TRACEPARENT)
 BODY_TYPES = {"/v1/files": "multipart/form-data"}
 DEFAULT_BODY_TYPE = "application/json"
-QUIET_PATHS = frozenset({"/v1/status", "/health", "/metrics"})  # polled: logged at debug only
+POLLED_PATHS = frozenset({"/v1/status", "/health", "/metrics"})  # logged at debug only
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware around the whole application.
 
-    Leaves `request_id` (ours, for logs and the response's `x-request-id`) and `traceparent` (a valid W3C one, or
-    `None`) in the scope's state.
+    Puts `request_id` (for logs and the response's `x-request-id`) and `traceparent` (the caller's W3C trace context if
+    it is valid, else `None`) into the scope's state.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        self._held_bytes = 0
+        self._reserved_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,11 +65,11 @@ class Gate:
             await send(message)
 
         try:
-            await self._pass(scope, headers, receive, answer)
+            await self._check_and_run(scope, headers, receive, answer)
         finally:
-            quiet = scope["path"] in QUIET_PATHS and status < 500
+            quiet = scope["path"] in POLLED_PATHS and status < 500
             logger.log(
-                10 if quiet else 20,
+                logging.DEBUG if quiet else logging.INFO,
                 "%s %s %d in %.3f s",
                 scope["method"],
                 scope["path"][:200],
@@ -76,7 +78,7 @@ class Gate:
                 extra={"request_id": request_id},
             )
 
-    async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+    async def _check_and_run(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         size = 0
         try:
             try:
@@ -84,21 +86,21 @@ class Gate:
                 self._check_key(scope["path"], headers)
                 body = b""
                 if scope["method"] in ("POST", "PUT", "PATCH"):
-                    self._check_form(scope["path"], headers)
+                    self._check_type(scope["path"], headers)
                     body = await self._read(headers, receive)
                     size = len(body)
-                    self._hold(size)
+                    self._reserve(size)
             except HttpError as error:
                 await error.response()(scope, receive, send)
                 return
-            await self._app(scope, _Replay(body, receive), send)
+            await self._app(scope, _ReceiveAgain(body, receive), send)
         finally:
-            self._held_bytes -= size
+            self._reserved_bytes -= size
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _check_host(self, headers: Headers) -> None:
-        """A foreign page whose name resolves to this machine sends its own name as Host."""
+        """Refuse a foreign page whose name resolves to this machine: its requests have its own name as Host."""
         if not self._settings.check_host:
             return
         host = headers.get("host", "")
@@ -109,7 +111,7 @@ class Gate:
         if not is_loopback(name):
             raise HttpError(
                 403,
-                "This server has no API key and answers only to loopback names such as 127.0.0.1 and localhost.",
+                "This server has no API key, so it answers only to loopback names such as 127.0.0.1 and localhost.",
                 code="host_not_allowed",
             )
 
@@ -123,8 +125,8 @@ class Gate:
                 401, "The API key is missing or wrong: send Authorization: Bearer KEY.", code="invalid_api_key"
             )
 
-    def _check_form(self, path: str, headers: Headers) -> None:
-        """The declared type must be right: types that browsers send to foreign sites unasked are refused."""
+    def _check_type(self, path: str, headers: Headers) -> None:
+        """Require the declared type, because browsers send other types to foreign sites without asking."""
         wanted = BODY_TYPES.get(path, DEFAULT_BODY_TYPE)
         given = headers.get("content-type", "").partition(";")[0].strip().lower()
         if given != wanted:
@@ -155,28 +157,30 @@ class Gate:
                     more = message.get("more_body", False)
         except TimeoutError:
             seconds = self._settings.read_timeout
-            raise HttpError(408, f"The body did not arrive within {seconds:g} s.", code="body_timeout") from None
+            raise HttpError(
+                408, f"The body did not arrive completely within {seconds:g} s.", code="body_timeout"
+            ) from None
         return b"".join(pieces)
 
-    def _hold(self, size: int) -> None:
-        if self._held_bytes + size > self._settings.bodies_bytes:
-            self._held_bytes += size  # taken back by the caller, as for every body
+    def _reserve(self, size: int) -> None:
+        if self._reserved_bytes + size > self._settings.bodies_bytes:
+            self._reserved_bytes += size  # released by the caller, as for every body
             raise HttpError(
                 503,
-                "The server holds as many bytes of requests as it may.",
+                "The server holds too many bytes of other requests: try again.",
                 code="overloaded",
                 kind="service_unavailable_error",
                 retry_after=1.0,
             )
-        self._held_bytes += size
+        self._reserved_bytes += size
 
 
 def _too_large(limit: int) -> HttpError:
     return HttpError(413, f"The body exceeds the limit of {limit} bytes.", code="body_too_large")
 
 
-class _Replay:
-    """`receive` for the application: the body that was read, then what the connection says (a disconnect)."""
+class _ReceiveAgain:
+    """`receive` for the application: the body that was read, then the messages of the connection (a disconnect)."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body

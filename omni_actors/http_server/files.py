@@ -1,0 +1,68 @@
+"""Routes of uploaded files, which are kept in memory for a while so that chat messages can refer to them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, File, Form, UploadFile
+from starlette.responses import Response
+
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.state import State, json_response
+from omni_actors.http_server.stores import FileStore, UploadedFile
+
+router = APIRouter()
+
+
+@router.post("/v1/files", response_class=Response)
+async def upload(
+    file: Annotated[UploadFile, File()], state: State, purpose: Annotated[str, Form(max_length=64)] = "user_data"
+) -> Response:
+    """Upload an image, audio or video for `{"type": "file", "file": {"file_id": ...}}`."""
+    data = await file.read()
+    if not data:
+        raise HttpError(400, "The file is empty.", param="file", code="invalid_value")
+    if len(data) > state.settings.media_bytes:
+        raise HttpError(413, f"Each file is limited to {state.settings.media_bytes} bytes.", param="file")
+    return json_response(_file(state.files.add(file.filename or "file", purpose, data), state.files))
+
+
+@router.get("/v1/files", response_class=Response)
+async def files(state: State) -> Response:
+    """All uploaded files."""
+    found = [_file(file, state.files) for file in state.files.list()]
+    return json_response({"object": "list", "data": found, "has_more": False})
+
+
+@router.get("/v1/files/{file_id}", response_class=Response)
+async def file(file_id: str, state: State) -> Response:
+    """One file, without its content."""
+    found = state.files.find(file_id)
+    if found is None:
+        raise _no_file(file_id)
+    return json_response(_file(found, state.files))
+
+
+@router.delete("/v1/files/{file_id}", response_class=Response)
+async def delete(file_id: str, state: State) -> Response:
+    """Delete a file."""
+    if not state.files.remove(file_id):
+        raise _no_file(file_id)
+    return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+def _no_file(file_id: str) -> HttpError:
+    return HttpError(404, f"There is no file {file_id[:100]!r}.", param="file_id", code="file_not_found")
+
+
+def _file(file: UploadedFile, files: FileStore) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": len(file.data),
+        "created_at": int(file.created),
+        "expires_at": files.expires(file),
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+    }

@@ -1,0 +1,114 @@
+"use strict";
+// The timeline of the last request and its measurements.
+
+import { $, headers } from "./common.js";
+
+function svg(name, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
+
+/** The pipeline's timeline of a request; null if it has none. */
+export async function timelineOf(id) {
+  if (!id) return null;
+  try {
+    const response = await fetch(`/v1/requests/${encodeURIComponent(id)}/timeline`, { headers: headers() });
+    return response.ok ? await response.json() : null;
+  } catch {
+    return null;
+  }
+}
+
+/** Rows to draw: {name, parts: [{name, kind, at, seconds}], about}, in seconds since the request began. */
+function lanesOf(timeline) {
+  const kinds = { waiting: "wait", gathering: "wait", queued: "queue" };
+  return timeline.stages.map((stage) => ({
+    name: timeline.stages.some((other) => other !== stage && other.stage === stage.stage)
+      ? `${stage.stage} ${stage.attempt + 1}` : stage.stage,
+    about: `${stage.stage}/${stage.replica} ${stage.outcome}: ${stage.input_tokens} in, ${stage.output_tokens} out`,
+    parts: stage.phases.map((phase) => ({ ...phase, kind: kinds[phase.name] ?? "work" })),
+  }));
+}
+
+/** The same rows from the usage, for a request without a timeline. */
+function lanesOfUsage(usage) {
+  return Object.entries(usage?.stages ?? {}).map(([name, stage]) => {
+    // The output of a stage stays visible even if all of it comes at the end.
+    const first = Math.min(stage.first_output, 0.99 * stage.finished);
+    return {
+      name,
+      about: `${name}: ${stage.input_tokens} in, ${stage.output_tokens} out`,
+      parts: [{ name: "until the first output", kind: "wait", at: 0, seconds: first },
+              { name: "output", kind: "work", at: first, seconds: stage.finished - first }],
+    };
+  });
+}
+
+/** A row with what the page itself has seen; `times` are in milliseconds. */
+function laneOfPage(times) {
+  const marks = [["first text", times.text], ["first sound", times.audio], ["end", times.total]];
+  return {
+    name: "this page", about: "this page",
+    parts: marks.filter(([, at]) => at !== undefined).map(([name, at]) => ({ name, kind: "mark", at: at / 1000, seconds: 0 })),
+  };
+}
+
+const duration = (seconds) => seconds < 1 ? `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms` : `${seconds.toFixed(2)} s`;
+
+function laneElement(lane, total) {
+  const percent = (seconds) => `${(100 * Math.min(1, Math.max(0, seconds / total))).toFixed(2)}%`;
+  const words = lane.parts.map((part) => part.kind === "mark"
+    ? `${part.name} after ${duration(part.at)}` : `${part.name} ${duration(part.seconds)}`);
+  const element = document.createElement("div"), label = document.createElement("span");
+  element.className = "lane";
+  element.tabIndex = 0;
+  element.setAttribute("role", "img");
+  element.setAttribute("aria-label", `${lane.about}; ${words.join(", ")}`);
+  const tell = () => { $("details").textContent = element.getAttribute("aria-label"); };
+  element.onfocus = tell;
+  element.onmouseenter = tell;
+  label.textContent = lane.name;
+  const bar = svg("svg", { "aria-hidden": true });
+  for (const part of lane.parts) {
+    const x = percent(part.at);
+    bar.append(part.kind === "mark"
+      ? svg("line", { class: "mark", x1: x, x2: x, y1: 0, y2: 14 })
+      : svg("rect", { class: part.kind, x, rx: 1.5, width: percent(Math.max(part.seconds, 0.006 * total)),
+                      y: part.kind === "work" ? 1 : 5, height: part.kind === "work" ? 12 : 4 }));
+  }
+  element.append(label, bar);
+  return element;
+}
+
+/** Shows the timeline, or the usage where there is none, and the times that the page measured. */
+export function showTimeline(timeline, usage, times, audioSeconds) {
+  const lanes = timeline ? lanesOf(timeline) : lanesOfUsage(usage);
+  if (!lanes.length && times.total === undefined) return;
+  if (times.total !== undefined) lanes.push(laneOfPage(times));
+  const total = Math.max(0.001, ...lanes.flatMap((lane) => lane.parts.map((part) => part.at + part.seconds)));
+  const axis = document.createElement("div");
+  axis.className = "axis";
+  for (const part of [0, 0.5, 1]) {
+    const tick = document.createElement("span");
+    tick.textContent = duration(part * total);
+    axis.append(tick);
+  }
+  $("timeline").dataset.source = timeline ? "pipeline" : "usage";
+  $("timeline").replaceChildren(...lanes.map((lane) => laneElement(lane, total)), axis);
+  $("details").textContent = timeline && timeline.outcome !== "done" ? `Ended with ${timeline.outcome}.` : "";
+  const measurements = [
+    ["First text", times.text], ["First sound", times.audio], ["Whole answer", times.total],
+  ].filter(([, value]) => value !== undefined).map(([name, value]) => [name, `${value.toFixed(0)} ms`]);
+  if (audioSeconds) {
+    measurements.push(["Audio", `${audioSeconds.toFixed(2)} s`]);
+    measurements.push(["Time per second of audio", (times.total / 1000 / audioSeconds).toFixed(2)]);
+  }
+  if (usage) measurements.push(["Tokens in, out", `${usage.prompt_tokens}, ${usage.completion_tokens}`]);
+  $("measurements").replaceChildren(...measurements.flatMap(([name, value]) => {
+    const term = document.createElement("dt"), description = document.createElement("dd");
+    term.textContent = name;
+    description.textContent = value;
+    return [term, description];
+  }));
+}

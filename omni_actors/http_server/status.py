@@ -1,0 +1,109 @@
+"""Routes about the server and its pipeline: health, models, voices, status, metrics, timelines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+from starlette.responses import Response
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.state import State, json_response, readiness
+from omni_actors.telemetry.timeline import as_json
+
+router = APIRouter()
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@router.get("/health", response_class=Response)
+async def health(state: State) -> Response:
+    """200 if every replica is ready, else 503 with the names of those that are not."""
+    description, missing = await readiness(state)
+    if description is not None and not missing:
+        return json_response({"status": "ok"})
+    return json_response(
+        {"status": "unavailable" if description is None else "degraded", "missing": missing}, 503, {"retry-after": "1"}
+    )
+
+
+@router.get("/v1/models", response_class=Response)
+async def models(state: State) -> Response:
+    """The names under which the pipeline's model is served."""
+    names = state.model_names(await state.describe())
+    return json_response({"object": "list", "data": [_model(name, state) for name in names]})
+
+
+@router.get("/v1/models/{name:path}", response_class=Response)
+async def model(name: str, state: State) -> Response:
+    """One of these models."""
+    state.check_model(name, await state.describe())
+    return json_response(_model(name, state))
+
+
+def _model(name: str, state: State) -> dict[str, Any]:
+    """OpenAI's fields, then those of vLLM's that its tools need (`vllm bench serve` reads `root`)."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "omni_actors",
+        "root": name,
+        "parent": None,
+    }
+
+
+@router.get("/v1/audio/voices", response_class=Response)
+async def voices(state: State) -> Response:
+    """The values of `audio.voice` and `voice`."""
+    return json_response({"voices": list((await state.describe()).voices)})
+
+
+@router.get("/v1/status", response_class=Response)
+async def status(state: State) -> Response:
+    """The state of the pipeline and its replicas, as the web page shows it."""
+    description = await state.describe()
+    return json_response(
+        {
+            "pipeline": description.pipeline,
+            "models": state.model_names(description),
+            "modalities": description.modalities,
+            "voices": description.voices,
+            "sample_rate": description.sample_rate,
+            "healthy": description.healthy,
+            "in_flight": description.in_flight,
+            "stages": [
+                {
+                    "stage": stage.stage,
+                    "replica": stage.replica,
+                    "state": stage.state,
+                    "in_flight": stage.in_flight,
+                    "counts": stage.counts,
+                }
+                for stage in description.stages
+            ],
+        }
+    )
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(state: State) -> Response:
+    """Prometheus text of the whole pipeline."""
+    return Response(await state.client.metrics(), media_type=METRICS_TYPE)
+
+
+@router.get("/v1/requests", response_class=Response)
+async def recent_timelines(state: State, limit: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:
+    """Timelines of the requests that ended last, the newest first."""
+    return json_response(
+        {"object": "list", "data": [as_json(timeline) for timeline in await state.client.recent(limit)]}
+    )
+
+
+@router.get("/v1/requests/{request_id}/timeline", response_class=Response)
+async def timeline(request_id: Annotated[str, Path(max_length=128)], state: State) -> Response:
+    """The timeline of a running request or of one of the last 200 that ended."""
+    try:
+        return json_response(as_json(await state.client.timeline(request_id)))
+    except InvalidRequest as error:
+        raise HttpError(404, error.message, param="request_id", code="not_found") from None
