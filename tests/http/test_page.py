@@ -43,7 +43,7 @@ def page(browser: Browser) -> Iterator[Page]:
     expect.set_options(timeout=15_000)
     yield page
     page.close()
-    # A status of 4xx or 5xx is logged by the browser itself; scripts and styles that are refused are faults of ours.
+    # The browser itself logs a status of 4xx or 5xx; refused scripts and styles would be our fault.
     assert not [problem for problem in problems if "Failed to load resource" not in problem]
 
 
@@ -84,7 +84,7 @@ def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> N
     expect(page.locator("body")).to_have_attribute("data-playing", "false")
     page.locator(".play").click()
     expect(page.locator("body")).to_have_attribute("data-playing", "true")
-    expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")  # its own endpoint, no routed answer
+    expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")  # not a routed answer
     assert lanes(page) == ["prompt", "thinker", "talker", "code2wav", "this page"]
     expect(page.locator("#measurements")).to_contain_text("First sound")
     expect(page.locator("#error")).to_be_hidden()
@@ -168,7 +168,8 @@ def test_timeline_of_the_pipeline_is_drawn_and_read_by_keyboard(echo: HttpPipeli
     assert lanes(page) == ["thinker 1", "thinker 2", "code2wav", "this page"]
     second = page.locator(".timeline .lane").nth(1)
     work = second.locator("rect.work")
-    assert (work.get_attribute("x"), work.get_attribute("width")) == ("50.00%", "25.00%")
+    assert work.get_attribute("x") == "50.00%"
+    assert work.get_attribute("width") == "25.00%"
     assert second.locator("rect.wait").get_attribute("x") == "25.00%"
     assert page.locator(".timeline .lane").nth(0).locator("rect.queue").count() == 1
     assert page.locator(".timeline line.mark").count() == 3, "first text, first sound, end"
@@ -180,7 +181,7 @@ def test_timeline_of_the_pipeline_is_drawn_and_read_by_keyboard(echo: HttpPipeli
     expect(page.locator("#details")).to_have_text("thinker/1 done: 3 in, 9 out; waiting 500 ms, output 500 ms")
 
 
-def test_a_server_without_timelines_shows_what_the_usage_tells(echo: HttpPipeline, page: Page) -> None:
+def test_without_a_timeline_the_page_shows_the_usage(echo: HttpPipeline, page: Page) -> None:
     page.route("**/v1/requests/*/timeline", lambda route: route.fulfill(status=404, json={}))
     open_page(page, echo)
     ask(page, "hello")
@@ -190,7 +191,7 @@ def test_a_server_without_timelines_shows_what_the_usage_tells(echo: HttpPipelin
     expect(page.locator("#details")).to_contain_text("thinker: 5 in, 5 out; until the first output")
 
 
-def test_a_failed_request_shows_how_far_it_came(echo: HttpPipeline, page: Page) -> None:
+def test_a_failed_request_shows_how_far_it_got(echo: HttpPipeline, page: Page) -> None:
     failed = {**TIMELINE, "outcome": "prompt_too_long", "stages": TIMELINE["stages"][:1]}
     page.route("**/v1/requests/*/timeline", lambda route: route.fulfill(json=failed))
     open_page(page, echo)
@@ -200,7 +201,7 @@ def test_a_failed_request_shows_how_far_it_came(echo: HttpPipeline, page: Page) 
     assert lanes(page) == ["thinker"]
 
 
-def test_sound_plays_before_the_answer_is_whole(slow: HttpPipeline, page: Page) -> None:
+def test_sound_plays_before_the_answer_is_complete(slow: HttpPipeline, page: Page) -> None:
     open_page(page, slow)
     ask(page, "w" * 40)  # two seconds of text, then two seconds of sound, one step each 50 ms
     expect(page.locator("li.assistant .say")).to_contain_text("wwwww")
@@ -226,7 +227,7 @@ def test_cancel_ends_the_request_in_every_stage(slow: HttpPipeline, page: Page) 
     expect(page.locator("#error")).to_be_hidden()
 
 
-def test_errors_are_shown_and_the_page_goes_on(echo: HttpPipeline, page: Page) -> None:
+def test_errors_are_shown_and_the_page_stays_usable(echo: HttpPipeline, page: Page) -> None:
     open_page(page, echo)
     ask(page, "x" * 5000)
     expect(page.locator("#error")).to_contain_text("prompt_too_long")
@@ -236,7 +237,7 @@ def test_errors_are_shown_and_the_page_goes_on(echo: HttpPipeline, page: Page) -
     expect(page.locator("#error")).to_be_hidden()
 
 
-def test_a_server_that_is_gone_is_shown(echo: HttpPipeline, page: Page) -> None:
+def test_an_unreachable_server_is_shown(echo: HttpPipeline, page: Page) -> None:
     open_page(page, echo)
     page.route("**/v1/**", lambda route: route.abort())
     ask(page, "hello")
@@ -244,7 +245,7 @@ def test_a_server_that_is_gone_is_shown(echo: HttpPipeline, page: Page) -> None:
     expect(page.locator("#health")).to_have_text("unreachable")
 
 
-def test_an_answer_that_breaks_off_is_an_error(echo: HttpPipeline, page: Page) -> None:
+def test_an_answer_that_is_cut_short_is_an_error(echo: HttpPipeline, page: Page) -> None:
     open_page(page, echo)
     half = 'data: {"choices":[{"index":0,"delta":{"content":"half an"}}]}\n\n'
     page.route("**/v1/chat/**", lambda route: route.fulfill(body=half, content_type="text/event-stream"))
@@ -253,7 +254,7 @@ def test_an_answer_that_breaks_off_is_an_error(echo: HttpPipeline, page: Page) -
     expect(page.locator("li.assistant")).to_contain_text("failed")
 
 
-def test_files_and_microphone_go_along(echo: HttpPipeline, page: Page) -> None:
+def test_files_and_recordings_are_sent(echo: HttpPipeline, page: Page) -> None:
     open_page(page, echo)
     page.locator("#file").set_input_files(
         [
@@ -278,8 +279,8 @@ def test_files_and_microphone_go_along(echo: HttpPipeline, page: Page) -> None:
     expect(page.locator("li.assistant .say")).to_have_text("what is this?")
 
 
-def test_keyboard_alone(echo: HttpPipeline, page: Page) -> None:
-    """Every control is reached by Tab, in the order in which it is seen, and shows that it has the focus."""
+def test_everything_works_by_keyboard(echo: HttpPipeline, page: Page) -> None:
+    """Tab reaches every control in visual order, and the focus is visible."""
     open_page(page, echo)
     reached = []
     for _ in range(8):
@@ -315,8 +316,10 @@ def test_nothing_is_loaded_from_elsewhere(echo: HttpPipeline, page: Page) -> Non
 
 @pytest.mark.e2e
 def test_speech_in_and_out_with_the_tiny_model(tiny_http: HttpPipeline, browser: Browser) -> None:
-    """A recording from the (fake) microphone goes in, text and speech come out. Writes the pictures of the docs where
-    OMNI_TEST_SCREENSHOTS is set."""
+    """Send a recording from the (fake) microphone; receive text and speech.
+
+    Writes the screenshots of the documentation if OMNI_TEST_SCREENSHOTS is set.
+    """
     for scheme in ("light", "dark"):
         page = browser.new_page(viewport={"width": 1200, "height": 860}, color_scheme=scheme)
         page.set_default_timeout(60_000)

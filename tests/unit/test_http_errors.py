@@ -1,4 +1,4 @@
-"""What HTTP clients are told about errors of the pipeline."""
+"""Errors of the pipeline as HTTP clients receive them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_every_code_has_its_status(code: ErrorCode) -> None:
         "param": "field",
         "code": code.value,
     }
-    # Clients that retry by themselves need to know when; others must not be told to.
+    # Clients that retry automatically need to know when; other errors must not invite a retry.
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
-def test_retry_after_is_the_pipelines_own_rounded_up() -> None:
+def test_retry_after_is_that_of_the_pipeline_rounded_up() -> None:
     error = ERROR_CLASSES[ErrorCode.OVERLOADED]("full", retry_after=2.3)
     assert HttpError.of(error).response().headers["retry-after"] == "3"

@@ -1,0 +1,232 @@
+"""Who may use the server, and how its process starts, restarts and ends: keys, hosts, addresses, health."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from omni_actors.client import OmniClient
+from omni_actors.errors import ConfigError
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.settings import ServerSettings, check_exposure, parse_address
+from tests.support.paths import REPOSITORY
+from tests.support.processes import processes_titled
+from tests.support.servers import HttpPipeline, free_port, serving, wait_healthy
+
+HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+
+
+# -- keys and hosts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def keyed(echo_pipeline: HttpPipeline) -> Iterator[str]:
+    settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key="sésame", check_host=False)
+    with serving(create_app(settings)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def open_server(echo_pipeline: HttpPipeline) -> Iterator[str]:
+    """A server without a key, so for loopback names only."""
+    with serving(create_app(ServerSettings(endpoint=echo_pipeline.endpoint))) as url:
+        yield url
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", "Basic c8OpczpzZXNhbWU=", "s\xe9same"])
+def test_wrong_keys_are_refused(keyed: str, header: str | None) -> None:
+    headers = {} if header is None else {"authorization": header.encode("latin-1")}
+    for method, path in (
+        ("POST", CHAT),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/status"),
+        ("GET", "/metrics"),
+        ("GET", "/v1/requests"),
+        ("GET", "/v1/requests/x/timeline"),
+        ("GET", "/openapi.json"),
+        ("POST", "/v1/files"),
+        ("GET", "/nothing"),
+    ):
+        response = httpx.request(method, f"{keyed}{path}", headers=headers)
+        assert response.status_code == 401, path
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_the_openai_client_sends_the_key(echo_pipeline: HttpPipeline) -> None:
+    settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key="sesame", check_host=False)
+    with serving(create_app(settings)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0)
+        assert client.chat.completions.create(**HELLO).choices[0].message.content == "hi"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).chat.completions.create(**HELLO)
+
+
+def test_probes_and_page_need_no_key(keyed: str) -> None:
+    for path in ("/health", "/", "/app.js", "/audio.js", "/common.js", "/timeline.js", "/style.css"):
+        assert httpx.get(f"{keyed}{path}").status_code == 200, path
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "evil.example:8000", "[", ""])
+def test_foreign_host_names_are_refused(open_server: str, host: str) -> None:
+    """A page of evil.example whose name resolves to 127.0.0.1 reaches the port, but sends its own name."""
+    response = httpx.get(f"{open_server}/v1/models", headers={"host": host})
+    assert response.status_code in (400, 403)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]:8000"])
+def test_loopback_host_names_pass(open_server: str, host: str) -> None:
+    assert httpx.get(f"{open_server}/v1/models", headers={"host": host}).status_code == 200
+
+
+def test_other_addresses_than_loopback_need_a_key() -> None:
+    for host in ("127.0.0.1", "localhost", "::1"):
+        check_exposure(host, None, False)
+    for host in ("0.0.0.0", "::", "192.168.1.2", "example.com"):
+        with pytest.raises(ConfigError, match="OMNI_ACTORS_API_KEY"):
+            check_exposure(host, None, False)
+        check_exposure(host, "key", False)
+        check_exposure(host, None, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("127.0.0.1:80", ("127.0.0.1", 80)), ("8000", ("127.0.0.1", 8000)), ("[::1]:9", ("::1", 9)), ("h:0", ("h", 0))],
+)
+def test_addresses_are_parsed(text: str, wanted: tuple[str, int]) -> None:
+    assert parse_address(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "a:b", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:١"])
+def test_wrong_addresses_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_address(text)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "omni_actors.launch", "stage_configs/echo.yaml", *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, env={**os.environ, **environment}
+    )
+
+
+def test_launcher_refuses_wrong_addresses() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        addresses = (f"127.0.0.1:{taken.getsockname()[1]}", "0.0.0.0:0", "127.0.0.1:port")
+        with ThreadPoolExecutor() as pool:
+            in_use, without_key, no_port = pool.map(lambda address: launch("--http", address), addresses)
+    assert in_use.returncode == 2, in_use.stderr
+    assert "Cannot listen" in in_use.stderr, in_use.stderr
+    assert without_key.returncode == 2, without_key.stderr
+    assert "OMNI_ACTORS_API_KEY" in without_key.stderr, without_key.stderr
+    assert no_port.returncode == 2
+
+
+def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
+    with HttpPipeline() as pipeline:
+        launcher = pipeline.process.pid
+        # The HTTP server dies: the launcher starts it again on the same socket, so no client is refused.
+        (server,) = processes_titled("omni:http", launcher)
+        os.kill(server, signal.SIGKILL)
+        assert pipeline.openai(max_retries=2, timeout=20).chat.completions.create(**HELLO).choices
+        # A stage dies: health says which.
+        talker = stage_pid(pipeline, "talker")
+        os.kill(talker, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while (response := httpx.get(f"{pipeline.url}/health")).status_code == 200 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        assert response.json()["missing"][0].startswith("talker/0")
+
+
+def stage_pid(pipeline: HttpPipeline, stage: str) -> int:
+    with OmniClient(pipeline.endpoint) as client:
+        return next(status.pid for status in client.describe().stages if status.stage == stage)
+
+
+def test_health_while_the_stages_load() -> None:
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "omni_actors.launch",
+        "stage_configs/echo.yaml",
+        "--http",
+        f"127.0.0.1:{port}",
+        "--set",
+        "stages.talker.engine.start_seconds=4",
+    ]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 15
+        seen: set[tuple[int, str]] = set()
+        while time.monotonic() < deadline and (200, "") not in seen:
+            try:
+                response = httpx.get(f"http://127.0.0.1:{port}/health", timeout=5)
+            except httpx.TransportError:
+                time.sleep(0.02)
+                continue
+            seen.add((response.status_code, ",".join(response.json().get("missing", []))))
+            time.sleep(0.02)
+        assert (503, "talker/0 (loading)") in seen
+        assert (200, "") in seen
+    finally:
+        process.kill()
+        process.communicate()
+    # The server dies with its launcher, however that ended.
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/", timeout=1)
+        except httpx.ConnectError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the HTTP server outlived its launcher")
+
+
+def test_a_separate_server_for_a_running_pipeline(echo: HttpPipeline, tmp_path: Path) -> None:
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "omni_actors.http_server",
+        "--endpoint",
+        echo.endpoint,
+        "--http",
+        f"127.0.0.1:{port}",
+        "--served-name",
+        "sea",
+    ]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}")
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["sea"]
+        assert client.chat.completions.create(**{**HELLO, "model": "sea"}).model == "sea"
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(**HELLO)
+        process.terminate()
+        assert process.wait(10) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
+    assert "hi" not in [word.strip() for word in (tmp_path / "log").read_text().split()], "user content in the log"

@@ -1,0 +1,214 @@
+"""Errors and cancellation as the unchanged `openai` package sees them, with echo stages."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.support.servers import HttpPipeline
+
+HELLO = [{"role": "user", "content": "hello, sea"}]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+ERRORS = [
+    ({"model": "gpt-4o"}, openai.NotFoundError, "model", "model_not_found"),
+    ({"modalities": ["smell"]}, openai.BadRequestError, "modalities", "unknown_modality"),
+    (
+        {"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}},
+        openai.BadRequestError,
+        "audio.voice",
+        "unknown_voice",
+    ),
+    (
+        {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "aac"}},
+        openai.BadRequestError,
+        "audio.format",
+        None,
+    ),
+    (
+        {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}, "stream": True},
+        openai.BadRequestError,
+        "audio.format",
+        "unsupported_value",
+    ),
+    ({"n": 2}, openai.BadRequestError, "n", "unsupported_value"),
+    ({"stop": ["."]}, openai.BadRequestError, "stop", "unsupported_parameter"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools", None),
+    ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format", None),
+    ({"temperature": 3}, openai.BadRequestError, "temperature", "invalid_value"),
+    ({"top_p": 0}, openai.BadRequestError, "top_p", None),
+    ({"seed": -1}, openai.BadRequestError, "seed", None),
+    ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", None),
+    ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature", "unknown_parameter"),
+    ({"extra_body": {"stage_params": {"thinkr": {}}}}, openai.BadRequestError, "stage_params", None),
+    ({"extra_body": {"stage_params": {"thinker": {"tempo": 1}}}}, openai.BadRequestError, "stage_params.thinker", None),
+    ({"extra_body": {"stage_params": {"thinker": {"top_p": 9}}}}, openai.BadRequestError, "stage_params.thinker", None),
+    ({"messages": []}, openai.BadRequestError, "messages", None),
+    ({"messages": [{"role": "user", "content": ""}]}, openai.BadRequestError, None, "invalid_request"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, openai.BadRequestError, "messages[0]", None),
+    ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content", "missing_required_parameter"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
+        openai.BadRequestError,
+        "messages[0].content[0]",
+        None,
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
+        openai.BadRequestError,
+        "messages[0].content[0].image_url.url",
+        None,
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "x"},
+                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,!!"}},
+                    ],
+                }
+            ]
+        },
+        openai.BadRequestError,
+        "messages[0].content[1].image_url.url",
+        "invalid_base64",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
+            ]
+        },
+        openai.BadRequestError,
+        "messages[0].content[0].image_url.url",
+        "malformed_media",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]}
+            ]
+        },
+        openai.BadRequestError,
+        "messages[0].content[0].input_audio.data",
+        "malformed_media",
+    ),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError, "messages", "prompt_too_long"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "param", "code"), ERRORS, ids=[str(case[0])[:60] for case in ERRORS])
+def test_errors_name_the_field(
+    echo: HttpPipeline, change: dict, kind: type[openai.APIStatusError], param: str | None, code: str | None
+) -> None:
+    with pytest.raises(kind) as caught:
+        echo.openai().chat.completions.create(**{"model": "echo", "messages": HELLO, **change})
+    assert caught.value.param == param
+    if code is not None:
+        assert caught.value.code == code
+    assert caught.value.body["message"]
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_an_unknown_voice_is_refused_with_the_known_ones(echo: HttpPipeline) -> None:
+    with pytest.raises(openai.BadRequestError, match="Chelsie, Ethan") as caught:
+        echo.openai().audio.speech.create(model="echo", input="x", voice="alloy")
+    assert caught.value.param == "voice"
+
+
+def test_a_failure_before_the_first_token_is_a_status(echo: HttpPipeline) -> None:
+    """FAIL_TOKEN: the stage fails this request alone."""
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as caught:
+            echo.openai().completions.create(model="echo", prompt=[0x7FFF0002], stream=stream)
+        assert caught.value.code == "engine_error"
+
+
+def test_a_failure_during_a_stream_is_an_event(slow: HttpPipeline) -> None:
+    stream = slow.openai().chat.completions.create(
+        model="echo", messages=[{"role": "user", "content": "x" * 500}], stream=True, extra_body={"timeout": 0.6}
+    )
+    texts = []
+    with pytest.raises(openai.APIError, match="deadline") as caught:
+        texts.extend(chunk.choices[0].delta.content for chunk in stream)
+    assert caught.value.code == "deadline_exceeded"
+    assert "x" in texts
+
+
+# -- cancellation -----------------------------------------------------------------------------------------------------
+
+
+def wait_in_flight(pipeline: HttpPipeline, wanted: int, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while httpx.get(f"{pipeline.url}/v1/status").json()["in_flight"] != wanted:
+        assert time.monotonic() < deadline, f"not {wanted} in flight after {seconds} s"
+        time.sleep(0.02)
+
+
+LONG = [{"role": "user", "content": "x" * 2000}]  # 100 s at 20 tokens a second
+
+
+def test_closing_a_stream_frees_every_stage(slow: HttpPipeline) -> None:
+    audio = {"voice": "Ethan", "format": "pcm16"}
+    stream = slow.openai().chat.completions.create(
+        model="echo", messages=LONG, stream=True, modalities=["text", "audio"], audio=audio
+    )
+    next(iter(stream))
+    wait_in_flight(slow, 1)
+    stream.close()
+    wait_in_flight(slow, 0)
+    slow.assert_idle(timeout=5)
+    assert "the client went away" in slow.log()
+
+
+def test_cancelling_a_whole_answer_frees_every_stage(slow: HttpPipeline) -> None:
+    async def run() -> None:
+        client = AsyncOpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
+        task = asyncio.create_task(client.chat.completions.create(model="echo", messages=LONG))
+        await asyncio.to_thread(wait_in_flight, slow, 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.close()
+
+    asyncio.run(run())
+    wait_in_flight(slow, 0)
+    slow.assert_idle(timeout=5)
+    assert re.search(r"POST /v1/chat/completions 499 in \d", slow.log()), "only the log can show it"
+
+
+def test_a_timeout_of_the_client_frees_every_stage(slow: HttpPipeline) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        slow.openai(timeout=0.5).chat.completions.create(model="echo", messages=LONG)
+    wait_in_flight(slow, 0)
+
+
+def test_the_timeout_of_a_request(slow: HttpPipeline) -> None:
+    with pytest.raises(openai.InternalServerError) as caught:
+        slow.openai().chat.completions.create(model="echo", messages=LONG, extra_body={"timeout": 0.3})
+    assert caught.value.status_code == 504
+    assert caught.value.code == "deadline_exceeded"
+
+
+def test_full_admission_is_429_with_retry_after(slow: HttpPipeline) -> None:
+    streams = [slow.openai().chat.completions.create(model="echo", messages=LONG, stream=True) for _ in range(2)]
+    try:
+        with pytest.raises(openai.RateLimitError) as caught:
+            slow.openai().chat.completions.create(model="echo", messages=HELLO)
+        assert caught.value.code == "overloaded"
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+    finally:
+        for stream in streams:
+            stream.close()
+    wait_in_flight(slow, 0)
+    # The client's own retries get through once there is room.
+    assert slow.openai(max_retries=3).chat.completions.create(model="echo", messages=HELLO, max_tokens=2)
