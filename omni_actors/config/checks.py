@@ -1,14 +1,17 @@
-"""What a pipeline must be beside well-formed: checked before anything starts."""
+"""Checks of a well-formed configuration before anything starts, and of the modules and classes that it names."""
 
 from __future__ import annotations
 
 import graphlib
+import importlib
+from collections.abc import Mapping
 
+from omni_actors import envs
 from omni_actors.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
-from omni_actors.config.classes import check_allowed, check_importable
 from omni_actors.config.devices import gpus_of_replica, memory_plan, stage_devices
 from omni_actors.config.dotted_keys import suggest
 from omni_actors.config.schema import (
+    BUILT_IN_IMPORT_PREFIXES,
     BUILT_IN_PROCESSORS,
     PARAMS_BY_KIND,
     ClusterConfig,
@@ -21,7 +24,8 @@ from omni_actors.config.schema import (
 from omni_actors.errors import ConfigError
 
 
-def check_stages(pipeline: PipelineConfig, devices: int) -> None:
+def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
+    """Raise `ConfigError` for the first thing wrong; `devices` is the number of GPUs of this host."""
     for plugin in pipeline.plugins:
         check_allowed(plugin, "plugins")
     entries = [stage.name for stage in pipeline.stages if stage.inputs is None]
@@ -34,7 +38,7 @@ def check_stages(pipeline: PipelineConfig, devices: int) -> None:
         if len(producers) > 1:
             raise ConfigError(f"The stages {producers} all output {modality}; one stage owns a modality.")
     _check_exposure(pipeline.coordinator, pipeline.cluster)
-    _check_turns(pipeline)
+    _check_yields(pipeline)
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"
         for name in stage.sampling.given():
@@ -53,7 +57,7 @@ def check_stages(pipeline: PipelineConfig, devices: int) -> None:
         if not stage.outputs and not pipeline.downstream(stage.name):
             raise ConfigError(f"{where}: its output goes nowhere; give it outputs, or make it the input of a stage.")
         _check_nodes(stage, where, pipeline.cluster)
-        if pipeline.cluster.node_rank in stage.nodes:  # of the others only they themselves know
+        if pipeline.cluster.node_rank in stage.nodes:  # a host knows only its own GPUs
             _check_devices(stage, where, devices)
     if pipeline.cluster.node_rank >= pipeline.cluster.nnodes:
         raise ConfigError(
@@ -69,24 +73,24 @@ def check_stages(pipeline: PipelineConfig, devices: int) -> None:
 
 
 def _check_exposure(coordinator: CoordinatorConfig, cluster: ClusterConfig) -> None:
-    """What other hosts reach needs keys. Names are resolved, and refused, only when something is bound."""
+    """Require keys for endpoints that other hosts can reach. Host names are checked later, when they are bound."""
     listen = coordinator.listen
     if listen != "ipc" and (tcp_host(listen) or "*") == "*":
         raise ConfigError(f"coordinator.listen: {listen!r} is neither 'ipc' nor {TCP}ADDRESS:PORT.")
     exposed = []
     if listen != "ipc" and not stays_on_host(listen):
-        exposed.append(f"coordinator.listen: other hosts reach {listen}")
+        exposed.append(f"coordinator.listen: other hosts can reach {listen}")
     if cluster.nnodes > 1 and is_address(cluster.master_addr) and not is_loopback(cluster.master_addr):
-        exposed.append(f"cluster.master_addr: other hosts reach {cluster.master_addr}")
+        exposed.append(f"cluster.master_addr: other hosts can reach {cluster.master_addr}")
     if exposed and coordinator.keys_dir is None:
         raise ConfigError(
             f"{exposed[0]}, and there are no keys to keep strangers out.",
-            hint="Make keys: omni-actors keys DIR, and give --keys DIR; or stay on loopback (127.0.0.0/8).",
+            hint="Make keys with omni-actors keys DIR and add --keys DIR; or use a loopback address (127.0.0.0/8).",
         )
 
 
-def _check_turns(pipeline: PipelineConfig) -> None:
-    """Who gives way to whom; two that give way to each other would both wait."""
+def _check_yields(pipeline: PipelineConfig) -> None:
+    """Check that stages yield to stages that exist, and not in a circle, in which all would wait."""
     for stage in pipeline.stages:
         for other in stage.yields_to:
             if other == stage.name or all(known.name != other for known in pipeline.stages):
@@ -101,7 +105,7 @@ def _check_turns(pipeline: PipelineConfig) -> None:
 
 
 def _check_decode(kind: StageKind, decode: DecodeConfig, where: str) -> None:
-    """What needs no model to be seen; the model checks the rest against its own defaults."""
+    """Check what needs no model; the model checks the rest against its own defaults."""
     if kind is not StageKind.DIFFUSION:
         raise ConfigError(f"{where} does not apply to a stage of kind {kind}; only diffusion stages decode.")
     blocks = (decode.first_blocks, decode.largest_blocks, decode.look_ahead_blocks)
@@ -118,7 +122,7 @@ def _check_engine_class(stage: StageConfig, where: str) -> None:
         raise ConfigError(f"{where} is for stages of kind custom, and those need it; this one is of kind {stage.kind}.")
     if stage.engine_class is not None:
         if "." not in stage.engine_class:
-            raise ConfigError(f"{where}: {stage.engine_class!r} is no dotted path of a class.")
+            raise ConfigError(f"{where}: {stage.engine_class!r} is not the dotted path of a class.")
         check_importable(stage.engine_class, where)
 
 
@@ -166,7 +170,7 @@ def _known_nodes(cluster: ClusterConfig) -> str:
 
 
 def _check_memory_shares(pipeline: PipelineConfig, devices: int) -> None:
-    """The shares of one GPU must fit; explicit `kv_cache_memory_bytes` are not counted, vLLM checks those itself."""
+    """Check that the shares of each GPU fit. vLLM itself checks stages with explicit `kv_cache_memory_bytes`."""
     for (rank, device), shares in memory_plan(pipeline, devices).items():
         total = sum(share for _, share in shares)
         if total > 1.0:
@@ -179,3 +183,44 @@ def _check_memory_shares(pipeline: PipelineConfig, devices: int) -> None:
 
 def device_name(pipeline: PipelineConfig, rank: int, device: int) -> str:
     return f"GPU {device} of node {rank}" if pipeline.cluster.nnodes > 1 else f"GPU {device}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules and classes named in the YAML
+
+
+def check_importable(name: str, where: str) -> None:
+    """Raise `ConfigError` for a dotted `name` without an allowed prefix. Plain names are found in a registry."""
+    if "." in name:
+        check_allowed(name, where)
+
+
+def check_allowed(name: str, where: str) -> None:
+    """Raise `ConfigError` unless a module or class lies below an allowed prefix, compared by whole words."""
+    allowed = BUILT_IN_IMPORT_PREFIXES + envs.allowed_import_prefixes()
+    if not any(f"{name}.".startswith(f"{prefix.rstrip('.')}.") for prefix in allowed):
+        raise ConfigError(
+            f"{where}: {name!r} is outside the allowed import prefixes {list(allowed)}.",
+            hint="If you trust this code, add its prefix to OMNI_ACTORS_ALLOW_IMPORTS.",
+        )
+
+
+def resolve_class(name: str, registry: Mapping[str, type], base: type, where: str) -> type:
+    """Return the class called `name`: from `registry`, or imported if it is a dotted path with an allowed prefix.
+
+    Raises:
+        ConfigError: the name is unknown, its prefix is not allowed, or the class is not a subclass of `base`.
+    """
+    if "." not in name:
+        if name not in registry:
+            raise ConfigError(f"{where}: unknown name {name!r}.{suggest(name, registry)}")
+        return registry[name]
+    check_importable(name, where)
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{where}: cannot import {name!r}: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{where}: {name!r} is not a subclass of {base.__name__}.")
+    return found

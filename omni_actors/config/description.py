@@ -1,4 +1,4 @@
-"""The effective configuration as text, for `--check`."""
+"""Describes the effective configuration as text, for `--check`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omni_actors.config.loading import LoadedConfig
 
 
 def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
-    """The effective configuration, one value a line with its source, then placement and memory plan."""
+    """List the effective configuration, one value per line with its source, then placement and memory plan."""
     devices = host_devices() if devices is None else devices
     pipeline = loaded.pipeline
     flat = {
@@ -55,7 +55,7 @@ def _show(value: Any) -> str:
 
 
 def _source_of(key: str, sources: Mapping[str, str]) -> str:
-    """The source of a key, or of the mapping that holds it."""
+    """Return the source of a key, or of the mapping that holds it."""
     while key:
         if key in sources:
             return sources[key]

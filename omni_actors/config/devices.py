@@ -1,4 +1,4 @@
-"""GPUs of this host, of a stage and of its replicas, and the shares of their memory."""
+"""GPUs of this host, of stages and of their replicas, and the shares of GPU memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from omni_actors.errors import ConfigError
 
 
 def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int], list[tuple[str, float]]]:
-    """(node, GPU) -> (stage, share of its memory) for the stages that vLLM sizes by `gpu_memory_utilization`.
+    """Map each (node, GPU) to [(stage, share of the memory)], for stages that vLLM sizes by `gpu_memory_utilization`.
 
-    `devices` is the number of this host's GPUs; another node is taken to have GPUs if this one has, or if it is named.
+    `devices` is the number of this host's GPUs. Other nodes are assumed to have GPUs if this one has any.
     """
     plan: dict[tuple[int, int], list[tuple[str, float]]] = {}
     for stage in pipeline.stages:
@@ -37,14 +37,14 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
 
 
 def gpus_of_replica(stage: StageConfig) -> int:
-    """How many GPUs a replica takes."""
+    """Return how many GPUs a replica takes."""
     sizes = (stage.engine.get(f"{how}_parallel_size", 1) for how in ("tensor", "pipeline"))
-    # What is wrong with a size the engine says.
+    # The engine reports sizes that are wrong.
     return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
 
 
 def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
-    """GPUs of one replica on its node: as many as it needs, those of the stage one replica after the other."""
+    """Return the GPUs of one replica: the replicas of a node take the stage's GPUs in turn, as many as each needs."""
     placed, size = stage_devices(stage, devices), gpus_of_replica(stage)
     if not placed:
         return []
@@ -54,7 +54,7 @@ def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
 
 
 def stage_devices(stage: StageConfig, devices: int) -> list[int]:
-    """GPUs of a stage: those named, else the first ones, else none where the host has none or none is needed."""
+    """Return the GPUs of a stage: those configured, else the first ones, or none if the host has or it needs none."""
     if stage.devices is not None:
         return stage.devices
     needs_device = stage.kind in (StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)
@@ -62,25 +62,26 @@ def stage_devices(stage: StageConfig, devices: int) -> list[int]:
 
 
 def host_devices() -> int:
-    """Number of NVIDIA GPUs that this process may use, without initialising CUDA."""
+    """Count the NVIDIA GPUs that this process may use, without initialising CUDA."""
     present = len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible = _visible()
     return present if visible is None else min(present, len(visible))
 
 
 def visible_devices(devices: Sequence[int]) -> list[str]:
-    """GPUs, counted among those that this process may use, as `CUDA_VISIBLE_DEVICES` has to name them for a child.
+    """Return GPUs as `CUDA_VISIBLE_DEVICES` must name them for a child process.
 
-    A scheduler (Slurm) or a neighbour may have left us the GPUs 4 and 5 only: our GPU 0 is 4 then.
+    `devices` are counted among the GPUs that this process may use. If a scheduler such as Slurm has left us only the
+    GPUs 4 and 5, our GPU 0 is 4.
     """
     visible = _visible()
     return [str(device) if visible is None else visible[device] for device in devices]
 
 
 def _visible() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names, numbers or UUIDs; `None` where it is not set."""
+    """Return what CUDA_VISIBLE_DEVICES names, numbers or UUIDs; `None` if it is not set."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None
     names = (name.strip() for name in value.split(","))
-    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # nor does CUDA look any further
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # as CUDA does

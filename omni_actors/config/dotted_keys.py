@@ -1,4 +1,4 @@
-"""Dotted keys of the YAML: those that do not exist, and the nearest that do."""
+"""Dotted keys of the YAML: flattens mappings to them, refuses unknown ones, suggests the nearest valid one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_actors.errors import ConfigError
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """' Did you mean X?' for the nearest known word, else the list of them."""
+    """Return ' Did you mean X?' for the nearest known word, else a list of the known words."""
     known = sorted(known)
     nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     if nearest:
@@ -21,7 +21,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def refuse_unknown_keys(data: Any, struct: type[Struct], path: str) -> None:
-    """Like msgspec's own check, but naming the nearest valid key."""
+    """Raise `ConfigError` for an unknown key. Unlike msgspec's own check, it names the nearest valid key."""
     if not isinstance(data, dict):
         return  # the conversion reports the wrong type
     hints = get_type_hints(struct, include_extras=True)
@@ -40,9 +40,9 @@ def refuse_unknown_keys(data: Any, struct: type[Struct], path: str) -> None:
 
 
 def _inner_struct(annotation: Any) -> tuple[type[Struct] | None, bool]:
-    """The struct inside a field's type, and whether the field is a list of it.
+    """Return the struct inside a field's type, and whether the field is a list of it.
 
-    With `typing`, not `msgspec.inspect`: the latter crashed the interpreter in a later conversion (msgspec 0.22).
+    Uses `typing`, as `msgspec.inspect` crashed the interpreter in a later conversion (msgspec 0.22).
     """
     if isinstance(annotation, type) and issubclass(annotation, Struct):
         return annotation, False
@@ -60,7 +60,7 @@ def join(path: str, key: str) -> str:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of nested mappings; list items that have a name are addressed by it."""
+    """Flatten nested mappings to dotted keys; items of a list are addressed by their name if they have one."""
     if isinstance(value, dict):
         flat: dict[str, Any] = {}
         for key, item in value.items():

@@ -1,7 +1,7 @@
-"""The pipeline's YAML: strict, checked before anything starts, every value with its source.
+"""Loads the pipeline's YAML: strictly, checked before anything starts, with the source of every value.
 
-Precedence: command line > environment > SLURM > YAML > default. A key that is not known is an error that names the
-nearest valid one; so is a stage graph with a cycle, a missing stage or a device that this host does not have.
+Precedence: command line > environment > SLURM > YAML > default. Unknown keys, cycles of stages, missing stages and
+missing devices are errors; the one for an unknown key names the nearest valid key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import yaml
 
 from omni_actors import envs
 from omni_actors.config import slurm
-from omni_actors.config.checks import check_stages
+from omni_actors.config.checks import check_pipeline
 from omni_actors.config.devices import host_devices
 from omni_actors.config.dotted_keys import flatten, refuse_unknown_keys, suggest
 from omni_actors.config.schema import PipelineConfig, StageConfig
@@ -23,7 +23,7 @@ from omni_actors.errors import ConfigError
 
 
 class LoadedConfig(NamedTuple):
-    """A checked pipeline and where each of its values comes from (dotted key -> source)."""
+    """A checked pipeline and the source of each of its values, by dotted key."""
 
     pipeline: PipelineConfig
     sources: dict[str, str]
@@ -31,15 +31,15 @@ class LoadedConfig(NamedTuple):
 
 
 def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: int | None = None) -> LoadedConfig:
-    """Read, override, check.
+    """Read a pipeline, apply overrides and check it.
 
     Args:
         path: the YAML file.
         overrides: command-line values by dotted key, for instance `{"stages.thinker.engine.max_num_seqs": "8"}`.
-        devices: number of GPUs of this host; counted when `None`.
+        devices: number of GPUs of this host; `None` counts them.
 
     Raises:
-        ConfigError: anything wrong, naming the key and, for unknown ones, the nearest valid key.
+        ConfigError: anything is wrong; it names the key and, for an unknown one, the nearest valid key.
     """
     path = Path(path)
     data = _read_yaml(path)
@@ -64,7 +64,7 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
         folder = (path.parent if from_yaml else Path()) / Path(pipeline.coordinator.keys_dir).expanduser()
         coordinator = msgspec.structs.replace(pipeline.coordinator, keys_dir=str(folder.absolute()))
         pipeline = msgspec.structs.replace(pipeline, coordinator=coordinator)
-    check_stages(pipeline, host_devices() if devices is None else devices)
+    check_pipeline(pipeline, host_devices() if devices is None else devices)
     return LoadedConfig(pipeline, sources, path)
 
 
@@ -74,14 +74,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"Cannot read the pipeline file {path}: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no valid YAML: {error}.") from error
+        raise ConfigError(f"{path} is not valid YAML: {error}.") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping with the keys name, model and stages.")
     return data
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice instead of taking the last one silently."""
+    """A SafeLoader that refuses a repeated key instead of silently taking the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
@@ -103,13 +103,13 @@ def _set_value(data: dict[str, Any], key: str, text: str, sources: dict[str, str
                 node[part] = {}
             node = node[part]
         else:
-            raise ConfigError(f"{source}: {'.'.join(parts[: index + 1])!r} is no mapping, so {key!r} cannot be set.")
+            raise ConfigError(f"{source}: {'.'.join(parts[: index + 1])!r} is not a mapping, so {key!r} cannot be set.")
     if not isinstance(node, dict):
         raise ConfigError(f"{source}: {key!r} does not name a value.")
     try:
         node[parts[-1]] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: the value {text!r} of {key!r} is no valid YAML.") from error
+        raise ConfigError(f"{source}: the value {text!r} of {key!r} is not valid YAML.") from error
     for old in [old for old in sources if old == key or old.startswith(f"{key}.")]:
         del sources[old]
     sources[key] = source
@@ -123,21 +123,21 @@ def _stage_by_name(stages: list[Any], name: str, key: str) -> Any:
 
 
 def _resolve_model(model: str, base: Path) -> str:
-    """Relative paths are relative to the YAML file; what is no existing folder stays a hub name."""
+    """Resolve a path relative to the YAML file or the current folder; anything else is taken for a hub name."""
     candidate = Path(model).expanduser()
     for folder in (base / candidate, candidate):
         if folder.is_dir():
             return str(folder.resolve())
     if model.startswith((".", "/", "~")):
         raise ConfigError(
-            f"model: there is no folder {model!r} (looked beside the YAML file and in the current folder).",
+            f"model: there is no folder {model!r} (looked next to the YAML file and in the current folder).",
             hint="Give the folder of a checkpoint, or make a tiny one: python -m tools.checkpoints tiny DIR.",
         )
     return model
 
 
 def _in_graph_order(stages: Sequence[StageConfig]) -> list[StageConfig]:
-    """The stages, each after its sources; raises `ConfigError` for double or missing names and cycles."""
+    """Order the stages, each after its sources. Raises `ConfigError` for repeated or missing names and for cycles."""
     names = [stage.name for stage in stages]
     for name in names:
         if names.count(name) > 1:

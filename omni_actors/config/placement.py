@@ -1,4 +1,4 @@
-"""Which node runs which replica, and what of it must be reached from other nodes."""
+"""Places replicas on nodes, and finds those that other nodes must reach."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from omni_actors.config import PipelineConfig, replica_devices
 
 
 def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
-    """(stage, replica) of all that run on one node, in order of the pipeline."""
+    """List the (stage, replica) of one node, in pipeline order."""
     return [
         (stage.name, index)
         for stage in pipeline.stages
@@ -16,28 +16,28 @@ def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
 
 
 def ranks(pipeline: PipelineConfig) -> list[int]:
-    """All nodes that run something, and node 0, which runs the coordinator."""
+    """List the nodes that run something, including node 0, which runs the coordinator."""
     return sorted({rank for stage in pipeline.stages for rank in stage.nodes} | {0})
 
 
 def spans_hosts(pipeline: PipelineConfig) -> bool:
-    """Whether anything runs on another host than the coordinator."""
+    """Whether anything runs on a host other than the coordinator's."""
     return len(ranks(pipeline)) > 1
 
 
 def is_reached_from_afar(pipeline: PipelineConfig, stage: str, index: int) -> bool:
-    """Whether a replica takes input or credit from other nodes, the coordinator's among them."""
+    """Whether a replica receives input or credit from other nodes, including the coordinator's."""
     config = pipeline.stage(stage)
     neighbours = {rank for name in pipeline.downstream(stage) for rank in pipeline.stage(name).nodes}
     neighbours |= {rank for name in config.source_names for rank in pipeline.stage(name).nodes}
     return bool((neighbours | {0}) - {config.node_of(index)})
 
 
-def goes_first(pipeline: PipelineConfig, stage: str, index: int, devices: int) -> list[tuple[str, int]]:
-    """Replicas to which one gives way (`yields_to`): those that share a device with it, or its host's processor.
+def priority_replicas(pipeline: PipelineConfig, stage: str, index: int, devices: int) -> list[tuple[str, int]]:
+    """List the replicas to which one yields: those of `yields_to` that share a device, or the host's CPU, with it.
 
     Args:
-        devices: of this host, where the replica runs.
+        devices: number of GPUs of the replica's host.
     """
     config = pipeline.stage(stage)
     own = replica_devices(config, index, devices)
@@ -51,9 +51,9 @@ def goes_first(pipeline: PipelineConfig, stage: str, index: int, devices: int) -
 
 
 def threads_of(has_device: bool, replicas: int, cores: int) -> int:
-    """Threads that torch may use on the processor in one of the `replicas` with a model on a host.
+    """Return the number of CPU threads that torch may use in one of a host's `replicas` with a model.
 
-    Beside a device the processor only copies: threads that wait for each other take longer than the copy, the more so
-    as each stage has them. Without one, the replicas share the cores.
+    With a GPU the CPU only copies, and threads that wait for each other take longer than the copy itself. Without one,
+    the replicas share the cores.
     """
     return 1 if has_device else max(1, cores // replicas)

@@ -1,4 +1,4 @@
-"""What the pipeline's YAML may hold."""
+"""The schema of the pipeline's YAML. `docs/configuration.md` is generated from these docstrings and types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
-BUILT_IN_PROCESSORS = ("passthrough", "thinker2talker", "talker2code2wav")  # those of stage/processors.py
+BUILT_IN_PROCESSORS = ("passthrough", "thinker2talker", "talker2code2wav")  # defined in stage/processors.py
 
 
 class StageKind(enum.StrEnum):
@@ -31,7 +31,7 @@ class StageKind(enum.StrEnum):
     AUTOREGRESSIVE = "autoregressive"  # a vLLM engine core with the omni scheduler
     DIFFUSION = "diffusion"  # a vLLM engine core without KV cache, one scheduled token per denoise step
     ECHO = "echo"  # no model: repeats its input; for tests and measurements of everything around the engine
-    CUSTOM = "custom"  # a `StageEngine` of the user's own, named by `engine_class`
+    CUSTOM = "custom"  # the user's own `StageEngine`, named by `engine_class`
 
 
 PARAMS_BY_KIND = {
@@ -39,7 +39,7 @@ PARAMS_BY_KIND = {
     StageKind.AUTOREGRESSIVE: AUTOREGRESSIVE_PARAMS,
     StageKind.DIFFUSION: DIFFUSION_PARAMS,
     StageKind.ECHO: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,
-    StageKind.CUSTOM: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,  # which of them mean something, the engine says
+    StageKind.CUSTOM: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,  # the engine says which of them it uses
 }
 
 
@@ -49,27 +49,27 @@ class Modality(enum.StrEnum):
 
 
 class OtlpProtocol(enum.StrEnum):
-    """How spans travel to an OpenTelemetry collector, in OpenTelemetry's words."""
+    """How spans travel to an OpenTelemetry collector, in OpenTelemetry's terms."""
 
     HTTP = "http/protobuf"
     GRPC = "grpc"
 
 
 class LossPolicy(enum.StrEnum):
-    """What becomes of the requests that a lost replica held."""
+    """What happens to the requests that a lost replica held."""
 
     REPLAY = "replay"  # they run again, on another replica or on the restarted one
     FAIL = "fail"  # they fail with `stage_lost`
 
 
 class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sources": "from"}):
-    """Where a stage's input comes from.
+    """The source of a stage's input.
 
     Args:
         sources: the stage, or the list of stages, whose output this one takes.
         processor: turns that output into this stage's input: `passthrough`, `thinker2talker`, `talker2code2wav` or,
-            from an allowed prefix, the dotted path of an `StreamProcessor`.
-        start_after: steps of the source to wait for before this stage starts; 0 waits for the whole of its output.
+            from an allowed prefix, the dotted path of a `StreamProcessor`.
+        start_after: steps of the source to wait for before this stage starts; 0 waits for its whole output.
     """
 
     sources: StageName | Annotated[list[StageName], Meta(min_length=1)]
@@ -82,14 +82,14 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
 
 
 class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a diffusion stage decodes; what is not given is the model's own. Chunks are counted in blocks of the model.
+    """How a diffusion stage decodes. The model has its own defaults; chunks are counted in its blocks.
 
     Args:
-        policy: `chunks`: sound comes while tokens still come; `whole`: once all of them are there.
+        policy: `chunks` makes sound while tokens still arrive; `whole` once all of them are there.
         first_blocks: blocks of the first chunk.
         largest_blocks: blocks of the longest chunk.
-        look_ahead_blocks: blocks computed behind each chunk and thrown away.
-        precision: number format of the vocoder's arithmetic; `auto` is the fastest that the model was measured with.
+        look_ahead_blocks: blocks computed after each chunk and discarded.
+        precision: number format of the vocoder's arithmetic; `auto` is the fastest that the model was validated with.
     """
 
     policy: Literal["chunks", "whole"] = "chunks"
@@ -106,29 +106,29 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         name: its name in logs, errors, metrics and parameters of requests.
         kind: what computes it.
         model_stage: which part of the checkpoint it runs; default: the stage's name.
-        inputs: where its input comes from; exactly one stage has none and takes the prompt.
-        outputs: what of its output goes to the client. Audio that is not among them goes to the stages after it.
-        engine: vLLM's engine arguments by name; options of the engine for the kinds `echo` and `custom`.
+        inputs: source of its input; exactly one stage has none and takes the prompt.
+        outputs: modalities of its output that go to the client. Audio not listed here goes to the stages after it.
+        engine: vLLM's engine arguments by name; for the kinds `echo` and `custom`, the engine's own options.
         engine_class: dotted path of a `StageEngine`, for stages of the kind `custom` only.
         sampling: the stage's defaults for the parameters of requests.
         replicas: processes that run this stage.
-        node: rank of the node that runs it; of a list, the replicas take one after the other.
+        node: rank of the node that runs it; replicas take the ranks of a list in turn.
         devices: GPU numbers of its host, counted among those that CUDA_VISIBLE_DEVICES leaves there; default: the first
-            ones for stages with a model. The replicas of a node take one after the other, or as many as
+            ones for stages with a model. The replicas of a node take them in turn, each one GPU or as many as
             `engine.tensor_parallel_size` and `pipeline_parallel_size` say.
-        startup_timeout: seconds until a replica must be ready; default: that of the coordinator.
-        budget_bytes: embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
-        restarts: how often a lost replica is started again within `coordinator.restart_window`.
-        restart_backoff: seconds before the second restart, doubled each time; the first is at once.
-        stall_timeout: seconds after which a replica that holds requests while its engine loop does not turn is killed
-            and counts as lost.
-        retain_bytes: what each replica keeps of what it sent to the stages after it, so that they can begin anew
-            without it; a request over it begins further up.
-        on_replica_loss: what becomes of the requests that a lost replica held.
+        startup_timeout: seconds until a replica must be ready; default: the coordinator's.
+        budget_bytes: bytes of embedding rows (autoregressive) or latents (diffusion) that the stage holds at a time.
+        restarts: how often a lost replica is restarted within `coordinator.restart_window`.
+        restart_backoff: seconds before the second restart, doubled each time; the first is immediate.
+        stall_timeout: seconds after which a replica that holds requests, but whose engine loop makes no progress, is
+            killed and counts as lost.
+        retain_bytes: bytes of sent output that each replica keeps, so that a stage after it can restart a request; one
+            that does not fit restarts further upstream.
+        on_replica_loss: what happens to the requests that a lost replica held.
         decode: how the stage decodes, for diffusion stages only.
-        environment: variables that the stage's process sets before it touches a device, OMP_NUM_THREADS among them.
-        yields_to: stages to which this one leaves a device that they share while requests of theirs wait for their
-            first output (see `stage/device_priority.py`).
+        environment: variables that the stage's process sets before it touches a device, such as OMP_NUM_THREADS.
+        yields_to: stages for which this one skips steps on a shared device while their requests await their first
+            output (see `stage/device_priority.py`).
     """
 
     name: StageName
@@ -146,7 +146,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     restart_backoff: Seconds = 0.5
-    stall_timeout: Seconds = 4.25  # with heartbeat_interval: what is stuck is known within five seconds
+    stall_timeout: Seconds = 4.25  # with heartbeat_interval, a stuck replica is noticed within five seconds
     on_replica_loss: LossPolicy = LossPolicy.REPLAY
     retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     decode: DecodeConfig | None = None
@@ -162,39 +162,39 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return (self.node,) if isinstance(self.node, int) else tuple(self.node)
 
     def node_of(self, index: int) -> int:
-        """The rank of the node on which a replica runs."""
+        """Return the rank of the node on which a replica runs."""
         return self.nodes[index % len(self.nodes)]
 
     @property
     def part(self) -> str:
-        """The part of the checkpoint that this stage runs."""
+        """Part of the checkpoint that this stage runs."""
         return self.model_stage or self.name
 
 
 class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The process that owns requests.
+    """The coordinator: the process that owns requests.
 
     Args:
-        run_dir: folder for sockets, logs and pid files; default: a new folder of this run, removed at exit.
+        run_dir: folder for sockets, logs and the lock; default: a new folder for this run, removed at exit.
         listen: client endpoint: `ipc` (a socket in `run_dir`), or `tcp://ADDRESS:PORT`.
         keys_dir: folder of CURVE keys, made by `omni-actors keys`; without them TCP stays on this host.
-        max_in_flight: requests admitted at a time; others are refused with `overloaded`.
+        max_in_flight: requests admitted at a time; more are refused with `overloaded`.
         startup_timeout: seconds until every stage must be ready.
         shutdown_timeout: seconds that stages may take to stop before they are killed.
         drain_timeout: seconds that a stop waits for requests in flight.
         heartbeat_interval: seconds between two heartbeats of a replica.
         heartbeat_timeout: seconds of silence after which a ready replica is killed; at least twice the interval.
         restart_window: seconds over which the restarts of a replica, or of the coordinator, are counted.
-        restarts: how often a lost coordinator is started again within that time.
+        restarts: how often a lost coordinator is restarted within that time.
         reconnect_timeout: seconds for which stages and nodes keep their models and wait for a lost coordinator.
-        retain_bytes: what is kept of admitted requests, all together, so that they can be run again; one beyond it
+        retain_bytes: bytes of admitted requests kept, all together, so that they can run again; one that does not fit
             fails when a replica that holds it is lost.
-        max_attempts: how often one request runs.
-        default_timeout: seconds until the deadline of requests that bring none.
+        max_attempts: how often one request may run.
+        default_timeout: seconds until the deadline of requests that set none.
         max_timeout: the latest deadline that a request may ask for, in seconds from now.
         tombstone_ttl: seconds for which an ended request is remembered, to absorb late messages.
-        record_dir: folder in which every stage records what it takes and gives, for `omni-actors replay`.
-        otlp_endpoint: OpenTelemetry collector that gets the spans of requests, as `http://host:4318`.
+        record_dir: folder in which every stage records its messages, for `omni-actors replay`.
+        otlp_endpoint: OpenTelemetry collector that receives the spans of requests, such as `http://host:4318`.
         otlp_protocol: how spans travel to it.
     """
 
@@ -206,7 +206,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     shutdown_timeout: Seconds = 8.0
     drain_timeout: Annotated[float, Meta(ge=0, le=1e7)] = 2.0
     heartbeat_interval: Seconds = 0.5
-    heartbeat_timeout: Seconds = 4.0  # before its links stall
+    heartbeat_timeout: Seconds = 4.0  # shorter than the time after which links stall
     restart_window: Seconds = 600.0
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
     reconnect_timeout: Seconds = 300.0
@@ -223,14 +223,14 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The hosts that a pipeline is spread over; each runs the same command with its own `node_rank`.
 
-    Node 0 runs the coordinator, which the others reach at `master_addr:master_port`. They are reached at `node_addr`:
-    by default the address from which this host reaches the master.
+    Node 0 runs the coordinator, which the others reach at `master_addr:master_port`. Each node is reached at its
+    `node_addr`: by default the address from which it reaches node 0.
 
     Args:
-        nnodes: how many there are.
-        node_rank: which one this is, from 0.
+        nnodes: number of hosts.
+        node_rank: rank of this host, from 0.
         master_addr: address or name of node 0.
-        master_port: its port for the other nodes; clients have one of their own.
+        master_port: node 0's port for the other nodes; clients use another.
         node_addr: address at which the other nodes reach this one.
     """
 
@@ -242,22 +242,22 @@ class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How much may wait where. An edge is sender -> receiver; its window is what may be sent without new credit.
+    """Limits on what may wait where. An edge is sender -> receiver; its window is what may be sent without new credit.
 
     Args:
         edge_messages: window of an edge between stages, or from a stage to the coordinator, in messages.
         edge_bytes: the same in bytes.
-        outbox_messages: messages of its own that may wait in a stage before it stops stepping its engine.
+        outbox_messages: unsent messages that may wait in a stage before it stops stepping its engine.
         outbox_bytes: the same in bytes.
-        backlog_requests: whole requests that a stage may hold and could compute before it grants no more credit.
-        client_window_messages: window towards a client, in messages. Clients grant by 64 messages, 256 KiB or 50 ms.
+        backlog_requests: requests ready to compute that a stage may hold before it stops granting credit.
+        client_window_messages: window to a client, in messages. Clients grant credit per 64 messages, 256 KiB or 50 ms.
         client_window_bytes: the same in bytes.
-        client_messages: messages that may wait for a client beyond its window; with more it loses its requests.
+        client_messages: messages that may wait for a client beyond its window; with more, its requests fail.
         client_bytes: the same in bytes.
-        client_stall_seconds: a client that grants nothing for so long while messages wait loses its requests.
-        early_chunk_seconds: how long input may wait in a stage for the announcement of its request.
+        client_stall_seconds: seconds without credit, while messages wait, after which a client's requests fail.
+        early_chunk_seconds: seconds that input may wait in a stage for the announcement of its request.
         arena_bytes: shared memory of a replica for large buffers; 0 for none.
-        inline_bytes: larger buffers go through shared memory.
+        inline_bytes: buffers larger than this go through shared memory.
     """
 
     edge_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
@@ -276,24 +276,24 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The HTTP server: limits, TLS, foreign pages. Each key is also a flag: `body_bytes` is `--http-body-bytes`.
+    """The HTTP server: limits, TLS, CORS. Each key is also a flag: `body_bytes` is `--http-body-bytes`.
 
     Args:
         body_bytes: largest request body.
-        bodies_bytes: all bodies that are being handled at a time.
-        media_parts: media of one request.
-        media_bytes: largest medium.
-        audio_seconds: longest sound.
-        image_pixels: largest picture, width times height.
+        bodies_bytes: all request bodies being handled at a time.
+        media_parts: number of media in one request.
+        media_bytes: largest audio, image or video.
+        audio_seconds: longest audio.
+        image_pixels: largest image, width times height.
         video_seconds: longest video.
-        files_bytes: uploaded files, all together.
-        file_seconds: life of an uploaded file.
-        request_timeout: seconds until an answer must be complete, for requests that bring no `timeout`.
+        files_bytes: all uploaded files together.
+        file_seconds: lifetime of an uploaded file.
+        request_timeout: seconds until an answer must be complete, for requests that set no `timeout`.
         read_timeout: seconds for a request's body to arrive.
         write_timeout: seconds that a client may leave a piece of its answer unread.
         cors_origins: origins (`https://example.com`, or `*`) whose web pages may use the server from a browser; by
             default none.
-        certificate: PEM file with the certificate and those up to its root; makes the server speak https.
+        certificate: PEM file with the certificate and its chain; makes the server speak https.
         key: PEM file with the certificate's private key, without a password.
     """
 
@@ -315,18 +315,18 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole pipeline: one checkpoint, a directed acyclic graph of stages.
+    """A pipeline: one checkpoint and a directed acyclic graph of stages.
 
     Args:
-        name: what clients and logs call it; the name of the model over HTTP.
+        name: its name in logs and for clients; over HTTP, the name of the model.
         model: checkpoint folder, relative to the YAML file, or hub name.
         stages: the stages, in any order.
         coordinator: the process that owns requests.
         limits: largest messages.
-        flow: how much may wait where.
+        flow: limits on what may wait where.
         http: the HTTP server.
-        plugins: modules with models of one's own, from allowed prefixes; see docs/extending.md.
-        cluster: the hosts, where there is more than one.
+        plugins: modules with your own models, from allowed prefixes; see docs/extending.md.
+        cluster: the hosts, if there is more than one.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -347,20 +347,20 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def entry(self) -> StageConfig:
-        """The stage that takes the prompt: the one without inputs."""
+        """Stage that takes the prompt: the one without inputs."""
         return next(stage for stage in self.stages if stage.inputs is None)
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
-        """All that the pipeline can answer in, in stage order."""
+        """Modalities in which the pipeline can answer, in stage order."""
         return tuple(dict.fromkeys(modality for stage in self.stages for modality in stage.outputs))
 
     def downstream(self, name: str) -> tuple[str, ...]:
-        """The stages that take input from `name`."""
+        """Return the stages that take input from `name`."""
         return tuple(stage.name for stage in self.stages if name in stage.source_names)
 
     def route(self, modalities: Iterable[str]) -> tuple[str, ...]:
-        """The stages needed to answer in `modalities`, in order of the graph, entry first."""
+        """Return the stages needed to answer in `modalities`, in graph order, entry first."""
         needed = {stage.name for stage in self.stages if set(stage.outputs) & set(modalities)}
         for stage in reversed(self.stages):  # stages are in topological order after validation
             if stage.name in needed:
@@ -368,7 +368,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(stage.name for stage in self.stages if stage.name in needed)
 
     def digest(self) -> str:
-        """Hash of everything that both ends of a connection must agree on: not of what is one host's own."""
+        """Hash what both ends of a connection must agree on, which leaves out settings of a single host."""
         coordinator = msgspec.structs.replace(
             self.coordinator, run_dir=None, record_dir=None, keys_dir=None, listen="ipc"
         )

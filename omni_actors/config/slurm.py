@@ -1,4 +1,4 @@
-"""What SLURM says about the hosts of a job, for `srun` with one task per node."""
+"""Reads the hosts of a SLURM job from its environment, for `srun` with one task per node."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SCONTROL_SECONDS = 10.0
 def config_overrides(
     environ: Mapping[str, str] | None = None, known: Collection[str] = ()
 ) -> dict[str, tuple[str, str]]:
-    """Configuration values set by SLURM: key -> (value, variable). Empty outside of jobs with several nodes.
+    """Return the configuration values that SLURM sets: key -> (value, variable). Empty unless a job has several nodes.
 
     Args:
-        known: keys that somebody with more say has set.
+        known: keys already set by a source of higher precedence.
 
     Raises:
-        ConfigError: SLURM does not say which host is the first one, and nobody else does.
+        ConfigError: the first host is not configured and cannot be found from SLURM.
     """
     environ = os.environ if environ is None else environ
     nodes = environ.get("SLURM_NNODES", "")
@@ -36,13 +36,13 @@ def config_overrides(
 
 
 def _first_host(hosts: str) -> str:
-    """`node[3-4,9]` is `node3` first; only SLURM knows its own notation."""
+    """Expand SLURM's notation, which only SLURM knows: the first host of `node[3-4,9]` is `node3`."""
     try:
         command = ["scontrol", "show", "hostnames", hosts]
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SCONTROL_SECONDS)
         return done.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise ConfigError(
-            f"SLURM_JOB_NODELIST is {hosts!r}, but scontrol does not say which hosts these are: {error}.",
+            f"SLURM_JOB_NODELIST is {hosts!r}, but scontrol cannot expand it: {error}.",
             hint="Unset it, and give --master-addr.",
         ) from error

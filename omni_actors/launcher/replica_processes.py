@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from omni_actors.config import PipelineConfig, StageKind, host_devices, replica_devices, visible_devices
-from omni_actors.config.placement import goes_first, is_reached_from_afar, replicas_of, threads_of
+from omni_actors.config.placement import is_reached_from_afar, priority_replicas, replicas_of, threads_of
 from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger
 from omni_actors.processes import describe_exit
@@ -126,7 +126,7 @@ class ReplicaProcesses:
             log_file=str(self._run_directory.log_file(identity.name)),
             run_dir=str(self._run_directory.path),
             run_dir_is_temporary=self._run_directory.temporary,
-            goes_first=tuple(goes_first(self._pipeline, identity.stage, identity.replica, devices)),
+            goes_first=tuple(priority_replicas(self._pipeline, identity.stage, identity.replica, devices)),
             environment=tuple((name, str(value)) for name, value in stage.environment.items()),
         )
 

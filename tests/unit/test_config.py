@@ -84,10 +84,10 @@ def test_unknown_keys_of_a_stage(tmp_path: Path, fields: dict, words: list[str])
     [
         ("name: a\nname: b\n", "given twice"),
         ("stages: [{name: a, name: b}]", "given twice"),
-        ("a: [", "no valid YAML"),
+        ("a: [", "not valid YAML"),
         ("- a", "must hold a mapping"),
         ("", "must hold a mapping"),
-        ("a: !!python/object:os.system x", "no valid YAML"),
+        ("a: !!python/object:os.system x", "not valid YAML"),
     ],
 )
 def test_bad_yaml(tmp_path: Path, data: str, word: str) -> None:
@@ -197,7 +197,7 @@ def test_plugins_outside_the_allow_list(tmp_path: Path, name: str) -> None:
     [
         ({"kind": "custom"}, "those need it"),
         ({"engine_class": "mine.Engine"}, "for stages of kind custom"),
-        ({"kind": "custom", "engine_class": "Engine"}, "no dotted path"),
+        ({"kind": "custom", "engine_class": "Engine"}, "not the dotted path"),
         ({"kind": "custom", "engine_class": "os.Engine"}, "outside the allowed import prefixes"),
     ],
 )
@@ -225,7 +225,7 @@ def test_classes_are_resolved_by_name_or_allowed_path() -> None:
         ("pasthrough", "Did you mean"),
         ("omni_actors.stage.processors.Nothing", "cannot import"),
         ("omni_actors.nothing.X", "cannot import"),
-        ("omni_actors.protocol.stage.Chunk", "no subclass of StreamProcessor"),
+        ("omni_actors.protocol.stage.Chunk", "not a subclass of StreamProcessor"),
         ("os.path", "outside"),
     ):
         with pytest.raises(ConfigError, match=word):
@@ -367,9 +367,9 @@ def test_stages_are_set_by_name(tmp_path: Path) -> None:
     assert loaded.pipeline.stage("talker").replicas == 2
     assert "no stage 'talkr'. Did you mean 'talker'" in refused(tmp_path, chain(), {"stages.talkr.replicas": "2"})
     assert "Did you mean 'replicas'" in refused(tmp_path, chain(), {"stages.talker.replicass": "2"})
-    assert "is no mapping" in refused(tmp_path, chain(), {"name.x.y": "2"})
+    assert "is not a mapping" in refused(tmp_path, chain(), {"name.x.y": "2"})
     assert "does not name a value" in refused(tmp_path, chain(), {"stages.x": "2"})
-    assert "no valid YAML" in refused(tmp_path, chain(), {"name": "["})
+    assert "not valid YAML" in refused(tmp_path, chain(), {"name": "["})
 
 
 def test_check_shows_every_value_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_slurm_says_nothing_for_one_node_and_must_say_the_first_host() -> None:
     assert slurm.config_overrides({"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n3"}) == {}
     assert slurm.config_overrides({}) == {}
     environ = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[3-4]"}
-    with pytest.raises(ConfigError, match="scontrol does not say"):
+    with pytest.raises(ConfigError, match="scontrol cannot expand it"):
         slurm.config_overrides(environ)
     assert "cluster.master_addr" not in slurm.config_overrides(environ, known={"cluster.master_addr"})
 
@@ -256,5 +256,5 @@ def test_a_stage_gives_way_where_it_shares_a_device(
 ) -> None:
     stages = {**stages, "talker": {"yields_to": ["thinker"], **stages.get("talker", {})}}
     pipeline = load(tmp_path, spread(**stages), devices=devices).pipeline
-    assert placement.goes_first(pipeline, "talker", 0, devices) == first
-    assert placement.goes_first(pipeline, "thinker", 0, devices) == []
+    assert placement.priority_replicas(pipeline, "talker", 0, devices) == first
+    assert placement.priority_replicas(pipeline, "thinker", 0, devices) == []
