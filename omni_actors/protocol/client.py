@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.common import Abort, Credit, Failed
-from omni_actors.protocol.fields import TRACEPARENT, Moment, Name
+from omni_actors.protocol.fields import TRACEPARENT, Moment, Name, ReplicaIndex, Seed, StageNameOrEmpty
 from omni_actors.protocol.header import Body
 from omni_actors.protocol.payloads import Prompt, StageParams
 from omni_actors.protocol.results import AudioChunk, StageUsage, TextDelta
@@ -18,23 +18,36 @@ from omni_actors.protocol.tensors import TensorRef
 
 
 class Submit(Body, tag="submit", frozen=True):
-    """Client -> coordinator: run this request; its id is in the header. `sent` is the client's time."""
+    """Client -> coordinator: run this request, whose id and deadline are in the header.
+
+    Attributes:
+        params: parameters by stage name.
+        seed: chosen at random if `None`.
+        priority: for the engines' schedulers; lower values come first.
+        traceparent: the caller's span (W3C Trace Context).
+    """
 
     prompt: Prompt
     modalities: Annotated[tuple[str, ...], Meta(min_length=1, max_length=8)] = ("text", "audio")
     voice: str | None = None
     params: Annotated[dict[Name, StageParams], Meta(max_length=64)] = {}
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
-    traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None  # the caller's span (W3C Trace Context)
+    traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None
     sent: Moment = 0.0
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         return self.prompt.tensor_refs()
 
 
+class Done(Body, tag="done", frozen=True):
+    """Coordinator -> client, terminal: everything was delivered. `usage` is by stage name."""
+
+    usage: dict[str, StageUsage]
+
+
 class Describe(Body, tag="describe", frozen=True):
-    """Client -> coordinator: which pipeline is this, and how is it?"""
+    """Client -> coordinator: describe the pipeline and its state."""
 
 
 class StageStatus(Struct, frozen=True):
@@ -49,61 +62,15 @@ class StageStatus(Struct, frozen=True):
     counts: dict[str, int] = {}
 
 
-class Operation(enum.StrEnum):
-    STATUS = "status"
-    DRAIN = "drain"  # the replica takes nothing new and works off what it holds
-    RESTART = "restart"  # drain it, then start it anew
-    SHUTDOWN = "shutdown"  # as SIGTERM to the launcher
-
-
-class Operate(Body, tag="operate", frozen=True):
-    """Client -> coordinator: an operator's wish; `stage` and `replica` say of which replica."""
-
-    operation: Operation
-    stage: Annotated[str, Meta(max_length=64)] = ""
-    replica: Annotated[int, Meta(ge=0, le=65535)] = 0
-
-    def __post_init__(self) -> None:
-        needs_stage = self.operation in (Operation.DRAIN, Operation.RESTART)
-        if needs_stage != bool(self.stage):
-            raise InvalidPayload(f"The operation {self.operation} {'needs a' if needs_stage else 'has no'} stage.")
-
-
-class EdgeStatus(Struct, frozen=True):
-    """The coordinator's link to a replica, and what supervision knows of the replica. Times in seconds.
-
-    `phase` is what its start-up does, for people to read.
-    """
-
-    stage: str
-    replica: int
-    epoch: int
-    messages_out: int  # sent, without credit for them yet
-    bytes_out: int
-    waiting: int  # not sent yet
-    restarts: int  # within the restart window
-    silent: float  # since it was last heard of
-    idle: float  # since its engine loop was last seen to turn
-    phase: str = ""
-
-
-class RequestStatus(Struct, frozen=True):
-    """One request in flight. `remaining` is the time to its deadline in seconds."""
-
-    request_id: str
-    state: str
-    attempt: int
-    route: tuple[str, ...]
-    stages_done: tuple[str, ...]
-    remaining: float
-    losses: tuple[str, ...] = ()
-
-
 class Description(Body, tag="description", frozen=True):
     """Coordinator -> client: the answer to `Describe`.
 
-    `requests` are the asking client's own requests in flight: one that it waits for and does not find here is lost.
-    `counts` says what the coordinator refused or dropped, by reason, `outputs` which stage answers in a modality.
+    Attributes:
+        sample_rate: of the audio, in Hz; 0 without audio.
+        in_flight: requests of all clients, at most `max_in_flight`.
+        requests: the asking client's own requests in flight; one that it waits for and does not find here is lost.
+        counts: what the coordinator refused or dropped, by reason.
+        outputs: the stage that produces each modality.
     """
 
     pipeline: str
@@ -120,6 +87,55 @@ class Description(Body, tag="description", frozen=True):
     outputs: dict[str, str] = {}
 
 
+class Operation(enum.StrEnum):
+    STATUS = "status"
+    DRAIN = "drain"  # the replica takes no new requests and finishes those it holds
+    RESTART = "restart"  # drain it, then start it again
+    SHUTDOWN = "shutdown"  # like SIGTERM to the launcher
+
+
+class Operate(Body, tag="operate", frozen=True):
+    """Client -> coordinator: an operator's command, to one replica if it is `drain` or `restart`."""
+
+    operation: Operation
+    stage: StageNameOrEmpty = ""
+    replica: ReplicaIndex = 0
+
+    def __post_init__(self) -> None:
+        needs_stage = self.operation in (Operation.DRAIN, Operation.RESTART)
+        if needs_stage != bool(self.stage):
+            raise InvalidPayload(
+                f"The operation {self.operation} {'needs a' if needs_stage else 'does not take a'} stage."
+            )
+
+
+class EdgeStatus(Struct, frozen=True):
+    """The coordinator's link to a replica, and the replica's health. Times are in seconds."""
+
+    stage: str
+    replica: int
+    epoch: int
+    messages_out: int  # sent, without credit for them yet
+    bytes_out: int
+    waiting: int  # messages not sent yet
+    restarts: int  # within the restart window
+    silent: float  # since it was last heard from
+    idle: float  # since its engine loop last made progress
+    phase: str = ""  # of its start-up, for people to read
+
+
+class RequestStatus(Struct, frozen=True):
+    """One request in flight. `remaining` is the time to its deadline in seconds."""
+
+    request_id: str
+    state: str
+    attempt: int
+    route: tuple[str, ...]
+    stages_done: tuple[str, ...]
+    remaining: float
+    losses: tuple[str, ...] = ()
+
+
 class Report(Body, tag="report", frozen=True):
     """Coordinator -> client: the answer to `Operate`. At most 1000 requests are listed, the oldest first."""
 
@@ -129,20 +145,14 @@ class Report(Body, tag="report", frozen=True):
     requests: tuple[RequestStatus, ...] = ()
 
 
-class Done(Body, tag="done", frozen=True):
-    """Coordinator -> client, terminal: everything was delivered. `usage` is by stage name."""
-
-    usage: dict[str, StageUsage]
-
-
 class Subject(enum.StrEnum):
     METRICS = "metrics"  # Prometheus text
-    TIMELINE = "timeline"  # of the request that is named
-    RECENT = "recent"  # timelines of the requests that ended last, the newest first
+    TIMELINE = "timeline"  # of the request `request_id`
+    RECENT = "recent"  # timelines of the last `count` requests that ended, the newest first
 
 
 class Observe(Body, tag="observe", frozen=True):
-    """Client -> coordinator: let me look."""
+    """Client -> coordinator: send metrics or timelines."""
 
     subject: Subject
     request_id: Annotated[str, Meta(max_length=128)] = ""

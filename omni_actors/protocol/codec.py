@@ -1,11 +1,11 @@
 """Messages to frames and back, with every check of the wire in one place (`docs/protocol.md`).
 
-Frame 0 is a magic, frame 1 the header, frame 2 the body, frames 3... raw tensor buffers that the body's `TensorRef`s
-describe, except those that the header's `blocks` place in the sender's shared memory. A message that does not pass
-never reaches the rest of the program:
+Frame 0 is a magic, frame 1 the header, frame 2 the body, frames 3... are raw tensor buffers that the body's
+`TensorRef`s describe, except those that the header's `blocks` place in the sender's shared memory. A message that fails
+a check never reaches the rest of the program:
 
-* `BadHeader`: the sender cannot be told (the request is unknown), so the message is counted and dropped;
-* `BadBody`: the header is sound, so the request it names can be failed with a typed error.
+* `BadHeader`: the request is unknown, so the message is counted and dropped;
+* `BadBody`: the header is sound, so its request can fail with a typed error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ from omni_actors.protocol.tensors import HostTensor, TensorRef, check_extent
 
 MAGIC = b"OMNI1"
 FIXED_FRAMES = 3  # magic, header, body
+DEFAULT_LIMITS = Limits()
 
 Frame = bytes | bytearray | memoryview
+BodyT = TypeVar("BodyT", bound=Body)
+
+_header_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(Header)
+_DECODE_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
 class BadHeader(Exception):
@@ -42,47 +48,31 @@ class BadBody(Exception):
         super().__init__(str(error))
         self.header = header
         self.error = error
-
-
-BodyT = TypeVar("BodyT", bound=Body)
+        self.reason = error.code.value
 
 
 class Envelope(Struct, Generic[BodyT], frozen=True):
-    """A checked message. `buffers` may alias the receiving socket's memory: copy what is kept and written to."""
+    """A checked message. `buffers` may alias the receiving socket's memory: copy what you keep or write to."""
 
     header: Header
     body: BodyT
     buffers: tuple[Frame, ...] = ()
 
     def tensor(self, ref: TensorRef) -> HostTensor:
-        """The tensor that `ref`, a reference out of this message's body, stands for."""
+        """Return the tensor that `ref`, taken from this message's body, refers to."""
         return HostTensor(ref.dtype, ref.shape, self.buffers[ref.buffer])
 
 
-_header_encoder = msgspec.msgpack.Encoder()
-_header_decoder = msgspec.msgpack.Decoder(Header)
+class BufferList:
+    """Collects the buffers of a message while its body is built."""
 
+    def __init__(self) -> None:
+        self.buffers: list[Frame] = []
 
-def _kind(body: Body) -> str:
-    return str(type(body).__struct_config__.tag)
-
-
-def _check_buffers(body: Body, sizes: Sequence[int], limits: Limits) -> None:
-    """Raise `InvalidPayload` unless the body's tensors describe exactly these buffers."""
-    if len(sizes) > limits.buffers:
-        raise InvalidPayload(f"{len(sizes)} buffers exceed the limit of {limits.buffers}.")
-    for index, size in enumerate(sizes):
-        if size > limits.buffer_bytes:
-            raise InvalidPayload(f"Buffer {index} has {size} bytes; the limit is {limits.buffer_bytes}.")
-    if sum(sizes) > limits.message_bytes:
-        raise InvalidPayload(f"The buffers have {sum(sizes)} bytes together; the limit is {limits.message_bytes}.")
-    refs = body.tensor_refs()
-    if len(refs) == len(sizes) <= 1 and (not refs or refs[0].buffer == 0):  # nearly all messages
-        pass
-    elif sorted(ref.buffer for ref in refs) != list(range(len(sizes))):
-        raise InvalidPayload(f"{len(refs)} tensors do not name each of the {len(sizes)} buffers exactly once.")
-    for ref in refs:
-        check_extent(ref.dtype, ref.shape, sizes[ref.buffer], f"buffer {ref.buffer}")
+    def add(self, tensor: HostTensor) -> TensorRef:
+        """Make the data of `tensor` the message's next buffer and return a reference to it."""
+        self.buffers.append(tensor.data)
+        return TensorRef(tensor.dtype, tuple(tensor.shape), len(self.buffers) - 1)
 
 
 def encode(
@@ -92,30 +82,19 @@ def encode(
     limits: Limits | None = None,
     blocks: tuple[Block, ...] = (),
 ) -> list[Frame]:
-    """Frames of a message. The header's `kind`, `n_buffers` and `blocks` are filled in here.
+    """Return the frames of a message. Fills in the header's `kind`, `n_buffers` and `blocks`.
 
     Args:
-        buffers: all of the message's buffers.
-        blocks: where some of them lie in the sender's arena; they become no frames.
+        buffers: all buffers of the message.
+        blocks: the places in the sender's arena of some of them; these do not become frames.
 
     Raises:
         InvalidPayload: the message is larger than `limits`, its tensors do not fit its buffers, or a value in it has
             no encoding.
     """
     limits = limits or DEFAULT_LIMITS
-    _check_buffers(body, [memoryview(buffer).nbytes for buffer in buffers], limits)
-    header = Header(
-        _kind(body),
-        header.request_id,
-        header.stage,
-        header.replica,
-        header.epoch,
-        header.attempt,
-        header.seq,
-        header.deadline,
-        len(buffers),
-        blocks,
-    )
+    _check_buffers(body, buffers, limits)
+    header = msgspec.structs.replace(header, kind=_kind(body), n_buffers=len(buffers), blocks=blocks)
     try:
         header_frame = _header_encoder.encode(header)
         body_frame = msgspec.msgpack.encode(body)
@@ -125,20 +104,19 @@ def encode(
         raise InvalidPayload(f"The header has {len(header_frame)} bytes; the limit is {limits.header_bytes}.")
     if len(body_frame) > limits.body_bytes:
         raise InvalidPayload(f"The message body has {len(body_frame)} bytes; the limit is {limits.body_bytes}.")
-    if not blocks:
-        return [MAGIC, header_frame, body_frame, *buffers]
-    elsewhere = {block.buffer for block in blocks}
-    inline = [buffer for index, buffer in enumerate(buffers) if index not in elsewhere]
-    return [MAGIC, header_frame, body_frame, *inline]
+    if blocks:
+        in_arena = {block.buffer for block in blocks}
+        buffers = [buffer for index, buffer in enumerate(buffers) if index not in in_arena]
+    return [MAGIC, header_frame, body_frame, *buffers]
 
 
 class Decoder(Generic[BodyT]):
-    """Checks and decodes the messages of one channel. Not thread-safe; `rejected` counts what was refused, by reason.
+    """Checks and decodes the messages of one channel. Not thread-safe; `rejected` counts refused messages by reason.
 
     Args:
-        channel: the union of body structs legal on this channel.
-        open_block: gives the bytes of a buffer in the sender's arena, or raises `InvalidPayload`; without it, a
-            message with blocks is refused.
+        channel: the union of body structs that are legal on this channel.
+        open_block: returns the bytes of a buffer in the sender's arena, or raises `InvalidPayload`; without it,
+            messages with blocks are refused.
     """
 
     def __init__(
@@ -154,16 +132,15 @@ class Decoder(Generic[BodyT]):
         self.rejected: collections.Counter[str] = collections.Counter()
 
     def decode(self, frames: Sequence[Frame]) -> Envelope[BodyT]:
-        """The message in `frames`; raises `BadHeader` or `BadBody`, both counted in `rejected`."""
+        """Return the message in `frames`. Raises `BadHeader` or `BadBody`, both counted in `rejected`."""
         try:
             header = self._decode_header(frames)
-        except BadHeader as bad:
+            try:
+                return self._decode_rest(header, frames)
+            except OmniError as error:
+                raise BadBody(header, error) from error
+        except (BadHeader, BadBody) as bad:
             self.rejected[bad.reason] += 1
-            raise
-        try:
-            return self._decode_rest(header, frames)
-        except BadBody as bad:
-            self.rejected[bad.error.code.value] += 1
             raise
 
     def _decode_header(self, frames: Sequence[Frame]) -> Header:
@@ -175,7 +152,7 @@ class Decoder(Generic[BodyT]):
             raise BadHeader("header_size")
         try:
             header = _header_decoder.decode(frames[1])
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        except _DECODE_ERRORS as error:
             raise BadHeader("header") from error
         if header.n_buffers != len(frames) - FIXED_FRAMES + len(header.blocks):
             raise BadHeader("buffer_count")
@@ -184,26 +161,23 @@ class Decoder(Generic[BodyT]):
         return header
 
     def _decode_rest(self, header: Header, frames: Sequence[Frame]) -> Envelope[BodyT]:
+        """Decode body and buffers. Raises an `OmniError`, most often `InvalidPayload`."""
         if len(frames[2]) > self._limits.body_bytes:
-            size = len(frames[2])
-            raise BadBody(header, InvalidPayload(f"The body has {size} bytes; the limit is {self._limits.body_bytes}."))
+            raise InvalidPayload(f"The body has {len(frames[2])} bytes; the limit is {self._limits.body_bytes}.")
         try:
             body = self._decoder.decode(frames[2])
-            buffers = tuple(frames[FIXED_FRAMES:])
-            if header.blocks:
-                buffers = self._with_blocks(header, buffers)
-            _check_buffers(body, [memoryview(buffer).nbytes for buffer in buffers], self._limits)
-        except OmniError as error:
-            raise BadBody(header, error) from error
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            # msgspec wraps what __post_init__ raises only when it is a ValueError or TypeError.
-            raise BadBody(header, InvalidPayload(f"The message body cannot be decoded: {error}.")) from error
+        except _DECODE_ERRORS as error:
+            raise InvalidPayload(f"The message body cannot be decoded: {error}.") from error
+        buffers = tuple(frames[FIXED_FRAMES:])
+        if header.blocks:
+            buffers = self._with_blocks(header, buffers)
+        _check_buffers(body, buffers, self._limits)
         if _kind(body) != header.kind:
-            raise BadBody(header, InvalidPayload(f"The header announces {header.kind!r}, the body is {_kind(body)!r}."))
+            raise InvalidPayload(f"The header announces {header.kind!r}, the body is {_kind(body)!r}.")
         return Envelope(header, body, buffers)
 
     def _with_blocks(self, header: Header, inline: Sequence[Frame]) -> tuple[Frame, ...]:
-        """All buffers in their order: those in frames and those in the sender's arena."""
+        """Return all buffers in their order: those in frames and those in the sender's arena."""
         if self._open_block is None:
             raise InvalidPayload("This receiver reads no shared memory.")
         if header.n_buffers > self._limits.buffers:
@@ -218,16 +192,23 @@ class Decoder(Generic[BodyT]):
         )
 
 
-class BufferList:
-    """Collects the buffers of a message while its body is built."""
-
-    def __init__(self) -> None:
-        self.buffers: list[Frame] = []
-
-    def add(self, tensor: HostTensor) -> TensorRef:
-        """A reference to `tensor`, whose data becomes the message's next buffer."""
-        self.buffers.append(tensor.data)
-        return TensorRef(tensor.dtype, tuple(tensor.shape), len(self.buffers) - 1)
+def _kind(body: Body) -> str:
+    return str(type(body).__struct_config__.tag)
 
 
-DEFAULT_LIMITS = Limits()
+def _check_buffers(body: Body, buffers: Sequence[Frame], limits: Limits) -> None:
+    """Raise `InvalidPayload` unless the body's tensors describe exactly these buffers, and they are within limits."""
+    sizes = [memoryview(buffer).nbytes for buffer in buffers]
+    if len(sizes) > limits.buffers:
+        raise InvalidPayload(f"{len(sizes)} buffers exceed the limit of {limits.buffers}.")
+    for index, size in enumerate(sizes):
+        if size > limits.buffer_bytes:
+            raise InvalidPayload(f"Buffer {index} has {size} bytes; the limit is {limits.buffer_bytes}.")
+    if sum(sizes) > limits.message_bytes:
+        raise InvalidPayload(f"The buffers have {sum(sizes)} bytes together; the limit is {limits.message_bytes}.")
+    refs = body.tensor_refs()
+    only = len(refs) == len(sizes) <= 1 and (not refs or refs[0].buffer == 0)  # nearly all messages: saves the sorting
+    if not only and sorted(ref.buffer for ref in refs) != list(range(len(sizes))):
+        raise InvalidPayload(f"{len(refs)} tensors do not name each of the {len(sizes)} buffers exactly once.")
+    for ref in refs:
+        check_extent(ref.dtype, ref.shape, sizes[ref.buffer], f"buffer {ref.buffer}")

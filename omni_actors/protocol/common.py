@@ -1,4 +1,4 @@
-"""Messages that travel on more than one channel."""
+"""Messages that travel on several channels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from omni_actors.errors import ERROR_CLASSES, ErrorCode, OmniError
 from omni_actors.protocol.fields import Count
 from omni_actors.protocol.header import Body
 
+MAX_MESSAGE, MAX_HINT = 8192, 2048  # characters
+
 
 class Credit(Body, tag="credit", frozen=True):
-    """Receiver -> sender of an edge: you may send this much more. Itself it costs no credit.
+    """Receiver -> sender of an edge: you may send this much more. Credit itself costs no credit.
 
-    The sender starts with the window of the configuration (`flow`). `released` are tickets of arena blocks that the
-    receiver needs no more; `mapped` says that it can read the sender's arena, so that blocks may be sent to it.
+    A sender starts with the window of the configuration (`flow`). `bytes` are of frames, without arena blocks.
+    `released` are the tickets of arena blocks that the receiver no longer needs. `mapped` says that it can read the
+    sender's arena, so that blocks may be sent to it.
     """
 
     messages: Count = 0
@@ -25,30 +28,31 @@ class Credit(Body, tag="credit", frozen=True):
 
 
 class Abort(Body, tag="abort", frozen=True):
-    """Client -> coordinator, and coordinator -> stage: end the request named in the header. Idempotent."""
+    """Client -> coordinator, coordinator -> stage: end the request named in the header. Idempotent."""
 
 
 class Failed(Body, tag="failed", frozen=True):
-    """Terminal, on every channel: the request ended with an error."""
+    """Stage -> coordinator -> client, terminal: the request ended with an error. `retry_after` is in seconds."""
 
     code: ErrorCode
-    message: Annotated[str, Meta(max_length=8192)]
-    hint: Annotated[str, Meta(max_length=2048)] = ""
+    message: Annotated[str, Meta(max_length=MAX_MESSAGE)]
+    hint: Annotated[str, Meta(max_length=MAX_HINT)] = ""
     stage: str | None = None
     retryable: bool = False
     retry_after: float | None = None
 
     @classmethod
     def from_error(cls, error: OmniError, stage: str | None = None) -> Failed:
+        """Describe an error; `stage` is used if the error names none. Long texts are cut."""
         return cls(
             code=error.code,
-            message=error.message[:8192],
-            hint=error.hint[:2048],
+            message=error.message[:MAX_MESSAGE],
+            hint=error.hint[:MAX_HINT],
             stage=error.stage or stage,
             retryable=error.retryable,
             retry_after=error.retry_after,
         )
 
     def to_error(self) -> OmniError:
-        """The typed exception that this message stands for."""
+        """Return the typed exception that this message stands for."""
         return ERROR_CLASSES[self.code](self.message, hint=self.hint, stage=self.stage, retry_after=self.retry_after)

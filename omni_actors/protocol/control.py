@@ -6,13 +6,13 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from omni_actors.protocol.fields import Count, Moment
+from omni_actors.protocol.fields import Count, Endpoint, Moment
 from omni_actors.protocol.header import Body, ReplicaId
 from omni_actors.protocol.telemetry import Snapshot
 
 
 class ArenaAddress(Struct, frozen=True, array_like=True):
-    """Where a process's shared memory is: a file of the process itself. `token` (in its first bytes) proves it."""
+    """The shared memory of process `pid`: its file `descriptor`, of `size` bytes, the first 16 of which are `token`."""
 
     pid: Annotated[int, Meta(ge=1, le=2**31)]
     descriptor: Annotated[int, Meta(ge=0, le=2**31)]
@@ -21,16 +21,17 @@ class ArenaAddress(Struct, frozen=True, array_like=True):
 
 
 class Hello(Body, tag="hello", frozen=True):
-    """Stage -> coordinator, first message: who I am. A mismatch of the three versions fails the start.
+    """Stage -> coordinator, first message: registers a replica, whose id is in the header.
 
-    A process says hello again, with the next epoch, when it has lost its coordinator: `spawn_epoch` is its first epoch.
+    A mismatch of protocol version, package version or configuration hash fails the start. A process that has lost its
+    coordinator says hello again with the next epoch; `spawn_epoch` stays the epoch that it was started with.
     """
 
     protocol: int
     package: str
     config: str
     pid: int
-    inbox: Annotated[str, Meta(min_length=1, max_length=256)]
+    inbox: Endpoint
     arena: ArenaAddress | None = None
     spawn_epoch: Count = 0
 
@@ -38,7 +39,7 @@ class Hello(Body, tag="hello", frozen=True):
 class Welcome(Body, tag="welcome", frozen=True):
     """Coordinator -> stage: accepted; send results to this endpoint."""
 
-    results: Annotated[str, Meta(min_length=1, max_length=256)]
+    results: Endpoint
 
 
 class Loading(Body, tag="loading", frozen=True):
@@ -48,7 +49,11 @@ class Loading(Body, tag="loading", frozen=True):
 
 
 class Ready(Body, tag="ready", frozen=True):
-    """Stage -> coordinator: the engine takes requests. `facts` are what the model says of itself (voices, rates)."""
+    """Stage -> coordinator: the engine takes requests, `seconds` after its start-up began.
+
+    The rest are facts about the model, empty or 0 where they do not apply: voices, `sample_rate` in Hz, and the longest
+    input in tokens.
+    """
 
     seconds: float
     voices: tuple[str, ...] = ()
@@ -57,6 +62,8 @@ class Ready(Body, tag="ready", frozen=True):
 
 
 class Peer(Struct, frozen=True, array_like=True):
+    """A neighbour of a replica in the stage graph: its inbox, and its arena if it is on the same host."""
+
     stage: str
     replica: int
     epoch: int
@@ -69,16 +76,16 @@ class Peer(Struct, frozen=True, array_like=True):
 
 
 class Peers(Body, tag="peers", frozen=True):
-    """Coordinator -> stage: the replicas after it and before it (`sources`) that are up now; a missing one is gone."""
+    """Coordinator -> stage: all replicas after it (`peers`) and before it (`sources`) that are up now."""
 
     peers: tuple[Peer, ...]
     sources: tuple[Peer, ...] = ()
 
 
 class Heartbeat(Body, tag="heartbeat", frozen=True):
-    """Stage -> coordinator: alive. `progress` counts turns of the engine loop, `counts` what the stage holds.
+    """Stage -> coordinator: alive. `progress` counts iterations of the engine loop, `counts` what the stage holds.
 
-    `sent` lets the coordinator compare the clocks.
+    The coordinator compares clocks by `sent`.
     """
 
     progress: Count
@@ -87,18 +94,18 @@ class Heartbeat(Body, tag="heartbeat", frozen=True):
 
 
 class Shutdown(Body, tag="shutdown", frozen=True):
-    """Coordinator -> stage or node: end; what is in flight is aborted. `failed`: the launch failed for `reason`."""
+    """Coordinator -> stage or node: end, and abort what is in flight. `failed`: the launch failed, for `reason`."""
 
     reason: str = ""
     failed: bool = False
 
 
 class Reregister(Body, tag="reregister", frozen=True):
-    """Coordinator -> stage or node: I do not know you (any more); say hello again."""
+    """Coordinator -> stage or node: unknown sender; say hello again."""
 
 
 class Fatal(Body, tag="fatal", frozen=True):
-    """Stage -> coordinator: this process is about to end, and why."""
+    """Stage -> coordinator: this process is about to end, for the reason in `message`."""
 
     message: Annotated[str, Meta(max_length=16384)]
 

@@ -1,4 +1,4 @@
-"""The header of every message and the base class of every body."""
+"""The header of every message, the base class of every body, and the limits of their sizes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from omni_actors.protocol.fields import Attempt, Count
-from omni_actors.protocol.tensors import TensorRef
+from omni_actors.protocol.fields import Attempt, Count, ReplicaIndex, StageName, StageNameOrEmpty
+from omni_actors.protocol.tensors import BufferIndex, TensorRef
 
 PROTOCOL_VERSION = 1
+MAX_BLOCKS = 16  # per message; further buffers travel as frames
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,47 +32,51 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReplicaId(Struct, frozen=True, array_like=True):
-    """The replica of one stage that a request is bound to."""
+    """A replica of a stage; its epoch grows with every start and registration."""
 
-    stage: Annotated[str, Meta(min_length=1, max_length=64)]
-    replica: Annotated[int, Meta(ge=0, le=65535)]
+    stage: StageName
+    replica: ReplicaIndex
     epoch: Count
 
     @property
     def name(self) -> str:
-        """As "talker/0"."""
+        """Stage and replica, as in "talker/0"."""
         return f"{self.stage}/{self.replica}"
 
 
-MAX_BLOCKS = 16  # per message; further buffers travel as frames
-
-
 class Block(Struct, frozen=True, array_like=True):
-    """Says that buffer number `buffer` is no frame, but lies in the sender's arena (`transport/arena.py`).
+    """Places buffer number `buffer` in the sender's arena (`transport/arena.py`) instead of a frame.
 
-    `ticket` numbers the sender's publications and is written in the block, too: one that was freed meanwhile is
-    noticed. The receiver gives the ticket back in a `Credit`.
+    `offset` and `length` are in bytes. `ticket` numbers the sender's publications and also stands in the block, so a
+    block that was freed in the meantime is noticed. The receiver returns the ticket in a `Credit`.
     """
 
-    buffer: Annotated[int, Meta(ge=0, le=4096)]
+    buffer: BufferIndex
     offset: Count
     length: Count
     ticket: Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class Header(Struct, frozen=True, array_like=True):
-    """Who sends what about which request.
+    """The sender, the request, and how to read the frames that follow.
 
-    `stage`, `replica` and `epoch` name the sending process (empty for clients and the coordinator). `attempt` is the
-    one that a stage works on: of a result its sender, of everything else the receiver. `seq` counts the messages of one
-    sender about one attempt of a request, from 0. `deadline` is Unix time in seconds, 0 for none. `blocks` are those of
-    the `n_buffers` buffers that are no frames of this message.
+    Attributes:
+        kind: the body's tag.
+        request_id: empty in messages about no request.
+        stage: stage of the sending replica; empty for clients, the coordinator and node agents.
+        replica: index of the sending replica; a node agent's rank.
+        epoch: epoch of the sending replica.
+        attempt: the attempt at the request: the sender's in results, the receiver's in everything else.
+        seq: number of the message among those of one sender about one attempt, from 0.
+        deadline: Unix time in seconds; 0 for none.
+        n_buffers: buffers of the message, in frames and in blocks.
+        blocks: the buffers that are not frames of this message.
     """
 
     kind: Annotated[str, Meta(max_length=32)]
     request_id: Annotated[str, Meta(max_length=128)] = ""
-    stage: Annotated[str, Meta(max_length=64)] = ""
-    replica: Annotated[int, Meta(ge=0, le=65535)] = 0
+    stage: StageNameOrEmpty = ""
+    replica: ReplicaIndex = 0
     epoch: Count = 0
     attempt: Attempt = 0
     seq: Count = 0
@@ -81,7 +86,8 @@ class Header(Struct, frozen=True, array_like=True):
 
 
 class Body(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Base of all bodies. A body that carries tensors names them in `tensor_refs`."""
+    """Base of all bodies."""
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """The tensors of this body, each in a buffer of its own."""
         return ()

@@ -1,4 +1,8 @@
-"""Control channel between a node agent and the coordinator. Its header has no stage; `replica` is the node's rank."""
+"""Control channel between a node agent and the coordinator.
+
+An agent's headers have no stage; `replica` is the node's rank. `spawn_epoch` is the epoch that a process was started
+with.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,24 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from omni_actors.protocol.control import Reregister, Shutdown
-from omni_actors.protocol.fields import Count
+from omni_actors.protocol.fields import Count, ReplicaIndex, StageName
 from omni_actors.protocol.header import Body
 
 
 class RunningReplica(Struct, frozen=True, array_like=True):
-    """A process of a node. `spawn_epoch` is the epoch with which it was started."""
+    """A stage process on a node."""
 
-    stage: Annotated[str, Meta(min_length=1, max_length=64)]
-    replica: Annotated[int, Meta(ge=0, le=65535)]
+    stage: StageName
+    replica: ReplicaIndex
     spawn_epoch: Count
     pid: int
 
 
 class NodeHello(Body, tag="node_hello", frozen=True):
-    """Node -> coordinator, first message: which processes run here. `launched`: the node served before."""
+    """Node -> coordinator, first message: the processes that run here. `launched`: every replica was ready before.
+
+    A mismatch of protocol version, package version or configuration hash fails the start.
+    """
 
     protocol: int
     package: str
@@ -39,32 +46,32 @@ class NodeBeat(Body, tag="node_beat", frozen=True):
 
 
 class NodeLeaving(Body, tag="node_leaving", frozen=True):
-    """Node -> coordinator: this node ends, and its processes with it."""
+    """Node -> coordinator: this node and its processes end."""
 
     reason: Annotated[str, Meta(max_length=16384)] = ""
 
 
 class StartReplica(Body, tag="start_replica", frozen=True):
-    """Coordinator -> node: start a process, with `spawn_epoch` as its first epoch."""
+    """Coordinator -> node: start a process."""
 
-    stage: Annotated[str, Meta(min_length=1, max_length=64)]
-    replica: Annotated[int, Meta(ge=0, le=65535)]
+    stage: StageName
+    replica: ReplicaIndex
     spawn_epoch: Annotated[int, Meta(ge=1)]
 
 
 class KillReplica(Body, tag="kill_replica", frozen=True):
-    """Coordinator -> node: SIGKILL to a process; its end is reported as any other."""
+    """Coordinator -> node: send SIGKILL to a process. Its end is reported like any other."""
 
-    stage: Annotated[str, Meta(min_length=1, max_length=64)]
-    replica: Annotated[int, Meta(ge=0, le=65535)]
+    stage: StageName
+    replica: ReplicaIndex
     spawn_epoch: Count
 
 
 class ReplicaEnded(Body, tag="replica_ended", frozen=True):
-    """Node -> coordinator: a process has ended, or could not be started. `log` is the end of its log."""
+    """Node -> coordinator: a process ended or could not be started, as `how` says. `log` is the end of its log."""
 
-    stage: Annotated[str, Meta(min_length=1, max_length=64)]
-    replica: Annotated[int, Meta(ge=0, le=65535)]
+    stage: StageName
+    replica: ReplicaIndex
     spawn_epoch: Count
     how: Annotated[str, Meta(max_length=4096)]
     log: Annotated[str, Meta(max_length=65536)] = ""

@@ -1,4 +1,4 @@
-"""Contents of a request: prompt, media, per-stage parameters and additional information."""
+"""Contents of a request: prompt, media, parameters of the stages and additional information."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.protocol.fields import Name, PositiveInt, Scalar, TokenId
+from omni_actors.protocol.fields import Name, PositiveInt, Scalar, Seed, TokenId, check_token_ids
 from omni_actors.protocol.tensors import DType, TensorRef
 
 
 class AdditionalInformationEntry(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One named value: exactly one of a tensor, a list of numbers or strings, or a scalar."""
+    """One named value: exactly one of a tensor, a list of scalars and a scalar (a string of at most 65536)."""
 
     tensor: TensorRef | None = None
     list: Annotated[tuple[Scalar, ...], Meta(max_length=65536)] | None = None
@@ -24,10 +24,10 @@ class AdditionalInformationEntry(Struct, frozen=True, omit_defaults=True, forbid
         given = [name for name in ("tensor", "list", "scalar") if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidPayload(
-                f"An additional-information entry holds exactly one of tensor, list and scalar; got {given or 'none'}."
+                f"Additional information must hold exactly one of tensor, list and scalar; got {given or 'none'}."
             )
         if isinstance(self.scalar, str) and len(self.scalar) > 65536:
-            raise InvalidPayload("A scalar string is limited to 65536 characters.")
+            raise InvalidPayload(f"A scalar string may have 65536 characters; got {len(self.scalar)}.")
 
 
 class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -39,7 +39,7 @@ class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forb
         return tuple(entry.tensor for entry in self.entries.values() if entry.tensor is not None)
 
     def scalar(self, name: str) -> Scalar:
-        """The scalar called `name`; raises `InvalidPayload` when it is missing or of another form."""
+        """Return the scalar called `name`. Raises `InvalidPayload` if there is none."""
         entry = self.entries.get(name)
         if entry is None or entry.scalar is None:
             raise InvalidPayload(f"Additional information lacks the scalar {name!r}; it has {sorted(self.entries)}.")
@@ -53,30 +53,32 @@ class PromptEmbedsPayload(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if len(self.tensor.shape) != 2 or 0 in self.tensor.shape:
-            raise InvalidPayload(f"Prompt embeddings need the shape [positions, width]; got {list(self.tensor.shape)}.")
+            raise InvalidPayload(
+                f"Prompt embeddings must have the shape [positions, width]; got {list(self.tensor.shape)}."
+            )
         if self.tensor.dtype not in (DType.BF16, DType.F16, DType.F32):
-            raise InvalidPayload(f"Prompt embeddings need a floating dtype; got {self.tensor.dtype}.")
+            raise InvalidPayload(f"Prompt embeddings must have a floating-point dtype; got {self.tensor.dtype}.")
 
 
 class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Per-request parameters of one stage; `None` means the stage's own default from the YAML.
+    """Parameters of one stage for one request; `None` means the stage's default from the YAML.
 
-    The first block belongs to autoregressive stages, the second to diffusion stages; `seed` belongs to both.
+    The first group belongs to autoregressive stages, the second to diffusion stages, `seed` to both.
 
     Args:
-        max_tokens: most tokens to make.
-        min_tokens: tokens before which the model may not end.
-        temperature: 0 takes the likeliest token; higher is more varied.
-        top_p: sample among the likeliest tokens that together have this probability.
-        top_k: sample among so many of the likeliest tokens; 0 or -1 for all.
-        min_p: leave out tokens less likely than this share of the likeliest one's probability.
+        max_tokens: largest number of tokens to generate.
+        min_tokens: number of tokens before which generation cannot end.
+        temperature: 0 always takes the likeliest token; higher values vary more.
+        top_p: sample from the likeliest tokens that together have this probability.
+        top_k: sample from this many of the likeliest tokens; 0 or -1 for all.
+        min_p: ignore tokens less likely than this fraction of the likeliest one's probability.
         repetition_penalty: above 1, tokens that have occurred become less likely.
-        stop_token_ids: tokens at which the answer ends, beside the model's own.
-        ignore_eos: go on at the model's own end tokens.
-        seed: makes the stage's chance repeatable; default: the request's seed.
-        num_steps: denoise steps.
+        stop_token_ids: tokens that end generation, in addition to the model's own.
+        ignore_eos: continue past the model's own end tokens.
+        seed: makes sampling repeatable; default: the request's seed.
+        num_steps: denoising steps.
         guidance_scale: how strongly the vocoder follows its conditions; 0 for no guidance.
-        sway_coefficient: how far the steps lean towards the beginning of the denoising.
+        sway_coefficient: how far the steps are shifted towards the start of the denoising.
     """
 
     max_tokens: PositiveInt | None = None
@@ -88,19 +90,18 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Seed | None = None
 
     num_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     guidance_scale: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
     sway_coefficient: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
 
     def merged_over(self, defaults: StageParams) -> StageParams:
-        """These values, with `defaults` where they are `None`."""
-        given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        return msgspec.structs.replace(defaults, **given)
+        """Return these values, with `defaults` where they are `None`."""
+        return msgspec.structs.replace(defaults, **self.given())
 
     def given(self) -> dict[str, Any]:
-        """Only the fields that are set."""
+        """Return the fields that are not `None`."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
@@ -117,7 +118,7 @@ MEDIA_MODALITIES = ("audio", "image", "video")
 
 
 class Media(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One audio, image or video that a prompt refers to."""
+    """One audio, image or video that a prompt refers to by its index."""
 
     modality: str
     encoding: MediaEncoding
@@ -134,16 +135,18 @@ class ContentPart(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.media is None):
-            raise InvalidPayload("A content part holds exactly one of text and media.")
+            raise InvalidPayload("A content part must hold exactly one of text and media.")
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of a conversation, with `role` as the model's chat template knows it."""
+
     role: Annotated[str, Meta(min_length=1, max_length=32)]
     content: Annotated[tuple[ContentPart, ...], Meta(max_length=256)]
 
 
 class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Exactly one of chat `messages` (the chat template is applied) and `token_ids` (int32 little-endian, as is)."""
+    """Either chat `messages`, to which the chat template is applied, or `token_ids` (int32 bytes), used as they are."""
 
     messages: Annotated[tuple[ChatMessage, ...], Meta(max_length=1024)] = ()
     token_ids: bytes = b""
@@ -151,9 +154,8 @@ class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         if bool(self.messages) == bool(self.token_ids):
-            raise InvalidPayload("A prompt needs exactly one of messages and token_ids, and neither may be empty.")
-        if len(self.token_ids) % 4:
-            raise InvalidPayload(f"token_ids are int32: {len(self.token_ids)} bytes is no multiple of 4.")
+            raise InvalidPayload("A prompt must hold exactly one of messages and token_ids, and not an empty one.")
+        check_token_ids(self.token_ids)
         for message in self.messages:
             for part in message.content:
                 if part.media is not None and part.media >= len(self.media):

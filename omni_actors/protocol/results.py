@@ -16,7 +16,7 @@ from omni_actors.protocol.tensors import DType, TensorRef
 
 
 class TextDelta(Body, tag="text", frozen=True):
-    """Stage -> coordinator -> client: more text. `text` is empty inside a character; `token_ids` are int32 bytes."""
+    """Stage -> coordinator -> client: more text. `text` is empty within a character; `token_ids` are int32 bytes."""
 
     text: str
     token_ids: bytes = b""
@@ -24,7 +24,7 @@ class TextDelta(Body, tag="text", frozen=True):
 
 
 class AudioChunk(Body, tag="audio", frozen=True):
-    """Stage -> coordinator -> client: the next samples, f32 [samples] in [-1, 1]."""
+    """Stage -> coordinator -> client: the next samples, f32 [samples] in [-1, 1], at `sample_rate` Hz."""
 
     samples: TensorRef
     sample_rate: Annotated[int, Meta(ge=1, le=768_000)]
@@ -33,7 +33,7 @@ class AudioChunk(Body, tag="audio", frozen=True):
     def __post_init__(self) -> None:
         if len(self.samples.shape) != 1 or self.samples.dtype is not DType.F32:
             raise InvalidPayload(
-                f"Audio is f32 with the shape [samples]; got {self.samples.dtype} {list(self.samples.shape)}."
+                f"Audio must be f32 of shape [samples]; got {self.samples.dtype} {list(self.samples.shape)}."
             )
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
@@ -46,7 +46,7 @@ class FinishReason(enum.StrEnum):
 
 
 class StageUsage(Struct, frozen=True, omit_defaults=True):
-    """What a stage did for one request. Times are seconds since the stage was told of the request."""
+    """What a stage did for one request. `first_output` and `finished` are seconds since `OpenRequest` arrived."""
 
     finish_reason: FinishReason
     input_tokens: Count = 0
@@ -63,7 +63,7 @@ class StageDone(Body, tag="stage_done", frozen=True):
 
 
 class Unreachable(Body, tag="unreachable", frozen=True):
-    """Stage -> coordinator: `receiver` takes no messages of its `attempt`; what is made for it is kept meanwhile."""
+    """Stage -> coordinator: `receiver` gets no messages of its `attempt`; they are kept for a `Resend`."""
 
     receiver: ReplicaId
     attempt: Attempt

@@ -1,4 +1,4 @@
-"""Metrics samples and request timelines."""
+"""Metrics, and timelines of requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from omni_actors.protocol.fields import Count, Label, Moment, Name, RequestId
+from omni_actors.protocol.fields import Attempt, Count, Label, Moment, Name, ReplicaIndex, RequestId, StageNameOrEmpty
 from omni_actors.protocol.header import Body
 
 
@@ -28,10 +28,10 @@ class TransferTimeline(Struct, frozen=True, array_like=True):
 class StageTimeline(Struct, frozen=True, omit_defaults=True):
     """The moments of one attempt at a request in one replica; 0 for what did not happen."""
 
-    stage: Annotated[str, Meta(max_length=64)]
-    replica: Annotated[int, Meta(ge=0, le=65535)] = 0
+    stage: StageNameOrEmpty
+    replica: ReplicaIndex = 0
     epoch: Count = 0
-    attempt: Annotated[int, Meta(ge=0, le=255)] = 0
+    attempt: Attempt = 0
     outcome: Annotated[str, Meta(max_length=64)] = "done"  # or an error code, or "dropped": ended by the coordinator
     expected: Moment = 0.0  # the announcement came
     first_input: Moment = 0.0

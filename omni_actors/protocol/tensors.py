@@ -11,6 +11,9 @@ from msgspec import Meta, Struct
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.fields import Dimension
 
+MAX_RANK = 8
+BufferIndex = Annotated[int, Meta(ge=0, le=4096)]
+
 
 class DType(enum.StrEnum):
     """Element types that may cross the wire."""
@@ -29,7 +32,6 @@ class DType(enum.StrEnum):
 
 
 _ITEMSIZE = {DType.BF16: 2, DType.F16: 2, DType.F32: 4, DType.I32: 4, DType.I64: 8, DType.U8: 1}
-MAX_RANK = 8
 
 
 def check_extent(dtype: DType, shape: tuple[int, ...], n_bytes: int, what: str) -> None:
@@ -57,8 +59,8 @@ class HostTensor(NamedTuple):
 
 
 class TensorRef(Struct, frozen=True, array_like=True):
-    """Describes the buffer frame number `buffer` of the same message."""
+    """Describes the tensor in buffer number `buffer` of the same message."""
 
     dtype: DType
     shape: Annotated[tuple[Dimension, ...], Meta(max_length=MAX_RANK)]
-    buffer: Annotated[int, Meta(ge=0, le=4096)]
+    buffer: BufferIndex

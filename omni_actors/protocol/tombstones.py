@@ -1,6 +1,6 @@
-"""Remembers which requests have ended, for a while, so that late messages about them are recognised.
+"""Remembers for a while which requests have ended, so that late messages about them are recognised.
 
-A request that runs again has the same id and the next attempt number: only the attempts up to the one that ended are
+A request that runs again keeps its id and gets the next attempt number: only the attempts up to the one that ended are
 over.
 """
 
@@ -10,12 +10,12 @@ MAXIMUM = 100_000
 
 
 class Tombstones:
-    """Ids of ended requests. Bounded by age (`ttl` seconds) and by number; the oldest go first."""
+    """Ids of ended requests, bounded by age (`ttl` seconds) and by number; the oldest are forgotten first."""
 
     def __init__(self, ttl: float, maximum: int = MAXIMUM) -> None:
         self._ttl = ttl
         self._maximum = maximum
-        self._ended: dict[str, tuple[float, int]] = {}  # time and attempt; insertion order is order of time
+        self._ended: dict[str, tuple[float, int]] = {}  # (time, attempt); in order of time
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ended
@@ -34,7 +34,7 @@ class Tombstones:
             del self._ended[next(iter(self._ended))]
 
     def expire(self, now: float) -> None:
-        """Forget those that ended more than the time to live ago."""
+        """Forget the requests that ended `ttl` seconds ago or earlier."""
         while self._ended:
             oldest = next(iter(self._ended))
             if self._ended[oldest][0] + self._ttl > now:

@@ -1,4 +1,4 @@
-"""Payload structs check themselves, and the bytes of every message kind stay what `docs/protocol.md` says."""
+"""Structs check themselves, and the bytes of every message kind stay as `docs/protocol.md` describes them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ REF = TensorRef(DType.BF16, (2, 4), 0)
 
 # -- golden bytes -----------------------------------------------------------------------------------------------------
 
-HOP = ReplicaId("talker", 1, 3)
+REPLICA = ReplicaId("talker", 1, 3)
 PROMPT = Prompt(
     messages=(ChatMessage("user", (ContentPart(text="hi"), ContentPart(media=0))),),
     media=(Media("audio", MediaEncoding.ARRAY, TensorRef(DType.F32, (2,), 0), sample_rate=16_000),),
@@ -156,7 +156,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     (AudioChunk(samples=TensorRef(DType.F32, (2,), 0), sample_rate=24_000), [bytes(8)]),
     (Done(usage={"thinker": USAGE}), []),
     (Failed(ErrorCode.OVERLOADED, "full", "wait", "thinker", True, 1.0), []),
-    (OpenRequest(route=(HOP,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT), [bytes(8)]),
+    (OpenRequest(route=(REPLICA,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT), [bytes(8)]),
     (
         Chunk(token_ids=pack_token_ids([1]), tensors={"f": REF}, information=INFORMATION, start=2, final=True),
         [bytes(16), b"x"],
@@ -193,9 +193,9 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     (KillReplica("talker", 1, 3), []),
     (ReplicaEnded("talker", 1, 3, "exit code 1", "last words"), []),
     (Launched(), []),
-    (Resend(receiver=HOP, attempt=2), []),
+    (Resend(receiver=REPLICA, attempt=2), []),
     (Ended(request_ids=("r1", "r2")), []),
-    (Unreachable(receiver=HOP, attempt=1), []),
+    (Unreachable(receiver=REPLICA, attempt=1), []),
     (Submit(prompt=Prompt(token_ids=pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5), []),
     (Heartbeat(progress=5, sent=2.5), []),
     (
@@ -235,8 +235,8 @@ def key_of(index: int) -> str:
 
 @pytest.mark.parametrize("index", range(len(BODIES)), ids=key_of)
 def test_golden_bytes(index: int) -> None:
-    """Fails when the wire changes. Then raise PROTOCOL_VERSION, tell `docs/protocol.md`, and run this file as a
-    program to write the new bytes."""
+    """Fails when the wire changes. Then raise PROTOCOL_VERSION, update `docs/protocol.md`, and write the new bytes with
+    `python -m tests.unit.test_messages`."""
     body, buffers = BODIES[index]
     golden = json.loads(GOLDEN.read_text())
     assert golden["protocol"] == PROTOCOL_VERSION
@@ -376,7 +376,7 @@ def test_prompt_is_messages_or_tokens() -> None:
 
 def test_audio_chunk_is_flat_f32() -> None:
     for ref in (TensorRef(DType.F32, (1, 2), 0), TensorRef(DType.F16, (2,), 0)):
-        with pytest.raises(InvalidPayload, match="Audio is f32"):
+        with pytest.raises(InvalidPayload, match="Audio must be f32"):
             AudioChunk(samples=ref, sample_rate=24_000)
 
 
