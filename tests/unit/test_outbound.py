@@ -337,7 +337,7 @@ def test_what_comes_before_the_address_of_a_new_life_waits_for_it(harness: Harne
 def test_what_waits_for_an_address_that_never_comes_is_rejected(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_actors.stage.outbound.EARLY_SECONDS", 0.2)
+    monkeypatch.setattr("omni_actors.stage.sender.ADDRESS_SECONDS", 0.2)
     harness.outbound.send(chunk(TALKER, seq=0))
     rejected = harness.events.get(timeout=2)
     assert isinstance(rejected, Undelivered)
