@@ -1,9 +1,9 @@
-"""Host time that the omni hooks add to a step of the thinker or the talker, over bare vLLM in the same process.
+"""Measures the host time that our hooks add to a step of the thinker or the talker, against bare vLLM.
 
     python benchmarks/ar_step.py DIR --stage talker --batch 8 32 --set load_format=dummy
 
-Both run the same engine core; "bare" requests carry no payload, so only vLLM's own path runs. Prints milliseconds
-per decode step (median) and, with `--profile`, where the host's time goes.
+Both run in the same engine core of one process; "bare" requests carry no payload, so that only vLLM's own code runs.
+Prints milliseconds per decode step (median) and, with `--profile`, where the host's time goes.
 """
 
 from __future__ import annotations

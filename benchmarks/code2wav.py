@@ -1,12 +1,13 @@
-"""Measures the vocoder stage alone: speed, precision, and the effect of decoding in chunks on the waveform.
+"""Measures the vocoder stage alone: speed, precision, and what decoding in chunks does to the waveform.
 
     python benchmarks/code2wav.py checkpoints/tiny_qwen2_5_omni --tokens 250
     python benchmarks/code2wav.py DIR --load-format dummy --tokens 512 --batch 1 8 32 --precision float32 tf32 bf16
 
-Speed: `batch` utterances, all tokens available from the start; seconds of audio per second, and the time from
-the first chunk's tokens to its samples. Quality, against the whole decode of the same tokens, noise and precision:
-relative error of the waveform, log-spectral distance (frames of 1024 samples, every 256), and the largest step between
-two samples at a chunk's edge divided by the 99.9 % quantile of the steps of the whole decode (a click is above 1).
+Speed: `batch` utterances, with all their tokens there from the start; seconds of audio per second, and milliseconds
+from the first chunk's tokens to its samples. Quality, against the whole decode of the same tokens, noise and precision:
+relative error of the waveform, log-spectral distance in dB (frames of 1024 samples, every 256), and the largest step
+between two samples at a chunk's edge, divided by the 99.9 % quantile of the steps of the whole decode (above 1 is a
+click). Prints one JSON object per configuration.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def make_engine(options: argparse.Namespace, decode: dict[str, Any]) -> Diffusio
 
 def tokens_of(engine: DiffusionEngine, count: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, engine._runner.config.dit_config.num_embeds, (count,), generator=generator).tolist()
+    return torch.randint(
+        0, engine.core.worker.model_runner.config.dit_config.num_embeds, (count,), generator=generator
+    ).tolist()
 
 
 def speak(engine: DiffusionEngine, batch: int, tokens: int, steps: int) -> tuple[list[list[np.ndarray]], float, float]:

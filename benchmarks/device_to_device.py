@@ -1,11 +1,12 @@
-"""Moves rows from one process's GPU to another's: over the host, as the stages do, compared with CUDA IPC.
+"""Measures the transfer of rows between the GPUs of two processes: through the host, like the stages, and by CUDA IPC.
 
     python benchmarks/device_to_device.py [--sizes 7168 229376 4194304 67108864] [--repeats 200] [--devices 0 1]
 
-Host: device -> pinned memory -> shared memory -> device of the other process, the path of rows through
-the arena (without the message, which both ways need). IPC: a copy into a buffer that the other process has
-opened, from which it copies. Times are from the call until the data is on the receiving device, in microseconds,
-median; the two processes signal each other by spinning on shared memory, so no wake-up is included. Needs CUDA.
+Host: device -> pinned memory -> shared memory -> device of the other process, the way of rows through the arena
+(without the message, which both ways need). IPC: a copy into a buffer that the other process has opened, and from which
+it copies. Times are from the call until the data is on the receiving device, in microseconds (median). The two
+processes signal each other by spinning on shared memory, so the times contain no wake-up. Sizes are in bytes. Needs
+CUDA.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
-torch.set_num_threads(1)  # as in a stage: threads that spin beside each other made a copy of 0.2 MiB take 8 ms
+torch.set_num_threads(1)  # as in a stage: with several spinning threads a copy of 0.2 MiB took 8 ms
 
 WAIT_SECONDS = 60.0
 
 
 def wait_for(flags: np.ndarray, index: int, value: int) -> None:
-    """Until the other process has set the flag."""
+    """Wait until the other process has set the flag."""
     deadline = time.perf_counter() + WAIT_SECONDS
     while flags[index] != value:
         if time.perf_counter() > deadline:
@@ -36,7 +37,7 @@ def wait_for(flags: np.ndarray, index: int, value: int) -> None:
 
 
 def receive(name: str, options: argparse.Namespace, pipe: Any) -> None:
-    """The consumer: for every turn copy from the way that the producer has used, then say that it is there."""
+    """The consumer: copy what the producer has sent, in the way that it has used, then signal it."""
     memory = SharedMemory(name)
     flags = np.frombuffer(memory.buf, np.int64, 2)
     torch.cuda.set_device(options.devices[1])
@@ -54,7 +55,7 @@ def receive(name: str, options: argparse.Namespace, pipe: Any) -> None:
                 flags[1] = turn
         if int(target[-1]) != 7:
             raise RuntimeError("The data did not arrive.")
-    os._exit(0)  # views of the shared memory live on in torch: an ordinary end would complain of them
+    os._exit(0)  # torch still holds views of the shared memory, about which an ordinary exit would complain
 
 
 def main(options: argparse.Namespace) -> None:

@@ -1,11 +1,11 @@
-"""Finds where compiled and eager runs of the talker diverge, and whether rounding explains it.
+"""Shows whether different tokens of compiled and eager runs of the talker come from rounding or from an error.
 
     python benchmarks/first_difference.py checkpoints/tiny_qwen2_5_omni --requests 48
 
-The same requests, one at a time, greedily in float32, eagerly and with vLLM's default (compilation and graphs). Until
-the first different token both have the same input, so their logits may differ by rounding only. Prints the largest
-difference of the logits over all common steps and, for each request that diverges, the gap between the two best
-logits of the eager run at that step. A gap below the usual difference is a rounding flip; a larger one is a fault.
+Runs the same requests, one at a time, greedily in float32, eagerly and with vLLM's default (compilation and graphs).
+Until the first different token both runs have the same input, so their logits may differ by rounding only. Prints the
+largest difference of the logits over all common steps, and for each request with different tokens the gap between the
+two best logits of the eager run at that step. A gap below the usual difference is rounding; a larger one is an error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Checks whether CUDA graphs and compilation change answers: runs the same requests eagerly and with graphs.
+"""Shows whether CUDA graphs and compilation change a pipeline's answers: the same requests, eagerly and with graphs.
 
     python benchmarks/graphs_equal_eager.py stage_configs/tiny_qwen2_5_omni.yaml
 
-Requests join and leave while others run. Prints, for each variant against eager: equal thinker tokens, equal
-audio (within 1 % of the peak), and the position of the first difference.
+Requests join and leave while others run. Prints, for each variant against eager: requests with equal thinker tokens,
+with equal audio (within 1 % of the peak), and where the first difference is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Cost of a lost stage: `python benchmarks/recovery.py CONFIG [--set KEY=VALUE] [--stage code2wav] [--runs 5]`.
+"""Measures the cost of a lost stage: the longest silence in an answer after the loss, and the time to its end.
 
-Requests one answer at a time and kills the stage after its first sound. Measures the longest silence after it and the
-time to the end of the answer, once with what the stages keep (`retain_bytes` as configured) and once without (0:
-everything starts over at the beginning of the pipeline), and counts how often each stage computed the request.
+    python benchmarks/recovery.py CONFIG [--set KEY=VALUE] [--stage code2wav] [--runs 5]
+
+Asks for one answer at a time and kills the stage when the first samples arrive. Measures once with what the stages
+retain (`retain_bytes` as configured) and once without (0: every request starts again from the prompt). Times are in
+seconds; also counts how often each stage computed the request.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from omni_actors.errors import OmniError
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROMPT = "Tell me, in a few words, why the sea is salt and the rivers are not."
 PARAMS = {"thinker": {"max_tokens": 96, "ignore_eos": True}, "talker": {"max_tokens": 480, "min_tokens": 480}}
-SETTLE_SECONDS = 1.5  # until heartbeats have brought all counts
+SETTLE_SECONDS = 1.5  # until heartbeats have reported all counts
 
 
 @dataclass
-class Figures:
-    """Seconds of each run, and what each stage computed for the requests that were disturbed."""
+class Measurements:
+    """Seconds of each run, and how often each other stage computed the disturbed requests."""
 
     undisturbed: list[float] = field(default_factory=list)
     silence: list[float] = field(default_factory=list)
@@ -64,8 +66,10 @@ async def ready(client: AsyncOmniClient, process: subprocess.Popen[bytes]) -> No
     raise SystemExit(f"the launcher ended with {process.returncode}")
 
 
-async def answer(client: AsyncOmniClient, arguments: argparse.Namespace, kill_after: int, figures: Figures) -> int:
-    """One answer; the number of its samples. The stage dies after `kill_after` of them, 0 for never."""
+async def answer(
+    client: AsyncOmniClient, arguments: argparse.Namespace, kill_after: int, measured: Measurements
+) -> int:
+    """Ask for an answer; return its number of samples. Kills the stage after `kill_after` of them, if not 0."""
     stream = await client.submit(arguments.prompt, seed=3, params=PARAMS, timeout=300)
     samples, began, killed, silence, last = 0, time.monotonic(), 0.0, 0.0, 0.0
     async for item in stream:
@@ -80,10 +84,10 @@ async def answer(client: AsyncOmniClient, arguments: argparse.Namespace, kill_af
             killed = last = time.monotonic()
             os.kill(next(status.pid for status in stages if status.stage == arguments.stage), signal.SIGKILL)
     if killed:
-        figures.silence.append(silence)
-        figures.end.append(time.monotonic() - killed)
+        measured.silence.append(silence)
+        measured.end.append(time.monotonic() - killed)
     else:
-        figures.undisturbed.append(time.monotonic() - began)
+        measured.undisturbed.append(time.monotonic() - began)
     return samples
 
 
@@ -92,28 +96,28 @@ async def runs(client: AsyncOmniClient) -> dict[str, int]:
     return {status.stage: status.counts.get("total_runs", 0) for status in (await client.describe()).stages}
 
 
-async def measure(arguments: argparse.Namespace, keep: bool) -> Figures:
-    figures = Figures()
+async def measure(arguments: argparse.Namespace, keep: bool) -> Measurements:
+    measured = Measurements()
     with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
         process = start(arguments, run_dir, keep)
         try:
             async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
                 await ready(client, process)
-                await answer(client, arguments, 0, Figures())  # warms up
-                whole = await answer(client, arguments, 0, figures)
+                await answer(client, arguments, 0, Measurements())  # warms up
+                whole = await answer(client, arguments, 0, measured)
                 before = await runs(client)
                 for _ in range(arguments.runs):
-                    again = await answer(client, arguments, 1, figures)
+                    again = await answer(client, arguments, 1, measured)
                     if again != whole:
                         raise SystemExit(f"{again} samples instead of {whole}")
                     await ready(client, process)
                 after = await runs(client)
                 others = [name for name in after if name != arguments.stage]
-                figures.runs = {name: after[name] - before[name] for name in others}
+                measured.runs = {name: after[name] - before[name] for name in others}
         finally:
             process.terminate()
             process.wait(60)
-    return figures
+    return measured
 
 
 def shown(seconds: list[float]) -> str:
@@ -131,12 +135,12 @@ async def main() -> None:
     arguments = parser.parse_args()
     report = {}
     for name, keep in (("kept", True), ("not kept", False)):
-        figures = await measure(arguments, keep)
-        report[name] = vars(figures)
+        measured = await measure(arguments, keep)
+        report[name] = vars(measured)
         print(
-            f"{name}: undisturbed {shown(figures.undisturbed)}; after SIGKILL of {arguments.stage}: "
-            f"longest silence {shown(figures.silence)}, end {shown(figures.end)}; "
-            f"runs of the others for {arguments.runs} requests: {figures.runs}",
+            f"{name}: undisturbed {shown(measured.undisturbed)}; after SIGKILL of {arguments.stage}: "
+            f"longest silence {shown(measured.silence)}, end {shown(measured.end)}; "
+            f"runs of the others for {arguments.runs} requests: {measured.runs}",
             flush=True,
         )
     if arguments.json:

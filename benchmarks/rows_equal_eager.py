@@ -1,11 +1,12 @@
-"""Checks whether CUDA graphs and compilation change tokens or hidden rows of thinker and talker, run alone, greedily.
+"""Shows whether CUDA graphs and compilation change tokens or hidden rows of the thinker's or talker's engine.
 
     python benchmarks/rows_equal_eager.py checkpoints/tiny_qwen2_5_omni --requests 12
     python benchmarks/rows_equal_eager.py DIR --set load_format=dummy --set dtype=bfloat16
 
-Every variant gets the same requests; one joins every third step while others run and leave. Prints for each variant,
-against eager: requests with equal tokens, where the others diverge, and the largest difference of a row (the thinker's
-hidden states) up to there, as a share of the largest value. "eager again" shows by how much a second eager run differs.
+Every variant gets the same requests, greedily; one joins every third step while others run and leave. Prints for each
+variant, against eager: requests with equal tokens, the position of the first difference in the others, and the largest
+difference of a row (the thinker's hidden states) up to there, as a share of the largest value. "eager again" shows how
+much a second eager run differs.
 """
 
 from __future__ import annotations

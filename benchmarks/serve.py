@@ -1,10 +1,10 @@
-"""Puts load on a running pipeline (or starts one) and prints latency and throughput by load.
+"""Measures latency and throughput of a pipeline by load: of a running one, or of one that it starts.
 
     python benchmarks/serve.py stage_configs/qwen2_5_omni.yaml --model DIR --concurrency 1 8 32
     python benchmarks/serve.py --endpoint ipc:///tmp/omni-x/client --rate 2 4 --requests 200
 
-Every request has the same lengths (`--text-tokens`, `--codec-tokens`, no earlier end); the definitions are those of
-workload.py. Each load is preceded by a warm-up round. `--json FILE` keeps everything with versions and flags.
+All requests have the same lengths (`--text-tokens`, `--codec-tokens`, no earlier end). workload.py defines the columns
+and their units. A warm-up round precedes each load. `--json FILE` writes the results with versions and flags.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from omni_actors.launch import Launcher
 from omni_actors.stage.meter import HeldBack
 from omni_actors.telemetry import metric_table as table
 
-SNAPSHOT_SECONDS = 1.0  # twice the heartbeat, until the stages' counts of a load are all there
+SNAPSHOT_SECONDS = 1.0  # two heartbeats, until the stages have reported all counts of a load
 
 
 class Asker:
@@ -43,7 +43,7 @@ class Asker:
         self._client = client
         self._options = options
         self._numbers = itertools.count()
-        # min_tokens keeps the end tokens from being sampled; ignoring them would hand them to the vocoder.
+        # With min_tokens the end tokens are not sampled; if they were ignored instead, they would reach the vocoder.
         count = options.text_tokens
         self._params = {"thinker": {"max_tokens": count, "min_tokens": count, "temperature": 0.0}}
         if options.codec_tokens:
@@ -75,7 +75,7 @@ class Asker:
 
 
 def stage_times(samples: Sequence[Sample]) -> str:
-    """Medians of every stage's first output and end, in ms since the stage was told of the request."""
+    """Medians of every stage's first output and end, in ms since the stage received the request."""
     parts = []
     for stage in samples[0].stages:
         first, end = (statistics.median(1000 * s.stages[stage][index] for s in samples) for index in (0, 1))
@@ -84,7 +84,7 @@ def stage_times(samples: Sequence[Sample]) -> str:
 
 
 def busy(rates: top.Rates) -> str:
-    """What every replica did during a load: steps, and shares of the time: in them, held back, on a processor."""
+    """Steps of every replica during a load, and shares of the time: in steps, held back, on a processor."""
     parts = []
     for stage, replica in rates.now.labels(table.STEP_SECONDS, "_count"):
         name = (stage, replica)
@@ -129,7 +129,7 @@ async def measure(endpoint: str, options: argparse.Namespace) -> list[dict[str, 
 
 @contextlib.asynccontextmanager
 async def pipeline(options: argparse.Namespace, *, stages: Sequence[str] = ()):
-    """Start the pipeline of `options` (with `stages`: only these); gives the endpoint and the seconds to ready."""
+    """Start the pipeline of `options` (only `stages`, if given); yield its endpoint and the seconds to ready."""
     overrides = dict(item.split("=", 1) for item in options.set)
     if options.model:
         overrides["model"] = options.model
@@ -148,14 +148,14 @@ async def pipeline(options: argparse.Namespace, *, stages: Sequence[str] = ()):
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """What says which load is put on."""
+    """Add the arguments that describe the load."""
     parser.add_argument("--model")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3, help="requests per concurrency = rounds * concurrency")
     parser.add_argument("--rate", type=float, nargs="*", default=[], help="Poisson arrivals a second")
     parser.add_argument("--requests", type=int, default=100, help="requests per rate")
-    parser.add_argument("--prompt-repeats", type=int, default=1, help="longer prompts; see prompt_tokens in the table")
+    parser.add_argument("--prompt-repeats", type=int, default=1, help="longer prompts (see prompt_tokens in the table)")
     parser.add_argument("--text-tokens", type=int, default=64)
     parser.add_argument("--codec-tokens", type=int, default=512, help="0 for text only")
     parser.add_argument("--timeout", type=float, default=300.0)

@@ -1,8 +1,11 @@
-"""The coordinator's decisions alone, at a size that no test machine has: `python benchmarks/simulate_routing.py`.
+"""Measures the CPU time and memory of the coordinator's decisions alone, at a size that no test machine has.
 
-Fills `core/coordination.py` with requests (no sockets, no stages: this script answers for them), then lets requests end
-and new ones come, and takes the CPU time of each kind of event and the memory of a request. Every tenth of the size is
-measured too: what grows with the number of requests or replicas shows.
+    python benchmarks/simulate_routing.py [--requests N] [--replicas N] [--turnover N]
+
+Fills the pure request core (`coordinator/core/`) with requests, without sockets or stages (this script answers for
+them), then lets requests end and new ones arrive. Prints microseconds of CPU time per kind of event, and bytes per
+request, as JSON, for a tenth of the size as well, so that costs which grow with the number of requests or replicas
+show.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ def pipeline(requests: int) -> PipelineConfig:
 
 
 class Simulation:
-    """A coordination with all replicas ready, and the CPU seconds and number of each kind of event."""
+    """A request machine with all replicas ready, and the CPU seconds and number of each kind of event."""
 
     def __init__(self, replicas: int, requests: int, keeps_routes: bool) -> None:
         self.keeps_routes = keeps_routes
@@ -110,7 +113,7 @@ class Simulation:
         )
 
     def finish(self, requests: list[str]) -> None:
-        """Text, sound and the end of these requests."""
+        """Send the text, the audio and the end of these requests."""
         delta = TextDelta(text="word ", token_ids=pack_token_ids([7]))
         for made in self.results("text delta", "thinker", delta, requests, 0, DELTAS):
             if not isinstance(made[0], ToClient):
@@ -153,7 +156,7 @@ class Simulation:
 
 
 def resident() -> int:
-    """Bytes of this process."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -173,7 +176,7 @@ def measure(replicas: int, requests: int, turnover: int) -> dict[str, Any]:
     simulation = Simulation(replicas, requests, keeps_routes=True)
     simulation.admit(requests)
     gc.collect()
-    gc.freeze()  # as a coordinator that runs for long: what is old is not looked at again and again
+    gc.freeze()  # as in a long-running coordinator: the garbage collector does not scan old objects again and again
     simulation.seconds.clear()
     simulation.events.clear()
     for batch in batches(list(simulation.routes)[:turnover], BATCH):
@@ -183,15 +186,15 @@ def measure(replicas: int, requests: int, turnover: int) -> dict[str, Any]:
     simulation.ticks("idle tick", 20)
     simulation.looks(20)
     held = simulation.lose_one()
-    figures = {kind: 1e6 * simulation.seconds[kind] / simulation.events[kind] for kind in simulation.seconds}
-    whole = figures["admission and binding"] + DELTAS * figures["text delta"] + CHUNKS * figures["audio chunk"]
-    figures[f"whole request ({DELTAS} deltas, {CHUNKS} chunks)"] = whole + len(STAGES) * figures["end of a stage"]
+    costs = {kind: 1e6 * simulation.seconds[kind] / simulation.events[kind] for kind in simulation.seconds}
+    whole = costs["admission and binding"] + DELTAS * costs["text delta"] + CHUNKS * costs["audio chunk"]
+    costs[f"whole request ({DELTAS} deltas, {CHUNKS} chunks)"] = whole + len(STAGES) * costs["end of a stage"]
     return {
         "replicas": replicas,
         "in flight": requests,
         "bytes per request": round(memory),
         "held by the lost replica": held,
-        "microseconds": {kind: round(value, 2) for kind, value in figures.items()},
+        "microseconds": {kind: round(value, 2) for kind, value in costs.items()},
     }
 
 

@@ -1,9 +1,9 @@
-"""Measures the coordinator's memory while some clients do not read and others put load on it.
+"""Measures the coordinator's memory while some clients do not read, under the load of others.
 
     python benchmarks/slow_client.py [--seconds 60]
 
-Three clients repeatedly request long answers with audio and read nothing; meanwhile eight readers run one request after
-another. Prints the coordinator's memory every few seconds and what the readers got.
+Three clients repeatedly ask for long answers with audio and read nothing; eight others send request after request and
+read them. Prints the coordinator's memory in MiB every few seconds and the number of answers read.
 """
 
 from __future__ import annotations

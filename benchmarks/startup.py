@@ -1,9 +1,10 @@
-"""Measures start, first answer and memory of a pipeline, and how well the starts of its stages overlap.
+"""Measures the start, the first answer and the memory of a pipeline, and how well the starts of its stages overlap.
 
     python benchmarks/startup.py stage_configs/tiny_qwen2_5_omni.yaml [--alone]
 
-Memory is RSS and PSS (shared pages divided among their users: the stages share the fork server's imports). With --alone
-each stage is also started by itself and then all together, each time in a fresh process with a cold fork server.
+Prints three tables: milestones in seconds, memory in MiB, seconds per stage. Memory is RSS and PSS (shared pages are
+divided among their users: the stages share the fork server's imports). With `--alone` each stage is also started by
+itself, and then all together, each time in a new process with a new fork server.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MIB = 1 << 20
 
 
 async def whole_pipeline(pipeline: config.PipelineConfig) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
-    """Milestones in seconds and (process, RSS MiB, PSS MiB) once a request has been answered."""
+    """Milestones in seconds, and (process, RSS MiB, PSS MiB) after the first answer."""
     began = time.perf_counter()
     times: dict[str, float] = {}
     launcher = Launcher(pipeline)
@@ -88,7 +89,7 @@ async def start_stages(pipeline: config.PipelineConfig, stages: list[str]) -> fl
 
 
 def cold_start(options: argparse.Namespace, stages: list[str]) -> float:
-    """`start_stages` in a process of its own, fork server included."""
+    """`start_stages` in a new process, with a new fork server."""
     command = [sys.executable, __file__, options.config, "--only", *stages]
     for item in options.set:
         command += ["--set", item]

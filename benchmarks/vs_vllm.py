@@ -1,11 +1,11 @@
-"""Compares the thinker alone through omni_actors with bare vLLM on the same checkpoint, one after the other in one run.
+"""Compares the thinker alone through omni_actors with bare vLLM on the same checkpoint, in one run.
 
     python benchmarks/vs_vllm.py stage_configs/qwen2_5_omni.yaml --model DIR --concurrency 1 8 32
 
-Bare vLLM is its own `AsyncLLM` in a separate process, with the thinker's engine arguments of the YAML. Both get the
-same conversation as text and answer as many tokens, text only. Prints both tables and ours : vLLM's (throughput at
-least 0.98 and TTFT at most 1.05 are the goals). `--turns 2` alternates twice, to show how much one system
-varies.
+Bare vLLM is an `AsyncLLM` in its own process, with the engine arguments of the configuration's thinker. Both get the
+same conversation as text and answer with the same number of tokens, text only. Prints both tables and the ratio ours :
+vLLM's (the goals are at least 0.98 for throughput and at most 1.05 for TTFT). `--turns 2` alternates twice, which shows
+how much one system varies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def thinker_arguments(options: argparse.Namespace) -> tuple[str, dict[str, Any]]
 
 
 async def bare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The loads against vLLM's own engine, without any of our code in its processes."""
+    """The loads against vLLM's own engine, with none of our code in its processes."""
     from transformers import AutoTokenizer
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -84,7 +84,7 @@ async def bare(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bare_in_a_process() -> list[dict[str, Any]]:
-    """`bare` in an interpreter of its own, so that both systems start from nothing."""
+    """`bare` in a new interpreter, so that both systems start from scratch."""
     done = subprocess.run([sys.executable, *sys.argv, "--bare"], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -5,7 +5,8 @@
 
 `--site` is a folder of packages for this interpreter, `--python` another interpreter; one of them must have vllm-omni
 (measured with 0.30.0). It serves the checkpoint with random weights, all three stages on GPU 0, eagerly and the vocoder
-one request at a time, as its own example configurations do. Nothing of omni_actors runs in its processes.
+one request at a time, as its own example configurations do. None of our code runs in its processes. The columns and
+their units are those of workload.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from workload import Sample
 
 SAMPLE_RATE = 24_000
 END_OF_SPEECH = 8294
-# What every stage has, and what each has beside it: thinker, talker, code2wav (which takes one request at a time).
+# Settings of every stage, and those of thinker, talker and code2wav (which takes one request at a time).
 COMMON = {
     "max_num_batched_tokens": 8192,
     "max_model_len": 4096,
@@ -56,14 +57,14 @@ def deployment(load_format: str) -> dict[str, Any]:
 
 
 def samples_in(output: Any) -> int:
-    """Audio samples of one output of its last stage."""
+    """Number of audio samples in one output of its last stage."""
     audio = output.multimodal_output.get("audio")
     parts = audio if isinstance(audio, list | tuple) else [audio]
     return sum(part.numel() for part in parts if part is not None)
 
 
 async def drive(options: argparse.Namespace) -> dict[str, Any]:
-    """Inside vllm-omni's environment: start it, put the loads on, stop it."""
+    """Start vllm-omni, run the loads, stop it. Runs in vllm-omni's environment."""
     from transformers import AutoTokenizer
     from vllm import SamplingParams
     from vllm_omni.entrypoints.async_omni import AsyncOmni
@@ -125,10 +126,10 @@ async def drive(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
-    """Run this file in vllm-omni's environment; what `drive` gives.
+    """Run this file in vllm-omni's environment; returns the result of `drive`.
 
     Raises:
-        SystemExit: vllm-omni is not there, or its run failed.
+        SystemExit: vllm-omni is not installed, or its run failed.
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if options.site:

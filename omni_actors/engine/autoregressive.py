@@ -1,4 +1,4 @@
-"""The engine of an autoregressive stage."""
+"""The engine of an autoregressive (AR) stage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Running:
 
 
 class AutoregressiveEngine(VllmEngine[_Running]):
-    """Runs one AR model in this process.
+    """Runs one AR model in a vLLM core.
 
     Raises:
         ConfigError, StartupError: see `OmniEngineArgs.create_engine_config` and `VllmCore`.
@@ -55,7 +55,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         vllm_config = arguments.create_engine_config()
         adapter_class = resolve_obj_by_qualname(spec.adapter)
         if not issubclass(adapter_class, AutoregressiveAdapter):
-            raise ConfigError(f"{spec.adapter} is no AutoregressiveAdapter.")
+            raise ConfigError(f"{spec.adapter} is not an AutoregressiveAdapter.")
         self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, spec.params)
         super().__init__(VllmCore(vllm_config))
 
@@ -64,35 +64,33 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         return self.adapter.facts
 
     def warm_up(self, batches: Sequence[int]) -> None:
-        """Run what requests will run, so that none of them waits while a kernel is compiled.
+        """Run batches like those of real requests, so that no request waits while a kernel is compiled.
 
-        Compiling takes many seconds where nothing is cached; a stage that does it while it holds requests looks stuck.
-        Kernels differ by the number of requests and by what is sampled, so each batch has both kinds of sampling.
+        Compiling takes many seconds if nothing is cached; a stage that did it while it holds requests would look stuck.
+        Kernels differ by the number of requests and by the sampling, so each batch has both kinds of sampling.
 
         Args:
-            batches: how many requests run at a time, one after the other.
+            batches: the numbers of requests to run at a time, one batch after the other.
 
         Raises:
-            EngineError: a request of the warm-up fails, as all others would.
+            EngineError: a request of the warm-up fails, as all later ones would.
         """
         for size in batches:
             for index in range(size):
                 request = StageRequest(f"_warm_up/{index}", WARM_UP_PARAMS[index % len(WARM_UP_PARAMS)], seed=index)
                 self.start(request, self.adapter.warm_up_inputs(WARM_UP_LENGTH))
-            while self.runnable():  # until the worker has freed them, too
+            while self.runnable():  # until the worker, too, has freed them
                 for event in self.step():
                     if isinstance(event, ErrorEvent):
                         raise event.error
-        self.take_scheduled()  # nobody asked for these
+        self.take_scheduled()  # forget the warm-up requests
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         request_id = request.request_id
         self._check_new(request_id)
         admission = self.adapter.admit(request, inputs)
         if (stream := admission.stream) is not None:
-            self.core.scheduler.open_stream(
-                request_id, received=stream.received, complete=stream.complete, n_bytes=stream.n_bytes
-            )
+            self.core.scheduler.open_stream(request_id, stream)
         try:
             self.core.add(admission.request)
         except Exception as error:
@@ -103,7 +101,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
     ) -> None:
-        """See `StageEngine.extend`. Rows of a request that has ended are dropped: a talker may end before its input."""
+        """See `StageEngine.extend`. Drops rows of ended requests: a talker may end before its input does."""
         if request_id not in self._requests:
             return
         try:

@@ -1,4 +1,4 @@
-"""The only user of vLLM's EngineCore: add, abort, step, and what to do when a step fails."""
+"""Wraps vLLM's EngineCore: add, abort, step, and the recovery from a failed step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from omni_actors.stage.engine_interface import EngineStatistics
 logger = logging.getLogger(__name__)
 
 
-# The cores of a process share vLLM's process groups, which a core's shutdown destroys: it waits for the last of them.
-# A stage process has one core; tests and StageLLM may have several side by side.
+# The cores of a process share vLLM's process groups, which a core's shutdown destroys, so they shut down when the last
+# of them does. A stage process has one core; tests have several at a time.
 _ALIVE: list[VllmCore] = []
 _ENDED: list[EngineCore] = []
 
 
 class StepFailed(Exception):
-    """A step failed and was contained: the core goes on, `request_ids` are gone from it."""
+    """A step failed and was contained: the core goes on without the requests `request_ids`."""
 
     def __init__(self, request_ids: Sequence[str], cause: Exception) -> None:
         super().__init__(f"{type(cause).__name__}: {cause}")
@@ -39,7 +39,7 @@ class StepFailed(Exception):
 
 
 class EngineLost(EngineError):
-    """The device is in an undefined state; only a new process can go on."""
+    """The device is in an undefined state; only a new process can continue."""
 
     default_hint = "The stage restarts by itself; see its log for the device error."
 
@@ -54,7 +54,7 @@ def make_request(
     mm_features: list[Any] | None = None,
     priority: int = 0,
 ) -> EngineCoreRequest:
-    """A vLLM request from parts of our own making; `prompt_embeds` [len(token_ids), width] stand in for tokens."""
+    """A request for vLLM's core; `prompt_embeds` [len(token_ids), width] take the place of the tokens' embeddings."""
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(token_ids),  # a copy: vLLM keeps the list it is given
@@ -93,7 +93,7 @@ class VllmCore:
             ) from error
         _ALIVE.append(self)
         if not isinstance(self._core.scheduler, OmniSchedulerInterface):
-            raise ConfigError(f"{type(self._core.scheduler).__name__} is no OmniSchedulerInterface.")
+            raise ConfigError(f"{type(self._core.scheduler).__name__} is not an OmniSchedulerInterface.")
 
     @property
     def scheduler(self) -> Any:
@@ -101,19 +101,19 @@ class VllmCore:
 
     @property
     def worker(self) -> Any:
-        """The worker, where it is in this process, as it always is where there is only one."""
+        """The worker of a stage on one GPU, which runs in this process."""
         return self._core.model_executor.driver_worker.worker
 
     def worker_counts(self) -> dict[str, int]:
-        """What the first worker's runner holds for requests; all hold the same."""
+        """State that the first worker's runner holds for requests, by name; all workers hold the same."""
         return self._core.model_executor.collective_rpc("omni_counts")[0]
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Queue a request whose id is not in use."""
+        """Queue a request. Its id must not be in use."""
         self._core.add_request(*self._core.preprocess_add_request(request))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop requests. Idempotent; unknown ids are ignored."""
+        """Drop requests. Idempotent; ignores unknown ids."""
         self._core.abort_requests(list(request_ids))
         self._statistics.forget(list(request_ids))
 
@@ -121,14 +121,14 @@ class VllmCore:
         """Whether `step` would do something now."""
         if self.scheduler.has_runnable():
             return True
-        # A schedule() that found nothing leaves an empty batch behind, which waits until the next real one.
+        # A schedule() that found nothing leaves an empty batch in the queue, which waits for the next real one.
         return any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in self._core.batch_queue or ())
 
     def step(self) -> list[EngineCoreOutput]:
-        """One step; empty when there is nothing to do or the step only filled the pipeline.
+        """Do one step. The result is empty if there was nothing to do or the step only filled the pipeline.
 
         Raises:
-            StepFailed: the step failed; the requests it concerned are gone, the core is usable.
+            StepFailed: the step failed; its requests are gone, and the core can be used on.
             EngineLost: the device failed; the process has to end.
         """
         if not self.runnable():
@@ -137,8 +137,8 @@ class VllmCore:
             outputs, executed = self._core.step_fn()
             self._core.post_step(executed)
         except Exception as error:
-            logger.exception("A step failed.")
-            if _device_is_lost(error) or getattr(self._core.model_executor, "is_failed", False):
+            logger.exception("A step of the model failed; its requests end with an error.")
+            if device_is_lost(error) or getattr(self._core.model_executor, "is_failed", False):
                 raise EngineLost(f"The device or one of its workers failed: {error}") from error
             raise StepFailed(self._contain(), error) from error
         if not outputs:
@@ -154,13 +154,13 @@ class VllmCore:
         return self._statistics.take_scheduled()
 
     def _contain(self) -> list[str]:
-        """End what the failed step may have touched and return the ids.
+        """End the requests that the failed step may have touched; return their ids.
 
-        Without this the requests count as computed but never finish, and the loop spins for ever. Requests that still
-        wait have no state in the worker and go on.
+        Otherwise they would count as computed but never finish, and the loop would spin forever. Requests that are
+        still waiting have no state in the worker and go on.
         """
         scheduler = self.scheduler
-        # A failure inside schedule() can leave a request between the queues, so nothing running means: all of them.
+        # A failure inside schedule() can leave a request between the queues; if nothing is running, all of them end.
         touched = [request.request_id for request in scheduler.running] or list(scheduler.requests)
         ended = scheduler.finish_requests(touched, RequestStatus.FINISHED_ERROR)
         if self._core.batch_queue is not None:
@@ -171,7 +171,7 @@ class VllmCore:
         return gone
 
     def shutdown(self) -> None:
-        """Drop all requests and free everything, once the last core of this process is shut down. Idempotent."""
+        """Drop all requests. With the last core of this process, also free everything. Idempotent."""
         if self not in _ALIVE:
             return
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
@@ -183,8 +183,8 @@ class VllmCore:
             _ENDED.clear()
 
 
-def _device_is_lost(error: BaseException) -> bool:
-    """After a CUDA error every later call on the device fails too. Running out of memory is not one of them."""
+def device_is_lost(error: BaseException) -> bool:
+    """Whether an error is one after which every later call on the device fails too. Out of memory is not."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return False

@@ -23,11 +23,11 @@ class CPUSampler(Sampler):
     """vLLM's sampler with the random draw in PyTorch.
 
     vLLM sends top-k/top-p to a Triton kernel whenever Triton is present, and Triton's interpreter cannot run that
-    kernel; the Gumbel kernel runs, but takes most of a step. See docs/adr/0003-v2-runner-on-cpu.md.
+    kernel; it can run the Gumbel kernel, which then takes most of a step. See docs/adr/0003-v2-runner-on-cpu.md.
     """
 
     def __init__(self, made_by_vllm: Sampler) -> None:
-        # Takes the place of a sampler that vLLM has fully made, state and all; its constructor arguments are gone.
+        # Takes over the state of a sampler that vLLM has built; its constructor arguments are not known here.
         vars(self).update(vars(made_by_vllm))
 
     def _sample_random(
@@ -55,7 +55,7 @@ class CPUSampler(Sampler):
 
 
 def _gumbel_noise(seed: int, position: int, size: int) -> torch.Tensor:
-    """Noise [size] that depends on nothing but the request's seed and the position, so that no neighbour changes it."""
+    """Noise f32 [size] that depends only on the request's seed and the position, not on the rest of the batch."""
     generator = np.random.Generator(np.random.Philox(key=[seed, position]))
     return torch.from_numpy(generator.gumbel(size=size).astype(np.float32))
 
@@ -73,5 +73,5 @@ class OmniCPUWorker(OmniWorkerBase, CPUWorker):
     """vLLM's CPU worker with our runner."""
 
     def init_device(self) -> None:
-        super().init_device()  # also makes a runner of vLLM's, which only allocates small buffers on the CPU
+        super().init_device()  # also makes vLLM's own runner, which only allocates small buffers on the CPU
         self.model_runner = OmniCPURunner(self.vllm_config, self.device)

@@ -1,4 +1,4 @@
-"""The engine of a diffusion stage: inputs in, as they come; waveforms out; a denoise step of all requests at a time."""
+"""The engine of a diffusion stage: streamed input in, waveforms out; one denoise step of all requests at a time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from omni_actors.stage.engine_interface import (
     StageRequest,
 )
 
-FIRST_JOB = "/0"  # how the id of a request's first job ends
-MAX_CHUNK_RANK = 1024  # from this chunk on, all of a request rank the same
+FIRST_JOB = "/0"  # suffix of the id of a request's first job
+MAX_CHUNK_RANK = 1024  # from this chunk on, all chunks of a request have the same rank
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request: its stream, the id of its job that is being computed, if one is, and what has been done."""
+    """A request; `job_id` is the job in the core, if there is one, `jobs` and `steps` count those submitted so far."""
 
     request: StageRequest
     stream: DiffusionStream
@@ -43,10 +43,10 @@ class _Running:
 
 
 class DiffusionEngine(VllmEngine[_Running]):
-    """Serves a `DiffusionModelRunner` whose output is `audio` f32 [samples].
+    """Runs a `DiffusionModelRunner` whose output is `audio` f32 [samples].
 
-    A request is a `DiffusionStream`; each of its jobs is a request of vLLM of its own, one at a time, so that all that
-    vLLM does for requests (batching of steps, admission, order) it does for chunks.
+    A request is a `DiffusionStream`; its jobs become requests of vLLM, one after the other, so that whatever vLLM does
+    for requests (batching of steps, admission, order) it does for chunks.
 
     Raises:
         ConfigError: the arguments do not describe a diffusion stage.
@@ -71,7 +71,7 @@ class DiffusionEngine(VllmEngine[_Running]):
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
     ) -> None:
-        """See `StageEngine.extend`. Input of a request that has ended is dropped."""
+        """See `StageEngine.extend`. Drops input of ended requests."""
         running = self._requests.get(request_id)
         if running is None:
             return
@@ -90,11 +90,11 @@ class DiffusionEngine(VllmEngine[_Running]):
         return running is not None and running.job_id is None
 
     def _submit(self, running: _Running) -> None:
-        """Hand the next job of a request to the core, if its input is here."""
+        """Add the next job of a request to the core, if its input has arrived."""
         job = running.stream.next_job()
         if job is None:
             return
-        # One prompt token and one sampled token per step: the base scheduler then counts steps for us.
+        # One prompt token, and one sampled token per step: vLLM's scheduler then counts the steps.
         parameters = SamplingParams(
             max_tokens=job.num_steps,
             temperature=0.0,
@@ -103,7 +103,7 @@ class DiffusionEngine(VllmEngine[_Running]):
             extra_args={"omni": {"diffusion": job}},
         )
         job_id = f"{running.request.request_id}/{running.jobs}"
-        # Among requests of one priority early chunks go first: somebody waits in silence for those.
+        # Among requests of one priority early chunks go first: their clients hear nothing yet.
         priority = running.request.priority * MAX_CHUNK_RANK + min(running.jobs, MAX_CHUNK_RANK - 1)
         self.core.add(make_request(job_id, [STEP_TOKEN], parameters, priority=priority))
         running.job_id = job_id
@@ -157,7 +157,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         if "error" in result:
             raise result["error"]
         audio: torch.Tensor | None = result.get("audio")
-        if audio is None:  # all of it is held back until the next chunk is there
+        if audio is None:  # all of it is held back until the next chunk
             return []
         if not torch.isfinite(audio).all():
             raise EngineError("The model's waveform holds NaN or infinite samples.")
@@ -165,7 +165,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         return [AudioEvent(request_id, to_host(audio), self._facts.sample_rate)]
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
-        """A request is scheduled when the first of its jobs is."""
+        """Requests whose first job was scheduled since the last call, and when (monotonic clock, seconds)."""
         scheduled = super().take_scheduled()
         return [(job_id.removesuffix(FIRST_JOB), moment) for job_id, moment in scheduled if job_id.endswith(FIRST_JOB)]
 

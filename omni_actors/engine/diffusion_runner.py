@@ -1,7 +1,7 @@
-"""What a diffusion model must offer to run as a stage: the seam between `DiffusionWorker` and the model's own code.
+"""The interface between `DiffusionWorker` and a diffusion model.
 
-A request of a diffusion stage is a `DiffusionJob` in `SamplingParams.extra_args["omni"]["diffusion"]`. That entry alone
-makes it a diffusion request, never the stage it is sent to.
+A diffusion request carries a `DiffusionJob` in `SamplingParams.extra_args["omni"]["diffusion"]`. Only that entry makes
+it one, not the stage to which it is sent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
 
-# The two token ids that a diffusion worker "samples": the base scheduler counts the first as a denoise step done and
-# ends a request at the second through its ordinary stop-token check.
+# The two token ids that a diffusion worker "samples": vLLM's scheduler counts the first as a completed denoise step and
+# ends a request at the second, by its ordinary stop-token check.
 STEP_TOKEN = 0
 FAILED_TOKEN = 1
 
@@ -31,9 +31,9 @@ class DiffusionJob:
     """One validated piece of work of a diffusion model: a request, or a chunk of one.
 
     Args:
-        payload: what the model's runner needs, opaque to everything else.
+        payload: input of the model's runner, opaque to everything else.
         num_steps: denoise steps to schedule, at least 1; the output comes with the last one.
-        step_bytes: device memory that the request needs while a step computes it (latents, embeddings, activations).
+        step_bytes: device memory in bytes that it needs during a step (latents, embeddings, activations).
         final_bytes: the same for its last step, which also decodes the latents.
     """
 
@@ -48,33 +48,33 @@ class DiffusionJob:
 
 
 class DiffusionStream(ABC):
-    """One request: takes input as it comes and says what can be computed next, one job after the other.
+    """One request: takes input as it arrives and makes jobs of it, one after the other.
 
-    The engine asks for the next job only after the one before has ended, so a job may build on what the last one left
-    behind on the device.
+    The engine asks for the next job only after the previous one has ended, so a job may build on what that one left on
+    the device.
     """
 
     @property
     @abstractmethod
     def input_tokens(self) -> int:
-        """Length of the input so far, for usage figures."""
+        """Length of the input so far, for the usage report."""
 
     @abstractmethod
     def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
-        """More input; `complete` says that it was the last. Raises `OmniError`; nothing of it counts then."""
+        """Append input; `complete` if it is the last. Raises `OmniError`, and then takes none of it."""
 
     @abstractmethod
     def next_job(self) -> DiffusionJob | None:
-        """The next job, None as long as its input is not here. Moves on: each job is given once."""
+        """The next job, or None while its input is missing. Each job is returned once."""
 
     @property
     @abstractmethod
     def finished(self) -> bool:
-        """Whether all jobs have been given."""
+        """Whether all jobs have been returned."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the stream holds on the device. No job of it runs any more."""
+        """Free the stream's device memory. None of its jobs is running any more."""
 
 
 def diffusion_job(sampling_params: SamplingParams | None) -> DiffusionJob | None:
@@ -86,7 +86,7 @@ def diffusion_job(sampling_params: SamplingParams | None) -> DiffusionJob | None
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did for a job: tensors on the device after its last step, an error if it failed, else neither."""
+    """Result of a step for one job: device tensors after its last step, an error if it failed, otherwise neither."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     error: BaseException | None = None
@@ -114,27 +114,27 @@ class DiffusionModelRunner(OmniRunnerBase):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Run once what a request will run, so that the first request does not pay for initialisation."""
+        """Run what a request will run, so that the first request does not wait for initialisation."""
 
     @abstractmethod
     def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
-        """Check a request and what there is of its input. Raises `OmniError`; keeps nothing of the request."""
+        """Check a request and its first input. Raises `OmniError`; keeps no state."""
 
     @abstractmethod
     def add(self, request_id: str, job: DiffusionJob) -> None:
-        """Allocate what the request needs on the device."""
+        """Allocate a job's device memory."""
 
     @abstractmethod
     def remove(self, request_id: str) -> None:
-        """Free all of a request. Idempotent; unknown ids are ignored."""
+        """Free a job's device memory. Idempotent; ignores unknown ids."""
 
     @abstractmethod
     def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
-        """Advance each of these requests by one denoise step, in one batch.
+        """Advance these jobs by one denoise step, in one batch.
 
-        All or nothing: when it raises, no request has advanced, so that the worker may try them one by one. A request
-        that fails alone is reported in its `StepResult`.
+        All or nothing: if it raises, no job has advanced, and the worker may try them one by one. The failure of a
+        single job goes to its `StepResult`.
         """
 
     def omni_reset(self) -> None:
-        """Nothing is left half-way: `step` is all or nothing."""
+        """Do nothing: `step` leaves nothing half done."""

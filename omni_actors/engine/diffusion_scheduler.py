@@ -1,9 +1,9 @@
 """Scheduling of diffusion requests: one scheduled token is one denoise step.
 
-vLLM's scheduler then gives continuous batching at the level of steps for nothing: every step serves all running
-requests whatever their step counts, a finished one leaves and a waiting one joins between any two steps, and a request
-of one step is over after one. What is added here is a budget of bytes for what a step works on. Requests without a
-`DiffusionJob` (see diffusion_runner.py) are never touched.
+vLLM's scheduler then provides continuous batching of denoise steps: every step serves all running requests whatever
+their step counts, finished requests leave and waiting ones join between any two steps, and a request of one step ends
+after one. This module adds a budget of bytes per step. Requests without a `DiffusionJob` (see diffusion_runner.py) are
+scheduled as vLLM would.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class DiffusionMixin:
     """Defers diffusion requests whose next step does not fit the byte budget of this step.
 
     First come, first served, without starvation: running requests are considered in the order of their admission, so
-    whoever is deferred is overtaken only by older ones; new requests are admitted in order, and none while an older
-    request is deferred. A request that alone exceeds the budget runs alone: the budget is an estimate, and refusing the
+    only older requests overtake a deferred one; new requests are admitted in order, and none while an older request is
+    deferred. A request that exceeds the budget by itself runs alone: the budget is an estimate, and refusing the
     request would not make it smaller.
     """
 
@@ -43,13 +43,13 @@ class DiffusionMixin:
         for request in self.running:
             job = diffusion_job(request.sampling_params)
             if job is not None and not self._fits(job, _next_step(request)):
-                # schedule() first advances current_step, then compares: + 2 skips this one call. vLLM's own scheduler
-                # for diffusion language models defers in the same way.
+                # schedule() advances current_step before it compares, so +2 skips exactly this call. vLLM's own
+                # scheduler for diffusion language models defers in the same way.
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
         return super().schedule(*args, **kwargs)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """vLLM asks this of every waiting request that it is about to admit; False leaves it waiting for a step."""
+        """vLLM calls this for every waiting request that it could admit; False leaves it waiting for this step."""
         job = diffusion_job(request.sampling_params)
         if job is None:
             return super()._handle_blocked_waiting_request(request)
@@ -72,11 +72,11 @@ class DiffusionMixin:
         return True
 
     def has_runnable(self) -> bool:
-        """Whether a step would do something: a request is not finished, or the worker has to free one that is."""
+        """Whether a step would do something: compute an unfinished request, or free a finished one in the worker."""
         return self.has_requests()
 
     def omni_counts(self) -> dict[str, int]:
-        """Nothing is held beside vLLM's own state."""
+        """Nothing is held in addition to vLLM's own state."""
         return {}
 
 

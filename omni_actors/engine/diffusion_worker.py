@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class DiffusionOutput(AttachedOutput):
-    """The output of one step. All tensors of all requests cross to the host in one copy per dtype, on a side stream.
+    """The output of one step. The tensors of all requests are copied to the host, once per dtype, on a side stream.
 
-    Waiting for it waits for that copy alone, so the device already works on the next step meanwhile. A request's
-    attachment is None, its tensors on the CPU after its last step, or `{"error": OmniError}`.
+    Waiting for the output waits only for that copy, while the device works on the next step. A request's attachment is
+    its tensors, on the CPU, after its last step, `{"error": OmniError}` if it failed, or None.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class DiffusionOutput(AttachedOutput):
         self._copy = HostCopy(joined, copy_stream)
         self._computed: torch.cuda.Event | None = None
         if copy_stream is not None and not joined:
-            # Also a step without output is waited for: otherwise the host would queue all steps of a job at once, and
-            # what joins or leaves would do so only behind them.
+            # A step without output is waited for, too: otherwise the host would queue all steps of a job at once, and
+            # requests could join or leave only after them.
             self._computed = torch.cuda.Event(blocking=True)
             self._computed.record()
 
@@ -70,17 +70,17 @@ class DiffusionOutput(AttachedOutput):
             for name, tensor in result.tensors.items():
                 kind = str(tensor.dtype)
                 start, offsets[kind] = offsets[kind], offsets[kind] + tensor.numel()
-                # A copy of its own: a view would keep the memory of the whole batch alive.
+                # Copied: a view would keep the memory of the whole batch alive.
                 entry[name] = host[kind][start : offsets[kind]].clone().view(tensor.shape)
             entries.append(entry or None)
         return entries
 
 
 class DiffusionWorker(OmniWorkerBase, WorkerBase):
-    """Runs a `DiffusionModelRunner` under a plain `EngineCore`, on CPU and CUDA, in float as the model wants it.
+    """Runs a `DiffusionModelRunner` under a plain `EngineCore`, on CPU and CUDA.
 
-    One failing request ends alone: it gets its error as output together with `FAILED_TOKEN`, at which the ordinary
-    stop-token check ends it; the others go on.
+    A failing request ends alone: its output is its error and `FAILED_TOKEN`, at which vLLM's ordinary stop-token check
+    ends it; the others go on.
     """
 
     model_runner: DiffusionModelRunner
@@ -93,7 +93,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         if kind == "cuda":
             self.device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self.device)
-            # float32 has to mean float32: by default convolutions run in TF32, with an error that depends on the batch.
+            # float32 must mean float32: by default convolutions run in TF32, with an error that depends on the batch.
             torch.backends.cudnn.allow_tf32 = False
             torch.backends.cuda.matmul.allow_tf32 = False
             self._copy_stream = torch.cuda.Stream(self.device)
@@ -106,7 +106,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
             raise ConfigError("additional_config['omni']['runner'] names no diffusion model runner.")
         runner_class = resolve_obj_by_qualname(path)
         if not (isinstance(runner_class, type) and issubclass(runner_class, DiffusionModelRunner)):
-            raise ConfigError(f"{path} is no DiffusionModelRunner.")
+            raise ConfigError(f"{path} is not a DiffusionModelRunner.")
         self.model_runner = runner_class(self.vllm_config, self.device)
         self.model_runner.load(dummy=load_dummy_weights or self.load_config.load_format == "dummy")
 
@@ -115,17 +115,17 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         return CompilationTimes(0.0, 0.0)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """Nothing: a diffusion request keeps its state in latents."""
+        """Empty: a diffusion request keeps its state in latents."""
         return {}
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """There is no KV cache to allocate."""
+        """Do nothing: there is no KV cache to allocate."""
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Compute one step; the output is fetched with `sample_tokens`, which both of EngineCore's loops call."""
+        """Compute one step. `sample_tokens`, which both of EngineCore's loops call, returns its output."""
         for request_id in scheduler_output.finished_req_ids:
             self.model_runner.remove(request_id)
             self._failed.pop(request_id, None)
@@ -134,7 +134,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         request_ids = list(scheduler_output.num_scheduled_tokens)
         if not request_ids:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        # Asynchronous scheduling may schedule one more step of a request whose failure it has not seen yet.
+        # Asynchronous scheduling may schedule another step of a request before it has seen its failure.
         results = {key: StepResult(error=self._failed[key]) for key in request_ids if key in self._failed}
         results.update(self._step([key for key in request_ids if key not in results]))
         for request_id, result in results.items():
@@ -163,18 +163,18 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
             self._fail(request_id, error)
 
     def _step(self, request_ids: list[str]) -> dict[str, StepResult]:
-        """One step for these requests. If the batch fails, each is tried alone, so that only the culprits fail."""
+        """Do one step for these requests. If the batch fails, each is tried alone, so that only the culprits fail."""
         if not request_ids:
             return {}
         try:
             return dict(self.model_runner.step(request_ids))
         except torch.AcceleratorError:
-            # The device's context is lost; no request can be saved in this process.
+            # The CUDA context is lost; no request can be saved in this process.
             raise
         except Exception as error:  # noqa: BLE001 - reported as the error of the requests that cause it
             if len(request_ids) == 1:
                 return {request_ids[0]: StepResult(error=error)}
-            logger.warning("a batch of %d requests failed, trying them one by one: %r", len(request_ids), error)
+            logger.warning("a batch of %d requests failed; trying them one by one: %r", len(request_ids), error)
         results: dict[str, StepResult] = {}
         for request_id in request_ids:
             results.update(self._step([request_id]))
@@ -190,7 +190,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         self._failed[request_id] = error
 
     def omni_counts(self) -> dict[str, int]:
-        """What the runner holds, and failed requests that the scheduler has not yet ended."""
+        """State of the runner, and failed requests that the scheduler has not ended yet."""
         return {**super().omni_counts(), "failed": len(self._failed)}
 
     def omni_reset(self) -> None:
@@ -198,7 +198,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         self._output = None
 
     def execute_dummy_batch(self) -> None:
-        """Nothing to keep in step with: a diffusion stage has no data-parallel peers."""
+        """Do nothing: a diffusion stage has no data-parallel peers."""
 
     def shutdown(self) -> None:
         runner = self.__dict__.pop("model_runner", None)

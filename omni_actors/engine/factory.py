@@ -1,4 +1,4 @@
-"""Builds the engine of a stage from its arguments."""
+"""Builds the engine of a stage from its configuration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import msgspec
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.models import load_plugins
-from omni_actors.errors import ConfigError
 from omni_actors.stage.engine_interface import StageEngine
+
+# vLLM and Triton have separate code for one request, for few, and for multiples of 16.
+WARM_UP_BATCHES = (1, 2, 9, 16, 17)
 
 
 def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
-    """The engine of a stage of a pipeline. `report` is told what the start-up does."""
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its log goes the way of ours (logs.py), in one format
+    """The engine of a pipeline's stage; `report` is called with the start-up phase."""
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM then logs through our handlers (logs.py), in one format
     if threads := os.environ.get("OMP_NUM_THREADS"):
         # The fork server has read the variable already; this process may have another share of the cores.
         import torch
@@ -25,11 +27,11 @@ def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Cal
         torch.set_num_threads(int(threads))
     load_plugins(pipeline.plugins)
     report(f"loading {stage.part} of {pipeline.model}")
-    return build_engine(stage.kind.value, stage_arguments(pipeline, stage))
+    return build_engine(stage_arguments(pipeline, stage))
 
 
 def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineArgs:
-    """Engine arguments of a stage. The prompt stage prepares for the stage after it and has that stage's arguments."""
+    """Engine arguments of a stage. The prompt stage also has those of the stage that it prepares prompts for."""
     engine = dict(stage.engine)
     if stage.kind is StageKind.PROMPT:
         for name in pipeline.downstream(stage.name):
@@ -45,53 +47,29 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
     return OmniEngineArgs(model, stage.kind.value, engine)
 
 
-# vLLM and Triton have code for one request, for few, and for multiples of 16.
-WARM_UP_BATCHES = (1, 2, 9, 16, 17)
-
-
-def build_engine(stage_kind: str, arguments: OmniEngineArgs) -> StageEngine:
-    """The engine of a stage, loaded and ready.
-
-    Args:
-        stage_kind: "autoregressive", "diffusion" or "prompt".
+def build_engine(arguments: OmniEngineArgs) -> StageEngine:
+    """The engine for `arguments`, loaded and warmed up.
 
     Raises:
-        ConfigError: wrong arguments.
+        ConfigError: the arguments are wrong.
         StartupError: the model does not load or the core does not start.
     """
-    builders: dict[str, Callable[[OmniEngineArgs], StageEngine]] = {
-        "autoregressive": _autoregressive,
-        "diffusion": _diffusion,
-        "prompt": _prompt,
-    }
-    if stage_kind not in builders or stage_kind != arguments.kind:
-        raise ConfigError(f"Stage kind {stage_kind!r}, arguments for {arguments.kind!r}; there are {list(builders)}.")
-    # vLLM collects garbage eight times while it starts; without this each pass walks everything imported (0.3 s).
+    # vLLM runs the garbage collector eight times while it starts; without this each pass scans every import (0.3 s).
     gc.freeze()
-    return builders[stage_kind](arguments)
+    # The engines are imported here, so that a process loads only the one it runs.
+    if arguments.kind == "prompt":
+        from omni_actors.engine.prompt import PromptEngine
 
+        return PromptEngine(arguments)
+    if arguments.kind == "diffusion":
+        from omni_actors.engine.diffusion import DiffusionEngine
 
-# Imported late, so that a process loads only the engine it runs.
-
-
-def _autoregressive(arguments: OmniEngineArgs) -> StageEngine:
+        return DiffusionEngine(arguments)
     from omni_actors.engine.autoregressive import AutoregressiveEngine
 
     engine = AutoregressiveEngine(arguments)
-    # On the CPU nothing is compiled; once through, so that a model that cannot run fails its start and no request.
+    # Nothing is compiled on the CPU; one request is enough to make a model that cannot run fail at the start.
     most = engine.core.vllm_config.scheduler_config.max_num_seqs
     cuda = engine.core.vllm_config.device_config.device_type == "cuda"
     engine.warm_up([size for size in WARM_UP_BATCHES if size <= most] if cuda else [1])
     return engine
-
-
-def _diffusion(arguments: OmniEngineArgs) -> StageEngine:
-    from omni_actors.engine.diffusion import DiffusionEngine
-
-    return DiffusionEngine(arguments)
-
-
-def _prompt(arguments: OmniEngineArgs) -> StageEngine:
-    from omni_actors.engine.prompt import PromptEngine
-
-    return PromptEngine(arguments)

@@ -1,4 +1,4 @@
-"""Worker and runner of autoregressive stages on CUDA. Never import this on the CPU or `cpu.py` here (see there)."""
+"""Worker and runner of autoregressive stages on CUDA. A process imports either this or `cpu.py` (which says why)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class OmniGPURunner(OmniRunnerMixin, GPUModelRunner):
 
 
 class OmniGPUWorker(OmniWorkerBase, Worker):
-    """vLLM's worker with our runner, and a KV cache sized by what this process itself uses."""
+    """vLLM's worker with our runner, and a KV cache sized by this process's own memory use."""
 
     def _make_model_runner(self) -> OmniGPURunner:
         return OmniGPURunner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: the stage's share of the device less this process's own peak.
+        """Bytes for the KV cache: the stage's share of the device minus this process's own peak.
 
-        vLLM compares the free memory of the whole device before and after its profile run, so stages that load side by
-        side on one GPU would be charged for one another. torch's statistics count this process alone; no lock is
-        needed and the stages profile in parallel.
+        vLLM compares the free memory of the whole device before and after its profile run, so stages that load on one
+        GPU at the same time would be charged for each other. torch's statistics count this process alone: no lock is
+        needed, and the stages profile in parallel.
         """
         cache = self.cache_config
         if cache.kv_cache_memory_bytes is not None:
@@ -43,7 +43,7 @@ class OmniGPUWorker(OmniWorkerBase, Worker):
         if share <= own:
             raise ConfigError(
                 f"gpu_memory_utilization {cache.gpu_memory_utilization:g} is {share / GIB:.1f} GiB of this GPU; the "
-                f"model alone takes {own / GIB:.1f} GiB and leaves nothing for the KV cache.",
+                f"model alone takes {own / GIB:.1f} GiB, which leaves nothing for the KV cache.",
                 hint="Raise gpu_memory_utilization of this stage, or lower max_num_batched_tokens.",
             )
         cache.kv_cache_memory_bytes = share - own

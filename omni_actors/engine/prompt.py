@@ -1,8 +1,8 @@
-"""The prompt stage: chat template, tokenizer and the model's processor, in a process of its own.
+"""The prompt stage: chat template, tokenizer and the model's processor, in a separate process.
 
-Images and audio take tens of milliseconds to seconds to prepare; done inside the thinker's loop they would stall every
-other request's next token. What leaves this stage is what vLLM's own front end makes, byte for byte, so the thinker
-treats it as any vLLM request.
+Images and audio take tens of milliseconds to seconds to prepare; in the thinker's loop they would stall the next token
+of every other request. The output is that of vLLM's own front end, byte for byte, so the thinker treats it like any
+vLLM request.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from omni_actors.stage.engine_interface import (
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAMES = 256  # tensors that one message may carry
-# Fewer samples at 16 kHz than this give the audio encoder no frame to represent (two convolutions with stride 2 after
-# a hop of 160 samples).
+MAX_FRAMES = 256  # tensors in one message
+# With fewer samples at 16 kHz the audio encoder has no frame to encode (one window every 160 samples, then two
+# convolutions with stride 2).
 MIN_AUDIO_SAMPLES = 321
 
 
 def seconds_per_patch(seconds: float, patches: int, positions_per_second: int) -> float:
-    """The value for which vLLM's time positions of a video come closest to those of transformers.
+    """The `seconds` per patch with which vLLM's time positions of a video come closest to those of transformers.
 
-    Both floor `patch * seconds * positions_per_second`, vLLM in double precision, transformers in single. Where the
+    Both floor `patch * seconds * positions_per_second`, vLLM in double precision, transformers in single. If the
     product is a whole number, as for 25 frames per second, the last bit of `seconds` decides.
     """
     index = torch.arange(patches)
@@ -69,7 +69,7 @@ class PromptEngine(StageEngine):
 
     Args:
         arguments: of kind "prompt"; the vLLM fields are those of the thinker that takes the result.
-        limits: largest media; the length of audio is lowered to what the model's feature extractor takes.
+        limits: for media; the length of audio is lowered to the limit of the model's feature extractor.
 
     Raises:
         ConfigError: the model has no processor for audio, images and video.
@@ -78,21 +78,21 @@ class PromptEngine(StageEngine):
     def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits | None = None) -> None:
         config = arguments.create_engine_config()
         self._input_processor = InputProcessor(config)
-        self._renderer = self._input_processor.renderer
+        self.renderer = self._input_processor.renderer
         if not config.model_config.supports_multimodal_inputs:
             raise ConfigError(f"{config.model_config.model!r} takes text only.", hint="Use an Omni checkpoint.")
-        self._processor = self._renderer.get_mm_processor().info.get_hf_processor()
-        self._tokenizer = self._processor.tokenizer
+        self.processor = self.renderer.get_mm_processor().info.get_hf_processor()
+        self._tokenizer = self.processor.tokenizer
         self._vocabulary: int = config.model_config.get_vocab_size()
         self._max_tokens: int = config.model_config.max_model_len - 1  # leaves room for one token of reply
-        self._placeholders: dict[str, int] = {
-            modality: self._tokenizer.convert_tokens_to_ids(getattr(self._processor, f"{modality}_token"))
+        self.placeholders: dict[str, int] = {
+            modality: self._tokenizer.convert_tokens_to_ids(getattr(self.processor, f"{modality}_token"))
             for modality in MEDIA_MODALITIES
         }
         vision = config.model_config.hf_config.thinker_config.vision_config
         self._positions_per_second: int = getattr(vision, "tokens_per_second", 25)
         limits = limits or MediaLimits()
-        seconds = min(limits.audio_seconds, float(self._processor.feature_extractor.chunk_length))
+        seconds = min(limits.audio_seconds, float(self.processor.feature_extractor.chunk_length))
         self._limits = dataclasses.replace(limits, audio_seconds=seconds)
         self._encoder = MsgpackEncoder()
         self._waiting: deque[tuple[StageRequest, Prompt, Sequence[HostTensor]]] = deque()
@@ -116,7 +116,7 @@ class PromptEngine(StageEngine):
         if any(waiting.request_id == request.request_id for waiting, _, _ in self._waiting):
             raise InvalidRequest(f"Request {request.request_id!r} is already running.")
         if len(inputs.media) != len(prompt.media):
-            raise InvalidPayload(f"The prompt names {len(prompt.media)} media; {len(inputs.media)} tensors came.")
+            raise InvalidPayload(f"The prompt names {len(prompt.media)} media, but has {len(inputs.media)} tensors.")
         for index, (media, tensor) in enumerate(zip(prompt.media, inputs.media, strict=True)):
             check_media(media, tensor, self._limits, index)
         self._check_prompt(prompt)
@@ -125,7 +125,7 @@ class PromptEngine(StageEngine):
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
     ) -> None:
-        """A late, empty end of the input is harmless; anything else contradicts what the request began with."""
+        """Ignore a late, empty end of the input; refuse any other input, since a prompt comes as a whole."""
         if rows is not None or not complete:
             raise InvalidRequest(f"Request {request_id!r} got more input; a prompt comes as a whole.")
 
@@ -167,7 +167,7 @@ class PromptEngine(StageEngine):
 
     def shutdown(self) -> None:
         self._waiting.clear()
-        self._renderer.shutdown()
+        self.renderer.shutdown()
 
     # -- checks
 
@@ -175,7 +175,7 @@ class PromptEngine(StageEngine):
         if prompt.token_ids:
             token_ids = unpack_token_ids(prompt.token_ids)
             if wrong := [token for token in token_ids if not 0 <= token < self._vocabulary]:
-                raise InvalidPayload(f"Token id {wrong[0]} lies outside the vocabulary 0..{self._vocabulary - 1}.")
+                raise InvalidPayload(f"Token id {wrong[0]} is outside the vocabulary 0..{self._vocabulary - 1}.")
             self._check_length(len(token_ids))
             return
         parts = [part for message in prompt.messages for part in message.content]
@@ -183,23 +183,23 @@ class PromptEngine(StageEngine):
             raise InvalidRequest("The prompt is empty.", hint="Send some text, audio, image or video.")
         named = {part.media for part in parts}
         if unused := [index for index in range(len(prompt.media)) if index not in named]:
-            raise InvalidRequest(f"Media {unused} are not referred to by any message.")
+            raise InvalidRequest(f"No message refers to media {unused}.")
 
     def _check_length(self, n_tokens: int) -> None:
         if n_tokens > self._max_tokens:
             raise PromptTooLong(f"The prompt has {n_tokens} tokens; at most {self._max_tokens} fit.")
 
     def _check_placeholders(self, token_ids: Sequence[int], media: Sequence[DecodedMedia]) -> None:
-        """Every medium needs its placeholder and the other way round.
+        """Raise `InvalidRequest` unless there is one placeholder per medium.
 
-        Text that contains a placeholder of its own would silently take the place of the medium that follows.
+        A placeholder inside a text would silently take the medium meant for the next one.
         """
-        for modality, token_id in self._placeholders.items():
+        for modality, token_id in self.placeholders.items():
             wanted = sum(item.modality == modality for item in media)
             if (found := token_ids.count(token_id)) != wanted:
-                token = getattr(self._processor, f"{modality}_token")
+                token = getattr(self.processor, f"{modality}_token")
                 raise InvalidRequest(
-                    f"The prompt has {found} times {token} for {wanted} {modality} media.",
+                    f"The prompt contains {token} {found} times, for {wanted} {modality} media.",
                     hint=f"Remove {token} from texts, or send one medium for each.",
                 )
 
@@ -219,7 +219,7 @@ class PromptEngine(StageEngine):
             token_ids, media = unpack_token_ids(prompt.token_ids), decoded
         else:
             token_ids = self._tokenizer(self._render(prompt))["input_ids"]
-            # In the order in which the messages refer to them, which is that of the placeholders.
+            # In the order in which the messages refer to them, which is the order of the placeholders.
             media = [
                 decoded[part.media] for message in prompt.messages for part in message.content if part.media is not None
             ]
@@ -231,7 +231,7 @@ class PromptEngine(StageEngine):
         data: dict[str, list[Any]] = {}
         for item in media:
             data.setdefault(item.modality, []).append(item.data)
-        (engine_input,) = self._renderer.render_cmpl([{"prompt_token_ids": token_ids, "multi_modal_data": data}])
+        (engine_input,) = self.renderer.render_cmpl([{"prompt_token_ids": token_ids, "multi_modal_data": data}])
         self._check_length(len(engine_input["prompt_token_ids"]))
         request = self._input_processor.process_inputs(
             request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
@@ -240,7 +240,7 @@ class PromptEngine(StageEngine):
         return list(request.prompt_token_ids or ()), self._encode(request)
 
     def _render(self, prompt: Prompt) -> str:
-        """The prompt as text, one placeholder per medium."""
+        """The prompt as text, with one placeholder per medium."""
         messages: list[dict[str, Any]] = []
         for message in prompt.messages:
             content: list[Mapping[str, str]] = []
@@ -250,15 +250,15 @@ class PromptEngine(StageEngine):
                 else:
                     content.append({"type": prompt.media[part.media].modality})
             messages.append({"role": message.role, "content": content})
-        return self._processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def _set_video_rates(self, request: EngineCoreRequest, videos: Sequence[DecodedMedia]) -> None:
-        """Seconds per temporal patch of each video, from which the model computes its positions.
+        """Set the seconds per temporal patch of each video, from which the model computes its positions.
 
         The processor takes one frame rate for all videos of a prompt, and vLLM casts the result to the model's dtype:
-        in bfloat16 a video of 30 frames per second is off by a position after four seconds.
+        in bfloat16 a video with 30 frames per second is off by a position after four seconds.
         """
-        frames = self._processor.video_processor.temporal_patch_size
+        frames = self.processor.video_processor.temporal_patch_size
         features = [feature for feature in request.mm_features or () if feature.modality == "video"]
         for feature, video in zip(features, videos, strict=True):
             patches = int(feature.data["video_grid_thw"].data[0])
@@ -268,10 +268,12 @@ class PromptEngine(StageEngine):
             feature.data["second_per_grid_ts"] = dataclasses.replace(field, data=data)
 
     def _encode(self, request: EngineCoreRequest) -> dict[str, HostTensor]:
-        """vLLM's own encoding of a request; its frames alias the features, which nothing changes any more."""
+        """A request in vLLM's own encoding. The tensors share the features' memory, which nothing changes any more."""
         frames = self._encoder.encode(request)
         if len(frames) > MAX_FRAMES:
-            raise InvalidRequest(f"The media of the prompt make {len(frames)} tensors; at most {MAX_FRAMES} fit.")
+            raise InvalidRequest(
+                f"The media of the prompt make {len(frames)} tensors; at most {MAX_FRAMES} are allowed."
+            )
         encoded = {}
         for index, frame in enumerate(frames):
             data = memoryview(frame).cast("B")

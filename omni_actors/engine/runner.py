@@ -1,4 +1,4 @@
-"""The model runner of autoregressive stages: vLLM's V2 runner, plus rows in and rows out."""
+"""Model runner of autoregressive stages: vLLM's V2 runner with rows of embeddings in and rows of hidden states out."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from omni_actors.engine.worker_base import AttachedOutput, HostCopy, OmniRunnerB
 
 @dataclass(frozen=True, slots=True)
 class EmitRows:
-    """Payload (`extra_args["omni"]`) of a request whose rows are wanted."""
+    """Payload (`extra_args["omni"]`) of a request whose rows a later stage takes."""
 
 
 class StreamedInputState(ABC):
-    """A ModelState whose requests get rows while they run."""
+    """A ModelState whose requests receive rows while they run."""
 
     @abstractmethod
     def push_rows(self, request_id: str, update: RowUpdate) -> None:
-        """Rows that arrived since the last step."""
+        """Take the rows that arrived since the last step."""
 
     @abstractmethod
     def drop_request(self, request_id: str) -> None:
-        """The request has ended (and was not merely preempted). Unknown ids are ignored."""
+        """Forget a request that has ended (and was not merely preempted). Ignores unknown ids."""
 
     @abstractmethod
     def omni_counts(self) -> dict[str, int]:
-        """What the state holds for requests; all zero when idle."""
+        """State held for requests, by name; all zero when idle."""
 
 
 def payload_of(request: NewRequestData) -> Any:
@@ -46,7 +46,7 @@ def payload_of(request: NewRequestData) -> Any:
 
 
 class EmittedRows(AttachedOutput):
-    """Rows of a batch on their way to the host, cut per request when they are there."""
+    """Rows of a batch on their way to the host; split by request when they arrive."""
 
     def __init__(
         self,
@@ -76,19 +76,20 @@ class EmittedRows(AttachedOutput):
 
 
 class OmniRunnerMixin(OmniRunnerBase):
-    """To be mixed in front of vLLM's V2 `GPUModelRunner` (which the CPU runner derives from).
+    """Mixin, in front of vLLM's V2 `GPUModelRunner` (the base class of the CPU runner, too).
 
-    Rows out: requests with an `EmitRows` payload get, per step, `last hidden state + token embedding` of every
-    position computed in it, the embedding left out at multimodal prompt positions: what the talker of Qwen2.5-Omni
-    takes. Rows in: `SchedulerOutput.omni_row_updates` goes to the ModelState, if it is a `StreamedInputState`.
+    Rows out: in every step, requests with an `EmitRows` payload get one row [width] for each position computed in it:
+    last hidden state + token embedding, without the embedding at multimodal positions of the prompt. That is the input
+    of Qwen2.5-Omni's talker. Rows in: `SchedulerOutput.omni_row_updates` goes to the ModelState, if it is a
+    `StreamedInputState`.
 
-    Under pipeline parallelism the last rank has the hidden states and gives the rows, the first one takes them in; the
-    model sees to it that both can embed tokens.
+    Under pipeline parallelism the last rank has the hidden states and emits the rows, the first one takes rows in; the
+    model must be able to embed tokens on both.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._emitting: dict[str, list[Any]] = {}  # request -> its media, if its rows are wanted
+        self._emitting: dict[str, list[Any]] = {}  # request that emits rows -> its media
 
     @property
     def _streamed_input(self) -> StreamedInputState | None:
@@ -133,7 +134,7 @@ class OmniRunnerMixin(OmniRunnerBase):
         n_tokens = batch.num_tokens  # without the padding of CUDA graphs
         starts = batch.num_computed_tokens_np[: batch.num_reqs].tolist()
         offsets = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
-        # Under tensor parallelism this is one lookup of all ranks together, of which only the first one's is used.
+        # Under tensor parallelism all ranks look up together; only the first one's result is used.
         embeddings = self.model.embed_input_ids(batch.input_ids[:n_tokens])
         if get_tp_group().rank_in_group:
             return output
@@ -155,7 +156,7 @@ class OmniRunnerMixin(OmniRunnerBase):
         return EmittedRows(output, HostCopy({"rows": rows}, stream), spans, positions)
 
     def _media_positions(self, batch: InputBatch, starts: list[int], offsets: list[int]) -> torch.Tensor | None:
-        """Mask [n_tokens] of the positions filled by media, or None. Generated tokens never are, whatever their id."""
+        """Mask bool [n_tokens] of positions that media fill, or None. Generated tokens are never among them."""
         mask: np.ndarray | None = None
         for index, request_id in enumerate(batch.req_ids):
             start, end = starts[index], starts[index] + offsets[index + 1] - offsets[index]
@@ -173,7 +174,7 @@ class OmniRunnerMixin(OmniRunnerBase):
         return None if mask is None else async_tensor_h2d(mask, device=self.device)
 
     def _prompt_positions(self, batch: InputBatch, index: int) -> torch.Tensor:
-        """M-RoPE positions i64 [3, P] of a request's prompt, as the model made them."""
+        """M-RoPE positions i64 [3, P] of a request's prompt of P tokens, as the model made them."""
         slot = int(batch.idx_mapping_np[index])
         length = int(self.req_states.prompt_len.np[slot])
         positions = self.model_state.rope_state.read_prefill_positions(slot, length)

@@ -1,14 +1,13 @@
 """Schedulers of autoregressive stages: vLLM's own, plus input that arrives while a request runs.
 
 A talker request starts with a few rows of the thinker's output; the rest arrives while it decodes. The scheduler keeps
-the rows until the worker knows the request, ships them on the SchedulerOutput, and leaves a request whose next row has
-not come out of the batch. Payloads of *new* requests need nothing here: they travel in
-`SamplingParams.extra_args["omni"]`, which vLLM hands to the worker untouched.
+the rows until the worker knows the request, sends them with the SchedulerOutput, and leaves a request out of the batch
+while its next row is missing. Payloads of *new* requests need nothing here: they travel in
+`SamplingParams.extra_args["omni"]`, which vLLM passes to the worker untouched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,25 +17,26 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import InvalidRequest, Overloaded
 
 
 @runtime_checkable
 class OmniSchedulerInterface(Protocol):
-    """What the engine asks of a scheduler beyond vLLM's interface."""
+    """The methods that the engine needs beyond vLLM's interface."""
 
     def has_runnable(self) -> bool:
         """Whether a step would do something; false while all requests wait for input."""
         ...
 
     def omni_counts(self) -> dict[str, int]:
-        """What the scheduler holds beside vLLM's own state; all zero when idle."""
+        """State held in addition to vLLM's own, by name; all zero when idle."""
         ...
 
 
 @dataclass(slots=True)
 class RowUpdate:
-    """Rows on their way to the worker: each [n, width] on the CPU, and whether they were the last."""
+    """Rows on their way to the worker, each [n, width] on the CPU; `complete` if they are the last."""
 
     rows: list[torch.Tensor] = field(default_factory=list)
     complete: bool = False
@@ -44,7 +44,14 @@ class RowUpdate:
 
 @dataclass(slots=True)
 class RowStream:
-    """Streamed input of one request: how many decode rows have come, and whether more will."""
+    """Streamed input of one request.
+
+    Args:
+        received: decode rows so far, those of the request itself included (row k feeds decode step k).
+        complete: whether no more will come.
+        held_bytes: bytes of all its embeddings, held until the request ends.
+        pending: rows that the worker does not have yet.
+    """
 
     received: int
     complete: bool
@@ -53,40 +60,35 @@ class RowStream:
 
 
 class OmniSchedulerMixin:
-    """Row streams on top of a vLLM scheduler. Wraps `super()` only."""
+    """Adds row streams to a vLLM scheduler, only by wrapping `super()`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options: Mapping[str, Any] = (self.vllm_config.additional_config or {}).get("omni", {})
-        self.row_budget_bytes: int = options.get("row_budget_bytes", 2 << 30)
+        self.row_budget_bytes: int = omni_options(self.vllm_config).get("row_budget_bytes", 2 << 30)
         self.held_row_bytes = 0
-        self.held_steps = 0  # how often a request was left out of a batch for want of input
+        self.held_steps = 0  # how often a request was left out of a batch because its input was missing
         self._streams: dict[str, RowStream] = {}
         self._stalled = False  # the last schedule() found nothing to do, and nothing has happened since
 
     # -- streams
 
-    def open_stream(self, request_id: str, *, received: int, complete: bool, n_bytes: int) -> None:
-        """Register streamed input before `add_request`.
-
-        Args:
-            received: decode rows that travel with the request itself (row k feeds decode step k).
-            n_bytes: bytes of all embeddings that travel with it, held until the request ends.
+    def open_stream(self, request_id: str, stream: RowStream) -> None:
+        """Register a request's streamed input; comes before `add_request`.
 
         Raises:
             InvalidRequest: the id is in use.
-            Overloaded: the budget for embedding rows does not allow it now.
+            Overloaded: the stream does not fit the budget for embedding rows at the moment.
         """
         if request_id in self._streams or request_id in self.requests:
             raise InvalidRequest(f"Request {request_id!r} is already running.")
-        self._charge(n_bytes)
-        self._streams[request_id] = RowStream(received, complete, n_bytes)
+        self._charge(stream.held_bytes)
+        self._streams[request_id] = stream
 
     def push_rows(self, request_id: str, rows: torch.Tensor | None, *, complete: bool) -> None:
-        """Append rows [n, width]. Unknown ids are ignored: the request has ended meanwhile.
+        """Append rows [n, width]. Ignores unknown ids: the request has ended in the meantime.
 
         Raises:
-            InvalidRequest: rows after the last.
+            InvalidRequest: the input was complete already.
             Overloaded: the budget for embedding rows is used up.
         """
         stream = self._streams.get(request_id)
@@ -114,21 +116,21 @@ class OmniSchedulerMixin:
     def _charge(self, n_bytes: int) -> None:
         if self.held_row_bytes + n_bytes > self.row_budget_bytes:
             raise Overloaded(
-                f"Embedding rows held would reach {self.held_row_bytes + n_bytes} bytes; "
+                f"The embedding rows of this stage's requests would take {self.held_row_bytes + n_bytes} bytes; "
                 f"the budget is {self.row_budget_bytes}.",
                 retry_after=1.0,
             )
         self.held_row_bytes += n_bytes
 
     def _ready(self, request: Request) -> bool:
-        """Whether the input of the request's next step is here. Computed tokens include those in flight."""
+        """Whether the input of the request's next step has arrived. Computed tokens include those in flight."""
         stream = self._streams.get(request.request_id)
         if stream is None or stream.complete:
             return True
         return request.num_computed_tokens - request.num_prompt_tokens < stream.received
 
     def waits_for_input(self, request_id: str) -> bool:
-        """Whether a request goes on only when rows come. False for ids that are not known."""
+        """Whether a request waits for rows. False for unknown ids."""
         request = self.requests.get(request_id)
         return request is not None and not self._ready(request)
 
@@ -146,11 +148,11 @@ class OmniSchedulerMixin:
         updates: dict[str, RowUpdate] = {}
         for request_id, stream in self._streams.items():
             request = self.requests.get(request_id)
-            # The worker knows a request once it was scheduled; until then its rows stay here.
+            # The worker knows a request once it has been scheduled; until then its rows stay here.
             if stream.pending is not None and request is not None and request.num_computed_tokens > 0:
                 updates[request_id] = stream.pending
                 stream.pending = None
-        output.omni_row_updates = updates  # a plain dataclass: the attribute survives in process and pickled
+        output.omni_row_updates = updates  # a plain dataclass: the attribute is kept in process and when pickled
         return output
 
     def add_request(self, request: Request) -> None:
@@ -163,7 +165,7 @@ class OmniSchedulerMixin:
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        # Every way in which a request ends passes here: finished, aborted, failed.
+        # Every request ends here, whether finished, aborted or failed.
         self.close_stream(request.request_id)
         self._stalled = False
         return super()._free_request(request, *args, **kwargs)
@@ -172,8 +174,8 @@ class OmniSchedulerMixin:
 
     def has_runnable(self) -> bool:
         if self._stalled:
-            # Requests may wait for the KV blocks or the places of others that themselves wait for rows; until rows come
-            # or something ends, another step would find the same.
+            # Requests may wait for KV blocks or batch slots of others that wait for rows themselves; until rows come or
+            # a request ends, another step would change nothing.
             return False
         return bool(
             self.finished_req_ids
@@ -193,8 +195,8 @@ class OmniSchedulerMixin:
 
 
 class OmniScheduler(OmniSchedulerMixin, Scheduler):
-    """For stages that run one step at a time (CPU)."""
+    """For synchronous scheduling (CPU)."""
 
 
 class OmniAsyncScheduler(OmniSchedulerMixin, AsyncScheduler):
-    """For stages that schedule a step ahead of the device (CUDA)."""
+    """For scheduling a step ahead of the device (CUDA)."""

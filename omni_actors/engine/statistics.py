@@ -1,31 +1,30 @@
-"""What vLLM's scheduler says of itself, added up: its statistics are differences since the last time."""
+"""Totals of vLLM's scheduler statistics, which are differences since the last report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
 from omni_actors.stage.engine_interface import EngineStatistics
 
-KEPT_SCHEDULED = 4096  # first schedulings that nobody asked for are forgotten
+KEPT_SCHEDULED = 4096  # entries kept until `take_scheduled`; later ones are dropped
 
 
 class CoreStatistics:
-    """One per engine core that was made with `log_stats`."""
+    """Statistics of one engine core, which must run with `log_stats`."""
 
     def __init__(self) -> None:
         self._preemptions = 0
         self._queries = 0
         self._hits = 0
         self._scheduled: dict[str, float] = {}  # since the last `take_scheduled`
-        self._seen: set[str] = set()  # requests that were scheduled before: one that was preempted is so again
+        self._seen: set[str] = set()  # requests scheduled before: a preempted one is scheduled again
 
     def add(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        """The outputs of a step."""
+        """Add the outputs of a step."""
         for group in outputs.values():
             if group.scheduler_stats is not None:
                 self._add_stats(group.scheduler_stats)
@@ -48,18 +47,16 @@ class CoreStatistics:
         self._hits += stats.prefix_cache_stats.hits
 
     def forget(self, request_ids: list[str]) -> None:
-        """These were aborted."""
+        """Forget aborted requests."""
         self._seen.difference_update(request_ids)
 
     def take_scheduled(self) -> list[tuple[str, float]]:
-        """Requests that were scheduled for the first time since the last call, and when (monotonic clock)."""
-        if not self._scheduled:
-            return []
+        """Requests scheduled for the first time since the last call, and when (monotonic clock, seconds)."""
         taken, self._scheduled = list(self._scheduled.items()), {}
         return taken
 
     def now(self, scheduler: Scheduler) -> EngineStatistics:
-        """All of it, with the scheduler's present state."""
+        """The totals, with the scheduler's present state."""
         stats = scheduler.make_stats()
         if stats is not None:
             self._add_stats(stats)
@@ -72,8 +69,3 @@ class CoreStatistics:
             prefix_queries=self._queries,
             prefix_hits=self._hits,
         )
-
-
-def device_bytes() -> int:
-    """Device memory that torch's allocator has reserved in this process; 0 without CUDA."""
-    return torch.cuda.memory_reserved() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0

@@ -1,4 +1,4 @@
-"""HostTensor <-> torch. bfloat16 has no numpy type, so everything goes through raw bytes."""
+"""Conversion between HostTensor and torch, through raw bytes: numpy has no bfloat16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FRAME_PREFIX = "vllm."
 
 
 def to_torch(tensor: HostTensor, what: str = "tensor") -> torch.Tensor:
-    """A CPU tensor of its own (the bytes may be a socket frame or shared memory that is soon reused).
+    """Copy a HostTensor to a CPU tensor: its bytes may be a socket frame or shared memory that is soon reused.
 
     Raises:
         InvalidPayload: dtype, shape and length disagree.
@@ -35,10 +35,10 @@ def to_torch(tensor: HostTensor, what: str = "tensor") -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> HostTensor:
-    """A HostTensor over the bytes of a CPU tensor, which must not be changed afterwards.
+    """A HostTensor that shares the memory of a CPU tensor, which must not be changed afterwards.
 
     Raises:
-        InvalidPayload: the dtype may not cross the wire.
+        InvalidPayload: the wire has no such dtype.
     """
     dtype = _WIRE_DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -49,7 +49,7 @@ def to_host(tensor: torch.Tensor) -> HostTensor:
 
 
 def check_rows(tensor: HostTensor, width: int, what: str, *, minimum: int = 0) -> None:
-    """Raise `InvalidPayload` unless `tensor` is floating [n >= minimum, width]."""
+    """Raise `InvalidPayload` unless `tensor` is of a floating dtype and the shape [n >= minimum, width]."""
     tensor.validate(what)
     if tensor.dtype not in (DType.BF16, DType.F16, DType.F32):
         raise InvalidPayload(f"{what}: rows need a floating dtype; got {tensor.dtype}.")

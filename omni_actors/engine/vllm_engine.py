@@ -1,12 +1,13 @@
-"""What the engines around a `VllmCore` have in common."""
+"""The common part of the engines that run a `VllmCore`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+import torch
+
 from omni_actors.engine.core import VllmCore
-from omni_actors.engine.statistics import device_bytes
 from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.protocol.results import FinishReason
 from omni_actors.stage.engine_interface import EngineStatistics, ErrorEvent, FinishedEvent, StageEngine
@@ -15,7 +16,7 @@ RunningT = TypeVar("RunningT")
 
 
 class VllmEngine(StageEngine, Generic[RunningT]):
-    """Keeps the requests that run, tells what `core` says of itself, and ends requests in the two ways there are."""
+    """Holds the running requests, ends them (finished or failed), and reports the core's statistics."""
 
     def __init__(self, core: VllmCore) -> None:
         self.core = core
@@ -26,12 +27,12 @@ class VllmEngine(StageEngine, Generic[RunningT]):
             raise InvalidRequest(f"Request {request_id!r} is already running.")
 
     def _finished(self, request_id: str, reason: FinishReason, input_tokens: int, output_tokens: int) -> FinishedEvent:
-        """The end of a request that the core has done with."""
+        """End a request that the core has finished."""
         del self._requests[request_id]
         return FinishedEvent(request_id, reason, input_tokens, output_tokens)
 
     def _failed(self, request_id: str, error: OmniError) -> ErrorEvent:
-        """The end of a request that the core may still compute."""
+        """End a request that the core may still compute."""
         self.abort(request_id)
         return ErrorEvent(request_id, error)
 
@@ -55,7 +56,7 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         return self.core.statistics()
 
     def device_bytes(self) -> int:
-        return device_bytes()
+        return torch.cuda.memory_reserved() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
 
     def shutdown(self) -> None:
         self._requests.clear()

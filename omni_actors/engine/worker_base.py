@@ -1,4 +1,4 @@
-"""What the workers and runners of autoregressive and of diffusion stages share."""
+"""The common part of the workers and runners of autoregressive and diffusion stages."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def omni_options(vllm_config: Any) -> Mapping[str, Any]:
 
 
 class OmniRunnerBase(ABC):
-    """A runner keeps state per request beside vLLM's; this is how the engine looks at it and clears it."""
+    """A runner with its own state per request, which the engine can count and clear."""
 
     @abstractmethod
     def omni_counts(self) -> dict[str, int]:
-        """What the runner holds for requests, by name; all zero when idle."""
+        """State held for requests, by name; all zero when idle."""
 
     @abstractmethod
     def omni_reset(self) -> None:
-        """Forget a step that failed half-way. Requests themselves end through `finished_req_ids` as usual."""
+        """Forget a step that failed halfway. The requests themselves end through `finished_req_ids` as usual."""
 
 
 class OmniWorkerBase:
@@ -37,7 +37,7 @@ class OmniWorkerBase:
     model_runner: OmniRunnerBase
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, in a process that knows our models: where there are several workers, each has one of its own."""
+        """vLLM's `load_model`, after our models are registered: with several workers, each has its own process."""
         if self.vllm_config.parallel_config.world_size > 1:
             die_with_parent(signal.SIGKILL)  # by themselves vLLM's workers take ten seconds to leave the GPU
         options = omni_options(self.vllm_config)
@@ -52,10 +52,10 @@ class OmniWorkerBase:
 
 
 class HostCopy:
-    """Tensors on their way to the host: one copy each for the whole batch, on a side stream, dtype kept.
+    """Tensors on their way to the host: one copy each for the whole batch, on a side stream, with their dtype.
 
     Args:
-        tensors: device tensors that nothing overwrites; they are kept alive until the copy is done.
+        tensors: device tensors that are not written to again; kept alive until the copy is complete.
         copy_stream: the side stream; needed for CUDA tensors only.
     """
 
@@ -66,16 +66,16 @@ class HostCopy:
             self._host = dict(tensors)
             return
         if copy_stream is None:
-            raise ValueError("CUDA tensors need a stream to be copied on.")
+            raise ValueError("CUDA tensors need a copy_stream.")
         copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copy_stream):
-            # torch takes pinned memory for a non-blocking copy to the CPU by itself.
+            # For a non-blocking copy to the CPU torch uses pinned memory by itself.
             self._host = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
             self._event = torch.cuda.Event(blocking=True)  # sleeps instead of spinning on the driver's lock
             self._event.record(copy_stream)
 
     def wait(self) -> dict[str, torch.Tensor]:
-        """The host tensors; blocks until they are complete."""
+        """Wait for the copies; return the host tensors."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -84,10 +84,10 @@ class HostCopy:
 
 
 class AttachedOutput(AsyncModelRunnerOutput):
-    """A runner's output plus one dictionary per request in `pooler_output`.
+    """A runner's output with one dictionary per request in `pooler_output`.
 
-    vLLM hands `pooler_output[i]` on as `EngineCoreOutput.pooling_output`, also for requests that sample tokens.
-    Subclasses build the dictionaries in `attachments`, which runs when the output is waited for.
+    vLLM passes `pooler_output[i]` on as `EngineCoreOutput.pooling_output`, even for requests that sample tokens.
+    Subclasses build the dictionaries in `attachments`, which runs when vLLM waits for the output.
     """
 
     def __init__(self, inner: AsyncModelRunnerOutput | ModelRunnerOutput) -> None:
@@ -95,7 +95,7 @@ class AttachedOutput(AsyncModelRunnerOutput):
 
     @abstractmethod
     def attachments(self) -> list[dict[str, Any] | None]:
-        """One entry per request of the batch, in its order."""
+        """One entry per request, in the order of the batch."""
 
     def get_output(self) -> ModelRunnerOutput:
         inner = self._inner
@@ -104,6 +104,6 @@ class AttachedOutput(AsyncModelRunnerOutput):
         return output
 
     def get_kv_connector_output(self) -> Any:
-        """Abstract from vLLM 0.33 on, unused in 0.32."""
+        """Abstract since vLLM 0.33, unused in 0.32."""
         inner = getattr(self._inner, "get_kv_connector_output", None)
         return inner() if inner else getattr(self._inner, "kv_connector_output", None)

@@ -25,7 +25,7 @@ from omni_actors.stage.engine_interface import (  # noqa: E402
     StageInputs,
     StageRequest,
 )
-from tests.e2e.test_code2wav import WHOLE, arguments, codec_tokens, difference  # noqa: E402
+from tests.support.code2wav import WHOLE, arguments, codec_tokens, difference  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -221,7 +221,9 @@ def test_requests_join_and_leave(engine: DiffusionEngine, whole_engine: Diffusio
         assert difference(speech.wave(name), whole(whole_engine, spec)) <= PEAK_ERROR
 
 
-def test_abort_in_the_middle_frees_everything_and_harms_nobody(engine: DiffusionEngine, whole_engine: DiffusionEngine):
+def test_abort_in_the_middle_frees_everything_and_harms_no_other(
+    engine: DiffusionEngine, whole_engine: DiffusionEngine
+):
     speech = Speech(engine)
     for name in ("stays", "goes"):
         speech.start(name, (80, "Chelsie", 0.5, 2))
@@ -242,14 +244,14 @@ def test_abort_in_the_middle_frees_everything_and_harms_nobody(engine: Diffusion
 
 def test_a_failing_chunk_ends_its_request_alone(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch):
     runner = engine.core.worker.model_runner
-    original = runner._integrate
+    original = runner.integrate
 
     def integrate(request_ids: Sequence[str]) -> list[torch.Tensor]:
         if "bad/1" in request_ids:
             raise RuntimeError("out of luck")
         return original(request_ids)
 
-    monkeypatch.setattr(runner, "_integrate", integrate)
+    monkeypatch.setattr(runner, "integrate", integrate)
     speech = Speech(engine)
     for name in ("bad", "good"):
         speech.start(name, (70, "Ethan", 0.5, 4))

@@ -19,8 +19,8 @@ prepare()
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.core import VllmCore, make_request  # noqa: E402
 from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni.code2wav import read_tensors  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni.dit import solver_times  # noqa: E402
+from omni_actors.engine.models.weights import read_tensors  # noqa: E402
 from omni_actors.errors import (  # noqa: E402
     EngineError,
     InvalidPayload,
@@ -33,6 +33,7 @@ from omni_actors.errors import (  # noqa: E402
 from omni_actors.protocol.payloads import StageParams  # noqa: E402
 from omni_actors.protocol.tensors import DType, HostTensor  # noqa: E402
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest  # noqa: E402
+from tests.support.code2wav import arguments, codec_tokens, difference  # noqa: E402
 from tests.support.reference import InjectedNoise, Reference, one_thread, vocoder_noise  # noqa: E402
 
 pytestmark = pytest.mark.e2e
@@ -51,16 +52,6 @@ MIX = [
     (7, 1, "Ethan", 0.5),
     (24, 8, "Ethan", 0.5),
 ]
-
-
-WHOLE = {"policy": "whole"}
-
-
-def arguments(
-    checkpoint: Path, *, asynchronous: bool = False, decode: dict[str, Any] = WHOLE, **engine: Any
-) -> OmniEngineArgs:
-    config = OmniModelConfig(str(checkpoint), "code2wav", outputs=("audio",), decode=decode)
-    return OmniEngineArgs(config, "diffusion", engine=engine, asynchronous=asynchronous)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
@@ -89,10 +80,6 @@ def batches(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> list[tu
 
     monkeypatch.setattr(runner, "step", step)
     return seen
-
-
-def codec_tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, 257, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def start(engine: DiffusionEngine, name: str, spec: tuple[int, int, str, float], seed: int = 0) -> None:
@@ -134,11 +121,6 @@ def expected(reference: Reference, spec: tuple[int, int, str, float], seed: int)
             guidance_scale=guidance,
         )
     return waveform.reshape(-1).numpy()
-
-
-def difference(waveform: np.ndarray, other: np.ndarray) -> float:
-    assert waveform.shape == other.shape
-    return float(np.abs(waveform - other).max() / np.abs(other).max())
 
 
 def test_mixed_batch_equals_transformers_and_each_request_alone(
@@ -220,7 +202,7 @@ def test_a_failing_request_ends_alone(engine: DiffusionEngine, monkeypatch: pyte
     start(engine, "good", MIX[0], seed=3)
     want = drain(engine)[0]["good"]
     runner = engine.core.worker.model_runner
-    original, calls = runner._integrate, []
+    original, calls = runner.integrate, []
 
     def integrate(request_ids: Sequence[str]) -> Any:
         calls.append(tuple(request_ids))
@@ -228,7 +210,7 @@ def test_a_failing_request_ends_alone(engine: DiffusionEngine, monkeypatch: pyte
             raise RuntimeError("out of luck")
         return original(request_ids)
 
-    monkeypatch.setattr(runner, "_integrate", integrate)
+    monkeypatch.setattr(runner, "integrate", integrate)
     for name in ("good", "bad", "other"):
         start(engine, name, MIX[0], seed=3)
     waveforms, others = drain(engine)
@@ -251,7 +233,7 @@ def test_failing_allocation_and_bad_waveform_are_errors_of_the_request(
         _, (event,) = drain(engine)
         assert "MemoryError: no room" in str(event.error)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_vocode", lambda mel: mel[:, 0] * float("nan"))
+        patch.setattr(runner, "vocode", lambda mel: mel[:, 0] * float("nan"))
         start(engine, "r", MIX[0])
         _, (event,) = drain(engine)
         assert isinstance(event, ErrorEvent)
@@ -263,7 +245,9 @@ def test_failure_outside_the_model_ends_all_and_the_engine_goes_on(
 ):
     with monkeypatch.context() as patch:
         patch.setattr(
-            type(engine.core.worker), "_step", lambda *_: (_ for _ in ()).throw(RuntimeError("worker is broken"))
+            type(engine.core.worker),
+            "execute_model",
+            lambda *_: (_ for _ in ()).throw(RuntimeError("worker is broken")),
         )
         start(engine, "a", MIX[0])
         start(engine, "b", MIX[1])

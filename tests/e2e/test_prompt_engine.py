@@ -127,9 +127,11 @@ def process(engine: PromptEngine, prompt: Prompt, media: list[HostTensor]) -> St
     start(engine, prompt, media)
     stream, finished = engine.step()
     assert isinstance(stream, StreamEvent)
-    assert (stream.start, stream.final) == (0, True)
+    assert stream.start == 0
+    assert stream.final
     assert isinstance(finished, FinishedEvent)
-    assert (finished.input_tokens, finished.output_tokens) == (0, len(stream.token_ids))
+    assert finished.input_tokens == 0
+    assert finished.output_tokens == len(stream.token_ids)
     return stream
 
 
@@ -226,7 +228,7 @@ def test_equal_to_transformers_processor(engine: PromptEngine, reference: Refere
             assert not data["use_audio_in_video"]
     for position, modality in zip((feature.mm_position for feature in request.mm_features), order, strict=True):
         place = stream.token_ids[position.offset : position.offset + position.length]
-        assert set(place) == {engine._placeholders[modality]}
+        assert set(place) == {engine.placeholders[modality]}
 
 
 @pytest.mark.parametrize("case", ["text", "audio at 44.1 kHz", "video", "all"])
@@ -276,7 +278,7 @@ def test_token_ids_are_taken_as_they_are(engine: PromptEngine):
 
 def test_token_ids_with_placeholders_take_media(engine: PromptEngine):
     media = (item("image", PICTURE), audio())
-    placeholders = engine._placeholders
+    placeholders = engine.placeholders
     ids = [5, placeholders["audio"], 6, placeholders["image"], 7]
     prompt = Prompt(token_ids=pack_token_ids(ids), media=tuple(media for media, _ in media))
     stream = process(engine, prompt, [tensor for _, tensor in media])
@@ -431,7 +433,7 @@ def test_lengths_and_bytes_of_arrays_must_agree(engine: PromptEngine):
 
 
 def test_unexpected_failures_are_engine_errors(engine: PromptEngine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine, "_render", lambda prompt: 1 / 0)
+    monkeypatch.setattr(engine.processor, "apply_chat_template", lambda *_, **__: 1 / 0)
     error = failure(engine, *chat("hi"))
     assert isinstance(error, EngineError)
     assert "ZeroDivisionError: division by zero" in error.message
@@ -441,7 +443,7 @@ def test_refusal_by_the_processor_is_the_requests_fault(engine: PromptEngine, mo
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("aspect ratio too large")
 
-    monkeypatch.setattr(engine._renderer, "render_cmpl", refuse)
+    monkeypatch.setattr(engine.renderer, "render_cmpl", refuse)
     error = failure(engine, *chat(0, media=(audio(),)))
     assert isinstance(error, InvalidRequest)
     assert "aspect ratio" in error.message

@@ -14,9 +14,9 @@ import pytest
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.errors import ConfigError
-from tests.e2e.several_workers import answer
-from tests.e2e.stage_driver import Driver, make_engine
 from tests.support.paths import REPOSITORY
+from tests.support.several_workers import answer
+from tests.support.stage_driver import Driver, make_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -38,7 +38,7 @@ def test_two_workers_answer_like_one_and_die_with_their_stage(
     tiny_checkpoint: Path, how: str, stage: str, end: str
 ) -> None:
     spread_by = json.dumps({f"{how}_parallel_size": 2})
-    command = [sys.executable, "-m", "tests.e2e.several_workers", str(tiny_checkpoint), stage, spread_by]
+    command = [sys.executable, "-m", "tests.support.several_workers", str(tiny_checkpoint), stage, spread_by]
     with subprocess.Popen(
         command, cwd=REPOSITORY, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as spread:
@@ -48,7 +48,7 @@ def test_two_workers_answer_like_one_and_die_with_their_stage(
             driver.engine.shutdown()
             assert spread.stdout is not None
             said = next((line for line in spread.stdout if line.startswith("{")), "")
-            assert said, "it ended without an answer; why stands above"
+            assert said, "it ended without an answer; its output above says why"
             two = json.loads(said)
             assert len(two["workers"]) >= 2
             assert all(is_running(pid) for pid in two["workers"])

@@ -115,7 +115,9 @@ def test_full_has_the_published_ids_and_sizes(full_checkpoint):
     assert thinker["text_config"]["hidden_size"] == 3584
     assert thinker["vision_config"]["hidden_size"] == 1280
     assert talker["tts_codec_start_token_id"] == 8293
-    assert (talker["hidden_size"], talker["num_hidden_layers"], talker["num_attention_heads"]) == (896, 24, 12)
+    assert talker["hidden_size"] == 896
+    assert talker["num_hidden_layers"] == 24
+    assert talker["num_attention_heads"] == 12
     assert token2wav["dit_config"]["num_hidden_layers"] == 22
     assert token2wav["bigvgan_config"]["upsample_initial_channel"] == 1536
 
@@ -168,7 +170,7 @@ def test_full_over_tiny_leaves_no_weights(tmp_path):
 
 def test_a_missed_figure_is_named():
     dull = checkpoints.Answer("hello", "Ethan", (5,) * 32, (7,) * 64, 1.0, 64 * 480, 0.1, 0.1)
-    missed = "\n".join(checkpoints.missed_figures([dull]))
+    missed = "\n".join(checkpoints.failed_checks([dull]))
     assert "1 different thinker tokens" in missed
     assert "1 different codec tokens" in missed
     assert "peak 1.000" in missed

@@ -82,7 +82,7 @@ def run(budget: int, *requests: FakeRequest, arrivals: dict[int, FakeRequest] | 
 
 def test_budget_defers_in_order_of_arrival():
     steps = run(10, diffusion("a", 3, 6), diffusion("b", 1, 6), diffusion("c", 1, 4))
-    # "c" would fit beside "a", but must not overtake "b".
+    # "c" would fit next to "a", but must not overtake "b".
     assert steps == [["a"], ["a"], ["a"], ["b", "c"]]
 
 

@@ -71,7 +71,7 @@ def test_pages_have_what_their_sources_point_to(site: Path) -> None:
 @pytest.mark.parametrize("name", reference_docs.PARTS)
 def test_generated_parts_are_current(name: str) -> None:
     path, text, wanted = reference_docs.current(name)
-    assert text == wanted, f"docs/{path.name} is not current: run python scripts/reference_docs.py"
+    assert text == wanted, f"docs/{path.name} is out of date; run python scripts/reference_docs.py"
 
 
 def test_every_error_code_has_a_cure() -> None:

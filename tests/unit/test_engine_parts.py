@@ -9,21 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from omni_actors.engine import models
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.core import EngineLost, StepFailed, _device_is_lost
-from omni_actors.engine.models import checkpoint_architecture, find_model_spec, load_plugins
+from omni_actors.engine.core import EngineLost, StepFailed, device_is_lost
+from omni_actors.engine.models import checkpoint_architecture, find_model_spec, load_plugins, registry
 from omni_actors.engine.models.qwen2_5_omni.thinker import check_feature
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.sampling import make_sampling_params
-from omni_actors.engine.scheduler import OmniSchedulerInterface, OmniSchedulerMixin
-from omni_actors.engine.stage_llm import as_inputs, join
+from omni_actors.engine.scheduler import OmniSchedulerInterface, OmniSchedulerMixin, RowStream
 from omni_actors.engine.tensors import check_rows, to_host, to_torch
 from omni_actors.engine.worker_base import HostCopy
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, Overloaded
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.stage.engine_interface import StageInputs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tensors
@@ -74,7 +71,11 @@ def make(params: StageParams, **options):
 
 def test_sampling_defaults_are_neutral():
     made = make(StageParams(max_tokens=5))
-    assert (made.max_tokens, made.temperature, made.top_p, made.repetition_penalty, made.seed) == (5, 0.0, 1.0, 1.0, 7)
+    assert made.max_tokens == 5
+    assert made.temperature == 0.0
+    assert made.top_p == 1.0
+    assert made.repetition_penalty == 1.0
+    assert made.seed == 7
     assert made.stop_token_ids == [2, 3]
     assert made.extra_args is None
     assert not made.skip_reading_prefix_cache
@@ -86,7 +87,11 @@ def test_sampling_carries_what_is_given():
         payload="payload",
         read_prefix_cache=False,
     )
-    assert (made.min_tokens, made.temperature, made.top_p, made.top_k, made.min_p) == (2, 0.5, 0.9, 4, 0.1)
+    assert made.min_tokens == 2
+    assert made.temperature == 0.5
+    assert made.top_p == 0.9
+    assert made.top_k == 4
+    assert made.min_p == 0.1
     assert made.stop_token_ids == [2, 3, 9]
     assert made.extra_args == {"omni": "payload"}
     assert made.skip_reading_prefix_cache
@@ -128,8 +133,8 @@ def test_unknown_models_name_what_there_is(tmp_path):
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
-    """Writes a plugin module and says what happens when it is loaded into a registry of its own."""
-    monkeypatch.setattr(models, "_MODULES", dict(models._MODULES))
+    """Writes a plugin module and loads it into a copy of the registry."""
+    monkeypatch.setattr(registry, "MODULES", dict(registry.MODULES))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "plugin_of_test")
     for name in [name for name in sys.modules if name.startswith("plugin_of_test")]:
@@ -159,7 +164,7 @@ def test_a_plugin_brings_models(plugin):
 @pytest.mark.parametrize(
     ("models_text", "word"),
     [
-        ("{('Qwen2_5OmniModel', 'thinker'): 'plugin_of_test.own'}", "is served by omni_actors"),
+        ("{('Qwen2_5OmniModel', 'thinker'): 'plugin_of_test.own'}", "is already served by omni_actors"),
         ("{('OwnModel', 'thinker'): 'os'}", "outside the allowed"),
         ("{'OwnModel': 'plugin_of_test.own'}", r"maps \(architecture, stage\)"),
         ("{('OwnModel', 'thinker'): 3}", r"maps \(architecture, stage\)"),
@@ -174,7 +179,7 @@ def test_plugins_that_are_refused(plugin, models_text, word):
 
 def test_plugins_that_cannot_be_loaded(plugin):
     plugin("{('OwnModel', 'thinker'): 'plugin_of_test.own'}", spec="SPEC = 3")
-    with pytest.raises(ConfigError, match="is no ModelSpec"):
+    with pytest.raises(ConfigError, match="is not a ModelSpec"):
         find_model_spec("OwnModel", "thinker")
     for name, word in (("plugin_of_test.nothing", "cannot load"), ("json", "outside the allowed")):
         with pytest.raises(ConfigError, match=word):
@@ -236,6 +241,9 @@ class CountingScheduler:
         del self.requests[request.request_id]
         self.running.remove(request)
 
+    def finish(self, request) -> None:
+        self._free_request(request)  # as vLLM's scheduler does, however a request ends
+
     def get_request_counts(self):
         return len(self.running), len(self.waiting)
 
@@ -255,7 +263,7 @@ def stream_request(name: str, prompt: int = 1):
 def test_a_request_without_its_row_waits_outside_the_batch():
     scheduler = StreamScheduler()
     assert isinstance(scheduler, OmniSchedulerInterface)
-    scheduler.open_stream("a", received=1, complete=False, n_bytes=8)
+    scheduler.open_stream("a", RowStream(1, False, 8))
     scheduler.add_request(stream_request("a"))
     scheduler.add_request(stream_request("b"))  # an ordinary request
     batches = [sorted(scheduler.schedule().num_scheduled_tokens) for _ in range(4)]
@@ -276,7 +284,7 @@ def test_a_request_without_its_row_waits_outside_the_batch():
 
 def test_rows_wait_until_the_worker_knows_the_request():
     scheduler = StreamScheduler()
-    scheduler.open_stream("a", received=0, complete=False, n_bytes=0)
+    scheduler.open_stream("a", RowStream(0, False, 0))
     scheduler.push_rows("a", torch.zeros(1, 3), complete=False)
     assert not scheduler.schedule().omni_row_updates
     scheduler.add_request(stream_request("a"))
@@ -286,10 +294,10 @@ def test_rows_wait_until_the_worker_knows_the_request():
 def test_freeing_forgets_everything():
     scheduler = StreamScheduler()
     request = stream_request("a")
-    scheduler.open_stream("a", received=0, complete=False, n_bytes=100)
+    scheduler.open_stream("a", RowStream(0, False, 100))
     scheduler.add_request(request)
     scheduler.push_rows("a", torch.zeros(2, 3), complete=False)
-    scheduler._free_request(request)
+    scheduler.finish(request)
     scheduler.push_rows("a", torch.zeros(2, 3), complete=False)  # on its way when the request ended
     assert not any(scheduler.omni_counts().values())
     assert not scheduler.has_runnable()
@@ -297,11 +305,11 @@ def test_freeing_forgets_everything():
 
 def test_streams_refuse_what_they_cannot_hold():
     scheduler = StreamScheduler(row_budget_bytes=100)
-    scheduler.open_stream("a", received=0, complete=False, n_bytes=60)
+    scheduler.open_stream("a", RowStream(0, False, 60))
     with pytest.raises(InvalidRequest):
-        scheduler.open_stream("a", received=0, complete=False, n_bytes=1)
+        scheduler.open_stream("a", RowStream(0, False, 1))
     with pytest.raises(Overloaded):
-        scheduler.open_stream("b", received=0, complete=False, n_bytes=41)
+        scheduler.open_stream("b", RowStream(0, False, 41))
     with pytest.raises(Overloaded):
         scheduler.push_rows("a", torch.zeros(11, 1), complete=False)
     scheduler.push_rows("a", torch.zeros(10, 1), complete=True)
@@ -313,7 +321,7 @@ def test_streams_refuse_what_they_cannot_hold():
 
 def test_a_scheduler_that_found_nothing_sleeps_until_something_happens():
     scheduler = StreamScheduler()
-    scheduler.open_stream("a", received=0, complete=False, n_bytes=0)
+    scheduler.open_stream("a", RowStream(0, False, 0))
     request = stream_request("a", prompt=0)
     scheduler.add_request(request)
     scheduler.waiting.append("no place for it while a waits")
@@ -330,12 +338,12 @@ def test_a_scheduler_that_found_nothing_sleeps_until_something_happens():
 
 
 def test_which_errors_end_the_process():
-    assert _device_is_lost(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert device_is_lost(RuntimeError("CUDA error: an illegal memory access was encountered"))
     wrapped = RuntimeError("step failed")
     wrapped.__cause__ = torch.AcceleratorError("device-side assert triggered")
-    assert _device_is_lost(wrapped)
-    assert not _device_is_lost(torch.OutOfMemoryError("CUDA error: out of memory"))
-    assert not _device_is_lost(ValueError("shape"))
+    assert device_is_lost(wrapped)
+    assert not device_is_lost(torch.OutOfMemoryError("CUDA error: out of memory"))
+    assert not device_is_lost(ValueError("shape"))
     assert StepFailed(["a"], ValueError("shape")).request_ids == ("a",)
     assert "restarts" in str(EngineLost("gone"))
 
@@ -388,22 +396,12 @@ def test_features_must_lie_inside_the_prompt():
             check_feature(case, 5, 2)
 
 
-def test_offline_prompts_and_pieces():
-    inputs = StageInputs(token_ids=[1])
-    assert as_inputs(inputs) is inputs
-    expected = StageInputs(token_ids=[1, 2], scalars={"a": 1})
-    assert as_inputs({"prompt_token_ids": [1, 2], "scalars": {"a": 1}}) == expected
-    parts = [to_host(torch.zeros(2, 3)), to_host(torch.ones(1, 3))]
-    assert torch.equal(to_torch(join(parts)), torch.cat([torch.zeros(2, 3), torch.ones(1, 3)]))
-    assert join(parts[:1]) is parts[0]
-
-
 @pytest.mark.parametrize(("count", "ends"), [(30, False), (24, False), (24, True), (5, True), (1, True)])
 def test_codec_tokens_leave_by_blocks_of_the_vocoder(count: int, ends: bool) -> None:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine import FinishReason as VllmFinishReason
 
-    from omni_actors.engine.models.qwen2_5_omni.talker import CodecOutputs
+    from omni_actors.engine.models.qwen2_5_omni.talker_adapter import CodecOutputs
 
     end = 99
     outputs = CodecOutputs("r", frozenset({end}), 12)

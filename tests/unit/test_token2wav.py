@@ -22,7 +22,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (  # noqa: E4
 
 from omni_actors.engine.models.qwen2_5_omni import bigvgan, kernels  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni.chunks import ChunkPolicy, DecodeOptions  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni.code2wav import NoiseBlocks  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.stream import NoiseBlocks  # noqa: E402
 from omni_actors.errors import ConfigError  # noqa: E402
 from tests.support.reference import vocoder_noise  # noqa: E402
 
@@ -107,7 +107,7 @@ def small_bigvgan() -> Qwen2_5OmniToken2WavBigVGANModel:
 
 def test_receptive_field_is_enough_and_tight(small_bigvgan: Qwen2_5OmniToken2WavBigVGANModel):
     vocoder = bigvgan.Vocoder(small_bigvgan)
-    context, rate = vocoder.context, vocoder.samples_per_frame
+    context, rate = bigvgan.receptive_frames(small_bigvgan.config), vocoder.samples_per_frame
     frames = 2 * context + 12
     mel = torch.zeros(1, 4, frames, dtype=torch.float64, requires_grad=True)
     hidden = small_bigvgan.conv_pre(mel)  # its normalisation clamps, which would hide the gradient
@@ -128,7 +128,7 @@ def test_receptive_field_is_enough_and_tight(small_bigvgan: Qwen2_5OmniToken2Wav
 
 def test_a_window_with_context_gives_the_samples_of_the_whole(small_bigvgan: Qwen2_5OmniToken2WavBigVGANModel):
     vocoder = bigvgan.Vocoder(small_bigvgan)
-    context, rate = vocoder.context, vocoder.samples_per_frame
+    context, rate = bigvgan.receptive_frames(small_bigvgan.config), vocoder.samples_per_frame
     mel = torch.randn(1, 4, 2 * context + 40, dtype=torch.float64)
     whole = vocoder(mel)
     for begin, end in ((0, 10), (20, 30), (context + 7, context + 12)):

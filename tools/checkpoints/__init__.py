@@ -3,9 +3,9 @@
     python -m tools.checkpoints tiny OUT_DIR [--seed N]
     python -m tools.checkpoints full OUT_DIR
 
-`tiny` has the real architecture at toy size and random weights, scaled so that the outputs are meaningful: greedy
+`tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
 tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not clipped
-(docs/adr/0002-tiny-checkpoint.md). The command measures this at the end and fails if a figure is missed.
+(docs/adr/0002-tiny-checkpoint.md). It checks this at the end and fails if the outputs do not vary enough.
 
 `full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`.
 
@@ -28,7 +28,7 @@ from tools.checkpoints.configuration import (
     tiny_config,
 )
 from tools.checkpoints.errors import CheckpointError, FolderError
-from tools.checkpoints.measure import Answer, measure_answers, missed_figures, print_figures
+from tools.checkpoints.measure import Answer, failed_checks, measure_answers, print_answers
 from tools.checkpoints.tokenizer import FULL_TOKENS, TINY_TOKENS, make_tokenizer
 from tools.checkpoints.weights import draw_weights, make_voices, spoken_token_ids
 
@@ -53,9 +53,9 @@ def write_voices(folder: Path, voices: dict[str, dict[str, Any]]) -> None:
 
 
 def write_tiny(folder: Path, seed: int = 0, *, check: bool = True) -> list[Answer]:
-    """Writes the tiny checkpoint and returns what it answers (nothing with check=False).
+    """Writes the tiny checkpoint and returns its answers (none with check=False).
 
-    Raises FolderError when the folder is foreign, CheckpointError when the outputs do not vary as promised.
+    Raises FolderError if the folder holds other files, CheckpointError if the outputs do not vary enough.
     """
     from transformers import Qwen2_5OmniForConditionalGeneration
 
@@ -66,7 +66,7 @@ def write_tiny(folder: Path, seed: int = 0, *, check: bool = True) -> list[Answe
     draw_weights(model, seed, spoken_token_ids(tokenizer))
     model.generation_config = make_generation_config(TINY_TOKENS)
     model.save_pretrained(folder)
-    config.architectures = [ARCHITECTURE]  # saving the model has put its class name there
+    config.architectures = [ARCHITECTURE]  # saving the model has written its class name there
     config.save_pretrained(folder)
     make_processor(tokenizer, audio_seconds=30, max_pixels=256 * 28 * 28).save_pretrained(folder)
     dit = config.token2wav_config.dit_config
@@ -74,15 +74,15 @@ def write_tiny(folder: Path, seed: int = 0, *, check: bool = True) -> list[Answe
     if not check:
         return []
     answers = measure_answers(folder)
-    missed = missed_figures(answers)
-    if missed:
-        print_figures(answers)
-        raise CheckpointError("the outputs do not vary as promised:\n  " + "\n  ".join(missed))
+    failed = failed_checks(answers)
+    if failed:
+        print_answers(answers)
+        raise CheckpointError("the outputs do not vary enough:\n  " + "\n  ".join(failed))
     return answers
 
 
 def write_full(folder: Path) -> None:
-    """Writes the checkpoint with the published sizes and without weights; raises FolderError if it is foreign."""
+    """Writes the checkpoint with the published sizes, without weights. Raises FolderError like `write_tiny`."""
     claim_folder(folder, {"kind": "full"})
     tokenizer = make_tokenizer(FULL_TOKENS)
     config = full_config(tokenizer.convert_tokens_to_ids("user"))

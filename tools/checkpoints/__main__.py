@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tools.checkpoints import print_figures, write_full, write_tiny
+from tools.checkpoints import print_answers, write_full, write_tiny
 from tools.checkpoints.errors import CheckpointError, FolderError
 from tools.checkpoints.measure import quiet_transformers
 
@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns 0, 1 when the outputs miss a figure, 2 when the folder cannot be used."""
+    """Runs the command line; returns 0, 1 if the outputs fail a check, 2 if the folder cannot be used."""
     options = make_parser().parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     quiet_transformers()
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     try:
         if options.kind == "tiny":
-            print_figures(write_tiny(options.out_dir, options.seed))
+            print_answers(write_tiny(options.out_dir, options.seed))
         else:
             write_full(options.out_dir)
     except (FolderError, OSError) as error:

@@ -108,8 +108,8 @@ def text_fields(layout: TokenLayout) -> dict[str, Any]:
 def tiny_config(user_token: int) -> Any:
     """Returns the configuration of the tiny checkpoint.
 
-    vLLM's attention on CPU needs head_dim >= 32, hence 32 in the thinker and the talker. The talker's head_dim is not
-    hidden_size / heads, as in the published model, so code that assumes so fails here too.
+    vLLM's attention on CPU needs head_dim >= 32, so the thinker and the talker have 32. As in the published model, the
+    talker's head_dim is not hidden_size / heads, so code that assumes so fails here, too.
     """
     from transformers import Qwen2_5OmniConfig
 
@@ -202,7 +202,7 @@ def tiny_config(user_token: int) -> Any:
 def full_config(user_token: int) -> Any:
     """Returns the configuration with the sizes of the published Qwen2.5-Omni-7B.
 
-    Every size is written down, also where transformers has it as a default: a default is not a promise.
+    Every size is given, even where it is the default of transformers, because defaults may change.
     """
     from transformers import Qwen2_5OmniConfig
 
@@ -293,7 +293,7 @@ def full_config(user_token: int) -> Any:
 
 
 def make_generation_config(layout: TokenLayout) -> Any:
-    """Returns the thinker's generation settings: what ends a reply and what pads it."""
+    """Returns the thinker's generation settings: its end and padding tokens."""
     from transformers import GenerationConfig
 
     ids = text_ids(layout)

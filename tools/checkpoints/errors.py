@@ -1,11 +1,11 @@
-"""Reasons why a checkpoint was not written."""
+"""Errors of the checkpoint writers."""
 
 from __future__ import annotations
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be written, or the one written does not behave as promised."""
+    """A checkpoint cannot be written, or its outputs do not pass the checks."""
 
 
 class FolderError(CheckpointError):
-    """The folder holds something that this package did not write."""
+    """The folder holds files that this package did not write."""

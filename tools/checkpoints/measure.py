@@ -1,4 +1,4 @@
-"""Measures what a checkpoint answers through transformers, and checks it against the promises."""
+"""Measures a checkpoint's answers with transformers and checks them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLES_PER_CODEC_TOKEN = 480
 
 
 def keep_talker_attention_mask(model: Any) -> None:
-    """Makes the talker of a loaded transformers model see its attention mask of ones.
+    """Makes the talker of a loaded transformers model receive its attention mask of ones.
 
     transformers 5.19 drops an all-ones mask in `generate()`, and the talker adds the embeddings of the codec's pad and
     start tokens to its prompt only `if attention_mask is not None`. Without this, an unpadded prompt gets a talker
@@ -61,7 +61,7 @@ class Answer:
 
 
 class GapRecorder:
-    """A logits processor that changes nothing and keeps the smallest gap between the two best logits."""
+    """A logits processor that changes nothing and records the smallest gap between the two best logits."""
 
     def __init__(self) -> None:
         self.smallest = float("inf")
@@ -75,7 +75,7 @@ class GapRecorder:
 def generate_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
     """Returns a processor's output as keyword arguments for the model's `generate()`.
 
-    transformers 5.19 hands what has no prefix to all three parts, and the talker refuses pixels.
+    transformers 5.19 passes arguments without a prefix to all three parts, and the talker refuses pixels.
     """
     pixels = ("pixel_values", "pixel_values_videos")
     return {f"thinker_{name}" if name in pixels else name: value for name, value in inputs.items()}
@@ -91,7 +91,7 @@ def load_reference_model(folder: Path) -> Any:
 
 
 def measure_answer(model: Any, inputs: dict[str, Any], prompt: str, voice: str) -> Answer:
-    """Runs the whole model greedily, for 32 thinker and 64 codec tokens at most."""
+    """Runs the whole model greedily, for at most 32 thinker and 64 codec tokens."""
     ids = model.config.thinker_config, model.config.talker_config
     gaps = GapRecorder(), GapRecorder()
     codes: list[torch.Tensor] = []
@@ -127,7 +127,7 @@ def measure_answer(model: Any, inputs: dict[str, Any], prompt: str, voice: str) 
 
 
 def media_prompts(processor: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (name, processor output): the same question about different sounds, pictures and films."""
+    """Yields (name, processor output): the same question about different sounds, images and videos."""
     time_axis = np.arange(AUDIO_RATE, dtype=np.float32) / AUDIO_RATE
     ramp = np.linspace(0, 255, 84 * 84 * 3).reshape(84, 84, 3).astype(np.uint8)
     for name, pitch, picture in (("first", 220.0, ramp), ("second", 660.0, np.ascontiguousarray(ramp[::-1]))):
@@ -141,7 +141,7 @@ def media_prompts(processor: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def measure_answers(folder: Path) -> list[Answer]:
-    """Returns what the checkpoint answers to texts in every voice, and to media in one."""
+    """Returns the checkpoint's answers to texts in every voice, and to media in one."""
     from transformers import Qwen2_5OmniProcessor
 
     processor = Qwen2_5OmniProcessor.from_pretrained(folder)
@@ -156,8 +156,8 @@ def measure_answers(folder: Path) -> list[Answer]:
     return answers + [measure_answer(model, inputs, name, first_voice) for name, inputs in media_prompts(processor)]
 
 
-def missed_figures(answers: list[Answer]) -> list[str]:
-    """Returns a sentence for every promise about the outputs that the answers break."""
+def failed_checks(answers: list[Answer]) -> list[str]:
+    """Returns a sentence for every check that the answers fail."""
     missed = []
     for answer in answers:
         who = f"{answer.prompt!r} ({answer.voice})"
@@ -181,7 +181,7 @@ def missed_figures(answers: list[Answer]) -> list[str]:
     return missed
 
 
-def print_figures(answers: list[Answer]) -> None:
+def print_answers(answers: list[Answer]) -> None:
     """Prints one line per answer."""
     print(f"{'prompt':32} {'voice':8} {'texts':>5} {'codes':>5} {'peak':>6} {'text gap':>9} {'code gap':>9}")
     for answer in answers:
@@ -195,7 +195,7 @@ def print_figures(answers: list[Answer]) -> None:
 def quiet_transformers() -> None:
     """Silences warnings of transformers that do not apply.
 
-    It compares every id of the talker's configuration with the talker's vocabulary, also those of text tokens.
+    It compares all ids of the talker's configuration with the talker's vocabulary, even those of text tokens.
     """
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a written checkpoint: published names and template, made-up words."""
+"""The tokenizer of a written checkpoint: published special tokens and template, made-up words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tools.checkpoints.errors import CheckpointError
 
-# The published names, in the published order. Every id that follows from a name is looked up, never written down.
+# The published names, in the published order. Ids are always looked up by name.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -107,7 +107,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where the tokens lie in a vocabulary.
+    """The ids of the tokens in a vocabulary.
 
     `vocab_size` is the number of rows of the embedding; `first_special` the id of `<|endoftext|>`, the others follow
     it; `first_speech` the id of `<tts_pad>`; `voices` maps a voice to the id of its token; `fixed` holds words with a
@@ -132,7 +132,7 @@ FULL_TOKENS = TokenLayout(
 
 
 def byte_level(text: str) -> str:
-    """Returns text as byte-level BPE spells it: one printable character per UTF-8 byte."""
+    """Returns text in the alphabet of byte-level BPE: one printable character per UTF-8 byte."""
     from tokenizers import pre_tokenizers
 
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
@@ -168,7 +168,7 @@ def make_tokenizer(layout: TokenLayout) -> Any:
     from transformers import Qwen2Tokenizer
 
     vocabulary, merges = make_vocabulary(layout)
-    # Special tokens are part of the BPE vocabulary: this is what lets them keep ids beyond the number of words.
+    # Special tokens are part of the BPE vocabulary, so that they can have ids beyond the number of words.
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,

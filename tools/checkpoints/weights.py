@@ -1,4 +1,4 @@
-"""Random weights and voices, scaled so that the tiny checkpoint's outputs are meaningful."""
+"""Random weights and voices, scaled so that the tiny checkpoint's outputs are useful in tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.checkpoints.tokenizer import TokenLayout
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:
-    """Returns a generator that depends on the seed and on the name only, not on the order in which it is asked for."""
+    """Returns a generator that depends only on the seed and the name, not on the order of calls."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
@@ -31,8 +31,8 @@ def normal(shape: tuple[int, ...] | torch.Size, seed: int, name: str, std: float
 class Scale:
     """The distribution of one parameter: normal around `mean` with a given spread.
 
-    `gain` is relative to the fan-in (a layer with gain 1 keeps the size of what goes through it), `std` is absolute;
-    exactly one of them is set.
+    `gain` is relative to the fan-in (a layer with gain 1 keeps the size of its input), `std` is absolute; one of them
+    is set.
     """
 
     gain: float | None = None
@@ -40,7 +40,7 @@ class Scale:
     mean: float = 0.0
 
 
-# First match wins. docs/adr/0002-tiny-checkpoint.md says why these values.
+# The first match counts. docs/adr/0002-tiny-checkpoint.md explains the values.
 SCALES: tuple[tuple[str, Scale], ...] = (
     # Thinker and talker: attention dominates the residual stream and is sharp, so that the next token hashes the
     # whole context instead of following from the last token. That is what keeps greedy decoding out of cycles.
@@ -68,15 +68,15 @@ SCALES: tuple[tuple[str, Scale], ...] = (
 
 
 def scale_of(name: str) -> Scale:
-    """Returns how the named parameter is drawn; raises CheckpointError for a name that no rule covers."""
+    """Returns the distribution of the named parameter; raises CheckpointError for a name that no rule covers."""
     for pattern, scale in SCALES:
         if re.search(pattern, name):
             return scale
-    raise CheckpointError(f"no rule says how to draw parameter {name}")
+    raise CheckpointError(f"no rule covers the parameter {name}")
 
 
 def fan_in(name: str, shape: torch.Size) -> int:
-    """Returns how many inputs one output of the layer sums over."""
+    """Returns the number of inputs that one output of the layer sums."""
     if ".ups." in name:  # a transposed convolution [in, out, kernel]: about two taps of the kernel meet each output
         return shape[0] * 2
     return int(np.prod(shape[1:]))
@@ -95,7 +95,7 @@ def draw_parameter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int, spoken_ids: list[int]) -> None:
-    """Fills a model in place. The thinker only ever answers with `spoken_ids`, the talker with codec sounds.
+    """Fills a model in place. The thinker only answers with `spoken_ids`, the talker with codec sounds.
 
     The other rows of the two output layers are zero: a logit of 0 never wins against the best of the others, so no
     reply ends before its length limit and every codec token has a row in the vocoder's embedding.

@@ -1,7 +1,8 @@
-"""The language model that vLLM believes a diffusion stage to serve. It is never built.
+"""The language model that a diffusion stage claims to be in vLLM's configuration. It is never built.
 
-vLLM's configuration wants an architecture, a vocabulary and a context length. An entry of vLLM's own registry would do,
-but is inspected in a subprocess that imports all of vLLM (7 s on a fresh machine); a class object is not.
+vLLM's configuration requires an architecture, a vocabulary and a context length. An entry of vLLM's own registry would
+do, but vLLM inspects it in a subprocess that imports all of vLLM (7 s on a fresh machine); a class object is not
+inspected.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ ARCHITECTURE = "OmniActorsPlaceholder"
 
 
 class PlaceholderModel(nn.Module):
-    """Has the methods by which vLLM recognises a text generation model."""
+    """Class with the methods by which vLLM recognises a text generation model."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
-        raise ConfigError("A diffusion stage was given a worker for language models.")
+        raise ConfigError("A diffusion stage got a worker for language models; this is an error in its configuration.")
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -39,9 +40,9 @@ def placeholder_overrides(part: str, max_steps: int) -> Callable[[PretrainedConf
     """`hf_overrides` of a diffusion stage.
 
     Args:
-        part: attribute by which the checkpoint's real configuration is recognised; vLLM first tries the function on an
-            empty one, which has to come back as it is.
-        max_steps: most denoise steps of a request; they count as tokens.
+        part: attribute by which the checkpoint's real configuration is recognised; vLLM first calls the function with
+            an empty one, which must be returned as it is.
+        max_steps: maximum of denoise steps per request; they count as tokens.
     """
 
     def override(config: PretrainedConfig) -> PretrainedConfig:

@@ -1,1 +1,1 @@
-"""The parts of Qwen2.5-Omni's vocoder, on plain torch and Triton: chunks, diffusion transformer, BigVGAN, kernels."""
+"""Qwen2.5-Omni: thinker, talker, and the vocoder (`code2wav` and the modules that it is made of)."""

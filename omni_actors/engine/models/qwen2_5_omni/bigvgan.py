@@ -1,4 +1,4 @@
-"""BigVGAN: mel frames to waveform, batched, with the context that a chunk needs to equal the whole decode."""
+"""BigVGAN: mel frames to waveform, in batches; and the context that a chunk needs to equal the whole decode."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from omni_actors.engine.models.qwen2_5_omni.kernels import anti_aliased_snake
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
 
-FLOOR_DB, REFERENCE_DB = -115, -20  # of the mel amplitudes, as transformers' BigVGAN takes them
-ACTIVATION_REACH = 5  # samples on either side that an anti-aliased activation looks at
+FLOOR_DB, REFERENCE_DB = -115, -20  # of the mel amplitudes, as in transformers' BigVGAN
+ACTIVATION_REACH = 5  # samples on either side that an anti-aliased activation reads
 
 
 def receptive_frames(config: Qwen2_5OmniBigVGANConfig) -> int:
-    """Mel frames on either side of a sample's own frame that can change the sample. An upper bound, tight to a frame.
+    """Mel frames on either side of a sample's own frame that can change the sample: an upper bound, tight to a frame.
 
-    Found by walking from the waveform back to the mel frames with the half-width that a sample depends on.
+    Follows the half-width that a sample depends on from the waveform back to the mel frames.
     """
     residual = max(
         sum(2 * ACTIVATION_REACH + (kernel - 1) // 2 * (dilation + 1) for dilation in dilations)
@@ -32,11 +32,11 @@ def receptive_frames(config: Qwen2_5OmniBigVGANConfig) -> int:
     for stride, kernel in reversed(list(zip(config.upsample_rates, config.upsample_kernel_sizes, strict=True))):
         padding = (kernel - stride) // 2
         reach = (reach + residual + max(padding, kernel - 1 - padding)) // stride + 1
-    return reach + 3  # and so has the first
+    return reach + 3  # so has the first
 
 
 class Vocoder:
-    """transformers' BigVGAN, without its copy to the host.
+    """transformers' BigVGAN without its copy to the host.
 
     Args:
         model: the loaded `Qwen2_5OmniToken2WavBigVGANModel`.
@@ -44,13 +44,12 @@ class Vocoder:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.context = receptive_frames(model.config)
         self.samples_per_frame = math.prod(model.config.upsample_rates)
         self._least_amplitude = torch.tensor(FLOOR_DB / 20 * math.log(10)).exp().item()
 
     @torch.inference_mode()
     def __call__(self, mel: torch.Tensor) -> torch.Tensor:
-        """`mel` f32 [requests, mel_dim, frames] to f32 [requests, samples], on the same device."""
+        """Decode `mel` f32 [requests, mel_dim, frames] to f32 [requests, samples] on the same device."""
         model = self.model
         kernels = model.num_residual_blocks
         hidden = model.conv_pre(self._decibels(mel))
@@ -62,17 +61,17 @@ class Vocoder:
         return hidden.clamp(-1.0, 1.0)[:, 0]
 
     def _decibels(self, mel: torch.Tensor) -> torch.Tensor:
-        """Logarithms of amplitudes to decibels scaled to -1..1, f32.
+        """Convert logarithms of amplitudes to decibels, scaled to -1..1, f32.
 
-        As transformers' `process_mel_spectrogram`, which makes a tensor on the device from a number: there the host
-        waits for all that was queued before.
+        Equals transformers' `process_mel_spectrogram`, which creates a tensor on the device from a number, and so makes
+        the host wait for all work queued before.
         """
         decibels = 20 * torch.log10(mel.exp().clamp(min=self._least_amplitude)) + REFERENCE_DB
         return (2 * ((decibels - FLOOR_DB) / -FLOOR_DB) - 1).clamp(-1, 1)
 
 
 class _Convolution:
-    """A one-dimensional convolution as one over [batch, channels, 1, samples], channels last in memory."""
+    """A one-dimensional convolution as a two-dimensional one over [batch, channels, 1, samples], channels last."""
 
     def __init__(self, module: nn.Conv1d | nn.ConvTranspose1d, dtype: torch.dtype) -> None:
         self.function = F.conv_transpose2d if isinstance(module, nn.ConvTranspose1d) else F.conv2d
@@ -102,7 +101,7 @@ class _Activation:
 
 
 class FusedVocoder(Vocoder):
-    """BigVGAN for CUDA: fused activations, and channels last, which is how tensor cores take convolutions.
+    """BigVGAN for CUDA: fused activations, and channels last in memory, which tensor cores need for convolutions.
 
     Args:
         dtype: of weights and activations; float16 has the mantissa of TF32 at half the traffic.

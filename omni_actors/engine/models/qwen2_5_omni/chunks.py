@@ -1,4 +1,4 @@
-"""Where an utterance is cut for decoding while it is still being spoken. Pure arithmetic, in blocks of the DiT."""
+"""Where an utterance is cut, so that decoding can begin before it is complete: arithmetic in blocks of the DiT."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from omni_actors.errors import ConfigError
 
 MAX_BLOCKS = 1024
-GROWTH = 2  # while a chunk is played, the talker speaks several times as much
+GROWTH = 2  # while a chunk is played, the talker produces several times as much
 PRECISIONS = ("auto", "float32", "tf32", "bf16")
 
 
 @dataclass(frozen=True)
 class ChunkPolicy:
-    """Chunks of an utterance, in blocks: small at first, then each twice as long as all before it, up to a limit.
+    """Chunk lengths in blocks: small at first, then each twice as long as all before it together, up to a limit.
 
     The boundaries depend on nothing but this policy, never on when tokens arrive, so that a seed gives one waveform.
 
     Args:
-        first: blocks of the first chunk: what the first sound waits for, together with the look-ahead.
-        largest: blocks of the longest chunk. Longer ones cost less (each pays for its look-ahead again) and come later.
+        first: blocks of the first chunk; the first sound waits for them and for the look-ahead.
+        largest: blocks of the longest chunk. Longer chunks cost less (each computes its look-ahead) but come later.
         look_ahead: blocks behind a chunk that are computed with it and thrown away.
 
     Raises:
@@ -45,7 +45,7 @@ class ChunkPolicy:
             )
 
     def end(self, begin: int) -> int:
-        """The block before which a chunk that begins at block `begin` ends."""
+        """End (exclusive) of the chunk that begins at block `begin`."""
         return begin + min(self.largest, max(self.first, GROWTH * begin))
 
 
@@ -58,7 +58,7 @@ class DecodeOptions:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], default: ChunkPolicy) -> DecodeOptions:
-        """Options as they stand in the configuration; what is not given is the model's own `default`."""
+        """Options from the configuration; those not given come from the model's `default`."""
         precision = options.get("precision") or "auto"
         if precision not in PRECISIONS:
             raise ConfigError(f"decode.precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}.")
@@ -73,6 +73,6 @@ class DecodeOptions:
                 raise ConfigError(f"decode.policy 'whole' has no chunks; remove {names}.")
             return cls(None, precision)
         values = {field: given.get(field, getattr(default, field)) for field in ("first", "largest", "look_ahead")}
-        if "largest" not in given:  # a long first chunk alone is no contradiction
+        if "largest" not in given:  # a long first chunk raises the limit
             values["largest"] = max(values["largest"], values["first"])
         return cls(ChunkPolicy(**values), precision)

@@ -1,12 +1,13 @@
 """The diffusion transformer of token2wav: one interval of its Runge-Kutta solver for any mix of chunks.
 
-Its attention is local: a frame sees the frames of its own block (24), in a few layers also the block before or after.
-So a batch is a stack of blocks, the rows: all chunks, both guidance branches, [rows, frames, width]. Linear in the
-length, no padding beyond a request's last block, and nothing can leak between requests. A chunk continues an earlier
-one exactly: its first block reads the keys and values that the block before had at the same evaluation, which were
-kept (`left`), so blocks to the left are never computed twice and reach as far back as in a whole decode.
+Its attention is local: a frame sees the frames of its own block (24), in a few layers those of the block before or
+after as well. So a batch is a stack of blocks, called rows: all chunks, both guidance branches, [rows, frames, width].
+The cost is linear in the length, there is no padding beyond a request's last block, and nothing can leak between
+requests. A chunk continues the previous one exactly: its first block reads the keys and values that the block before
+had at the same evaluation, which were kept (`left`), so blocks to the left are never computed twice and reach as far
+back as in a whole decode.
 
-On CUDA an interval is one graph, captured for a few numbers of rows; unused rows compute nonsense that nobody reads.
+On CUDA an interval is one graph, captured for several numbers of rows; the results of unused rows are ignored.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from omni_actors.engine.models.qwen2_5_omni.kernels import MIN_HALF_HEAD, block_
 if TYPE_CHECKING:
     from torch import nn
 
-_Reach = tuple[int, int]  # blocks that a layer looks back, and ahead
+_Reach = tuple[int, int]  # number of blocks that a layer looks back, and ahead
 _Window = tuple[torch.Tensor, torch.Tensor]  # `keys` and `valid` of `block_attention`
 
-EVALUATIONS = 4  # of the network, per interval
+EVALUATIONS = 4  # of the network per interval
 # Up to 16 chunks of 17 blocks with both branches; more rows run without a graph.
 GRAPH_ROWS = (6, 8, 12, 18, 24, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, *range(256, 545, 32))
-MODULATIONS_KEPT = 64  # intervals whose modulations are kept: several usual schedules
+MODULATIONS_KEPT = 64  # intervals whose modulations are cached: enough for several common schedules
 
 
 def solver_times(num_steps: int, sway_coefficient: float) -> torch.Tensor:
     """The solver's points in time, f32 [num_steps] from 0 to 1, as transformers computes them.
 
-    `num_steps` counts points, so there are `num_steps - 1` intervals. One point means no interval at all: the reference
-    then decodes the initial noise, and so do we.
+    `num_steps` counts points, so there are `num_steps - 1` intervals. With one point there is none: like the reference,
+    we then decode the initial noise.
     """
     times = torch.linspace(0, 1, num_steps, dtype=torch.float32)
     times += sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
@@ -47,16 +48,16 @@ def solver_times(num_steps: int, sway_coefficient: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DitChunk:
-    """What the network needs to know of one chunk for one interval.
+    """One chunk in one interval, as input of the network.
 
     Args:
-        state: f32 [blocks, frames, mel_dim], the latents now.
-        fixed: f32 [branches * blocks, frames, width], the part of the input that never changes; see `condition`.
-        frames: real frames; the rest of the last block is padding.
-        guidance: scale, if there are two branches.
+        state: f32 [blocks, frames, mel_dim], the latents at the start of the interval.
+        fixed: f32 [branches * blocks, frames, width], the constant part of the input; see `condition`.
+        frames: number of real frames; the rest of the last block is padding.
+        guidance: scale; used if there are two branches.
         times: the interval's two points in time.
-        left: [evaluations, layers, branches, frames, 2 * width], kept of the block before; None at the beginning.
-        keep: where to keep the same of block `keep_block`, of the same shape; None to keep nothing.
+        left: [evaluations, layers, branches, frames, 2 * width], keys and values of the block before, or None.
+        keep: receives the same of block `keep_block`, in the same shape; None to keep nothing.
     """
 
     state: torch.Tensor
@@ -79,13 +80,13 @@ class DitChunk:
 
 @dataclass
 class _Rows:
-    """The tensors that one interval reads, for a number of rows; those of a graph never move.
+    """The tensors that one interval reads. Those of a captured graph keep their addresses.
 
-    `conditional` and `null` i64 [rows] name the two rows that a row's slope is guided by, `guidance` f32 [rows, 1, 1].
-    `slot` i64 [rows] is the row's place among `modulation` f32 [EVALUATIONS, slots, modulations] and `width` f32
+    `conditional` and `null` i64 [rows] are the two rows that guide a row's slope, by `guidance` f32 [rows, 1, 1].
+    `slot` i64 [rows] is the row's index into `modulation` f32 [EVALUATIONS, slots, modulations] and `width` f32
     [slots], the widths of the intervals. `keys` and `valid` i32 [windows, rows, 3] are the windows of
-    `block_attention`, one for each reach there is. `left` and `kept` [EVALUATIONS, layers, entries, frames, 2 * width];
-    `keep` i64 [entries] are the rows whose keys and values are kept.
+    `block_attention`, one for each distinct reach. `left` is [EVALUATIONS, layers, entries, frames, 2 * width]; `keep`
+    i64 [entries] are the rows whose keys and values are kept.
     """
 
     state: torch.Tensor
@@ -103,12 +104,12 @@ class _Rows:
 
 
 class _Layer:
-    """Weights of one layer, as few matrices as possible."""
+    """Weights of one layer, in as few matrices as possible."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         attention = layer.attn
-        # Rotary positions of the checkpoint are interleaved; half-split heads, which a kernel reads in order, have the
-        # same products.
+        # The checkpoint interleaves its rotary pairs; half-split heads, which a kernel reads in order, give the same
+        # products.
         head_dim = attention.inner_dim // attention.heads
         order = torch.arange(attention.inner_dim).view(attention.heads, head_dim)
         order = torch.cat([order[:, 0::2], order[:, 1::2]], dim=1).flatten().to(attention.to_q.weight.device)
@@ -127,10 +128,10 @@ class Dit:
     """The network and its solver.
 
     Args:
-        model: the loaded `Qwen2_5OmniToken2WavDiTModel`; its weights are taken over, not the module.
+        model: the loaded `Qwen2_5OmniToken2WavDiTModel`; only its weights are used.
         dtype: of the matrix products; the residual, the norms, the modulations and the solver stay float32.
-        precise: float32 products in float32, not TF32.
-        max_requests: chunks in a batch at most.
+        precise: compute float32 products in float32, not TF32.
+        max_requests: maximum of chunks in a batch.
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype, precise: bool, max_requests: int) -> None:
@@ -158,7 +159,7 @@ class Dit:
         self._results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _split_input(self, model: nn.Module, config: object) -> None:
-        """The input projection is linear, so its parts are applied where they change: latents, code, voice."""
+        """Split the linear input projection into parts that change at different times: latents, code, voice."""
         weight, bias = model.input_embed.proj.weight, model.input_embed.proj.bias
         widths = [self.mel_dim, config.enc_dim, config.emb_dim, config.enc_emb_dim]
         self._state_weight, voice, code, conditioning = (part.contiguous() for part in weight.split(widths, dim=1))
@@ -166,7 +167,7 @@ class Dit:
         self._code_table = model.text_embed.codec_embed.weight @ code.T + bias  # [codes, width]
 
     def _rotary_table(self, model: nn.Module, back: int, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Only differences of positions matter, so each window counts from its own first frame."""
+        """Cosines and sines by position in a window: only differences of positions matter."""
         positions = torch.arange((back + 1 + ahead) * self.frames, device=self.device)
         angles = positions[:, None].float() * model.rotary_embed.inv_freq.to(self.device)
         scaling = model.rotary_embed.attention_scaling
@@ -175,9 +176,9 @@ class Dit:
     # ------------------------------------------------------------------------------------------------------ conditions
 
     def condition(self, tokens: torch.Tensor, voices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """`DitChunk.fixed` of codec `tokens` i64 [blocks * tokens per block] on the device.
+        """`DitChunk.fixed` for codec `tokens` i64 [blocks * tokens per block] on the device.
 
-        `voices` are (speaker [enc_dim], conditioning [enc_emb_dim]) of each branch; the second one has no code.
+        `voices` holds (speaker [enc_dim], conditioning [enc_emb_dim]) of each branch; the second branch has no code.
         """
         branches = []
         for branch, (speaker, conditioning) in enumerate(voices):
@@ -187,7 +188,7 @@ class Dit:
         return torch.cat(branches).view(-1, self.frames, self.width)
 
     def _modulation(self, start: float, end: float) -> torch.Tensor:
-        """Every scale, shift and gate of the interval's evaluations, f32 [EVALUATIONS, modulations]."""
+        """All scales, shifts and gates of the interval's evaluations, f32 [EVALUATIONS, modulations]."""
         key = (start, end)
         if (found := self._modulations.get(key)) is not None:
             self._modulations.move_to_end(key)
@@ -203,14 +204,17 @@ class Dit:
         return made
 
     def kept_shape(self, intervals: int, branches: int) -> tuple[int, ...]:
-        """Shape of what is kept of one block for the chunk after it; see `DitChunk.left`."""
+        """Shape of the keys and values that one block leaves for the next chunk; see `DitChunk.left`."""
         return (EVALUATIONS * intervals, len(self.kept_layers), branches, self.frames, 2 * self.inner)
 
     # -------------------------------------------------------------------------------------------------------- interval
 
     @torch.inference_mode()
     def advance(self, chunks: Sequence[DitChunk]) -> list[torch.Tensor]:
-        """One interval of the 3/8-rule Runge-Kutta solver for all chunks, each at its own time; their new states."""
+        """Advance all chunks by one interval of the 3/8-rule Runge-Kutta solver, each at its own time.
+
+        Returns their new states f32 [blocks, frames, mel_dim].
+        """
         rows = sum(chunk.fixed.shape[0] for chunk in chunks)
         size = next((size for size in self._graphs if size >= rows), None)
         entries = sum(chunk.branches for chunk in chunks)
@@ -254,7 +258,7 @@ class Dit:
         )
 
     def _view(self, whole: _Rows, rows: int) -> _Rows:
-        """The first `rows` rows of a larger allocation, and the slots and entries that so many rows can need."""
+        """The first `rows` rows of a larger allocation, with the slots and entries that this many rows can need."""
         slots, entries = self._room(rows)
         limits = {"modulation": (1, slots), "width": (0, slots), "left": (2, entries), "keep": (0, entries)}
         limits |= {"keys": (1, rows), "valid": (1, rows)}
@@ -268,16 +272,16 @@ class Dit:
         return min(rows, self.max_requests), min(rows, 2 * self.max_requests)
 
     def _fill(self, batch: _Rows, chunks: Sequence[DitChunk], rows: int) -> None:
-        """Lay the chunks out in `batch`: request after request, in each the conditional and then the null branch."""
+        """Lay out the chunks in `batch`: chunk after chunk, in each the conditional and then the null branch."""
         intervals = list(dict.fromkeys(chunk.times for chunk in chunks))
         index = {name: np.zeros(rows, np.int64) for name in ("conditional", "null", "slot")}
         index["conditional"][:] = index["null"][:] = np.arange(rows)
         guidance = np.zeros(rows, np.float32)
         keys = np.full((len(self.reaches), rows, 3), -1, np.int32)
         valid = np.zeros((len(self.reaches), rows, 3), np.int32)
-        for number, (back, _) in enumerate(self.reaches):  # rows that stand for nothing see themselves
+        for number, (back, _) in enumerate(self.reaches):  # unused rows see themselves
             keys[number, :, back], valid[number, :, back] = np.arange(rows), self.frames
-        # All of it is written: a number left over from a larger batch would point outside of this one.
+        # All of it is written: an index left over from a larger batch would point outside of this one.
         keep, entry = np.zeros(len(batch.keep), np.int64), 0
         first, left_entries = 0, 0
         for chunk in chunks:
@@ -316,7 +320,7 @@ class Dit:
         if lefts:
             batch.left[:, :, :left_entries] = torch.cat(lefts, dim=2) if len(lefts) > 1 else lefts[0]
         widths = np.array([np.float32(end) - np.float32(start) for start, end in intervals], np.float32)
-        # One copy to the device for all that the host computed.
+        # One copy to the device for everything that the host computed.
         self._upload(
             (batch.conditional, index["conditional"]),
             (batch.null, index["null"]),
@@ -341,7 +345,7 @@ class Dit:
             offset += source.nbytes
 
     def _interval(self, batch: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """New states [rows, frames, mel_dim] and the keys and values kept, as `_Rows.left`."""
+        """New states [rows, frames, mel_dim], and the keys and values to keep, in the shape of `_Rows.left`."""
         third, state = 1 / 3, batch.state
         step = batch.width[batch.slot].view(-1, 1, 1)
         kept = torch.empty(
@@ -366,7 +370,7 @@ class Dit:
     def _slope(
         self, batch: _Rows, evaluation: int, state: torch.Tensor, windows: Mapping[_Reach, _Window], kept: torch.Tensor
     ) -> torch.Tensor:
-        """The guided slope at `state` [rows, frames, mel_dim]; what is to be kept goes to `kept`."""
+        """The guided slope at `state` [rows, frames, mel_dim]; also writes the keys and values to keep into `kept`."""
         width = self.width
         modulation = batch.modulation[evaluation]
 
@@ -412,7 +416,7 @@ class Dit:
     def _gelu_linear(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         if not self.fused:
             return F.gelu(F.linear(hidden, weight, bias), approximate="tanh")
-        # The same in the epilogue of the product: spares reading and writing the widest activation.
+        # The same in the epilogue of the product, which saves reading and writing the widest activation.
         flat = torch._addmm_activation(bias, hidden.flatten(0, 1), weight.T, use_gelu=True)
         return flat.unflatten(0, hidden.shape[:2])
 
@@ -420,7 +424,7 @@ class Dit:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] = GRAPH_ROWS) -> None:
-        """Capture an interval for each number of rows. Needs CUDA."""
+        """Capture the graph of an interval for each number of rows. Needs CUDA."""
         largest = max(sizes)
         self._static = self._allocate(largest, *self._room(largest))
         pool = torch.cuda.graph_pool_handle()

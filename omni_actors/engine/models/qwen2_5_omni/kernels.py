@@ -1,10 +1,10 @@
-"""The fused operations of the vocoder: a Triton kernel for CUDA and the same in plain torch for everything else.
+"""The fused operations of the vocoder: a Triton kernel for CUDA, and plain torch for everything else.
 
 The kernels save memory traffic and launches, not arithmetic. Triton's interpreter runs them on the CPU, so the tests
 compare both forms without a GPU.
 """
 
-# ruff: noqa: ANN001, ANN202 - arguments of Triton's functions are whatever Triton makes of them
+# ruff: noqa: ANN001, ANN202 - Triton decides the types of its functions' arguments
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def modulated_norm(
     *,
     fused: bool,
 ) -> torch.Tensor:
-    """`residual += gate * update` in place; then its layer norm, `* (1 + scale) + shift`, in `dtype`.
+    """Add `gate * update` to `residual` in place; return its layer norm `* (1 + scale) + shift` in `dtype`.
 
     Shapes: `residual` f32 and `update` [rows, frames, width]; `gate`, `scale`, `shift` f32 [slots, width], views with
-    one stride; `slot` i64 [rows] says which of them a row takes.
+    the same stride; `slot` i64 [rows] is the index into them for each row.
     """
     if not fused:
         if update is not None:
@@ -188,16 +188,16 @@ def block_attention(
     precise: bool,
     fused: bool,
 ) -> torch.Tensor:
-    """Attention of each block over the blocks of its window; the result is [rows, frames, heads * head_dim].
+    """Attention of each block over the blocks of its window; returns [rows, frames, heads * head_dim].
 
     Args:
         qkv: [rows, frames, 3 * heads * head_dim], heads in half-split layout.
         left: [entries, frames, 2 * heads * head_dim], keys and values of blocks of earlier chunks.
-        keys: i32 [rows, window], the blocks that a row sees: below `rows` one of `qkv`, from `rows` on one of `left`,
-            negative none.
-        valid: i32 [rows, window], how many frames of each are real; 0 for none. A row sees at least one.
+        keys: i32 [rows, window], the blocks that a row sees: a block of `qkv` below `rows`, an entry of `left` from
+            `rows` on, none if negative.
+        valid: i32 [rows, window], number of real frames in each; 0 for none. A row sees at least one.
         rotary: cosines and sines f32 [window * frames, head_dim / 2] by position in the window.
-        back: which block of the window is the row's own.
+        back: index of the row's own block in the window.
     """
     rows, frames, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     half, window = width // heads // 2, keys.shape[1]
@@ -256,7 +256,7 @@ def _block_attention_torch(
 
 
 def _rotate_first_head(tensor: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """The first head of `tensor` [rows, heads, frames, head_dim], half-split layout, rotated."""
+    """Rotate the first head of `tensor` [rows, heads, frames, head_dim], in half-split layout."""
     first, second = tensor[:, 0].float().chunk(2, dim=-1)
     rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return torch.cat([rotated.to(tensor.dtype)[:, None], tensor[:, 1:]], dim=1)
@@ -268,7 +268,7 @@ def _rotate_first_head(tensor: torch.Tensor, cosine: torch.Tensor, sine: torch.T
 
 @triton.jit
 def _snake(value, alpha, share):
-    # sin(angle) squared has the period pi; the rest lies in [-pi/2, pi/2], where the series errs by 6e-8.
+    # sin(angle) squared has the period pi; the rest is in [-pi/2, pi/2], where the series is off by at most 6e-8.
     angle = value * alpha
     turns = tl.floor(angle * 0.3183098861837907 + 0.5)
     rest = angle - turns * 3.140625
@@ -292,7 +292,7 @@ def _sample(source, index, length, channels, channel, inside):
 def _anti_aliased_snake(
     source, output, up, down, frequency, magnitude, length, channels, STEPS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Walks along the samples with one lane per channel, so that every intermediate value is computed once.
+    """Walk along the samples with one lane per channel, so that every intermediate value is computed once.
 
     At pair j the two samples 2j and 2j + 1 of the doubled rate are made from x[j - 3 .. j + 3]; output j - 3 needs the
     odd one of pair j - 6, both of the five pairs after it, and the even one of pair j.
@@ -312,7 +312,7 @@ def _anti_aliased_snake(
     d4, d5, d6, d7 = tl.load(down + 4), tl.load(down + 5), tl.load(down + 6), tl.load(down + 7)
     d8, d9, d10, d11 = tl.load(down + 8), tl.load(down + 9), tl.load(down + 10), tl.load(down + 11)
 
-    # Before the first sample of the doubled rate stands that sample itself.
+    # The first sample of the doubled rate is repeated before itself.
     x0 = _sample(source, 0, length, channels, channel, inside)
     head = (u5 + u7 + u9 + u11) * x0 + u3 * _sample(source, 1, length, channels, channel, inside)
     head = _snake(2.0 * (head + u1 * _sample(source, 2, length, channels, channel, inside)), alpha, share)
@@ -323,8 +323,8 @@ def _anti_aliased_snake(
     x3 = _sample(source, first - 3, length, channels, channel, inside)
     x4 = _sample(source, first - 2, length, channels, channel, inside)
     x5 = _sample(source, first - 1, length, channels, channel, inside)
-    # Never seen in a result; each needs a tensor of its own: names that begin as one and the same value and are only
-    # passed on to one another are constants of the loop to Triton's compiler (not to its interpreter).
+    # These values never reach a result, but each needs its own tensor: Triton's compiler (not its interpreter) takes
+    # names that begin as the same value and are only assigned to one another for constants of the loop.
     o0, e1, o1 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     e2, o2, e3 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     o3, e4, o4 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
@@ -355,15 +355,15 @@ def anti_aliased_snake(
     frequency: torch.Tensor,
     magnitude: torch.Tensor,
 ) -> torch.Tensor:
-    """BigVGAN's activation of `hidden` [batch, channels, 1, samples], channels last in memory, in one pass over it.
+    """Apply BigVGAN's activation to `hidden` [batch, channels, 1, samples], channels last in memory, in one pass.
 
-    Both filters are f32 [12]; `frequency` and `magnitude` f32 [channels] are the snake's parameters, exponentiated.
+    Both filters are f32 [12]; `frequency` and `magnitude` f32 [channels] are the snake's exponentiated parameters.
     """
     batch, channels, _, length = hidden.shape
     hidden = hidden.contiguous(memory_format=torch.channels_last)
     output = torch.empty_like(hidden)
     lanes = min(128, max(32, triton.next_power_of_2(channels)))
-    # As few samples in a row as fill the device with warps: each program first computes six pairs for nothing.
+    # As few samples per program as fill the device with warps: each program computes six pairs that are not used.
     steps = min(64, max(8, triton.next_power_of_2(hidden.numel() // (32 * 8192) + 1)))
     _anti_aliased_snake[(triton.cdiv(length, steps), triton.cdiv(channels, lanes), batch)](
         hidden,

@@ -1,4 +1,4 @@
-"""The talker of Qwen2.5-Omni: decodes codec tokens from the thinker's hidden states.
+"""The talker of Qwen2.5-Omni as a vLLM model: decodes codec tokens from the thinker's hidden states.
 
 Input of position p, with P the thinker's prompt length (H is the thinker's width, everything is projected afterwards):
 
@@ -6,7 +6,7 @@ Input of position p, with P the thinker's prompt length (H is the thinker's widt
     p = P       codec_embed(codec_pad) + embedding of the voice's text-bos token
     p = P + 1   codec_embed(codec_bos) + reply row 0
     p = P+2+k   codec_embed(codec token k) + reply row k + 1; after the last reply row the text-eos embedding once, then
-                text-pad for ever
+                text-pad from there on
 
 vLLM's prompt embeddings give the rows below P. From P on, the codec embedding is the ordinary embedding of the token at
 that position (prompt tokens are codec_mask * P, codec_pad, codec_bos), and `TalkerModelState` adds the text side by
@@ -15,7 +15,7 @@ absolute position, so that a preempted request, which computes its output again 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,23 +33,14 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, InputStream, RequestOutputs
-from omni_actors.engine.core import make_request
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.runner import StreamedInputState, payload_of
-from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowUpdate
-from omni_actors.engine.tensors import check_rows, to_host, to_torch
-from omni_actors.errors import InvalidPayload, UnknownVoice
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageInputs, StageRequest, StreamEvent
 
 ARCHITECTURE = "OmniActorsQwen2_5OmniTalker"
 
@@ -58,9 +49,9 @@ _TEXT_EOS, _TEXT_PAD, _FIRST_VOICE = 0, 1, 2
 
 
 def talker_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The checkpoint's configuration -> the talker's, in the shape of a Llama."""
+    """The talker's configuration out of the checkpoint's, in the shape of a Llama."""
     talker = getattr(config, "talker_config", None)
-    if talker is None:  # vLLM first tries the function on an empty configuration
+    if talker is None:  # vLLM first calls the function with an empty configuration
         return config
     talker.architectures = [ARCHITECTURE]
     talker.dtype = talker.dtype or config.dtype
@@ -69,7 +60,7 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     talker.qkv_bias = True
     talker.mlp_bias = False
     vocoder = config.token2wav_config.dit_config
-    talker.sounding_tokens = vocoder.num_embeds  # tokens that the vocoder can say
+    talker.sounding_tokens = vocoder.num_embeds  # tokens that the vocoder can turn into sound
     talker.vocoder_block = vocoder.block_size // vocoder.repeats  # in tokens
     return talker
 
@@ -86,8 +77,8 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
 class TalkerDecoder(LlamaModel):
     """vLLM's Llama behind the projection of the thinker's rows, compiled for M-RoPE positions.
 
-    The projection is part of what is compiled, because a piecewise CUDA graph reads its input where it lay when it was
-    captured: vLLM's runner keeps its embeddings in one place, the result of a projection of ours lies anywhere.
+    The projection is compiled with it, because a piecewise CUDA graph reads its input at the address it had during
+    capture: vLLM's runner keeps its embeddings in one buffer, the result of a separate projection could lie anywhere.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -132,12 +123,12 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
             config.tts_text_pad_token_id,
             *(int(voice["bos_token"]) for voice in voices.values()),
         ]
-        # A buffer from the start: on the right device, and defined also where load_weights is never called (dummy).
+        # A buffer from the start: on the right device, and defined even without load_weights (dummy weights).
         self.register_buffer(
             "text_rows", torch.zeros(len(self.text_token_ids), config.embedding_size), persistent=False
         )
-        # Never sampled: the start token, as in transformers, and tokens that neither sound nor end the speech, at which
-        # transformers' vocoder fails.
+        # Never sampled: the start token, as in transformers, and tokens that neither are sound nor end the speech, on
+        # which transformers' vocoder fails.
         unspeakable = torch.arange(config.vocab_size) >= config.sounding_tokens
         unspeakable[[config.tts_codec_end_token_id, config.tts_codec_pad_token_id]] = False
         unspeakable[config.tts_codec_start_token_id] = True
@@ -156,7 +147,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
         return TalkerModelState
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
-        """Positions [3, len(input_tokens)] and how much later positions exceed their index."""
+        """M-RoPE positions i64 [3, len(input_tokens)], and by how much later positions exceed their index."""
         length = len(input_tokens)
         given = self.next_positions
         if given is None:
@@ -191,7 +182,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
         def talker_weights() -> Iterable[tuple[str, torch.Tensor]]:
             for name, weight in weights:
                 if name == "thinker.model.embed_tokens.weight":
-                    # Of the thinker's table only the rows that the talker feeds itself with.
+                    # Only those rows of the thinker's table that the talker adds to its own input.
                     self.text_rows.copy_(weight[self.text_token_ids])
                 else:
                     yield name, weight
@@ -201,7 +192,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
 
 @dataclass(slots=True)
 class TalkerPayload:
-    """What the worker gets of a new request.
+    """The worker's part of a new request.
 
     Args:
         prompt_rows: P, the number of positions without a codec token.
@@ -219,7 +210,7 @@ class TalkerPayload:
 
 @dataclass(slots=True)
 class _TextSide:
-    """What is added to the codec embeddings of one request: row i at position prompt_rows + i."""
+    """The rows added to the codec embeddings of one request: row i at position prompt_rows + i."""
 
     prompt_rows: int
     rows: list[torch.Tensor]
@@ -233,8 +224,8 @@ class _TextSide:
 class TalkerModelState(DefaultModelState, StreamedInputState):
     """Adds the text side to the input embeddings of every step.
 
-    The rows wait in host memory, where they arrived; one copy per step brings those of the whole batch to the device.
-    Speech goes on for long after its text: the row for that is there already.
+    The rows stay in host memory, where they arrived; one copy per step brings those of the whole batch to the device.
+    Speech goes on long after its text has ended; the padding row for that is already on the device.
     """
 
     supports_prompt_embeds = True
@@ -250,10 +241,10 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
         if not isinstance(payload, TalkerPayload):  # vLLM's own warm-up requests carry none
             super().add_request(req_index, new_req_data)
             return
-        if new_req_data.req_id not in self._text:  # else it comes back from preemption, with all it was streamed
+        if new_req_data.req_id not in self._text:  # else it resumes after preemption and keeps its streamed rows
             rows = [self._fixed_rows[_FIRST_VOICE + payload.voice], *payload.reply.unbind()]
             self._text[new_req_data.req_id] = _TextSide(payload.prompt_rows, rows, payload.complete)
-        # vLLM asks the model for positions by token ids alone, so the request's own are left with the model.
+        # vLLM passes only token ids when it asks the model for positions, so the request's own are left with the model.
         self.model.next_positions = payload.positions
         try:
             super().add_request(req_index, new_req_data)
@@ -306,129 +297,9 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
         if index < len(text.rows):
             return text.rows[index]
         if not text.complete:
-            # The scheduler holds such a request back, so this is a fault of ours; padding would only hide it.
-            raise RuntimeError(f"Row {index} is needed but only {len(text.rows)} have come.")
+            # The scheduler holds such a request back, so this is an internal error; padding would only hide it.
+            raise RuntimeError(f"Row {index} is needed, but only {len(text.rows)} have arrived.")
         return self._fixed_rows[_TEXT_EOS if index == len(text.rows) else _TEXT_PAD]
-
-
-class CodecOutputs(RequestOutputs):
-    """Codec tokens of one request as a stream. The token that ends it is no sound and is left out.
-
-    Tokens leave when they complete a block of the vocoder, which can do nothing with less: a message for each token of
-    each request would cost more time of the engine's thread than the step that makes them.
-
-    Args:
-        block: tokens of a block.
-    """
-
-    def __init__(self, request_id: str, end_token_ids: frozenset[int], block: int) -> None:
-        self._request_id = request_id
-        self._end_token_ids = end_token_ids
-        self._block = block
-        self._sent = 0
-        self._held: list[int] = []
-
-    def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
-        tokens = list(output.new_token_ids)
-        finished = output.finish_reason is not None
-        if output.finish_reason is VllmFinishReason.STOP and tokens and tokens[-1] in self._end_token_ids:
-            tokens.pop()
-        self._held += tokens
-        if len(self._held) < self._block and not finished:
-            return ()
-        event = StreamEvent(self._request_id, token_ids=self._held, start=self._sent, final=finished)
-        self._sent += len(self._held)
-        self._held = []
-        return (event,)
-
-
-class TalkerAdapter(AutoregressiveAdapter):
-    """Rows of the thinker -> a vLLM request over codec tokens."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = self.vllm_config.model_config.hf_config
-        self._voices = tuple(load_voices(self.model_config.model))
-        self._width: int = config.embedding_size
-        self._dtype: torch.dtype = self.vllm_config.model_config.dtype
-        self._mask: int = config.tts_codec_mask_token_id
-        self._block: int = config.vocoder_block
-        self._start: tuple[int, int] = (config.tts_codec_pad_token_id, config.tts_codec_start_token_id)
-        # `talker_eos_token_id` of transformers' generate.
-        self._ends = frozenset({config.tts_codec_pad_token_id, config.tts_codec_end_token_id})
-        # vLLM keeps a rotary table of four times this many positions for M-RoPE; beyond it the device would fault.
-        self._max_position: int = 4 * config.max_position_embeddings - self.max_model_len
-
-    @property
-    def facts(self) -> EngineFacts:
-        return EngineFacts(voices=self._voices, max_input_tokens=self.max_model_len - 3)
-
-    def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
-        voice = self._voice_index(request.voice)
-        given = dict(inputs.tensors)
-        prompt = self._tensor(given, "prompt_rows", minimum=2)
-        n_prompt = prompt.shape[0] - 1
-        token_ids = [self._mask] * n_prompt + [*self._start]
-        self.check_length(len(token_ids))
-        reply = [prompt[n_prompt:]]
-        if "reply_rows" in given:
-            reply.append(self._tensor(given, "reply_rows"))
-        positions = self._positions(given.pop("mrope_positions", None), n_prompt)
-        if given:
-            raise InvalidPayload(f"The talker does not know the tensors {sorted(given)}.")
-        payload = TalkerPayload(n_prompt, voice, torch.cat(reply), inputs.complete, positions)
-        # Two more rows than used: vLLM wants one per prompt token. The mask makes it take the tokens' own embeddings.
-        embeddings = torch.cat([prompt[:n_prompt], prompt.new_zeros(2, self._width)])
-        params = request.params.merged_over(self.defaults)
-        sampling = make_sampling_params(
-            params, seed=request.effective_seed, end_token_ids=self._ends, vocabulary=self.vocabulary, payload=payload
-        )
-        core_request = make_request(
-            request.request_id,
-            token_ids,
-            sampling,
-            prompt_embeds=embeddings,
-            prompt_is_token_ids=[False] * n_prompt + [True, True],
-            priority=request.priority,
-        )
-        stream = InputStream(
-            received=payload.reply.shape[0] - 1,
-            complete=inputs.complete,
-            n_bytes=embeddings.nbytes + payload.reply.nbytes,
-        )
-        return Admission(core_request, CodecOutputs(request.request_id, self._ends, self._block), stream)
-
-    def read_rows(self, rows: HostTensor) -> torch.Tensor:
-        check_rows(rows, self._width, "reply rows")
-        return to_torch(rows).to(self._dtype)
-
-    def warm_up_inputs(self, length: int) -> StageInputs:
-        rows = torch.zeros(length, self._width, dtype=self._dtype)
-        return StageInputs(tensors={"prompt_rows": to_host(rows), "reply_rows": to_host(rows[:4])})
-
-    def _tensor(self, tensors: dict[str, HostTensor], name: str, *, minimum: int = 0) -> torch.Tensor:
-        tensor = tensors.pop(name, None)
-        if tensor is None:
-            raise InvalidPayload(f"The talker needs the tensor {name!r}; it got {sorted(tensors)}.")
-        check_rows(tensor, self._width, name, minimum=minimum)
-        return to_torch(tensor, name).to(self._dtype)
-
-    def _voice_index(self, voice: str | None) -> int:
-        if voice is None:
-            return 0
-        if voice not in self._voices:
-            raise UnknownVoice(f"There is no voice {voice!r}; there are {', '.join(self._voices)}.")
-        return self._voices.index(voice)
-
-    def _positions(self, tensor: HostTensor | None, length: int) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        if tensor.dtype is not DType.I64 or tuple(tensor.shape) != (3, length):
-            raise InvalidPayload(f"mrope_positions: needs i64 [3, {length}]; got {tensor.dtype} {list(tensor.shape)}.")
-        positions = to_torch(tensor, "mrope_positions")
-        if int(positions.min()) < 0 or int(positions.max()) >= self._max_position:
-            raise InvalidPayload(f"mrope_positions: values must lie in [0, {self._max_position}).")
-        return positions
 
 
 SPEC = ModelSpec(
@@ -438,5 +309,5 @@ SPEC = ModelSpec(
     required={"enable_prompt_embeds": True, "skip_tokenizer_init": True, "enable_prefix_caching": False},
     # The defaults of transformers' Qwen2_5OmniForConditionalGeneration.generate.
     params=StageParams(max_tokens=4096, temperature=0.9, top_p=0.8, top_k=40, repetition_penalty=1.05),
-    adapter="omni_actors.engine.models.qwen2_5_omni.talker.TalkerAdapter",
+    adapter="omni_actors.engine.models.qwen2_5_omni.talker_adapter.TalkerAdapter",
 )

@@ -1,6 +1,6 @@
-"""The thinker of Qwen2.5-Omni: vLLM's own model; this module only speaks to it.
+"""The thinker of Qwen2.5-Omni: vLLM's own model, with an adapter for its requests.
 
-Gives text to the client and, to requests that stream, one row per computed position to the talker: last hidden state
+Sends text to the client and, for requests that stream, one row per computed position to the talker: last hidden state
 plus token embedding (see `OmniRunnerMixin`).
 """
 
@@ -38,14 +38,14 @@ MAX_FRAMES = 4096
 
 
 def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The checkpoint's configuration under an architecture of our own, which is registered as a class object."""
-    if hasattr(config, "thinker_config"):  # vLLM first tries the function on an empty configuration
+    """The checkpoint's configuration with our own architecture name, which is registered as a class object."""
+    if hasattr(config, "thinker_config"):  # vLLM first calls the function with an empty configuration
         config.architectures = [ARCHITECTURE]
     return config
 
 
 class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
-    """vLLM's, able to embed tokens also where its last layers are: rows of the talker hold a token's embedding."""
+    """vLLM's model, able to embed tokens on the rank of the last layers, too: a row contains a token's embedding."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -56,7 +56,7 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
 
 
 class ThinkerOutputs(RequestOutputs):
-    """Text deltas, and rows in the order of their positions, each position once."""
+    """Turns outputs into text deltas and rows, in the order of their positions, each position once."""
 
     def __init__(self, request_id: str, prompt_tokens: int, detokenizer: IncrementalDetokenizer, streams: bool) -> None:
         self._request_id = request_id
@@ -100,7 +100,7 @@ class ThinkerOutputs(RequestOutputs):
 
 
 class ThinkerAdapter(AutoregressiveAdapter):
-    """Prompt ids, or the prompt stage's encoded request for multimodal prompts -> a vLLM request."""
+    """Turns token ids, or the encoded request of the prompt stage (multimodal prompts), into a vLLM request."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,7 +108,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
         self._tokenizer = cached_tokenizer_from_config(model_config)
         generation = model_config.try_get_generation_config()
         ends = generation.get("eos_token_id", self._tokenizer.eos_token_id)
-        self._ends = frozenset(ends if isinstance(ends, list) else [ends])
+        self.end_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
         self._merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
@@ -116,19 +116,19 @@ class ThinkerAdapter(AutoregressiveAdapter):
         token_ids = list(inputs.token_ids)
         features: list[MultiModalFeatureSpec] = []
         if inputs.tensors:
-            token_ids, features = self._decode(inputs.tensors, token_ids)
+            token_ids, features = self.decode(inputs.tensors, token_ids)
         if not token_ids:
             raise InvalidRequest("The prompt is empty.")
         self.check_length(len(token_ids))
         if beyond := [token for token in token_ids if not 0 <= token < self.vocabulary]:
-            raise InvalidPayload(f"Token ids {beyond[:8]} lie outside the vocabulary of {self.vocabulary}.")
+            raise InvalidPayload(f"Token ids {beyond[:8]} are outside the vocabulary of {self.vocabulary}.")
         sampling = make_sampling_params(
             request.params.merged_over(self.defaults),
             seed=request.effective_seed,
-            end_token_ids=self._ends,
+            end_token_ids=self.end_token_ids,
             vocabulary=self.vocabulary,
             payload=EmitRows() if request.streams else None,
-            read_prefix_cache=not request.streams,  # cached positions are not computed, so they would give no rows
+            read_prefix_cache=not request.streams,  # cached positions are not computed and give no rows
         )
         core_request = make_request(
             request.request_id, token_ids, sampling, mm_features=features or None, priority=request.priority
@@ -142,10 +142,10 @@ class ThinkerAdapter(AutoregressiveAdapter):
     def warm_up_inputs(self, length: int) -> StageInputs:
         return StageInputs(token_ids=[0] * length)
 
-    def _decode(
+    def decode(
         self, tensors: Mapping[str, HostTensor], token_ids: list[int]
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
-        """Prompt ids and media features from an encoded EngineCoreRequest; nothing else of it is used."""
+        """Prompt ids and media features of an encoded EngineCoreRequest; the rest of it is ignored."""
         names = [f"{FRAME_PREFIX}{index}" for index in range(len(tensors))]
         if len(tensors) > MAX_FRAMES or set(names) != set(tensors):
             raise InvalidPayload(f"The thinker needs the tensors vllm.0, vllm.1, ...; it got {sorted(tensors)[:8]}.")
@@ -154,11 +154,11 @@ class ThinkerAdapter(AutoregressiveAdapter):
             frame = tensors[name].validate(name)
             if frame.dtype is not DType.U8 or len(frame.shape) != 1:
                 raise InvalidPayload(f"{name}: needs u8 [bytes]; got {frame.dtype} {list(frame.shape)}.")
-            frames.append(bytearray(frame.data))  # a copy: decoded tensors alias it, and the frame's memory is reused
+            frames.append(bytearray(frame.data))  # a copy: decoded tensors share its memory, and the frame's is reused
         try:
             decoded = self._decoder.decode(frames)
         except Exception as error:
-            # Hostile frames end in anything from IndexError to RuntimeError inside the decoder.
+            # Hostile frames make the decoder raise anything from IndexError to RuntimeError.
             raise InvalidPayload(f"The encoded request cannot be read: {type(error).__name__}: {error}") from error
         prompt = decoded.prompt_token_ids
         if prompt is None or decoded.prompt_embeds is not None:
@@ -174,15 +174,17 @@ class ThinkerAdapter(AutoregressiveAdapter):
 def check_feature(feature: MultiModalFeatureSpec, prompt_tokens: int, merge_size: int) -> None:
     """Raise `InvalidPayload` unless one medium's features fit its place in the prompt.
 
-    A medium whose encoder gives more or fewer embeddings than the prompt has places fails the step, and with it every
+    If the encoder gave more or fewer embeddings than the prompt has places, the step would fail, and with it every
     request of the batch.
     """
     place = feature.mm_position
     if feature.modality not in MEDIA_MODALITIES:
-        raise InvalidPayload(f"Media are of {', '.join(MEDIA_MODALITIES)}; got {feature.modality!r}.")
+        raise InvalidPayload(
+            f"The modality of a medium is one of {', '.join(MEDIA_MODALITIES)}; got {feature.modality!r}."
+        )
     if place.offset < 0 or place.length < 1 or place.offset + place.length > prompt_tokens:
         raise InvalidPayload(
-            f"{feature.modality}: the placeholder [{place.offset}, {place.offset + place.length}) lies outside the "
+            f"{feature.modality}: the placeholder [{place.offset}, {place.offset + place.length}) is outside the "
             f"prompt of {prompt_tokens} tokens."
         )
     mask = place.is_embed
@@ -200,7 +202,7 @@ def check_feature(feature: MultiModalFeatureSpec, prompt_tokens: int, merge_size
 
 
 def count_embeddings(modality: str, data: Mapping[str, Any], merge_size: int) -> int:
-    """How many embeddings the encoder makes of one medium; -1 where its tensors contradict one another."""
+    """Number of embeddings that the encoder makes of one medium; -1 if its tensors contradict one another."""
     if modality == "audio":
         frames = int(data["audio_feature_lengths"])
         if frames != data["input_audio_features"].shape[-1] or frames < 1:
@@ -218,7 +220,7 @@ SPEC = ModelSpec(
     kind="autoregressive",
     hf_overrides=thinker_config,
     vllm_models={ARCHITECTURE: Qwen2_5OmniThinker},
-    engine={"enable_prefix_caching": True},  # used by requests that want no rows
+    engine={"enable_prefix_caching": True},  # for requests that emit no rows
     # The defaults of transformers' Qwen2_5OmniForConditionalGeneration.generate.
     params=StageParams(max_tokens=1024, temperature=0.0),
     adapter="omni_actors.engine.models.qwen2_5_omni.thinker.ThinkerAdapter",

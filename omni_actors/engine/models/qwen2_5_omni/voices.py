@@ -13,7 +13,7 @@ def load_voices(model: str) -> dict[str, dict[str, Any]]:
     """Voice name -> {"bos_token": int, "cond": [1, speaker_dim], "ref_mel": [1, frames, mel_dim]}, in file order.
 
     Raises:
-        ConfigError: the file is missing or is not what the published checkpoints have.
+        ConfigError: the file is missing or lacks something that the published checkpoints have.
     """
     from transformers.utils import cached_file
 

@@ -1,9 +1,9 @@
-"""A stage on several workers: `python -m tests.e2e.several_workers CHECKPOINT STAGE JSON` prints its answers in JSON.
+"""A stage on several workers: `python -m tests.support.several_workers CHECKPOINT STAGE JSON` prints its answers.
 
-JSON: fields of vLLM's EngineArgs that say how it is spread.
+JSON holds the fields of vLLM's EngineArgs that spread the stage.
 
-A process of its own, because vLLM starts its workers by spawning: they import this file first and with it what makes
-vLLM run here. When it has said what it has to say it keeps its workers until its input closes.
+It runs as a separate process, because vLLM spawns its workers: they import this file first, and with it what vLLM needs
+to run here. After it has printed its answers it keeps its workers until its standard input closes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch  # noqa: E402
 
 from omni_actors.engine.tensors import to_host, to_torch  # noqa: E402
 from omni_actors.stage.engine_interface import StageInputs  # noqa: E402
-from tests.e2e.stage_driver import Driver, encode_media_prompt, make_engine  # noqa: E402
+from tests.support.stage_driver import Driver, encode_media_prompt, make_engine  # noqa: E402
 
 LENGTHS = (5, 33, 90)
 MEDIA_PROMPT = "<|audio_bos|><|AUDIO|><|audio_eos|><|vision_bos|><|IMAGE|><|vision_eos|>What is this?"
 
 
 def inputs_of(stage: str, index: int) -> tuple[StageInputs, torch.Tensor | None]:
-    """Inputs of a request, and the rows that come later."""
+    """Inputs of a request, and the rows that follow later."""
     generator = torch.Generator().manual_seed(index)
     length = LENGTHS[index]
     if stage == "thinker":
@@ -48,7 +48,7 @@ def media_prompt(checkpoint: str) -> StageInputs:
 
 
 def answer(driver: Driver, checkpoint: str, stage: str) -> dict[str, object]:
-    """Tokens and the sums of the rows of requests that join one after the other; what is left; who worked."""
+    """Tokens, sums of the rows, state left behind and workers, for requests that join one after the other."""
     for index in range(len(LENGTHS)):
         inputs, later = inputs_of(stage, index)
         driver.start(f"r{index}", inputs, max_tokens=16, temperature=0.0)

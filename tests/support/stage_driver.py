@@ -1,4 +1,4 @@
-"""Runs stage engines in the test's process and collects what they say, by request."""
+"""Runs stage engines in the test's process and collects their events by request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
@@ -27,7 +28,11 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
     TextEvent,
 )
+from tests.support.reference import ReferenceResult
 
+BOTH_MODES = pytest.mark.parametrize("thinker", [False, True], indirect=True, ids=["sync", "async"])
+BOTH_TALKER_MODES = pytest.mark.parametrize("talker", [False, True], indirect=True, ids=["sync", "async"])
+VOICES = ("Chelsie", "Ethan")
 SMALL = {
     "max_model_len": 512,
     "max_num_seqs": 16,
@@ -40,15 +45,13 @@ SMALL = {
 
 def make_engine(checkpoint: Path, stage: str, *, asynchronous: bool | None = None, **engine) -> AutoregressiveEngine:
     model_config = OmniModelConfig(str(checkpoint), stage)
-    built = build_engine(
-        "autoregressive", OmniEngineArgs(model_config, "autoregressive", {**SMALL, **engine}, asynchronous)
-    )
+    built = build_engine(OmniEngineArgs(model_config, "autoregressive", {**SMALL, **engine}, asynchronous))
     assert isinstance(built, AutoregressiveEngine)
     return built
 
 
 class Driver:
-    """One engine and everything it has said since `clear`."""
+    """One engine, and its events since `clear`."""
 
     def __init__(self, engine: AutoregressiveEngine) -> None:
         self.engine = engine
@@ -70,7 +73,7 @@ class Driver:
             self.events[event.request_id].append(event)
 
     def run(self, after_step: Callable[[int], None] | None = None, limit: int = 2000) -> None:
-        """Steps until nothing is runnable."""
+        """Step until nothing is runnable."""
         for number in range(limit):
             if not self.engine.runnable():
                 return
@@ -115,6 +118,30 @@ class Driver:
         assert not any(counts.values()), counts
 
 
+def count_preemptions(engine: AutoregressiveEngine) -> list[str]:
+    """A list that receives the id of every request preempted from now on."""
+    scheduler = engine.core.scheduler
+    original = scheduler.schedule
+    seen: list[str] = []
+
+    def schedule(*args, **kwargs):
+        output = original(*args, **kwargs)
+        seen.extend(output.preempted_req_ids or ())
+        return output
+
+    scheduler.schedule = schedule
+    return seen
+
+
+def prompt_length(answer: ReferenceResult) -> int:
+    return len(answer.prompt_token_ids)
+
+
+def sample(driver: Driver, answer: ReferenceResult, name: str, **params) -> None:
+    """Start a talker request with all of the answer's rows."""
+    driver.start(name, talker_inputs(answer.thinker_rows, prompt_length(answer)), **params)
+
+
 def token_inputs(token_ids: list[int]) -> StageInputs:
     return StageInputs(token_ids=token_ids)
 
@@ -122,7 +149,7 @@ def token_inputs(token_ids: list[int]) -> StageInputs:
 def talker_inputs(
     rows: torch.Tensor, prompt_tokens: int, *, replies: int | None = None, positions: torch.Tensor | None = None
 ) -> StageInputs:
-    """Inputs of a talker request: `replies` rows after the first come with it, the others later; None means all."""
+    """Inputs of a talker request with `replies` reply rows after the first; None means all of them."""
     tensors: dict[str, HostTensor] = {"prompt_rows": to_host(rows[: prompt_tokens + 1])}
     end = len(rows) if replies is None else prompt_tokens + 1 + replies
     if end > prompt_tokens + 1:
@@ -133,7 +160,7 @@ def talker_inputs(
 
 
 def encode_media_prompt(checkpoint: Path, text: str, media: dict) -> StageInputs:
-    """What the prompt stage sends for a multimodal prompt."""
+    """The prompt stage's output for a multimodal prompt."""
     arguments = OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), "prompt", SMALL)
     processor = InputProcessor(arguments.create_engine_config())
     request = processor.process_inputs(

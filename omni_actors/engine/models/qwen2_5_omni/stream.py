@@ -1,0 +1,228 @@
+"""One request of the vocoder: collects codec tokens and cuts them into chunks, as they arrive.
+
+Everything here runs on the host, before a chunk reaches the device. The chunks make one waveform because
+
+* the noise of a block is the same whatever the utterance's length: block b is the b-th draw from its seed;
+* a chunk's window has a few blocks of look-ahead behind the chunk, which are computed and thrown away;
+* the windows of BigVGAN overlap by its receptive field on both sides: each begins that many frames before its first new
+  sample, and samples are sent only as far as the frames that they depend on, look-ahead included, are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionStream
+from omni_actors.engine.models.qwen2_5_omni.bigvgan import receptive_frames
+from omni_actors.engine.models.qwen2_5_omni.dit import EVALUATIONS, solver_times
+from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.protocol.payloads import StageParams
+
+if TYPE_CHECKING:
+    from transformers import Qwen2_5OmniToken2WavConfig
+
+    from omni_actors.engine.models.qwen2_5_omni.chunks import ChunkPolicy
+
+# Below this guidance scale transformers skips the unconditional branch.
+MIN_GUIDANCE = 1e-5
+# Copies of the widest activation that are alive at a time, for the memory estimates: 30 % and 15 % above what an H200
+# used.
+DIT_COPIES = 4
+VOCODER_COPIES = 12
+
+
+@dataclass(eq=False)
+class Carry:
+    """What a chunk leaves on the device for the next one of its request.
+
+    `left` is `DitChunk.left`; `mel` f32 [frames, mel_dim] the frames with which the next vocoder window begins.
+    """
+
+    left: torch.Tensor | None = None
+    mel: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Code2WavPayload:
+    """A validated chunk, in frames and blocks of its own window: the chunk's blocks, then those of the look-ahead.
+
+    Args:
+        token_ids: codec tokens of the window.
+        noise: f32 [blocks, frames per block, mel_dim], initial latents of the window, on the host.
+        times: the solver's points in time.
+        blocks: blocks of the chunk itself.
+        last: whether the utterance ends with this chunk.
+        emit: the frames of the whole utterance that are sent with this chunk: the first, and the one after the last.
+        context: frames before `emit[0]` at which `carry.mel` begins.
+        keep_from: the frame of the whole utterance from which the next chunk's `carry.mel` begins.
+        carry: of the request; written when the chunk is complete.
+    """
+
+    token_ids: tuple[int, ...]
+    noise: torch.Tensor = field(repr=False)
+    voice: str
+    times: tuple[float, ...]
+    guidance_scale: float
+    blocks: int
+    last: bool
+    emit: tuple[int, int]
+    context: int
+    keep_from: int
+    carry: Carry = field(repr=False)
+
+    @property
+    def intervals(self) -> int:
+        return len(self.times) - 1
+
+    @property
+    def branches(self) -> int:
+        return 2 if self.guidance_scale >= MIN_GUIDANCE else 1
+
+
+class Geometry:
+    """The sizes of a vocoder that decide how utterances are cut, and what a chunk takes in memory.
+
+    Args:
+        policy: where to cut; None decodes whole utterances.
+    """
+
+    def __init__(self, config: Qwen2_5OmniToken2WavConfig, policy: ChunkPolicy | None) -> None:
+        dit = config.dit_config
+        self.config = config
+        self.policy = policy
+        self.mel_dim: int = dit.mel_dim
+        self.frames_per_token: int = dit.repeats
+        self.frames_per_block: int = dit.block_size
+        self.tokens_per_block: int = dit.block_size // dit.repeats
+        self.codec_tokens: int = dit.num_embeds + 1
+        self.max_tokens: int = dit.max_position_embeddings // dit.repeats
+        self.context: int = receptive_frames(config.bigvgan_config)
+
+    def bytes_of(self, payload: Code2WavPayload) -> tuple[int, int]:
+        """Estimates of the device memory, in bytes, that a chunk takes in a step and in its last step."""
+        dit, vocoder = self.config.dit_config, self.config.bigvgan_config
+        frames = len(payload.noise) * dit.block_size
+        # The solver keeps the state, its four slopes and a probe; the network its input and some activations.
+        network = 2 * dit.hidden_size + DIT_COPIES * dit.hidden_size * max(3, dit.ff_mult)
+        step_bytes = 4 * frames * (6 * dit.mel_dim + payload.branches * network)
+        if self.policy is not None:  # what is carried from chunk to chunk, once old and once new
+            back = len(dit.look_backward_layers)
+            kept = EVALUATIONS * payload.intervals * back * payload.branches * dit.block_size
+            step_bytes += 2 * 4 * kept * 2 * dit.head_dim * dit.num_attention_heads
+        widest, rate, channels = 0, 1, vocoder.upsample_initial_channel
+        for factor in vocoder.upsample_rates:
+            rate, channels = rate * factor, channels // 2
+            widest = max(widest, rate * channels)
+        window = payload.context + payload.emit[1] - payload.emit[0] + self.context
+        return step_bytes, max(step_bytes, 4 * window * VOCODER_COPIES * widest)
+
+
+class NoiseBlocks:
+    """The initial noise of an utterance: block b is the b-th draw, so no block depends on how many there are."""
+
+    def __init__(self, seed: int, frames: int, mel_dim: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._shape = (frames, mel_dim)
+        self._drawn: dict[int, torch.Tensor] = {}
+        self._next = 0
+
+    def take(self, begin: int, end: int) -> torch.Tensor:
+        """Blocks `begin` to `end`, f32 [end - begin, frames, mel_dim]. Forgets those before `begin`."""
+        while self._next < end:
+            self._drawn[self._next] = torch.randn(self._shape, generator=self._generator, dtype=torch.float32)
+            self._next += 1
+        self._drawn = {number: noise for number, noise in self._drawn.items() if number >= begin}
+        return torch.stack([self._drawn[number] for number in range(begin, end)])
+
+
+class Code2WavStream(DiffusionStream):
+    """A request: collects tokens and cuts them into chunks.
+
+    Args:
+        carry: shared by all chunks of the request.
+        params: complete; `num_steps`, `guidance_scale` and `sway_coefficient` are used.
+    """
+
+    def __init__(self, geometry: Geometry, carry: Carry, voice: str, seed: int, params: StageParams) -> None:
+        self._geometry = geometry
+        self._carry = carry
+        self._voice = voice
+        self._params = params
+        self._times = tuple(solver_times(params.num_steps, params.sway_coefficient).tolist())
+        self._noise = NoiseBlocks(seed, geometry.frames_per_block, geometry.mel_dim)
+        self._tokens: list[int] = []
+        self._complete = False
+        self._block = 0  # where the next chunk begins
+        self._emitted = 0  # frames sent
+        self._finished = False
+
+    @property
+    def input_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    def close(self) -> None:
+        self._carry.left = self._carry.mel = None
+
+    def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
+        maximum, rows = self._geometry.max_tokens, self._geometry.codec_tokens
+        if self._complete and (token_ids or not complete):
+            raise InvalidRequest("The vocoder got more codec tokens after the last.")
+        if (count := len(self._tokens) + len(token_ids)) > maximum:
+            raise PromptTooLong(f"{count} codec tokens exceed the vocoder's maximum of {maximum}.")
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= rows):
+            wrong = next(token for token in token_ids if not 0 <= token < rows)
+            raise InvalidPayload(f"Codec token {wrong} is outside 0..{rows - 1}.")
+        if complete and count == 0:
+            raise InvalidRequest("The vocoder got no codec token.", hint="Let the talker produce at least one token.")
+        self._tokens.extend(token_ids)
+        self._complete = complete
+
+    def next_job(self) -> DiffusionJob | None:
+        policy, begin, size = self._geometry.policy, self._block, self._geometry.tokens_per_block
+        total = -(-len(self._tokens) // size) if self._complete else None
+        if self._finished or (policy is None and total is None):
+            return None
+        if policy is None:
+            end = window_end = total
+        else:
+            end = policy.end(begin)
+            window_end = end + policy.look_ahead
+            if total is None and len(self._tokens) < window_end * size:
+                return None
+            if total is not None:
+                end, window_end = min(end, total), min(window_end, total)
+        return self._job(begin, end, window_end, last=end == total)
+
+    def _job(self, begin: int, end: int, window_end: int, *, last: bool) -> DiffusionJob:
+        geometry = self._geometry
+        size, frames_per_block, context = geometry.tokens_per_block, geometry.frames_per_block, geometry.context
+        tokens = tuple(self._tokens[begin * size : window_end * size])
+        frames = len(tokens) * geometry.frames_per_token  # of the window
+        final = begin * frames_per_block + (frames if last else (end - begin) * frames_per_block)
+        # The vocoder has to wait for the frames behind a sample, except for those of the look-ahead, which it has.
+        ahead = begin * frames_per_block + frames - final
+        emit_to = final if last else max(self._emitted, final - max(0, context - ahead))
+        payload = Code2WavPayload(
+            token_ids=tokens,
+            noise=self._noise.take(begin, window_end),
+            voice=self._voice,
+            times=self._times,
+            guidance_scale=self._params.guidance_scale,
+            blocks=end - begin,
+            last=last,
+            emit=(self._emitted, emit_to),
+            context=min(self._emitted, context),
+            keep_from=max(0, emit_to - context),
+            carry=self._carry,
+        )
+        self._block, self._emitted, self._finished = end, emit_to, last
+        step_bytes, final_bytes = geometry.bytes_of(payload)
+        return DiffusionJob(payload, max(1, payload.intervals), step_bytes, final_bytes)

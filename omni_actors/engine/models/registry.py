@@ -1,0 +1,143 @@
+"""The registry of models: which module serves which stage of which checkpoint. Modules are imported only when used.
+
+Models of other packages are added by `plugins` in the YAML (`load_plugins`); docs/extending.md shows an example.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from omni_actors.config import check_allowed
+from omni_actors.errors import ConfigError
+from omni_actors.protocol.payloads import StageParams
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+ModelKind = Literal["autoregressive", "diffusion", "prompt"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How vLLM runs one stage of a checkpoint.
+
+    Args:
+        kind: the engine that runs it.
+        hf_overrides: turns the checkpoint's configuration into the one vLLM sees for this stage.
+        vllm_models: architecture name -> class object. With a class *object* vLLM need not start a subprocess that
+            imports all of vLLM (8-10 s) to inspect the class.
+        engine: vLLM EngineArgs that suit this model; the user's settings override them.
+        required: EngineArgs without which the model gives wrong results; the user's settings must agree with them.
+        params: sampling defaults of the published model.
+        adapter: class path of the `AutoregressiveAdapter` (AR stages) that maps stage inputs to vLLM requests.
+        runner: class path of the `DiffusionModelRunner` (diffusion stages).
+    """
+
+    kind: ModelKind
+    hf_overrides: Callable[[PretrainedConfig], PretrainedConfig]
+    vllm_models: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, Any] = field(default_factory=dict)
+    params: StageParams = field(default_factory=StageParams)
+    adapter: str = ""
+    runner: str = ""
+
+
+_QWEN2_5_OMNI = (
+    "Qwen2_5OmniModel",
+    "Qwen2_5OmniForConditionalGeneration",
+)  # as published, and as transformers saves it
+MODULES: dict[tuple[str, str], str] = {
+    (architecture, stage): f"omni_actors.engine.models.{module}"
+    for architecture in _QWEN2_5_OMNI
+    for stage, module in (
+        ("thinker", "qwen2_5_omni.thinker"),
+        ("talker", "qwen2_5_omni.talker"),
+        ("code2wav", "qwen2_5_omni.code2wav"),
+    )
+}
+
+
+def load_plugins(names: Iterable[str]) -> None:
+    """Add the models of plugin modules to the registry. Loading a plugin twice changes nothing.
+
+    A plugin has `MODELS`: (architecture of the checkpoint, stage) -> name of a module whose `SPEC` is a `ModelSpec`.
+
+    Raises:
+        ConfigError: the name is outside the allowed prefixes, the module does not exist, `MODELS` is malformed, or
+            another module already serves the model.
+    """
+    for name in names:
+        check_allowed(name, "plugins")
+        try:
+            models = importlib.import_module(name).MODELS
+        except Exception as error:  # third-party code may raise anything
+            raise ConfigError(f"plugins: cannot load {name!r}: {type(error).__name__}: {error}.") from error
+        for key, module in _checked_models(name, models):
+            check_allowed(module, f"plugins: {name}.MODELS")
+            if MODULES.setdefault(key, module) != module:
+                raise ConfigError(
+                    f"plugins: {name}.MODELS: {key[1]!r} of {key[0]!r} is already served by {MODULES[key]}."
+                )
+
+
+def _checked_models(plugin: str, models: object) -> Iterable[tuple[tuple[str, str], str]]:
+    if not isinstance(models, Mapping):
+        raise ConfigError(f"plugins: {plugin}.MODELS must be a mapping, it is {type(models).__name__}.")
+    for key, module in models.items():
+        pair = isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key)
+        if not pair or not isinstance(module, str):
+            raise ConfigError(
+                f"plugins: {plugin}.MODELS maps (architecture, stage) to the name of a module; got {key!r}: {module!r}."
+            )
+    return models.items()
+
+
+def find_model_spec(architecture: str, model_stage: str) -> ModelSpec:
+    """The `SPEC` of the module that serves `model_stage` of `architecture`.
+
+    Raises:
+        ConfigError: the registry has no such architecture or stage; the message lists what it has.
+    """
+    module = MODULES.get((architecture, model_stage))
+    if module is None:
+        stages = sorted(stage for name, stage in MODULES if name == architecture)
+        known = f"its stages are {stages}" if stages else f"known are {sorted({name for name, _ in MODULES})}"
+        raise ConfigError(
+            f"No model serves the stage {model_stage!r} of {architecture!r}; {known}.",
+            hint="Add your own models with `plugins` in the YAML (docs/extending.md).",
+        )
+    try:
+        spec = importlib.import_module(module).SPEC
+    except AttributeError as error:
+        raise ConfigError(f"{module} has no SPEC.") from error
+    if not isinstance(spec, ModelSpec):
+        raise ConfigError(f"{module}.SPEC is not a ModelSpec.")
+    return spec
+
+
+def register_models(spec: ModelSpec) -> None:
+    """Register the classes of a model with vLLM in this process. Idempotent."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture, model_class in spec.vllm_models.items():
+        if architecture not in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, model_class)
+
+
+def checkpoint_architecture(model: str) -> str:
+    """The architecture named by a checkpoint's config.json. Raises `ConfigError` if the file cannot be read."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model)
+    except OSError as error:
+        raise ConfigError(f"Cannot read the configuration of {model!r}: {error}") from error
+    architectures = config.get("architectures") or []
+    if len(architectures) != 1:
+        raise ConfigError(f"config.json of {model!r} must name one architecture; it names {architectures}.")
+    return str(architectures[0])

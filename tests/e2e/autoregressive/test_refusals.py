@@ -1,0 +1,216 @@
+"""Thinker and talker when something goes wrong: aborts, failing steps, bad input, budgets, wrong arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.tensors import to_host
+from omni_actors.errors import (
+    ConfigError,
+    EngineError,
+    InvalidPayload,
+    InvalidRequest,
+    OmniError,
+    Overloaded,
+    PromptTooLong,
+    UnknownVoice,
+)
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.engine_interface import StageInputs
+from tests.support.stage_driver import BOTH_TALKER_MODES, prompt_length, talker_inputs, token_inputs
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@BOTH_TALKER_MODES
+def test_abort_leaves_nothing(talker, answers):
+    answer = answers[0]
+    length = prompt_length(answer)
+    for number in range(5):
+        replies = None if number % 2 else 1
+        talker.start(
+            f"r{number}", talker_inputs(answer.thinker_rows, length, replies=replies), max_tokens=64, temperature=0.0
+        )
+    for _ in range(4):
+        talker.step()
+    for name in ("r0", "r1", "r2", "unknown", "r1"):
+        talker.engine.abort(name)
+    talker.start("late", talker_inputs(answer.thinker_rows, length, replies=0), max_tokens=64)
+    talker.engine.abort("late")  # before its first step
+    talker.engine.extend("r0", to_host(answer.thinker_rows[:1]), complete=True)  # rows that were on their way
+    talker.engine.abort("r4")
+    talker.run()
+    assert talker.tokens("r3") == answer.codec_tokens
+    assert not any("late" in name for name in talker.events)
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+def test_warm_up_runs_whole_batches_and_leaves_nothing(stage, thinker, talker, monkeypatch):
+    engine = (thinker if stage == "thinker" else talker).engine
+    steps: list[int] = []
+    original = engine.core.step
+
+    def step():
+        steps.append(len(engine.core.scheduler.running))
+        return original()
+
+    monkeypatch.setattr(engine.core, "step", step)
+    engine.warm_up([1, 3])
+    assert max(steps) == 3
+    assert 1 in steps
+    assert not any(engine.counts().values())
+    assert not engine.runnable()
+
+
+def test_a_model_that_cannot_run_fails_its_start(talker, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(talker.engine.core.worker.model_runner, "execute_model", fail)
+    with pytest.raises(EngineError, match="no kernel for this device"):
+        talker.engine.warm_up([1])
+    monkeypatch.undo()
+    talker.run()
+    assert not any(talker.engine.counts().values())
+
+
+@BOTH_TALKER_MODES
+def test_a_failing_step_ends_its_requests_and_no_others(talker, answers):
+    answer = answers[0]
+    inputs = talker_inputs(answer.thinker_rows, prompt_length(answer))
+    model = talker.engine.core.worker.model_runner.model
+    calls = 0
+
+    def fail_once(_module, _arguments):
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise RuntimeError("the model is unwell")
+
+    hook = model.decoder.text_projection.register_forward_pre_hook(fail_once)
+    try:
+        for number in range(20):  # more than fit: four wait and must survive
+            talker.start(f"r{number}", inputs, max_tokens=8, temperature=0.0)
+        talker.run()
+    finally:
+        hook.remove()
+    for number in range(16):
+        error = talker.error(f"r{number}")
+        assert isinstance(error, EngineError)
+        assert "the model is unwell" in str(error)
+    for number in range(16, 20):
+        assert talker.tokens(f"r{number}") == answer.codec_tokens[:8]
+    talker.assert_idle()
+    talker.clear()
+    talker.start("after", inputs, max_tokens=64, temperature=0.0)
+    talker.run()
+    assert talker.tokens("after") == answer.codec_tokens
+
+
+@pytest.mark.parametrize(
+    ("error", "inputs", "params"),
+    [
+        (InvalidRequest, StageInputs(), {}),
+        (PromptTooLong, token_inputs([1] * 512), {}),
+        (InvalidPayload, token_inputs([1, 512]), {}),
+        (InvalidPayload, token_inputs([-1]), {}),
+        (InvalidRequest, token_inputs([1]), {"stop_token_ids": (512,)}),
+        (InvalidRequest, token_inputs([1]), {"max_tokens": 2, "min_tokens": 3}),
+        (InvalidRequest, token_inputs([1]), {"num_steps": 3}),
+        (InvalidRequest, token_inputs([1]), {"temperature": 50.0}),
+    ],
+)
+def test_bad_thinker_requests(thinker, error, inputs, params):
+    with pytest.raises(error):
+        thinker.start("bad", inputs, **params)
+    with pytest.raises(OmniError):
+        thinker.engine.adapter.read_rows(HostTensor(DType.F32, (1, 128), bytes(512)))
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> HostTensor:
+    return to_host(torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("error", "tensors", "options"),
+    [
+        (InvalidPayload, {}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(1, 128)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, 127)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, 1, 128)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, 128, dtype=torch.int32)}, {}),
+        (InvalidPayload, {"prompt_rows": HostTensor(DType.F32, (3, 128), bytes(3 * 128 * 4 - 1))}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, 128), "reply_rows": tensor(128)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, 128), "mrope_positions": tensor(3, 2)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, 128), "mrope_positions": tensor(3, 3, dtype=torch.int64)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, 128), "mrope_positions": to_host(torch.full((3, 2), -1))}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, 128), "mrope_positions": to_host(torch.full((3, 2), 2**40))}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, 128), "extra": tensor(1, 128)}, {}),
+        (PromptTooLong, {"prompt_rows": tensor(511, 128)}, {}),
+        (UnknownVoice, {"prompt_rows": tensor(3, 128)}, {"voice": "Nobody"}),
+    ],
+)
+def test_bad_talker_requests(talker, error, tensors, options):
+    with pytest.raises(error) as caught:
+        talker.start("bad", StageInputs(tensors=tensors), **options)
+    if error is UnknownVoice:
+        assert "Chelsie" in str(caught.value)
+        assert "Ethan" in str(caught.value)
+
+
+def test_bad_rows_end_their_request_alone(talker, answers):
+    answer = answers[0]
+    length = prompt_length(answer)
+    inputs = talker_inputs(answer.thinker_rows, length, replies=1)
+    for name in ("wide", "late", "good"):
+        talker.start(name, inputs, max_tokens=16, temperature=0.0)
+    with pytest.raises(InvalidRequest, match="already running"):
+        talker.start("good", inputs)
+    talker.run()
+    with pytest.raises(InvalidPayload):
+        talker.engine.extend("wide", tensor(1, 64), complete=False)
+    talker.engine.extend("late", None, complete=True)
+    with pytest.raises(InvalidRequest):
+        talker.engine.extend("late", to_host(answer.thinker_rows[:1]), complete=False)
+    talker.engine.extend("good", to_host(answer.thinker_rows[length + 2 :]), complete=True)
+    talker.run()
+    assert talker.tokens("good") == answer.codec_tokens[:16]
+
+
+def test_the_row_budget_refuses_and_recovers(talker, answers, monkeypatch):
+    answer = answers[0]
+    length = prompt_length(answer)
+    inputs = talker_inputs(answer.thinker_rows, length, replies=0)
+    row_bytes = 128 * 4
+    # A request holds its prompt embeddings (two rows more than the prompt) and its first reply row.
+    monkeypatch.setattr(talker.engine.core.scheduler, "row_budget_bytes", (length + 3 + 2) * row_bytes)
+    talker.start("first", inputs, max_tokens=8, temperature=0.0)
+    with pytest.raises(Overloaded) as caught:
+        talker.start("second", inputs, max_tokens=8)
+    assert caught.value.retry_after
+    talker.run()
+    talker.engine.extend("first", to_host(answer.thinker_rows[length + 1 : length + 3]), complete=False)
+    with pytest.raises(Overloaded):
+        talker.engine.extend("first", to_host(answer.thinker_rows[length + 3 : length + 4]), complete=False)
+    talker.run()
+    talker.start("third", inputs, max_tokens=1, temperature=0.0)
+    talker.run()
+    assert talker.tokens("third") == answer.codec_tokens[:1]
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "engine", "match"),
+    [
+        ("thinker", "autoregressive", {"max_num_seq": 3}, "max_num_seqs"),
+        ("thinker", "autoregressive", {"worker_cls": "x"}, "worker_cls"),
+        ("talker", "autoregressive", {"enable_prompt_embeds": False}, "enable_prompt_embeds"),
+        ("talker", "autoregressive", {"max_model_len": -5}, "talker"),
+        ("talking", "autoregressive", {}, "talker"),
+        ("talker", "diffusion", {}, "autoregressive"),
+    ],
+)
+def test_wrong_arguments(tiny_checkpoint, stage, kind, engine, match):
+    with pytest.raises(ConfigError, match=match):
+        OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), stage), kind, engine).create_engine_config()
