@@ -13,7 +13,7 @@ import msgspec
 
 from omni_actors.protocol.telemetry import EndedWork, StageTimeline
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.clocks import AnchoredClock, StoppedClock
+from omni_actors.telemetry.clocks import AnchoredClock
 from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.transfers import TransferTrack, track_of
 
@@ -47,11 +47,11 @@ class StageMeter:
     """Counts for the replica `stage`/`replica`.
 
     Args:
-        clock: for moments and durations. The default stands still, so nothing is measured.
+        clock: for moments and durations; a new one by default.
     """
 
     def __init__(self, stage: str, replica: int, epoch: int, clock: AnchoredClock | None = None) -> None:
-        self.clock = clock or StoppedClock()
+        self.clock = clock or AnchoredClock()
         self.meters = Meters()
         self.labels = (stage, str(replica))
         self.output_tokens = 0

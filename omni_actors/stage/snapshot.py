@@ -81,7 +81,7 @@ def snapshot(
     edge_metrics(meters, "/".join(labels), edges)
     process_metrics(meters, labels, baseline.processor_time)
     _engine_metrics(meters, labels, baseline)
-    metrics = Snapshot(samples=meters.samples(), histograms=meters.histogram_samples())
+    metrics = meters.snapshot()
     room = limit - len(msgspec.msgpack.encode(metrics)) - LONGER_COUNT_BYTES
     return msgspec.structs.replace(metrics, ended=meter.take_unreported(room))
 

@@ -24,16 +24,6 @@ class AnchoredClock:
         return self._anchor + monotonic
 
 
-class StoppedClock(AnchoredClock):
-    """Measures nothing: every moment is 0, which means "did not happen"."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: 0.0, lambda: 0.0)
-
-    def of(self, monotonic: float) -> float:
-        return 0.0
-
-
 class ClockOffset:
     """Estimates `seconds`, to be added to a peer's moments to have ours, from messages in both directions.
 

@@ -13,7 +13,7 @@ from omni_actors.protocol.client import Observation, Observe, Subject
 from omni_actors.protocol.telemetry import Snapshot
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.clocks import AnchoredClock
-from omni_actors.telemetry.merge import StageMeters, copied
+from omni_actors.telemetry.merge import StageMeters
 from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.process_metrics import edge_metrics, process_metrics
 from omni_actors.telemetry.request_log import Finished, RequestLog
@@ -142,7 +142,8 @@ class TelemetryCollector:
         own.set_all(table.DROPPED, table.COORDINATOR, dropped)
         edge_metrics(own, table.COORDINATOR[0], edges)
         process_metrics(own, table.COORDINATOR, time.process_time())
-        everything = copied(own)
+        everything = Meters()
+        everything.add(own.snapshot())
         self._stages.add_to(everything)
         return everything
 

@@ -6,10 +6,8 @@ import math
 
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.telemetry import Snapshot
-from omni_actors.telemetry.meters import Histogram, Labels, Meters
+from omni_actors.telemetry.meters import Labels, Meters
 from omni_actors.telemetry.metric_table import TABLE, Kind, Metric
-
-Key = tuple[str, Labels]
 
 
 class StageMeters:
@@ -28,16 +26,12 @@ class StageMeters:
         """Note that a replica's process has ended: keep its counters, drop its gauges."""
         snapshot = self._now.pop(name, None)
         if snapshot is not None:
-            _add(self._past, snapshot, counters_only=True)
+            self._past.add(snapshot, counters_only=True)
 
     def add_to(self, meters: Meters) -> None:
         """Add all values to those in `meters`."""
-        for key, value in self._past.values.items():
-            meters.values[key] = meters.values.get(key, 0) + value
-        for key, histogram in self._past.histograms.items():
-            _add_histogram(meters, key, histogram.counts, histogram.total)
-        for snapshot in self._now.values():
-            _add(meters, snapshot, counters_only=False)
+        for snapshot in (self._past.snapshot(), *self._now.values()):
+            meters.add(snapshot)
 
 
 def check(snapshot: Snapshot) -> None:
@@ -57,29 +51,3 @@ def _known(name: str, labels: Labels, histogram: bool) -> Metric:
     if metric is None or len(labels) != len(metric.labels) or (metric.kind is Kind.HISTOGRAM) != histogram:
         raise InvalidPayload(f"There is no {'histogram' if histogram else 'value'} {name!r} with {len(labels)} labels.")
     return metric
-
-
-def _add(meters: Meters, snapshot: Snapshot, counters_only: bool) -> None:
-    for sample in snapshot.samples:
-        if not counters_only or TABLE[sample.name].kind is Kind.COUNTER:
-            key = (sample.name, sample.labels)
-            meters.values[key] = meters.values.get(key, 0) + sample.value
-    for histogram in snapshot.histograms:
-        _add_histogram(meters, (histogram.name, histogram.labels), histogram.counts, histogram.total)
-
-
-def _add_histogram(meters: Meters, key: Key, counts: tuple[int, ...] | list[int], total: float) -> None:
-    name, labels = key
-    into: Histogram = meters.histogram(TABLE[name], *labels)
-    for index, count in enumerate(counts):
-        into.counts[index] += count
-    into.total += total
-
-
-def copied(meters: Meters) -> Meters:
-    """A copy that can be changed without changing `meters`."""
-    copy = Meters()
-    copy.values.update(meters.values)
-    for key, histogram in meters.histograms.items():
-        _add_histogram(copy, key, histogram.counts, histogram.total)
-    return copy

@@ -8,8 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 
-from omni_actors.protocol.telemetry import HistogramSample, Sample
-from omni_actors.telemetry.metric_table import Metric
+from omni_actors.protocol.telemetry import HistogramSample, Sample, Snapshot
+from omni_actors.telemetry.metric_table import TABLE, Kind, Metric
 
 Labels = tuple[str, ...]
 
@@ -40,7 +40,7 @@ class Meters:
         self.histograms: dict[tuple[str, Labels], Histogram] = {}
 
     def count(self, metric: Metric, *labels: str, by: float = 1) -> None:
-        """Increase a counter."""
+        """Increase a value."""
         key = (metric.name, labels)
         self.values[key] = self.values.get(key, 0) + by
 
@@ -66,11 +66,23 @@ class Meters:
         for key in [key for key in self.values if key[0] == metric.name]:
             del self.values[key]
 
-    def samples(self) -> tuple[Sample, ...]:
-        return tuple(Sample(name, labels, float(value)) for (name, labels), value in self.values.items())
-
-    def histogram_samples(self) -> tuple[HistogramSample, ...]:
-        return tuple(
+    def snapshot(self) -> Snapshot:
+        """All values as a message."""
+        samples = [Sample(name, labels, float(value)) for (name, labels), value in self.values.items()]
+        histograms = [
             HistogramSample(name, labels, tuple(histogram.counts), histogram.total)
             for (name, labels), histogram in self.histograms.items()
-        )
+        ]
+        return Snapshot(samples=tuple(samples), histograms=tuple(histograms))
+
+    def add(self, snapshot: Snapshot, counters_only: bool = False) -> None:
+        """Add the values of a snapshot that fits the table; `counters_only` leaves out its gauges."""
+        for sample in snapshot.samples:
+            metric = TABLE[sample.name]
+            if not counters_only or metric.kind is Kind.COUNTER:
+                self.count(metric, *sample.labels, by=sample.value)
+        for histogram in snapshot.histograms:
+            into = self.histogram(TABLE[histogram.name], *histogram.labels)
+            for index, count in enumerate(histogram.counts):
+                into.counts[index] += count
+            into.total += histogram.total

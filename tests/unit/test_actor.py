@@ -311,8 +311,9 @@ def test_nothing_to_compute_ends_the_stage_and_tells_the_next() -> None:
     stage = StageUnderTest("talker", processor="thinker2talker")
     stage.expect()
     sent = stage.chunk(final=True)
-    assert bodies(sent)[0] == Chunk(final=True)
-    assert isinstance(sent[1].body, StageDone)
+    chunk, done = bodies(sent)
+    assert chunk == Chunk(final=True, sent=chunk.sent)
+    assert isinstance(done, StageDone)
     assert [message.destination for message in sent] == [ROUTE[3], None]
     assert stage.held()["retained"] == 1
     stage.ended()
