@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from omni_actors.errors import ErrorCode, InvalidPayload
 from omni_actors.protocol.client import (
+    ClientToCoordinator,
+    CoordinatorToClient,
     Describe,
     Description,
     Done,
@@ -28,6 +32,7 @@ from omni_actors.protocol.codec import MAGIC, Decoder, encode
 from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.control import (
     ArenaAddress,
+    CoordinatorToStage,
     Fatal,
     Heartbeat,
     Hello,
@@ -37,16 +42,19 @@ from omni_actors.protocol.control import (
     Ready,
     Reregister,
     Shutdown,
+    StageToCoordinator,
     Welcome,
 )
 from omni_actors.protocol.fields import pack_token_ids, unpack_token_ids
 from omni_actors.protocol.header import PROTOCOL_VERSION, Body, Header, ReplicaId
 from omni_actors.protocol.nodes import (
+    CoordinatorToNode,
     KillReplica,
     Launched,
     NodeBeat,
     NodeHello,
     NodeLeaving,
+    NodeToCoordinator,
     NodeWelcome,
     ReplicaEnded,
     RunningReplica,
@@ -65,8 +73,16 @@ from omni_actors.protocol.payloads import (
     PromptEmbedsPayload,
     StageParams,
 )
-from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, StageUsage, TextDelta, Unreachable
-from omni_actors.protocol.stage import Chunk, Ended, OpenRequest, Resend
+from omni_actors.protocol.results import (
+    AudioChunk,
+    FinishReason,
+    FromStage,
+    StageDone,
+    StageUsage,
+    TextDelta,
+    Unreachable,
+)
+from omni_actors.protocol.stage import Chunk, Ended, IntoStage, OpenRequest, Resend
 from omni_actors.protocol.telemetry import (
     EndedWork,
     HistogramSample,
@@ -79,6 +95,7 @@ from omni_actors.protocol.telemetry import (
 )
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 
+ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden_messages.json")
 REF = TensorRef(DType.BF16, (2, 4), 0)
 
@@ -250,6 +267,29 @@ def test_every_kind_has_golden_bytes() -> None:
     assert {type(body).__struct_config__.tag for body, _ in BODIES} == kinds
     assert len(json.loads(GOLDEN.read_text())["frames"]) == len(BODIES)
     assert bytes.fromhex(json.loads(GOLDEN.read_text())["frames"][key_of(0)][0]) == MAGIC
+
+
+def kinds_of(channel: object) -> set[str]:
+    return {struct.__struct_config__.tag for struct in get_args(channel)}
+
+
+@pytest.mark.parametrize(
+    ("row", "channel"),
+    [
+        ("client → coordinator", ClientToCoordinator),
+        ("coordinator → client", CoordinatorToClient),
+        ("into a stage's inbox", IntoStage),
+        ("stage → coordinator, results", FromStage),
+        ("stage → coordinator, control", StageToCoordinator),
+        ("coordinator → stage, control", CoordinatorToStage),
+        ("node agent → coordinator, control", NodeToCoordinator),
+        ("coordinator → node agent, control", CoordinatorToNode),
+    ],
+)
+def test_the_documentation_lists_the_messages_of_every_channel(row: str, channel: object) -> None:
+    lines = (ROOT / "docs" / "protocol.md").read_text().splitlines()
+    (messages,) = [line.split("|")[3] for line in lines if line.startswith(f"| {row} |")]
+    assert set(re.findall(r"`(\w+)`", messages)) == kinds_of(channel)
 
 
 def test_kinds_are_unique() -> None:
