@@ -1,10 +1,13 @@
 """Measures the cost of a lost stage: the longest silence in an answer after the loss, and the time to its end.
 
-    python benchmarks/recovery.py CONFIG [--set KEY=VALUE] [--stage code2wav] [--runs 5]
+    python benchmarks/recovery.py CONFIG [--set KEY=VALUE] [--stage code2wav] [--runs 5] [--losses LOSS ...]
 
 Asks for one answer at a time and kills the stage when the first samples arrive. Measures once with what the stages
 retain (`retain_bytes` as configured) and once without (0: every request starts again from the prompt). Times are in
 seconds; also counts how often each stage computed the request.
+
+Then measures, on an idle pipeline, how soon each loss is noticed and repaired: a signal to the stage (`SIGKILL`,
+`SIGSTOP`), a `hang` of an echo stage's engine loop, or SIGKILL of the `coordinator`.
 """
 
 from __future__ import annotations
@@ -22,9 +25,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient, Audio
 from omni_actors.errors import OmniError
+from omni_actors.protocol.client import StageStatus
+from omni_actors.stage.echo import HANG_TOKEN
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROMPT = "Tell me, in a few words, why the sea is salt and the rivers are not."
@@ -120,6 +127,49 @@ async def measure(arguments: argparse.Namespace, keep: bool) -> Measurements:
     return measured
 
 
+async def lost(client: AsyncOmniClient, before: StageStatus) -> bool:
+    try:
+        stages = (await client.describe(timeout=0.5)).stages
+    except OmniError:
+        return True
+    return not any(status.pid == before.pid and status.state == "ready" for status in stages)
+
+
+async def detect(arguments: argparse.Namespace, loss: str) -> tuple[list[float], list[float]]:
+    """Seconds from each loss until a description shows it, and until all replicas are ready again.
+
+    For the coordinator only the second: clients wait for its successor.
+    """
+    noticed, back = [], []
+    with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
+        process = start(arguments, run_dir, keep=True)
+        try:
+            async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
+                await ready(client, process)
+                for _ in range(arguments.runs):
+                    statuses = (await client.describe()).stages
+                    before = next(status for status in statuses if status.stage == arguments.stage)
+                    began = time.monotonic()
+                    if loss == "coordinator":
+                        children = psutil.Process(process.pid).children()
+                        next(child for child in children if child.cmdline()[0] == "omni:coordinator").kill()
+                    elif loss == "hang":
+                        before = statuses[0]
+                        await client.submit({"prompt_token_ids": [HANG_TOKEN]}, modalities=["text"])
+                    else:
+                        os.kill(before.pid, signal.Signals[loss])
+                    if loss != "coordinator":
+                        while not await lost(client, before):  # noqa: ASYNC110 - the state is another process's
+                            await asyncio.sleep(0.005)
+                        noticed.append(time.monotonic() - began)
+                    await ready(client, process)
+                    back.append(time.monotonic() - began)
+        finally:
+            process.terminate()
+            process.wait(60)
+    return noticed, back
+
+
 def shown(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
 
@@ -131,6 +181,7 @@ async def main() -> None:
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--stage", default="code2wav")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--losses", nargs="*", default=["SIGKILL", "SIGSTOP", "coordinator"], metavar="LOSS")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report = {}
@@ -143,6 +194,11 @@ async def main() -> None:
             f"runs of the others for {arguments.runs} requests: {measured.runs}",
             flush=True,
         )
+    for loss in arguments.losses:
+        noticed, back = await detect(arguments, loss)
+        report[loss] = {"noticed": noticed, "back": back}
+        seen = f"noticed after {shown(noticed)}, " if noticed else ""
+        print(f"{loss}: {seen}all ready again after {shown(back)}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
 

@@ -1,22 +1,18 @@
-"""The coordinator is killed, stopped or kept from starting: stages keep their processes, clients hear of it."""
+"""The coordinator is killed, stopped or kept from starting: stages keep their processes, clients get an error."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
 from tests.support.launcher import EchoLauncher
-from tests.support.load import ask_and_check, disturbed_chain, replicas, text_of
+from tests.support.load import ask_and_check, disturbed_chain, replicas, text_of, until_healthy
 from tests.support.processes import assert_nothing_left, processes_of
 from tests.support.waiting import until
 
@@ -47,21 +43,9 @@ async def pids(client: AsyncOmniClient) -> dict[str, int]:
     return {name: status.pid for name, status in (await replicas(client)).items()}
 
 
-async def until_healthy(client: AsyncOmniClient, seconds: float = 5.0) -> float:
-    """Seconds until every stage is ready."""
-    began = time.monotonic()
-    while time.monotonic() < began + seconds:
-        with contextlib.suppress(OmniError):
-            if (await client.describe(0.5)).healthy:
-                return time.monotonic() - began
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"not healthy after {seconds} s")
-
-
-async def test_sigkill_under_load(launch: Launch, short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_killed_coordinator_comes_back_and_its_requests_end_typed(launch: Launch, short_path: Path) -> None:
     """Twice, with 50 requests in flight each: all of them end typed, and the next ones are answered."""
     launcher = launch(calm_chain(0.005)).wait_ready()
-    figures = []
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
         before = await pids(client)
         for round_number in range(2):
@@ -70,26 +54,20 @@ async def test_sigkill_under_load(launch: Launch, short_path: Path, capsys: pyte
                 await anext(stream)
             former = coordinator_of(short_path)
             os.kill(former, signal.SIGKILL)
-            killed = time.monotonic()
-            back = await until_healthy(watcher)
+            await until_healthy(watcher)
             for number in range(2):  # on the same endpoint, with the same client, before the lost ones are known
                 await ask_and_check(client, text_of(number + 10 * round_number))
             ends = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
-            ended = time.monotonic() - killed
             assert all(isinstance(end, OmniError) and end.code.value in LOST and end.retryable for end in ends), ends[0]
-            figures.append(f"served again after {back:.2f} s, the last request ended after {ended:.2f} s")
             assert next_coordinator(short_path, former)
             assert await pids(watcher) == before, launcher.output
-            assert ended < 6.0
     launcher.wait_idle()
-    with capsys.disabled():
-        print(f"\nSIGKILL of the coordinator with 50 in flight: {'; '.join(figures)}")
     assert launcher.output.count("the coordinator died (killed by signal 9) and is started again") == 2
     assert launcher.output.count("[omni_actors] starting ") == 1
     assert launcher.end() == 0
 
 
-async def test_sigkill_while_a_stage_loads(launch: Launch, short_path: Path) -> None:
+async def test_a_coordinator_killed_while_a_stage_loads_finds_it_again(launch: Launch, short_path: Path) -> None:
     data = calm_chain()
     data["stages"][2]["engine"]["start_seconds"] = 2.0
     launcher = launch(data)
@@ -101,7 +79,7 @@ async def test_sigkill_while_a_stage_loads(launch: Launch, short_path: Path) -> 
         await ask_and_check(client, "after all")
 
 
-async def test_a_stage_that_dies_after_that_is_started_again(launch: Launch, short_path: Path) -> None:
+async def test_a_new_coordinator_restarts_stages_that_die(launch: Launch, short_path: Path) -> None:
     launcher = launch(calm_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         os.kill(coordinator_of(short_path), signal.SIGKILL)
@@ -114,18 +92,20 @@ async def test_a_stage_that_dies_after_that_is_started_again(launch: Launch, sho
         assert now["thinker/0"] == former["thinker/0"]
 
 
-async def test_a_stage_that_dies_meanwhile_is_started_anew(launch: Launch, short_path: Path) -> None:
+async def test_a_stage_that_dies_while_there_is_no_coordinator_is_started_again(
+    launch: Launch, short_path: Path
+) -> None:
     launcher = launch(calm_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         former = await pids(client)
         os.kill(coordinator_of(short_path), signal.SIGKILL)
         os.kill(former["talker/0"], signal.SIGKILL)
-        await until_healthy(client, 10)
+        await until_healthy(client)
         await ask_and_check(client, "both are back")
         assert (await pids(client))["thinker/0"] == former["thinker/0"]
 
 
-async def test_one_that_hangs_is_replaced(launch: Launch, short_path: Path) -> None:
+async def test_a_coordinator_that_hangs_is_replaced(launch: Launch, short_path: Path) -> None:
     launcher = launch(calm_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         before = await pids(client)
@@ -137,7 +117,7 @@ async def test_one_that_hangs_is_replaced(launch: Launch, short_path: Path) -> N
         assert await pids(client) == before
 
 
-async def test_the_port_stays(launch: Launch, short_path: Path) -> None:
+async def test_a_new_coordinator_listens_on_the_same_port(launch: Launch, short_path: Path) -> None:
     launcher = launch(calm_chain(), "--listen", "tcp://127.0.0.1:0").wait_ready()
     assert not launcher.endpoint.endswith(":0")
     async with AsyncOmniClient(launcher.endpoint) as client:
@@ -146,7 +126,7 @@ async def test_the_port_stays(launch: Launch, short_path: Path) -> None:
         await ask_and_check(client, "same place")
 
 
-def test_one_that_keeps_dying_ends_the_launch(launch: Launch, short_path: Path) -> None:
+def test_a_coordinator_that_keeps_dying_ends_the_launch(launch: Launch, short_path: Path) -> None:
     data = calm_chain()
     data["coordinator"]["restarts"] = 1
     launcher = launch(data).wait_ready()

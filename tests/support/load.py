@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import string
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,40 +94,65 @@ async def replicas(client: AsyncOmniClient) -> dict[str, StageStatus]:
 
 
 @dataclass
-class TelemetryCollector:
-    """Measures when the loss of a replica is noticed and when it is back."""
+class Losses:
+    """Sends signals to replicas and waits until each of them is back."""
 
     client: AsyncOmniClient
-    noticed: list[float] = field(default_factory=list)
-    recovered: list[float] = field(default_factory=list)
+    recovered: int = 0
+    noticed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the first loss shows in a description."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    def hit(self, pid: int, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+    def kill(self, name: str) -> None:
+        """Kill the process that the replica has by now."""
+
+        async def kill() -> None:
+            pid = (await replicas(self.client))[name].pid
+            os.kill(pid, signal.SIGKILL)
+            await self._follow(pid, name)
+
+        self._tasks.append(asyncio.create_task(kill()))
+
+    def hit(self, pid: int, name: str, number: signal.Signals) -> None:
         os.kill(pid, number)
         self.follow(pid, name)
 
     def follow(self, pid: int, name: str) -> None:
+        """Wait in the background for a loss that the test causes in another way."""
         self._tasks.append(asyncio.create_task(self._follow(pid, name)))
 
     async def _follow(self, pid: int, name: str) -> None:
-        began = time.monotonic()
         async with asyncio.timeout(30):
             while (status := (await replicas(self.client))[name]).state == "ready" and status.pid == pid:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            self.noticed.append(time.monotonic() - began)
+            self.noticed.set()
             while (await replicas(self.client))[name].state != "ready":  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            self.recovered.append(time.monotonic() - began)
+            self.recovered += 1
 
-    async def finish(self) -> str:
+    async def finish(self) -> None:
         await asyncio.gather(*self._tasks)
-        seen = ", ".join(f"{seconds * 1000:.0f}" for seconds in self.noticed)
-        back = ", ".join(f"{seconds * 1000:.0f}" for seconds in self.recovered)
-        return f"noticed after {seen} ms, back after {back} ms"
 
 
 @contextlib.asynccontextmanager
-async def connected(endpoint: str) -> AsyncIterator[tuple[AsyncOmniClient, TelemetryCollector]]:
-    """A client for the load, and another one that watches."""
+async def connected(endpoint: str) -> AsyncIterator[tuple[AsyncOmniClient, Losses]]:
+    """A client for the load, and losses that another client follows."""
     async with AsyncOmniClient(endpoint) as client, AsyncOmniClient(endpoint) as watcher:
-        yield client, TelemetryCollector(watcher)
+        yield client, Losses(watcher)
+
+
+async def until_healthy(client: AsyncOmniClient, seconds: float = 10.0) -> None:
+    """Wait until every stage is ready, also while there is no coordinator."""
+    async with asyncio.timeout(seconds):
+        while True:
+            with contextlib.suppress(OmniError):
+                if (await client.describe(0.5)).healthy:
+                    return
+            await asyncio.sleep(0.02)
+
+
+async def until_in_flight(client: AsyncOmniClient, requests: int) -> None:
+    """Wait until so many requests are in flight at once."""
+    async with asyncio.timeout(10):
+        while (await client.describe()).in_flight < requests:  # noqa: ASYNC110 - the state is another process's
+            await asyncio.sleep(0.01)
