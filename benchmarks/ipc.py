@@ -120,7 +120,7 @@ class End:
 def receive_hop(pipe: Connection, came: Any, folder: str, flow: FlowConfig, transport: str, total: int) -> None:
     """The receiving process: the latencies in seconds go through the pipe, their number so far into `came`."""
     end = End(folder, RECEIVER, flow, transport)
-    tally: ReceivedCredit[ReplicaId | None] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
+    received: ReceivedCredit[ReplicaId | None] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
     pipe.send(end.endpoint.get())
     inbox, address = pipe.recv()
     end.arenas.attach({SENDER: address})
@@ -138,18 +138,18 @@ def receive_hop(pipe: Connection, came: Any, folder: str, flow: FlowConfig, tran
             if not isinstance(event, Received) or not isinstance(event.envelope.body, Chunk):
                 raise SystemExit(f"unexpected: {event}")
             latencies.append((time.monotonic_ns() - event.envelope.body.start) / 1e9)
-            due = tally.take(sender_of(event.envelope.header), event.size)
+            due = received.take(sender_of(event.envelope.header), event.size)
             del event
             came.value = len(latencies)
-            for sender, messages, size in tally.collect(everything=False) if due else ():
+            for sender, messages, size in received.collect(everything=False) if due else ():
                 end.outbound.grant(sender, messages, size)
     pipe.send(latencies)
     pipe.recv()
     end.close()
 
 
-def peer(hop: ReplicaId, inbox: str, address: ArenaAddress | None = None) -> Peer:
-    return Peer(hop.stage, hop.replica, hop.epoch, inbox, address)
+def peer(replica_id: ReplicaId, inbox: str, address: ArenaAddress | None = None) -> Peer:
+    return Peer(replica_id.stage, replica_id.replica, replica_id.epoch, inbox, address)
 
 
 def measure_hop(steps: Plan, transport: str, arena: bool, calls: list[float] | None = None) -> list[float]:

@@ -22,11 +22,21 @@ with atheris.instrument_imports(include=["omni_actors"]):
     from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, encode
     from omni_actors.protocol.control import CoordinatorToStage, StageToCoordinator
     from omni_actors.protocol.header import Block, Header, Limits
+    from omni_actors.protocol.nodes import CoordinatorToNode, NodeToCoordinator
     from omni_actors.protocol.results import FromStage
     from omni_actors.protocol.stage import IntoStage
 
 LIMITS = Limits(header_bytes=512, body_bytes=2048, buffers=8, buffer_bytes=1024, message_bytes=2048)
-CHANNELS = [ClientToCoordinator, CoordinatorToClient, IntoStage, FromStage, StageToCoordinator, CoordinatorToStage]
+CHANNELS = [
+    ClientToCoordinator,
+    CoordinatorToClient,
+    IntoStage,
+    FromStage,
+    StageToCoordinator,
+    CoordinatorToStage,
+    NodeToCoordinator,
+    CoordinatorToNode,
+]
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "unit" / "golden_messages.json"
 
 

@@ -4,7 +4,7 @@ Every stage process owns one `Arena`: anonymous memory (a memfd), allocated at i
 read-only through `/proc/PID/fd/N`. It has no name in /dev/shm, so nothing can be left there or needs to be swept: the
 kernel frees the memory when the last process that maps it has ended, even after `kill -9` (ADR 0010).
 
-A block lives from `publish` until every consumer has returned its ticket or has died, or until `GRACE_SECONDS` after
+A block lives from `reserve` until every consumer has returned its ticket or has died, or until `GRACE_SECONDS` after
 the request's deadline. The consumer holds a block for exactly as long as anything refers to its memory: a `memoryview`
 of it, or a tensor over that. So no code has to remember to free it, however a request ends.
 """
@@ -39,17 +39,6 @@ Memory = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 2, 4
 
 
-def check_budget(size: int, what: str) -> None:
-    """Raise `StartupError` unless `size` bytes of shared memory fit into what this host has available."""
-    available = psutil.virtual_memory().available
-    if size > available // 2:
-        raise StartupError(
-            f"{what} need {size >> 20} MiB of shared memory; {available >> 20} MiB are available, of which at most "
-            "half may be used.",
-            hint="Lower flow.arena_bytes.",
-        )
-
-
 @dataclass
 class _Published:
     offset: int
@@ -66,7 +55,13 @@ class Arena:
     """
 
     def __init__(self, size: int) -> None:
-        check_budget(size, "The arena would")
+        available = psutil.virtual_memory().available
+        if size > available // 2:
+            raise StartupError(
+                f"The arena needs {size >> 20} MiB of shared memory; {available >> 20} MiB are available, and it "
+                "may take at most half of that.",
+                hint="Lower flow.arena_bytes.",
+            )
         self._descriptor = os.memfd_create("omni-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._descriptor, 0, size)  # now, rather than a SIGBUS when memory runs out
@@ -87,15 +82,11 @@ class Arena:
         self._used = 0
         self.fallbacks = 0  # buffers that did not fit
 
-    def publish(self, data: Frame, consumer: ReplicaId, expires: float) -> Block | None:
-        """Copy `data` into a block for `consumer`; `None` if there is no room now. The block's `buffer` is 0."""
-        block = self.reserve(memoryview(data).nbytes, consumer, expires)
-        if block is not None:
-            self.write(block, data)
-        return block
-
     def reserve(self, size: int, holder: ReplicaId, expires: float) -> Block | None:
-        """Allocate a block of `size` bytes for `holder`, still without data; `None` if there is no room now."""
+        """Allocate a block of `size` bytes for `holder`, to be filled by `write`; `None` if there is no room now.
+
+        The block's `buffer` is 0.
+        """
         length = -(-(PREFIX + size) // ALIGNMENT) * ALIGNMENT
         offset = self._allocate(length)
         if offset is None:

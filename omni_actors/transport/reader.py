@@ -1,7 +1,7 @@
 """Reads a zmq socket from an asyncio loop: waits for its file descriptor, then drains it without blocking.
 
 This is ten times as fast as awaiting each message. zmq's descriptor signals only edges, and sending on the same socket
-can use one up, so whoever sends must call `poke`.
+can use one up, so the sender must call `poke`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 # ZAP domains: who may connect to a socket.
 MEMBERS = "members"  # the pipeline's processes
 EVERYONE = "everyone"  # those and the allowed clients
-LOCAL = "local"  # whoever can open the socket file; only for ipc:// endpoints
+LOCAL = "local"  # every process that can open the socket file; only for ipc:// endpoints
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
@@ -40,18 +40,25 @@ class KeyOwner(NamedTuple):
     may_operate: bool = True
 
 
-class AllowList:
-    """The clients allowed now. The files are read for every question, so deleting one locks its client out."""
+class KeyOwners:
+    """Finds the owner of a public key (Z85). Deleting a client's file locks it out.
 
-    def __init__(self, keys: Keys) -> None:
+    Args:
+        keys: `None` for a pipeline without keys; then every peer may do everything.
+    """
+
+    def __init__(self, keys: Keys | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._keys = keys
+        self._clock = clock
+        self._known: dict[bytes, KeyOwner | None] = {}
+        self._outdated = 0.0
         self._broken: set[Path] = set()
 
-    def owners(self) -> dict[bytes, KeyOwner]:
-        """Return everyone who may connect, by public key (Z85)."""
-        found = {self._keys.cluster: KeyOwner(CLUSTER)}
+    def read(self, keys: Keys) -> dict[bytes, KeyOwner]:
+        """Read from the files who may connect now."""
+        found = {keys.cluster: KeyOwner(CLUSTER)}
         for folder in (OPERATORS, ALLOWED):
-            for path in sorted((self._keys.folder / folder).glob(f"*{PUBLIC}")):
+            for path in sorted((keys.folder / folder).glob(f"*{PUBLIC}")):
                 try:
                     found.setdefault(read_key(path)[0], KeyOwner(path.stem, folder == OPERATORS))
                 except ConfigError as error:  # one broken file locks out one client
@@ -60,30 +67,19 @@ class AllowList:
                     self._broken.add(path)
         return found
 
-
-class KeyOwners:
-    """Finds the owner of a key. The files are read at most once in `REVOKED_SECONDS` for each key.
-
-    Args:
-        keys: `None` for a pipeline without keys; then every peer may do everything.
-    """
-
-    def __init__(self, keys: Keys | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._allowed = AllowList(keys) if keys is not None else None
-        self._clock = clock
-        self._known: dict[bytes, KeyOwner | None] = {}
-        self._outdated = 0.0
-
     def of(self, key: bytes) -> KeyOwner | None:
-        """Return the owner of a connection's `key` (b"": no keys), or `None` if it is no longer allowed."""
-        if not key or self._allowed is None:
+        """Return the owner of a connection's `key` (b"": no keys), or `None` if it is no longer allowed.
+
+        The files are read at most once in `REVOKED_SECONDS` for each key.
+        """
+        if not key or self._keys is None:
             return KeyOwner()
         now = self._clock()
         if now >= self._outdated:
             self._known.clear()
             self._outdated = now + REVOKED_SECONDS
         if key not in self._known:
-            self._known[key] = self._allowed.owners().get(key)
+            self._known[key] = self.read(self._keys).get(key)
         return self._known[key]
 
 
@@ -96,8 +92,8 @@ class ZapAuthenticator(threading.Thread):
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         super().__init__(name="zap authenticator", daemon=True)
-        self._allowed = AllowList(keys)
-        self._cluster = keys.cluster
+        self._keys = keys
+        self._owners = KeyOwners(keys)
         # From a shadow context: destroying the context closes the sockets made from it, while this thread uses its own.
         self._socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -125,22 +121,20 @@ class ZapAuthenticator(threading.Thread):
         domain, address = (frame.decode(errors="replace") for frame in request[2:4])
         try:
             key = z85.encode(request[6])
-            # A domain for members needs no look at the clients' files.
-            name = CLUSTER if key == self._cluster else self._client(domain, key)
+            if key == self._keys.cluster:
+                owner: KeyOwner | None = KeyOwner(CLUSTER)
+            else:
+                owner = self._owners.read(self._keys).get(key) if domain == EVERYONE else None
         except Exception:
             logger.exception("cannot read the allowed keys; refused a peer at %s", address)
             return refusal
-        if name is None:
+        if owner is None:
             logger.warning("refused a peer at %s: its key is not allowed here", address)
             return refusal
-        logger.debug("accepted %s from %s", name, address)
+        logger.debug("accepted %s from %s", owner.name, address)
         # The user id (the fifth frame) stays empty: libzmq would put it in front of the connection's messages, where it
         # makes a socket readable that has nothing to read. A property comes with each message instead.
         return [ZAP_VERSION, number, b"200", b"OK", b"", _property(PEER_KEY, key)]
-
-    def _client(self, domain: str, key: bytes) -> str | None:
-        owner = self._allowed.owners().get(key) if domain == EVERYONE else None
-        return owner.name if owner is not None else None
 
 
 def _property(name: str, value: bytes) -> bytes:

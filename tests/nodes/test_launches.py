@@ -29,11 +29,11 @@ from tests.support.processes import end_all, processes_of
 from tests.support.waiting import until
 
 PORT = 29600
-TYPED_SECONDS = 5.0  # after which a request over a broken network has failed with a reason, or goes on
+TYPED_SECONDS = 5.0  # within which a request over a broken network has failed with a reason or continues
 
 
 class Cluster:
-    """The launchers of one pipeline, one on each host. Clients come over the socket file of the first."""
+    """The launchers of one pipeline, one on each host. Clients connect through the first one's socket file."""
 
     def __init__(self, network: Network, folder: Path, data: Any) -> None:
         self._network = network
@@ -122,14 +122,14 @@ def cluster(network: Network, short_path: Path) -> Iterator[Callable[[Any], Clus
 
 
 def on_two_hosts(data: dict[str, Any]) -> dict[str, Any]:
-    """Prompt and thinker stay on the first host, talker and vocoder go to the second."""
+    """Keep prompt and thinker on the first host and move talker and vocoder to the second."""
     for stage in data["stages"][2:]:
         stage["node"] = 1
     return data
 
 
 def spread() -> dict[str, Any]:
-    """Echo stages on two hosts, whose losses are noticed soon."""
+    """Echo stages on two hosts, with short timeouts for their loss."""
     data = on_two_hosts(chain())
     data["coordinator"] = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0}
     return data
@@ -181,7 +181,7 @@ async def test_through_slow_and_cut_networks(
 async def test_the_tiny_model_speaks_over_a_slow_network(
     cluster: Callable[[Any], Cluster], network: Network, short_path: Path, tiny_checkpoint: Path
 ) -> None:
-    """Rows, codec tokens and sound through CURVE; the same sound as before the network became slow."""
+    """Rows, codec tokens and sound pass through CURVE, and the sound stays the same when the network becomes slow."""
     keys = short_path / "keys"
     make_cluster(keys)
     data = on_two_hosts(yaml.safe_load((REPOSITORY / "stage_configs" / "tiny_qwen2_5_omni.yaml").read_text()))
@@ -196,7 +196,8 @@ async def test_the_tiny_model_speaks_over_a_slow_network(
         assert len(first.audio) > 0
         network.cable.delay, network.cable.loss = 0.1, 0.05
         again = await client.generate("Hello.", seed=3, params=params, timeout=120)
-        assert (again.text, again.token_ids) == (first.text, first.token_ids)
+        assert again.text == first.text
+        assert again.token_ids == first.token_ids
         assert again.audio is not None
         assert numpy.allclose(again.audio, first.audio, atol=1e-4)
 
@@ -210,10 +211,10 @@ def test_a_node_with_other_keys_ends_with_the_reason(cluster: Callable[[Any], Cl
     pipeline.start(1, short_path / "other")
     assert pipeline.launchers[1].wait(20) == 1
     assert "hangs up during the handshake" in pipeline.output(1)
-    assert pipeline.launchers[0].poll() is None  # nobody from outside ends a launch
+    assert pipeline.launchers[0].poll() is None  # no outsider can end a launch
 
 
-# An ssh that goes to one of the network's hosts; sshd would start the command in a session of its own, too.
+# Stands in for ssh: runs the command on one of the network's hosts, in its own session as sshd would.
 SSH = """#!/usr/bin/env bash
 while [[ $1 == -* ]]; do shift 2; done
 host=$1

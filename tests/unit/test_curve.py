@@ -30,16 +30,7 @@ from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.curve import Keys, load_keys, make_client, make_cluster
 from omni_actors.transport.handshake_monitor import HANG_UP_SECONDS, HandshakeMonitor, Verdict
 from omni_actors.transport.sockets import Socket, Sockets, drain, receive_with_key, try_send
-from omni_actors.transport.zap import (
-    EVERYONE,
-    LOCAL,
-    MEMBERS,
-    REVOKED_SECONDS,
-    AllowList,
-    KeyOwner,
-    KeyOwners,
-    ZapAuthenticator,
-)
+from omni_actors.transport.zap import EVERYONE, LOCAL, MEMBERS, REVOKED_SECONDS, KeyOwner, KeyOwners, ZapAuthenticator
 from tests.support.waiting import until
 
 REFUSED_SECONDS = 5.0  # within which a peer knows that it was refused
@@ -284,13 +275,13 @@ def test_who_may_operate(tmp_path: Path) -> None:
 def test_the_files_are_read_once_a_second_for_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much a locked-out client sends."""
     reads: list[int] = []
-    owners_of_all = AllowList.owners
+    read = KeyOwners.read
 
-    def counted(allowed: AllowList) -> dict[bytes, KeyOwner]:
+    def counted(owners: KeyOwners, keys: Keys) -> dict[bytes, KeyOwner]:
         reads.append(1)
-        return owners_of_all(allowed)
+        return read(owners, keys)
 
-    monkeypatch.setattr(AllowList, "owners", counted)
+    monkeypatch.setattr(KeyOwners, "read", counted)
     owners = KeyOwners(load_keys(folder), lambda: 0.0)
     assert {owners.of(b"x" * 40) for _ in range(100)} == {None}
     assert len(reads) == 1
