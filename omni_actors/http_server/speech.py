@@ -1,7 +1,7 @@
 """The route /v1/audio/speech: an omni model reads a text aloud.
 
 The pipeline has no stage that speaks a given text. The model is asked to repeat the text and speaks its own answer,
-which is nearly always the same. The events of `stream_format: "sse"` contain what was really said.
+which is nearly always the same. The events of `stream_format: "sse"` contain the text that was really spoken.
 """
 
 from __future__ import annotations

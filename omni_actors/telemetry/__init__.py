@@ -1,1 +1,1 @@
-"""What a pipeline tells about itself: metrics, timelines of requests, and their export (docs/observability.md)."""
+"""Metrics, timelines of requests, and their export (docs/observability.md)."""

@@ -38,15 +38,15 @@ class ClockOffset:
         self._upper: collections.deque[float] = collections.deque(maxlen=KEPT)
         self._lower: collections.deque[float] = collections.deque(maxlen=KEPT)
 
-    def heard(self, sent_there: float, received_here: float) -> None:
-        """Take the times of a message from the peer."""
+    def received(self, sent_there: float, received_here: float) -> None:
+        """Take the times of a message from the peer: sent by its clock, received by ours."""
         if sent_there:
             self._upper.append(received_here - sent_there)
             self._forget_contradiction(self._lower)
             self.seconds = self._estimate()
 
-    def told(self, sent_here: float, received_there: float) -> None:
-        """Take the times of a message to the peer, which reported when it received it."""
+    def sent(self, sent_here: float, received_there: float) -> None:
+        """Take the times of a message to the peer: sent by our clock, received by its clock."""
         if sent_here and received_there:
             self._lower.append(sent_here - received_there)
             self._forget_contradiction(self._upper)

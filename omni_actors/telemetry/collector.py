@@ -96,7 +96,7 @@ class TelemetryCollector:
         """Note that a replica's process has ended."""
         self._stages.gone(f"{stage}/{replica}")
 
-    # -- questions ----------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     def answer(self, question: Observe) -> Observation:
         """Answer a question about requests. Raises `InvalidRequest` for one that is not known, or no longer."""

@@ -35,7 +35,7 @@ MOMENTS = ("expected", *(moment for _, moment in PHASES))  # the fields of a sta
 
 
 @dataclass
-class _Live:
+class _RunningRequest:
     """A request between its admission and its end. Moments of stages are by their own clocks."""
 
     trace_id: str
@@ -75,10 +75,10 @@ class RequestLog(Observer):
         self._meters = meters
         self._clock = clock
         self._on_settled = on_settled
-        self._live: dict[str, _Live] = {}
+        self._running: dict[str, _RunningRequest] = {}
         self._finished: collections.OrderedDict[str, Finished] = collections.OrderedDict()
         self._settling: collections.deque[tuple[float, str]] = collections.deque()
-        self._offsets: dict[str, ClockOffset] = {}
+        self._offsets: collections.defaultdict[str, ClockOffset] = collections.defaultdict(ClockOffset)
         self._request_seconds = meters.histogram(table.REQUEST_SECONDS)
         self._first_text = meters.histogram(table.FIRST_TEXT)
         self._first_audio = meters.histogram(table.FIRST_AUDIO)
@@ -90,17 +90,11 @@ class RequestLog(Observer):
 
     def heard(self, name: str, sent: float) -> None:
         """Note that a message of the replica `name` just came; `sent` is when it was sent, by the replica's clock."""
-        self._offset(name).heard(sent, self._clock())
+        self._offsets[name].received(sent, self._clock())
 
     def spawned(self, name: str) -> None:
         """Forget a replica's clock: its new process has another one."""
         self._offsets.pop(name, None)
-
-    def _offset(self, name: str) -> ClockOffset:
-        found = self._offsets.get(name)
-        if found is None:
-            found = self._offsets[name] = ClockOffset()
-        return found
 
     def offset(self, name: str) -> float:
         """Seconds to add to a replica's moments to have ours."""
@@ -120,71 +114,72 @@ class RequestLog(Observer):
         events = [TimelineEvent("admitted", now)]
         if submit.sent and abs(now - submit.sent) < CLIENT_CLOCK_SECONDS:
             events.insert(0, TimelineEvent("submitted", min(submit.sent, now)))
-        self._live[request_id] = _Live(trace_id, parent_id, bool(int(flags, 16) & 1), now, events)
+        self._running[request_id] = _RunningRequest(trace_id, parent_id, bool(int(flags, 16) & 1), now, events)
 
     def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
-        live = self._live.get(request_id)
-        if live is not None:
+        request = self._running.get(request_id)
+        if request is not None:
             now = self._clock()
-            live.attempt = attempt
-            live.bound.update(dict.fromkeys(begun, now))
+            request.attempt = attempt
+            request.bound.update(dict.fromkeys(begun, now))
             names = " ".join(replica.name for replica in route)
-            live.events.append(TimelineEvent("bound", now, names[:1024]))
+            request.events.append(TimelineEvent("bound", now, names[:1024]))
 
     def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
         self._meters.count(table.REPLAYS, by=int(counts))
-        live = self._live.get(request_id)
-        if live is not None:
-            live.events.append(TimelineEvent("replayed", self._clock(), error.code.value))
+        request = self._running.get(request_id)
+        if request is not None:
+            request.events.append(TimelineEvent("replayed", self._clock(), error.code.value))
 
     def came(self, header: Header, body: TextDelta | AudioChunk) -> None:
-        live = self._live.get(header.request_id)
-        if live is None:
+        request = self._running.get(header.request_id)
+        if request is None:
             return
         source = f"{header.stage}/{header.replica}"
-        track = track_of(live.deliveries, self._meters, source, table.COORDINATOR[0])
+        track = track_of(request.deliveries, self._meters, source, table.COORDINATOR[0])
         track.add(body.sent, self._clock(), _payload(body), self.offset(source))
 
     def delivered(self, request_id: str, body: TextDelta | AudioChunk) -> None:
-        live = self._live.get(request_id)
-        if live is None:
+        request = self._running.get(request_id)
+        if request is None:
             return
         if isinstance(body, TextDelta):
             self._meters.count(table.TEXT_TOKENS, by=len(body.token_ids) // TOKEN_BYTES)
-            if not live.first_text:
-                live.first_text = self._clock()
-                live.events.append(TimelineEvent("first_text", live.first_text))
-                self._first_text.observe(live.first_text - live.arrived)
+            if not request.first_text:
+                request.first_text = self._clock()
+                request.events.append(TimelineEvent("first_text", request.first_text))
+                self._first_text.observe(request.first_text - request.arrived)
             return
         seconds = body.samples.shape[0] / body.sample_rate
-        live.audio_seconds += seconds
+        request.audio_seconds += seconds
         self._meters.count(table.AUDIO_SECONDS, by=seconds)
-        if not live.first_audio:
-            live.first_audio = self._clock()
-            live.events.append(TimelineEvent("first_audio", live.first_audio))
-            self._first_audio.observe(live.first_audio - live.arrived)
+        if not request.first_audio:
+            request.first_audio = self._clock()
+            request.events.append(TimelineEvent("first_audio", request.first_audio))
+            self._first_audio.observe(request.first_audio - request.arrived)
 
     def stage_done(self, header: Header, body: StageDone) -> None:
-        live = self._live.get(header.request_id)
-        if live is None or body.timeline is None:
+        request = self._running.get(header.request_id)
+        if request is None or body.timeline is None:
             return
-        self._offset(f"{header.stage}/{header.replica}").told(live.bound.get(header.stage, 0.0), body.timeline.expected)
-        self._add_stage(live, header.stage, header.replica, body.timeline)
+        offset = self._offsets[f"{header.stage}/{header.replica}"]
+        offset.sent(request.bound.get(header.stage, 0.0), body.timeline.expected)
+        self._add_stage(request, header.stage, header.replica, body.timeline)
 
     def ended(self, request_id: str, error: OmniError | None) -> None:
-        live = self._live.pop(request_id, None)
-        if live is None:
+        request = self._running.pop(request_id, None)
+        if request is None:
             return
         now = self._clock()
         code = error.code.value if error is not None else "ok"
         self._meters.count(table.REQUESTS, "failed" if error is not None else "done", code)
-        live.events.append(TimelineEvent("ended", now, "" if error is None else code))
+        request.events.append(TimelineEvent("ended", now, "" if error is None else code))
         if error is None:
-            self._request_seconds.observe(now - live.arrived)
-            if live.audio_seconds:
-                self._factor.observe((now - live.arrived) / live.audio_seconds)
-        timeline = self._timeline(request_id, live, "done" if error is None else code)
-        self._finished[request_id] = Finished(timeline, live.parent_id, live.sampled)
+            self._request_seconds.observe(now - request.arrived)
+            if request.audio_seconds:
+                self._factor.observe((now - request.arrived) / request.audio_seconds)
+        timeline = self._timeline(request_id, request, "done" if error is None else code)
+        self._finished[request_id] = Finished(timeline, request.parent_id, request.sampled)
         if error is None:
             self._on_settled(self._finished[request_id])
         else:
@@ -192,13 +187,13 @@ class RequestLog(Observer):
         while len(self._finished) > KEPT:
             self._finished.popitem(last=False)
 
-    # -- stages, later ------------------------------------------------------------------------------------------------
+    # -- reports of stages --------------------------------------------------------------------------------------------
 
     def stage_ended(self, stage: str, replica: int, work: EndedWork) -> None:
         """Add the part of a stage that did not finish the request."""
-        live = self._live.get(work.request_id)
-        if live is not None:
-            self._add_stage(live, stage, replica, work.timeline)
+        request = self._running.get(work.request_id)
+        if request is not None:
+            self._add_stage(request, stage, replica, work.timeline)
             return
         finished = self._finished.get(work.request_id)
         if finished is not None and len(finished.timeline.stages) < KEPT_STAGES:
@@ -216,13 +211,13 @@ class RequestLog(Observer):
             if finished is not None:
                 self._on_settled(finished)
 
-    # -- questions ----------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     def timeline(self, request_id: str) -> RequestTimeline | None:
         """The timeline of a running request or of one of the last that ended; else `None`."""
-        live = self._live.get(request_id)
-        if live is not None:
-            return self._timeline(request_id, live, "running")
+        request = self._running.get(request_id)
+        if request is not None:
+            return self._timeline(request_id, request, "running")
         finished = self._finished.get(request_id)
         return finished.timeline if finished is not None else None
 
@@ -230,25 +225,24 @@ class RequestLog(Observer):
         """Timelines of the requests that ended last, the newest first."""
         return [finished.timeline for finished in list(reversed(self._finished.values()))[:count]]
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- timelines ----------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _add_stage(live: _Live, stage: str, replica: int, timeline: StageTimeline) -> None:
-        if len(live.stages) < KEPT_STAGES:
-            live.stages.append(
-                msgspec.structs.replace(timeline, stage=stage, replica=replica)
-            )  # the sender's own, whatever it says
+    def _add_stage(request: _RunningRequest, stage: str, replica: int, timeline: StageTimeline) -> None:
+        if len(request.stages) < KEPT_STAGES:
+            # The stage and the replica are those of the connection, whatever the message claims.
+            request.stages.append(msgspec.structs.replace(timeline, stage=stage, replica=replica))
 
-    def _timeline(self, request_id: str, live: _Live, outcome: str) -> RequestTimeline:
+    def _timeline(self, request_id: str, request: _RunningRequest, outcome: str) -> RequestTimeline:
         return RequestTimeline(
             request_id=request_id,
-            trace_id=live.trace_id,
+            trace_id=request.trace_id,
             outcome=outcome,
-            attempt=live.attempt,
-            events=tuple(live.events),
-            stages=tuple(self._in_our_time(stage) for stage in live.stages),
+            attempt=request.attempt,
+            events=tuple(request.events),
+            stages=tuple(self._in_our_time(stage) for stage in request.stages),
             deliveries=tuple(
-                self._transfer_in_our_time(track.timeline(source), 0.0) for source, track in live.deliveries.items()
+                self._transfer_in_our_time(track.timeline(source), 0.0) for source, track in request.deliveries.items()
             ),
         )
 

@@ -146,7 +146,7 @@ def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
         (server,) = processes_titled("omni:http", launcher)
         os.kill(server, signal.SIGKILL)
         assert pipeline.openai(max_retries=2, timeout=20).chat.completions.create(**HELLO).choices
-        # A stage dies: health says which.
+        # A stage dies: /health names it.
         talker = stage_pid(pipeline, "talker")
         os.kill(talker, signal.SIGKILL)
         deadline = time.monotonic() + 5

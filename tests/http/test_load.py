@@ -45,7 +45,7 @@ async def one(url: str) -> Seen:
 
 @dataclass
 class Seen:
-    """What came, with the seconds since the request when each piece of it came."""
+    """A response, with the seconds from the request to each piece."""
 
     pieces: list[tuple[float, bytes]]
 
@@ -61,7 +61,7 @@ class Seen:
         return next(when for when, piece in self.pieces if word in piece)
 
     def answer(self) -> tuple[str, int, bool]:
-        """Text, samples, and whether the end came."""
+        """Text, samples, and whether the response is complete."""
         head, _, rest = b"".join(piece for _, piece in self.pieces).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 "), head
         text, samples, done = "", 0, False
@@ -102,14 +102,14 @@ def test_two_hundred_streams_at_once(echo: HttpPipeline, capsys: pytest.CaptureF
 
     seen, wall = asyncio.run(run())
     assert [item.answer() for item in seen] == [(TEXT, SAMPLES, True)] * STREAMS
-    figures = {
+    measured = {
         "first byte": [item.first_byte for item in seen],
         "first audio": [item.first(b'"data":"') for item in seen],
         "whole": [item.total for item in seen],
     }
     with capsys.disabled():
         print(f"\n{STREAMS} spoken streams at once in {wall:.2f} s, {STREAMS * 2 * len(TEXT) / wall:.0f} events/s")
-        for name, values in figures.items():
+        for name, values in measured.items():
             p50, p99 = (1000 * percentile(values, share) for share in (0.5, 0.99))
             print(f"  {name:12} p50 {p50:7.1f} ms  p99 {p99:7.1f} ms")
-    assert percentile(figures["first byte"], 0.99) < 30, "seconds; a bound against hangs, not a target"
+    assert percentile(measured["first byte"], 0.99) < 30, "seconds; a bound against hangs, not a target"

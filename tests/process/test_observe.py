@@ -114,7 +114,7 @@ async def test_time_in_which_a_stage_is_held_back_is_counted(launch: Launch, rea
 async def test_refusals_are_counted_by_code(client: AsyncOmniClient) -> None:
     before = await scrape(client)
     with pytest.raises(OmniError):
-        await client.generate("hi", voice="nobody")
+        await client.generate("hi", voice="unknown")
     now = await scrape(client)
     assert now.value(table.REQUESTS, "refused", "unknown_voice") == 1 + before.value(
         table.REQUESTS, "refused", "unknown_voice"
@@ -324,8 +324,8 @@ def test_trace_shows_the_last_request_and_writes_a_chrome_trace(
     rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"request", "thinker/0", "code2wav/0", "thinker/0 → talker/0", "code2wav/0 → coordinator"} <= rows
     assert f"request {stream.request_id}" in {event["args"].get("name") for event in events}
-    assert trace.main(["nobody", "--endpoint", echo.endpoint]) == 1
-    assert "no timeline of request 'nobody'" in capsys.readouterr().err
+    assert trace.main(["unknown", "--endpoint", echo.endpoint]) == 1
+    assert "no timeline of request 'unknown'" in capsys.readouterr().err
     assert trace.main(["last", "--endpoint", echo.endpoint, "--chrome", str(tmp_path / "no" / "t.json")]) == 1
     assert "Cannot write" in capsys.readouterr().err
 

@@ -36,17 +36,17 @@ def usage(order: list[str], outputs: dict[str, str], ran: list[str]) -> dict:
 def test_audio_tokens_are_those_generated_for_the_audio(
     order: list[str], outputs: dict[str, str], audio_tokens: int
 ) -> None:
-    said = usage(order, outputs, order)
+    shown = usage(order, outputs, order)
     text_tokens = 7 if "text" in outputs else 0
-    assert said["completion_tokens_details"] == {"text_tokens": text_tokens, "audio_tokens": audio_tokens}
-    assert said["completion_tokens"] == text_tokens + audio_tokens
-    assert said["prompt_tokens"] == (5 if "text" in outputs else 0)
-    assert said["total_tokens"] == said["prompt_tokens"] + said["completion_tokens"]
-    assert list(said["stages"]) == order
+    assert shown["completion_tokens_details"] == {"text_tokens": text_tokens, "audio_tokens": audio_tokens}
+    assert shown["completion_tokens"] == text_tokens + audio_tokens
+    assert shown["prompt_tokens"] == (5 if "text" in outputs else 0)
+    assert shown["total_tokens"] == shown["prompt_tokens"] + shown["completion_tokens"]
+    assert list(shown["stages"]) == order
 
 
 def test_an_answer_without_audio_has_no_audio_tokens() -> None:
     order = ["prompt", "thinker", "talker", "code2wav"]
-    said = usage(order, {"text": "thinker", "audio": "code2wav"}, ["prompt", "thinker"])
-    assert said["completion_tokens_details"] == {"text_tokens": 7, "audio_tokens": 0}
-    assert list(said["stages"]) == ["prompt", "thinker"]
+    shown = usage(order, {"text": "thinker", "audio": "code2wav"}, ["prompt", "thinker"])
+    assert shown["completion_tokens_details"] == {"text_tokens": 7, "audio_tokens": 0}
+    assert list(shown["stages"]) == ["prompt", "thinker"]

@@ -18,8 +18,8 @@ def test_a_clock_does_not_follow_when_the_wall_clock_is_set() -> None:
 
 def exchange(offset: ClockOffset, true_offset: float, delay: float, now: float = 100.0) -> None:
     """One message in each direction; `true_offset` is our clock minus the peer's."""
-    offset.told(now, now + delay - true_offset)
-    offset.heard(now - true_offset, now + delay)
+    offset.sent(now, now + delay - true_offset)
+    offset.received(now - true_offset, now + delay)
 
 
 def test_clocks_of_one_host_are_left_alone_however_slow_the_messages() -> None:
@@ -39,8 +39,8 @@ def test_the_offset_of_another_host_is_found_within_the_delay(true_offset: float
 
 def test_one_direction_alone_corrects_only_what_is_impossible() -> None:
     behind, ahead = ClockOffset(), ClockOffset()
-    behind.heard(100.0, 105.0)  # five seconds on the way, or another clock: it cannot be known
-    ahead.heard(105.0, 100.0)  # read before it was sent
+    behind.received(100.0, 105.0)  # five seconds on the way, or another clock: it cannot be known
+    ahead.received(105.0, 100.0)  # read before it was sent
     assert behind.seconds == 0.0
     assert ahead.seconds == -5.0
 

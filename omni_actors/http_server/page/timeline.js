@@ -65,9 +65,9 @@ function laneElement(lane, total) {
   element.tabIndex = 0;
   element.setAttribute("role", "img");
   element.setAttribute("aria-label", `${lane.about}; ${words.join(", ")}`);
-  const tell = () => { $("details").textContent = element.getAttribute("aria-label"); };
-  element.onfocus = tell;
-  element.onmouseenter = tell;
+  const showDetails = () => { $("details").textContent = element.getAttribute("aria-label"); };
+  element.onfocus = showDetails;
+  element.onmouseenter = showDetails;
   label.textContent = lane.name;
   const bar = svg("svg", { "aria-hidden": true });
   for (const part of lane.parts) {
