@@ -1,4 +1,4 @@
-"""Look into a running pipeline and operate it: `omni-actors ctl ENDPOINT status|drain|restart|shutdown`."""
+"""Inspects and operates a running pipeline: `omni-actors ctl ENDPOINT status|drain|restart|shutdown`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout
 from omni_actors.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.protocol.client import Operation, Report
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,25 +29,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="omni-actors ctl", description=__doc__)
-    parser.add_argument("endpoint", help="where clients connect, as the launcher prints it")
+    parser.add_argument("endpoint", help="client endpoint, as the launcher prints it")
     parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
     operations = parser.add_subparsers(dest="operation", required=True)
     operations.add_parser("status", help="stages, links and requests in flight")
     for name, text in (
-        ("drain", "let a replica take nothing new"),
-        ("restart", "drain a replica and start it anew, without failing a request"),
+        ("drain", "give a replica no new requests"),
+        ("restart", "drain a replica and restart it, without failing a request"),
     ):
         command = operations.add_parser(name, help=text)
         command.add_argument("replica", metavar="STAGE/REPLICA", help="for instance talker/0")
-        command.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="until it is done")
-    operations.add_parser("shutdown", help="end the pipeline as SIGTERM would")
+        command.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait until it is done")
+    operations.add_parser("shutdown", help="end the pipeline, as SIGTERM does")
     return parser
 
 
 def _target(text: str) -> tuple[str, int]:
     stage, separator, number = text.partition("/")
     if not stage or not separator or not number.isdecimal() or int(number) > 65535:
-        raise InvalidRequest(f"{text!r} names no replica.", hint="Write STAGE/REPLICA, for instance talker/0.")
+        raise InvalidRequest(f"{text!r} does not name a replica.", hint="Write STAGE/REPLICA, for instance talker/0.")
     return stage, int(number)
 
 
@@ -79,7 +79,7 @@ async def _wait(
             return
         if asyncio.get_running_loop().time() > deadline:
             raise RequestTimeout(f"{stage}/{replica} is {status.state} with {status.in_flight} requests.", hint="")
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def _epoch(report: Report, stage: str, replica: int) -> int:
@@ -87,7 +87,7 @@ def _epoch(report: Report, stage: str, replica: int) -> int:
 
 
 def render(report: Report) -> str:
-    """A report as text: one line a replica, one line a request, the counts that are not zero."""
+    """Render a report as text: a line per replica, a line per request, and the counts that are not zero."""
     shown = report.description
     health = "healthy" if shown.healthy else "degraded"
     lines = [f"{shown.pipeline}: {health}, {shown.in_flight} of {shown.max_in_flight} requests in flight"]

@@ -1,8 +1,8 @@
-"""Make the keys with which a pipeline encrypts and recognises: `omni-actors keys DIR [--client NAME ...]`.
+"""Makes the CURVE keys of a pipeline, its clients and its operators: `omni-actors keys DIR [--client NAME ...]`.
 
-A new DIR becomes the pipeline's folder: copy it to every node and start with `--keys DIR`. Each `--client` is allowed
-to connect and gets a folder DIR/clients/NAME to be handed to it; an `--operator` may also drain, restart and shut down.
-Deleting DIR/allowed/NAME.key, or DIR/operators/NAME.key, locks it out again.
+A new DIR becomes the pipeline's folder: copy it to every node and start with `--keys DIR`. Each `--client` may connect
+and gets a folder DIR/clients/NAME, to be handed to it; an `--operator` may also drain, restart and shut down. Deleting
+DIR/allowed/NAME.key, or DIR/operators/NAME.key, locks it out again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from omni_actors.transport.curve import ALLOWED, CLUSTER, OPERATORS, PUBLIC, SEC
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (2: nothing was overwritten, or the folder cannot be used)."""
+    """Run the command line; returns the exit code (2 if the folder cannot be used or keys would be overwritten)."""
     parser = argparse.ArgumentParser(prog="omni-actors keys", description=__doc__)
-    parser.add_argument("folder", metavar="DIR", type=Path, help="the pipeline's folder, new unless a client is added")
-    parser.add_argument("--client", action="append", default=[], metavar="NAME", help="allow one more client")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="the pipeline's folder; made unless a client is added")
+    parser.add_argument("--client", action="append", default=[], metavar="NAME", help="allow a client to connect")
     parser.add_argument(
-        "--operator", action="append", default=[], metavar="NAME", help="allow one that may also change what runs"
+        "--operator", action="append", default=[], metavar="NAME", help="the same for one that may also operate"
     )
     options = parser.parse_args(arguments)
     folder = options.folder.expanduser().absolute()
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.client + options.operator or not (folder / f"{CLUSTER}{SECRET}").exists():
             make_cluster(folder)
             print(f"keys of the pipeline: {folder}")
-            print(f"  copy it to every node, closed to others, and start with --keys {folder}")
+            print(f"  copy it to every node, readable by its owner only, and start with --keys {folder}")
         for what, names, place in (("client", options.client, ALLOWED), ("operator", options.operator, OPERATORS)):
             for name in names:
                 handed = make_client(folder, name, operator=place == OPERATORS)

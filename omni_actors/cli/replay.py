@@ -1,8 +1,8 @@
-"""Replays a recording into its stage alone: `omni-actors replay FILE`.
+"""Runs a recorded stage again and compares its output: `omni-actors replay FILE`.
 
-Reads what a stage took under `--record`, gives it to the same stage in this process (engine included, no sockets, no
-other stage) and compares what comes out with what came out then: for every request that was finished then, the text,
-the audio, the tokens and the rows as wholes, however they are cut into messages.
+Reads what a stage received under `--record`, feeds it to the same stage in this process (with its engine, but without
+sockets or other stages) and compares the outputs. For every request that had finished, the whole text, audio, tokens
+and rows must be equal, however they are cut into messages.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 from omni_actors import logs
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import OmniError
+from omni_actors.processes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from omni_actors.protocol.codec import Decoder, Envelope, Frame
 from omni_actors.protocol.common import Abort, Failed
 from omni_actors.protocol.header import Body, Header
@@ -32,7 +33,7 @@ from omni_actors.stage.recorder import INBOUND, RecordingHeader, read
 
 @dataclass
 class Output:
-    """All that a stage made of one request for one receiver, joined."""
+    """All output of a stage for one request and one receiver, joined."""
 
     text: str = ""
     token_ids: bytes = b""
@@ -42,7 +43,7 @@ class Output:
     end: object = None
 
     def add(self, body: Body, buffers: Sequence[Frame]) -> None:
-        """One more message. Times are left out: they differ from run to run."""
+        """Add a message. Times are left out, as they differ from run to run."""
         if isinstance(body, TextDelta):
             self.text += body.text
             self.token_ids += body.token_ids
@@ -68,7 +69,7 @@ class Output:
         self.buffers.setdefault(name, bytearray()).extend(data)
 
     def difference(self, other: Output) -> str:
-        """What differs, in words; empty if nothing does."""
+        """Describe the first difference; "" if there is none."""
         for name in ("end", "text", "token_ids", "scalars", "final"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -93,10 +94,10 @@ class Comparison:
 
 
 def replay(path: Path, pipeline: PipelineConfig | None = None) -> Comparison:
-    """Replay a recording, with another configuration of the pipeline if one is given.
+    """Replay a recording, optionally with another configuration of the pipeline.
 
     Raises:
-        OmniError: the file is no recording, or the stage does not start.
+        OmniError: the file is not a recording, or the stage does not start.
     """
     origin, entries = read(path)
     pipeline = pipeline or msgspec.json.decode(origin.pipeline_json, type=PipelineConfig)
@@ -107,16 +108,16 @@ def replay(path: Path, pipeline: PipelineConfig | None = None) -> Comparison:
     for entry in entries:
         if entry.direction == INBOUND:
             envelope = inbound.decode(entry.frames)
-            # What was in time then is in time now.
+            # A request that met its deadline then must not miss it now.
             header = msgspec.structs.replace(envelope.header, deadline=0.0)
             taken.append(msgspec.structs.replace(envelope, header=header))
         else:
             sent = outbound.decode(entry.frames)
             _add(then, sent.header, entry.direction, sent.body, sent.buffers)
     ended = {request for (request, receiver), output in then.items() if not receiver and output.end is not None}
-    # What one stage got a second time, because it began anew, is no output of its own.
+    # Output that a stage sent a second time, because the receiver restarted, is not compared.
     ended -= {item.header.request_id for item in taken if isinstance(item.body, Resend)}
-    # An abort that came after the end must not come before it now: steps need no time here.
+    # Steps take no time here: an abort that came after the end must not come before it now.
     taken = [item for item in taken if not (isinstance(item.body, Abort) and item.header.request_id in ended)]
     now = _run(origin, pipeline, taken)
     differences = []
@@ -129,7 +130,7 @@ def replay(path: Path, pipeline: PipelineConfig | None = None) -> Comparison:
 
 
 def _run(origin: RecordingHeader, pipeline: PipelineConfig, taken: Iterable[Envelope[IntoStage]]) -> Outputs:
-    """The stage's output for these messages. Time stands still."""
+    """Feed messages to the stage and collect its output. Its clock stands still."""
     config = pipeline.stage(origin.stage.stage)
     engine = build_engine(pipeline, config, lambda phase: None)
     outputs: Outputs = {}
@@ -156,7 +157,7 @@ def _add(outputs: Outputs, header: Header, receiver: str, body: Body, buffers: S
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 if all is equal, 1 if not, 2 if the recording cannot be replayed."""
+    """Run the command line; returns 0 if all is equal, 1 if not, 2 if the recording cannot be replayed."""
     parser = argparse.ArgumentParser(prog="omni-actors replay", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, help="a file that a stage wrote under --record")
     options = parser.parse_args(arguments)
@@ -165,11 +166,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparison = replay(options.file)
     except OmniError as error:
         print(f"error ({error.code.value}): {error}", file=sys.stderr)
-        return 2
+        return EXIT_USAGE
     for difference in comparison.differences:
         print(difference)
     print(f"{comparison.finished} requests, {len(comparison.differences)} differences")
-    return 1 if comparison.differences else 0
+    return EXIT_FAILED if comparison.differences else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Client library of a running pipeline; usable from any process that reaches its endpoint.
+"""Client library of a running pipeline, for any process that can reach its endpoint.
 
-`AsyncOmniClient` is the implementation, `OmniClient` runs one in a thread for code without an event loop, `OmniLLM`
-(`client/offline.py`) starts a pipeline of its own. Imports neither torch nor vLLM.
+`AsyncOmniClient` is the implementation. `OmniClient` runs one in a thread for code without an event loop, and `OmniLLM`
+(`client/offline.py`) starts a pipeline for itself. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations

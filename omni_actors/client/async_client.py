@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 
@@ -47,24 +47,25 @@ from omni_actors.transport.sockets import Sockets, try_send
 logger = get_logger(__name__)
 
 ANSWER_SECONDS = 10.0  # a coordinator that does not answer `Describe` within this time is gone
-GRANT_MESSAGES, GRANT_BYTES = 64, 256 << 10  # taken messages that are worth a message of credit
-GRANT_SECONDS = 0.05  # after which fewer are
-PING_SECONDS = 2.0  # how often a client with requests asks whether they still live
+GRANT_MESSAGES, GRANT_BYTES = 64, 256 << 10  # received messages after which credit is granted at once
+GRANT_SECONDS = 0.05  # after which credit is granted for fewer
+PING_SECONDS = 2.0  # how often a client with requests asks whether they are still alive
 
 Answer = Description | Report | Observation
+A = TypeVar("A", Description, Report, Observation)
 
 
 class AsyncOmniClient:
-    """A connection to a coordinator; many requests at once. Use it as an async context manager.
+    """A connection to a coordinator for many requests at once. Use it as an async context manager.
 
     Args:
-        endpoint: as the launcher prints it, for instance `ipc:///tmp/omni-x/client` or `tcp://127.0.0.1:5555`.
+        endpoint: client endpoint, as the launcher prints it, for instance `ipc:///tmp/omni-x/client` or `tcp://127.0.0.1:5555`.
         limits: largest message to send or accept.
-        keys: folder of CURVE keys, for `tcp://` endpoints of a pipeline that has keys.
+        keys: folder of CURVE keys, for the `tcp://` endpoint of a pipeline with keys.
 
     Raises:
         ConfigError: the folder of keys is missing, broken, or open to others.
-        Unauthorized: from any method, when the pipeline does not take these keys (or none).
+        Unauthorized: from any method, if the pipeline does not accept these keys, or requires keys.
     """
 
     def __init__(self, endpoint: str, limits: Limits | None = None, keys: str | Path | None = None) -> None:
@@ -77,14 +78,14 @@ class AsyncOmniClient:
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._last_heard = time.monotonic()
         self._sockets: Sockets | None = None
-        self._taken, self._taken_bytes = 0, 0
+        self._received, self._received_bytes = 0, 0  # not yet granted back as credit
         self._grant_timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> AsyncOmniClient:
         sockets = Sockets(max_message_bytes=self._limits.message_bytes, keys=self._keys)
         self._socket, self._handshake = sockets.dealer(self._endpoint, uuid.uuid4().bytes)
         self._sockets = sockets
-        self._watching = SocketReader(self._handshake.socket, self._on_handshake)
+        self._monitor = SocketReader(self._handshake.socket, self._on_handshake)
         self._reader = SocketReader(self._socket, self._on_message)
         self._watch = asyncio.create_task(self._watch_coordinator(), name="client watch")
         return self
@@ -95,21 +96,19 @@ class AsyncOmniClient:
         await self.close()
 
     async def close(self) -> None:
-        """Abort what is in flight and disconnect. Idempotent."""
+        """Abort all requests in flight and disconnect. Idempotent."""
         if self._sockets is None:
             return
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
         for request_id in list(self._streams):
             self._give_up(request_id, RequestTimeout("The client was closed."))
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(RequestTimeout("The client was closed."))
+        self._fail_answers(RequestTimeout("The client was closed."))
         self._grant()
         if self._grant_timer is not None:
             self._grant_timer.cancel()
         sockets, self._sockets = self._sockets, None
-        self._watching.close()
+        self._monitor.close()
         self._handshake.close()
         self._reader.close()
         self._socket.close()
@@ -133,26 +132,26 @@ class AsyncOmniClient:
         videos: Sequence[VideoInput] = (),
         traceparent: str | None = None,
     ) -> RequestStream:
-        """Send a request; the answer comes through the returned stream.
+        """Send a request and return the stream of its answer.
 
         Args:
             prompt: a user's text, chat messages (`[{"role": ..., "content": str | [parts]}]` with parts
                 `{"type": "text", "text": ...}`, `{"type": "audio", "audio": AudioInput}`, and likewise `image` and
                 `video`), or `{"prompt_token_ids": [...]}`.
-            modalities: `["text"]`, `["text", "audio"]` or `["audio"]`; all that the pipeline has when `None`.
-            voice: a speaker out of `describe().voices`.
-            params: by stage name, for instance `{"thinker": {"max_tokens": 64, "temperature": 0.7}}`.
+            modalities: `["text"]`, `["text", "audio"]` or `["audio"]`; `None` for all that the pipeline has.
+            voice: a speaker from `describe().voices`.
+            params: parameters by stage name, for instance `{"thinker": {"max_tokens": 64, "temperature": 0.7}}`.
             seed: makes sampling and the vocoder's noise repeatable.
-            timeout: seconds until the request is ended with `DeadlineExceeded`.
-            priority: lower is earlier among the requests that wait.
-            request_id: name of the request in all logs; a new one when `None`.
-            audios: sound that goes before a prompt given as text: (f32 [samples], Hz), a file's bytes, or a path.
-            images: the same for pictures: u8 [height, width, 3], a file's bytes, or a path.
-            videos: the same for videos: (u8 [frames, height, width, 3], frames per second).
-            traceparent: the caller's span (W3C Trace Context), whose children the request's spans become.
+            timeout: seconds after which the request ends with `DeadlineExceeded`.
+            priority: waiting requests with a lower value go first.
+            request_id: name of the request in all logs; `None` makes a new one.
+            audios: audio placed before a text prompt: (f32 [samples], Hz), a file's bytes, or a path.
+            images: images placed likewise: u8 [height, width, 3], a file's bytes, or a path.
+            videos: videos placed likewise: (u8 [frames, height, width, 3], frames per second).
+            traceparent: the caller's span (W3C Trace Context), which becomes the parent of the request's spans.
 
         Raises:
-            InvalidRequest, InvalidPayload, MalformedMedia: the request is wrong before it is sent.
+            InvalidRequest, InvalidPayload, MalformedMedia: the request is wrong; nothing was sent.
             RequestTimeout: the coordinator does not answer.
         """
         buffers = BufferList()
@@ -167,7 +166,7 @@ class AsyncOmniClient:
             params=to_params(params or {}),
             seed=seed,
             priority=priority,
-            traceparent=_checked(traceparent),
+            traceparent=_checked_traceparent(traceparent),
             sent=time.time(),
         )
         request_id = request_id or uuid.uuid4().hex
@@ -183,23 +182,21 @@ class AsyncOmniClient:
         return stream
 
     async def generate(self, prompt: Prompting, **options: Any) -> OmniRequestOutput:
-        """`submit` and wait for the whole answer."""
+        """Send a request, as `submit` does, and wait for the whole answer."""
         stream = await self.submit(prompt, **options)
         return await stream.result()
 
     def abort(self, request_id: str) -> None:
-        """End a request everywhere. Idempotent."""
+        """End a request in all stages. Idempotent."""
         if request_id in self._streams:
             self._send(request_id, Abort())
 
     async def describe(self, timeout: float = ANSWER_SECONDS) -> Description:
-        """What the pipeline offers and how its stages are. Raises `RequestTimeout` if nobody answers."""
+        """Return what the pipeline offers and the state of its stages. Raises `RequestTimeout` if no answer comes."""
         asked_about = list(self._streams)
-        description = await self._ask(Describe(), timeout)
-        if not isinstance(description, Description):
-            raise ProtocolError("The coordinator answered another question.")
-        # Messages keep their order: what was submitted before the question and is neither in the answer nor ended by
-        # now will never be answered (the coordinator was started anew, or could not reach this client for a while).
+        description = await self._ask(Describe(), Description, timeout)
+        # Messages keep their order: a request submitted before the question that is neither in the answer nor ended
+        # by now never will be (the coordinator was restarted, or could not reach this client for a while).
         for request_id in asked_about:
             if request_id not in description.requests:
                 self._end(request_id, StageLost("The coordinator does not know this request any more."))
@@ -208,86 +205,82 @@ class AsyncOmniClient:
     async def operate(
         self, operation: Operation, stage: str = "", replica: int = 0, timeout: float = ANSWER_SECONDS
     ) -> Report:
-        """For operators: look into the pipeline, drain or restart a replica, shut down.
+        """Inspect the pipeline, drain or restart a replica, or shut down, as an operator.
 
         Raises:
-            InvalidRequest, ProtocolError: there is no such replica, or it is in a state in which that cannot be done.
-            Unauthorized: to change something takes an operator's key.
-            RequestTimeout: nobody answers.
+            InvalidRequest, ProtocolError: there is no such replica, or its state does not permit the operation.
+            Unauthorized: the operation changes something, which requires an operator's key.
+            RequestTimeout: no answer comes.
         """
-        report = await self._ask(Operate(operation=operation, stage=stage, replica=replica), timeout)
-        if not isinstance(report, Report):
-            raise ProtocolError("The coordinator answered another question.")
-        return report
+        return await self._ask(Operate(operation=operation, stage=stage, replica=replica), Report, timeout)
 
     async def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
-        """All metrics of the pipeline as Prometheus text. Raises `RequestTimeout` if nobody answers."""
-        return (await self._observe(Observe(subject=Subject.METRICS), timeout)).text
+        """Return all metrics of the pipeline as Prometheus text. Raises `RequestTimeout` if no answer comes."""
+        return (await self._ask(Observe(subject=Subject.METRICS), Observation, timeout)).text
 
     async def timeline(self, request_id: str, timeout: float = ANSWER_SECONDS) -> RequestTimeline:
-        """When what happened to a request that runs or is among the last 200 that ended.
+        """Return the timed events of a request that is running or among the last 200 that ended.
 
         Raises:
-            InvalidRequest: it is not known, or not any more.
-            RequestTimeout: nobody answers.
+            InvalidRequest: the request is unknown or too old.
+            RequestTimeout: no answer comes.
         """
         question = Observe(subject=Subject.TIMELINE, request_id=request_id)
-        return (await self._observe(question, timeout)).timelines[0]
+        return (await self._ask(question, Observation, timeout)).timelines[0]
 
     async def recent(self, count: int = 20, timeout: float = ANSWER_SECONDS) -> tuple[RequestTimeline, ...]:
-        """Timelines of the requests that ended last (at most 200), the newest first."""
-        return (await self._observe(Observe(subject=Subject.RECENT, count=count), timeout)).timelines
+        """Return the timelines of the requests that ended last (at most 200), the newest first."""
+        return (await self._ask(Observe(subject=Subject.RECENT, count=count), Observation, timeout)).timelines
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------------
 
-    async def _observe(self, question: Observe, timeout: float) -> Observation:
-        answer = await self._ask(question, timeout)
-        if not isinstance(answer, Observation):
-            raise ProtocolError("The coordinator answered another question.")
-        return answer
-
-    async def _ask(self, question: Body, timeout: float) -> Answer:
+    async def _ask(self, question: Body, kind: type[A], timeout: float) -> A:
         token = uuid.uuid4().hex
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._answers[token] = answer
+        future = self._answers[token] = asyncio.get_running_loop().create_future()
         try:
             self._send(token, question)
-            return await asyncio.wait_for(answer, timeout)
+            answer = await asyncio.wait_for(future, timeout)
         except TimeoutError:
             raise RequestTimeout(f"The coordinator at {self._endpoint} did not answer within {timeout:g} s.") from None
         finally:
             del self._answers[token]
+        if not isinstance(answer, kind):
+            raise ProtocolError("The coordinator answered another question.")
+        return answer
 
     def _send(self, request_id: str, body: Body, buffers: BufferList | None = None, deadline: float = 0.0) -> None:
         if self._sockets is None:
-            raise InvalidRequest("This client is not connected.", hint="Use it inside its context manager.")
+            raise InvalidRequest("This client is not connected.", hint="Use it as a context manager.")
         refusal = self._handshake.verdict.refusal
         if refusal is not None:
             raise refusal
         header = Header("", request_id=request_id, deadline=deadline)
         frames = encode(header, body, buffers.buffers if buffers is not None else (), self._limits)
         if not try_send(self._socket, frames):
-            self._watching.drain()  # a peer that refused us has ended the connection, and it may not be read yet
+            self._monitor.drain()  # the reason may be a refusal that was not read yet
             raise self._handshake.verdict.refusal or RequestTimeout(
-                f"The coordinator at {self._endpoint} takes no messages."
+                f"The coordinator at {self._endpoint} accepts no messages."
             )
         self._reader.poke()
 
     def _on_handshake(self, frames: Sequence[bytes]) -> None:
-        """The connection came up, or did not: then nobody waits for its answer any longer."""
+        """Handle an event of the connection; a refusal ends everything that waits for an answer."""
         self._handshake.on(frames)
         refusal = self._handshake.verdict.refusal
         if refusal is None:
             return
         for request_id in list(self._streams):
             self._end(request_id, refusal)
+        self._fail_answers(refusal)
+
+    def _fail_answers(self, error: OmniError) -> None:
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(refusal)
+                answer.set_exception(error)
 
     def _on_message(self, frames: Sequence[bytes]) -> None:
         self._last_heard = time.monotonic()
-        self._take(wire_size(frames))
+        self._count_received(wire_size(frames))
         try:
             envelope = self._decoder.decode(frames)
         except BadHeader as error:
@@ -322,11 +315,11 @@ class AsyncOmniClient:
         else:
             self._end(header.request_id, body)
 
-    def _take(self, size: int) -> None:
-        """A message was taken: the coordinator may send another, and hears of it after a few or a little later."""
-        self._taken += 1
-        self._taken_bytes += size
-        if self._taken >= GRANT_MESSAGES or self._taken_bytes >= GRANT_BYTES:
+    def _count_received(self, size: int) -> None:
+        """Grant credit for received messages: at once if there are many, else a little later."""
+        self._received += 1
+        self._received_bytes += size
+        if self._received >= GRANT_MESSAGES or self._received_bytes >= GRANT_BYTES:
             self._grant()
         elif self._grant_timer is None:
             self._grant_timer = asyncio.get_running_loop().call_later(GRANT_SECONDS, self._grant_rest)
@@ -334,14 +327,14 @@ class AsyncOmniClient:
     def _grant_rest(self) -> None:
         self._grant_timer = None
         self._grant()
-        if self._taken and self._sockets is not None:
+        if self._received and self._sockets is not None:
             self._grant_timer = asyncio.get_running_loop().call_later(GRANT_SECONDS, self._grant_rest)
 
     def _grant(self) -> None:
-        if self._taken:
-            with contextlib.suppress(OmniError):  # it is kept, and sent with the next
-                self._send("", Credit(messages=self._taken, bytes=self._taken_bytes))
-                self._taken, self._taken_bytes = 0, 0
+        if self._received:
+            with contextlib.suppress(OmniError):  # it stays counted, and goes with the next grant
+                self._send("", Credit(messages=self._received, bytes=self._received_bytes))
+                self._received, self._received_bytes = 0, 0
 
     def _end(self, request_id: str, last: Done | OmniError) -> None:
         self._next_seq.pop(request_id, None)
@@ -350,14 +343,14 @@ class AsyncOmniClient:
             stream.deliver(last)
 
     def _give_up(self, request_id: str, error: OmniError) -> None:
-        """End a request on this side and tell the coordinator, which may not know."""
+        """End a request here and tell the coordinator, which may not know of it."""
         if request_id in self._streams:
-            with contextlib.suppress(OmniError):  # the reason that `error` gives is the one to report
+            with contextlib.suppress(OmniError):  # `error` is the one to report
                 self._send(request_id, Abort())
             self._end(request_id, error)
 
     async def _watch_coordinator(self) -> None:
-        """Every waiter is answered when the coordinator is gone: while requests wait, it has to answer pings."""
+        """Ping the coordinator while requests wait, and end them all if it does not answer."""
         while True:
             await asyncio.sleep(PING_SECONDS)
             if not self._streams:
@@ -367,14 +360,14 @@ class AsyncOmniClient:
                 await self.describe(ANSWER_SECONDS)
             except OmniError as error:
                 if self._last_heard > asked:
-                    continue  # it lives, and is only busy
+                    continue  # it is alive, only busy
                 for request_id in list(self._streams):
                     self._end(request_id, error)
 
 
-def _checked(traceparent: str | None) -> str | None:
+def _checked_traceparent(traceparent: str | None) -> str | None:
     if traceparent is not None and not re.match(TRACEPARENT, traceparent):
         raise InvalidRequest(
-            f"traceparent {traceparent[:80]!r} is none of W3C Trace Context.", hint="00-<32 hex>-<16 hex>-<2 hex>"
+            f"traceparent {traceparent[:80]!r} is not a W3C Trace Context.", hint="Send 00-<32 hex>-<16 hex>-<2 hex>."
         )
     return traceparent

@@ -1,4 +1,4 @@
-"""Offline use: `OmniLLM("stage_configs/....yaml").generate(prompts)` starts a pipeline, answers, stops it."""
+"""Offline inference: `OmniLLM("stage_configs/....yaml").generate(prompts)` starts a pipeline and answers prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from omni_actors.client import OmniClient, Prompting, RequestStream
+from omni_actors.client import AsyncOmniClient, OmniClient, Prompting, RequestStream
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import ConfigError, OmniError, Overloaded, RequestTimeout, StartupError
 from omni_actors.protocol.payloads import StageParams
@@ -26,10 +26,10 @@ POLL_SECONDS = 0.1
 
 
 class OmniLLM:
-    """A pipeline of one's own for the life of this object; a context manager.
+    """Runs a pipeline for as long as this object lives. Use it as a context manager.
 
-    The pipeline runs as `python -m omni_actors.launch` in a process of its own, so a script needs no
-    `if __name__ == "__main__"` guard and its crash takes nothing down with it.
+    The pipeline runs as `python -m omni_actors.launch` in a separate process, so that a script needs no
+    `if __name__ == "__main__"` guard, and a crash of either does not take down the other.
 
     Args:
         config: the pipeline's YAML.
@@ -37,7 +37,7 @@ class OmniLLM:
         startup_timeout: seconds until all stages must be ready.
 
     Raises:
-        StartupError, ConfigError: with what the launcher said.
+        StartupError, ConfigError: the pipeline did not start; with the launcher's output.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class OmniLLM:
         command = [sys.executable, "-m", "omni_actors.launch", str(config), "--run-dir", self._run_dir]
         for key, value in (overrides or {}).items():
             command += ["--set", f"{key}={value}"]
-        # Its own session: Ctrl-C in the script must reach the launcher through close(), in order.
+        # In a new session: Ctrl-C in the script must reach the launcher through close(), and not directly.
         self._launcher = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
         )
@@ -87,7 +87,7 @@ class OmniLLM:
 
     @property
     def endpoint(self) -> str:
-        """Where further clients may connect while this pipeline lives."""
+        """Where other clients may connect while this pipeline lives."""
         return f"ipc://{self._run_dir}/client"
 
     @property
@@ -103,41 +103,18 @@ class OmniLLM:
         sampling_params: Mapping[str, StageParams | Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> list[OmniRequestOutput]:
-        """Answer all prompts, pipelined: stages work on different prompts at the same time.
+        """Answer all prompts at once: the stages work on different prompts at the same time.
 
         Args:
             prompts: one or more prompts, as for `AsyncOmniClient.submit`; a list of chat messages is one prompt.
-            sampling_params: by stage name, for all prompts.
+            sampling_params: parameters by stage name, for all prompts.
             options: modalities, voice, seed, timeout, as for `AsyncOmniClient.submit`.
 
         Returns:
             One output per prompt, in order. A prompt that failed has its `error` set; the others are complete.
         """
-        client = self.client
-        many = _as_prompts(prompts)
-        return client._run(self._generate_all(client, many, dict(sampling_params or {}), options))
-
-    async def _generate_all(
-        self, sync_client: OmniClient, prompts: Sequence[Prompting], params: dict[str, Any], options: dict[str, Any]
-    ) -> list[OmniRequestOutput]:
-        client = sync_client._client
-        # More prompts than the coordinator admits at once queue here.
-        slots = asyncio.Semaphore((await client.describe()).max_in_flight)
-
-        async def one(prompt: Prompting) -> OmniRequestOutput:
-            stream: RequestStream | None = None
-            try:
-                while True:
-                    try:
-                        async with slots:
-                            stream = await client.submit(prompt, params=params, **options)
-                            return await stream.result()
-                    except Overloaded as error:  # somebody else streams from this pipeline, too
-                        await asyncio.sleep(error.retry_after or POLL_SECONDS)
-            except OmniError as error:
-                return OmniRequestOutput(stream.request_id if stream is not None else "", error=error)
-
-        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+        many, params = as_prompts(prompts), sampling_params or {}
+        return self.client.run(lambda client: _generate_all(client, many, params, options))
 
     def close(self) -> None:
         """Stop the pipeline and remove its files. Idempotent."""
@@ -149,7 +126,7 @@ class OmniLLM:
             try:
                 self._launcher.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                self._launcher.kill()  # the stages notice and end by themselves
+                self._launcher.kill()  # its children notice and end by themselves
                 self._launcher.wait()
         self._log.close()
         if os.path.isdir(self._run_dir):
@@ -164,8 +141,30 @@ class OmniLLM:
         self.close()
 
 
-def _as_prompts(prompts: Prompting | Sequence[Prompting]) -> list[Prompting]:
-    """A single prompt as a list of one. A list of messages (mappings with a role) is one prompt."""
+async def _generate_all(
+    client: AsyncOmniClient, prompts: Sequence[Prompting], params: Mapping[str, Any], options: Mapping[str, Any]
+) -> list[OmniRequestOutput]:
+    # Prompts beyond what the coordinator admits at once wait here.
+    slots = asyncio.Semaphore((await client.describe()).max_in_flight)
+
+    async def answer(prompt: Prompting) -> OmniRequestOutput:
+        stream: RequestStream | None = None
+        try:
+            while True:
+                try:
+                    async with slots:
+                        stream = await client.submit(prompt, params=params, **options)
+                        return await stream.result()
+                except Overloaded as error:  # another client of this pipeline has requests, too
+                    await asyncio.sleep(error.retry_after or POLL_SECONDS)
+        except OmniError as error:
+            return OmniRequestOutput(stream.request_id if stream is not None else "", error=error)
+
+    return list(await asyncio.gather(*(answer(prompt) for prompt in prompts)))
+
+
+def as_prompts(prompts: Prompting | Sequence[Prompting]) -> list[Prompting]:
+    """Return a single prompt as a list of one. A list of messages (mappings with a role) is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and all(isinstance(item, Mapping) and "role" in item for item in prompts):

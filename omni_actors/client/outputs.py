@@ -1,4 +1,4 @@
-"""What users put in and get out, free of torch and vLLM."""
+"""Types of what users pass and receive. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from omni_actors.protocol.tensors import HostTensor
 
 
 class OmniTokensPrompt(TypedDict, total=False):
-    """A prompt that is tokenised already.
+    """A tokenised prompt.
 
-    `tensors` and `scalars` are what a single stage takes beside tokens, by name: the talker's "prompt_rows" for
-    example. A whole pipeline takes token ids only.
+    `tensors` and `scalars` are a single stage's inputs besides tokens, by name, such as the talker's "prompt_rows". A
+    whole pipeline takes token ids only.
     """
 
     prompt_token_ids: Required[Sequence[int]]
@@ -32,13 +32,13 @@ class OmniRequestOutput:
     """The whole result of one request.
 
     Args:
-        text: the answer, special tokens left out.
-        token_ids: the tokens of the text, or of the stage that ran.
-        audio: f32 [samples] in [-1, 1] at `sample_rate` Hz; `None` where none came.
+        text: the answer, without special tokens.
+        token_ids: tokens of the text, or of the only stage that ran.
+        audio: f32 [samples] in [-1, 1] at `sample_rate` Hz; `None` if there is none.
         finish_reasons: stage name -> "stop" or "length".
         usage: stage name -> counts and times.
-        tensors: what a single stage streamed, by name, joined along the first dimension.
-        error: why the request failed, from calls that answer many requests at once; the others raise it.
+        tensors: tensors that a single stage streamed, by name, joined along the first dimension.
+        error: why the request failed, in calls that answer many prompts at once; other calls raise it.
     """
 
     request_id: str

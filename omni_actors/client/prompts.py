@@ -1,4 +1,4 @@
-"""From what users write to what travels: prompts, media, parameters."""
+"""Converts what users pass into messages: prompts, media, parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VideoInput = tuple[NDArray[numpy.uint8], float]
 
 
 def to_params(given: Mapping[str, StageParams | Mapping[str, Any]]) -> dict[str, StageParams]:
-    """Parameters by stage. Raises `InvalidRequest` for a name or a value that there is not."""
+    """Convert parameters by stage. Raises `InvalidRequest` for an unknown name or a wrong value."""
     params = {}
     for stage, value in given.items():
         try:
@@ -42,7 +42,7 @@ def to_prompt(
     videos: Sequence[VideoInput],
     buffers: BufferList,
 ) -> Prompt:
-    """The prompt's message; the data of its media are added to `buffers`.
+    """Convert a prompt and add the data of its media to `buffers`.
 
     Raises:
         InvalidRequest, MalformedMedia: the prompt does not have one of the documented forms.
@@ -57,7 +57,7 @@ def to_prompt(
         content += [{"type": "text", "text": prompt}] if prompt else []
         prompt = [{"role": "user", "content": content}]
     elif audios or images or videos:
-        raise InvalidRequest("audios, images and videos go with a prompt given as text; put them into the messages.")
+        raise InvalidRequest("audios, images and videos go with a text prompt only; put them into the messages.")
     if isinstance(prompt, Mapping):
         token_ids = prompt.get("prompt_token_ids") or ()
         if not token_ids:
@@ -65,7 +65,7 @@ def to_prompt(
         try:
             return Prompt(token_ids=pack_token_ids(token_ids))
         except (TypeError, OverflowError) as error:
-            raise InvalidRequest(f"prompt_token_ids must be 32-bit whole numbers: {error}.") from error
+            raise InvalidRequest(f"prompt_token_ids must be 32-bit integers: {error}.") from error
     messages = tuple(_message(message, media, buffers) for message in prompt)
     if not messages:
         raise InvalidRequest("The prompt is empty: there are no messages.")

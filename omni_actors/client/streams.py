@@ -1,4 +1,4 @@
-"""What comes back of a request: pieces of text and sound in order, then usage by stage or a typed error."""
+"""The answer to a request: pieces of text and audio in order, then usage by stage or a typed error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from omni_actors.protocol.results import StageUsage
 
 
 class Text(msgspec.Struct, frozen=True):
-    """More of the answer's text. `token_ids` are the thinker's; the text may be empty inside a character."""
+    """The next piece of text with the thinker's `token_ids`. The text is empty if they end inside a character."""
 
     text: str
     token_ids: list[int]
 
 
 class Audio(msgspec.Struct, frozen=True):
-    """The next samples: f32 [samples] in [-1, 1] at `sample_rate` Hz."""
+    """The next piece of audio: f32 [samples] in [-1, 1] at `sample_rate` Hz."""
 
     samples: NDArray[numpy.float32]
     sample_rate: int
@@ -33,7 +33,10 @@ StreamItem = Text | Audio
 
 
 class RequestStream:
-    """The answer to one request: iterate for `Text` and `Audio` in order, then read `usage`. Raises typed errors."""
+    """The answer to one request: iterate for `Text` and `Audio` in order, then read `usage`.
+
+    Iteration raises the `OmniError` with which the request failed.
+    """
 
     def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
@@ -59,16 +62,16 @@ class RequestStream:
 
     @property
     def ready(self) -> bool:
-        """Whether the next step of the iteration has not to wait."""
+        """Whether the next step of the iteration need not wait."""
         return self._ended or not self._items.empty()
 
     async def abort(self) -> None:
-        """End the request everywhere. Idempotent; iteration then raises `Aborted` unless it was over already."""
+        """End the request in all stages. Idempotent. Iteration then raises `Aborted`, unless it was over already."""
         if not self._ended:
             self._abort(self.request_id)
 
     async def result(self) -> OmniRequestOutput:
-        """Wait for the whole answer. Raises what the request failed with."""
+        """Wait for the whole answer. Raises the `OmniError` with which the request failed."""
         output = OmniRequestOutput(self.request_id)
         texts: list[str] = []
         pieces: list[NDArray[numpy.float32]] = []
@@ -87,5 +90,5 @@ class RequestStream:
         return output
 
     def deliver(self, item: StreamItem | Done | OmniError) -> None:
-        """Called by the client for each message about this request."""
+        """Append an item. The client calls this for each message of the request."""
         self._items.put_nowait(item)

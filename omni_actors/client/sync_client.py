@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +24,10 @@ T = TypeVar("T")
 
 
 class OmniClient:
-    """The same for code without an event loop: one background thread runs an `AsyncOmniClient`. Thread-safe."""
+    """A connection to a coordinator for code without an event loop. Thread-safe; use it as a context manager.
+
+    Arguments, and errors of all methods, are those of `AsyncOmniClient`.
+    """
 
     def __init__(self, endpoint: str, limits: Limits | None = None, keys: str | Path | None = None) -> None:
         self._client = AsyncOmniClient(endpoint, limits, keys)
@@ -34,7 +36,7 @@ class OmniClient:
         self._thread.start()
         self._closed = False
         try:
-            self._run(self._client.__aenter__())
+            self.run(lambda client: client.__aenter__())
         except BaseException:
             self._stop_loop()
             raise
@@ -48,47 +50,47 @@ class OmniClient:
         self.close()
 
     def close(self) -> None:
-        """Abort what is in flight and disconnect. Idempotent."""
+        """Abort all requests in flight and disconnect. Idempotent."""
         if not self._closed:
             self._closed = True
             try:
-                self._run(self._client.close())
+                self.run(lambda client: client.close())
             finally:
                 self._stop_loop()
 
     def describe(self, timeout: float = ANSWER_SECONDS) -> Description:
         """See `AsyncOmniClient.describe`."""
-        return self._run(self._client.describe(timeout))
+        return self.run(lambda client: client.describe(timeout))
 
     def operate(self, operation: Operation, stage: str = "", replica: int = 0) -> Report:
         """See `AsyncOmniClient.operate`."""
-        return self._run(self._client.operate(operation, stage, replica))
+        return self.run(lambda client: client.operate(operation, stage, replica))
 
     def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
         """See `AsyncOmniClient.metrics`."""
-        return self._run(self._client.metrics(timeout))
+        return self.run(lambda client: client.metrics(timeout))
 
     def timeline(self, request_id: str, timeout: float = ANSWER_SECONDS) -> RequestTimeline:
         """See `AsyncOmniClient.timeline`."""
-        return self._run(self._client.timeline(request_id, timeout))
+        return self.run(lambda client: client.timeline(request_id, timeout))
 
     def recent(self, count: int = 20, timeout: float = ANSWER_SECONDS) -> tuple[RequestTimeline, ...]:
         """See `AsyncOmniClient.recent`."""
-        return self._run(self._client.recent(count, timeout))
+        return self.run(lambda client: client.recent(count, timeout))
 
     def generate(self, prompt: Prompting, **options: Any) -> OmniRequestOutput:
-        """The whole answer; options as for `AsyncOmniClient.submit`."""
-        return self._run(self._client.generate(prompt, **options))
+        """Send a request and wait for the whole answer; options as for `AsyncOmniClient.submit`."""
+        return self.run(lambda client: client.generate(prompt, **options))
 
     def submit(self, prompt: Prompting, **options: Any) -> SyncRequestStream:
-        """Send a request; iterate over what is returned. Options as for `AsyncOmniClient.submit`."""
-        return SyncRequestStream(self, self._run(self._client.submit(prompt, **options)))
+        """Send a request and return the stream of its answer; options as for `AsyncOmniClient.submit`."""
+        return SyncRequestStream(self, self.run(lambda client: client.submit(prompt, **options)))
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Callable[[AsyncOmniClient], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine with the underlying `AsyncOmniClient` in the background thread and return its result."""
         if self._loop.is_closed():
-            work.close()
             raise InvalidRequest("This client is closed.", hint="Make a new one.")
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work(self._client), self._loop)
         try:
             return future.result()
         except BaseException:
@@ -102,7 +104,7 @@ class OmniClient:
 
 
 class SyncRequestStream:
-    """The answer to one request of an `OmniClient`: iterate for `Text` and `Audio`."""
+    """The answer to one request of an `OmniClient`: iterate for `Text` and `Audio` in order, then read `usage`."""
 
     def __init__(self, client: OmniClient, stream: RequestStream) -> None:
         self._client = client
@@ -117,20 +119,17 @@ class SyncRequestStream:
         return self._stream.usage
 
     def __iter__(self) -> Iterator[StreamItem]:
-        while True:
-            item = self._client._run(_next_or_none(self._stream))
-            if item is None:
-                return
+        while (item := self._client.run(lambda _: _next(self._stream))) is not None:
             yield item
 
     def abort(self) -> None:
-        self._client._run(self._stream.abort())
+        """See `RequestStream.abort`."""
+        self._client.run(lambda _: self._stream.abort())
 
     def result(self) -> OmniRequestOutput:
-        return self._client._run(self._stream.result())
+        """See `RequestStream.result`."""
+        return self._client.run(lambda _: self._stream.result())
 
 
-async def _next_or_none(stream: RequestStream) -> StreamItem | None:
-    with contextlib.suppress(StopAsyncIteration):
-        return await stream.__anext__()
-    return None
+async def _next(stream: RequestStream) -> StreamItem | None:
+    return await anext(stream, None)

@@ -116,7 +116,7 @@ async def test_a_replica_that_was_given_up_can_be_started(launch: Launch) -> Non
 MISTAKES = [
     (("restart", "talkr/0"), 1, "There is no replica talkr/0"),
     (("drain", "talker/7"), 1, "there are prompt/0, thinker/0"),
-    (("drain", "talker"), 1, "names no replica"),
+    (("drain", "talker"), 1, "does not name a replica"),
     (("explode",), 2, "invalid choice"),
 ]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from omni_actors import launch
-from omni_actors.client.offline import _as_prompts
+from omni_actors.client.offline import as_prompts
 from omni_actors.errors import ConfigError
 from omni_actors.launch import main
 from omni_actors.launcher.one_request import needed_modalities
@@ -86,10 +86,10 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture) -> None:
 
 def test_one_prompt_or_many() -> None:
     chat = [{"role": "user", "content": "hi"}]
-    assert _as_prompts("hi") == ["hi"]
-    assert _as_prompts(["a", "b"]) == ["a", "b"]
-    assert _as_prompts(chat) == [chat]
-    assert _as_prompts([chat, chat]) == [chat, chat]
-    assert _as_prompts({"prompt_token_ids": [1]}) == [{"prompt_token_ids": [1]}]
-    assert _as_prompts([{"prompt_token_ids": [1]}]) == [{"prompt_token_ids": [1]}]
-    assert _as_prompts([]) == []
+    assert as_prompts("hi") == ["hi"]
+    assert as_prompts(["a", "b"]) == ["a", "b"]
+    assert as_prompts(chat) == [chat]
+    assert as_prompts([chat, chat]) == [chat, chat]
+    assert as_prompts({"prompt_token_ids": [1]}) == [{"prompt_token_ids": [1]}]
+    assert as_prompts([{"prompt_token_ids": [1]}]) == [{"prompt_token_ids": [1]}]
+    assert as_prompts([]) == []
