@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from omni_actors.transport.sockets import Sockets
 from tests.support import guard
 from tests.support.launcher import EchoLauncher
 from tests.support.pipelines import RunningPipeline
@@ -38,8 +39,16 @@ def short_path() -> Iterator[Path]:
 
 
 @pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    """Sockets without keys; all are closed at the end."""
+    made = Sockets()
+    yield made
+    made.context.destroy(linger=0)
+
+
+@pytest.fixture
 def launch(short_path: Path) -> Iterator[Callable[..., EchoLauncher]]:
-    """Starts launchers of a test's own; at the end nothing of them may be left."""
+    """Starts launchers for one test; at the end nothing of them may be left."""
     launchers: list[EchoLauncher] = []
     shared: set[str] = set()
 

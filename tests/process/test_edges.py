@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,19 +20,12 @@ from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.stage import Chunk
 from omni_actors.transport.sockets import Sockets, try_send
-from tests.process.test_flow import data
-from tests.process.test_requests import assert_echo
+from tests.support.answers import assert_echo
+from tests.support.builders import flow_chain
 from tests.support.launcher import EchoLauncher
 from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
-
-
-@pytest.fixture
-def sockets() -> Iterator[Sockets]:
-    made = Sockets()
-    yield made
-    made.context.destroy(linger=0)
 
 
 def status(echo: EchoLauncher, stage: str) -> StageStatus:
@@ -50,7 +43,7 @@ async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
     """Late messages of the former life are counted and dropped, the new one works, no credit is lost or gained."""
     small = {"edge_messages": 64}
     step = {"step_seconds": 0.003}
-    echo = launch(data(small, thinker=step, talker=step)).wait_ready()
+    echo = launch(flow_chain(small, thinker=step, talker=step)).wait_ready()
     before = status(echo, "talker")
     old = ReplicaId("talker", 0, before.epoch)
     async with AsyncOmniClient(echo.endpoint) as client:
@@ -100,7 +93,7 @@ async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
 async def test_abort_does_not_queue_behind_what_waits_for_credit(launch: Launch) -> None:
     """Two requests saturate the prompt stage, which then grants nothing, so that a third one's prompt has to wait."""
     flow: dict[str, Any] = {"edge_bytes": 4096, "backlog_requests": 1}
-    echo = launch(data(flow, prompt={"step_seconds": 0.05})).wait_ready()
+    echo = launch(flow_chain(flow, prompt={"step_seconds": 0.05})).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
         first, second = [await client.submit("x" * 350, modalities=["text"]) for _ in range(2)]
         await asyncio.sleep(0.3)

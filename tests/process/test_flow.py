@@ -23,23 +23,14 @@ from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.transport.sockets import Sockets, try_send
-from tests.process.test_requests import assert_echo, collect
-from tests.support.builders import chain
+from tests.support.answers import assert_echo, collect
+from tests.support.builders import flow_chain
 from tests.support.launcher import EchoLauncher
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_of, shared_memory_of
 from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
-
-
-def data(flow: dict[str, Any], **engines: dict[str, Any]) -> dict[str, Any]:
-    made = chain()
-    for stage in made["stages"]:
-        stage["engine"] = engines.get(stage["name"], {})
-    made["coordinator"] = {"heartbeat_interval": 0.05, "max_in_flight": 10_000}
-    made["flow"] = {"arena_bytes": 16 << 20, **flow}
-    return made
 
 
 SMALL = {"edge_messages": 32, "outbox_messages": 16, "backlog_requests": 4}
@@ -63,7 +54,7 @@ async def offer(echo: EchoLauncher, count: int, pause: float) -> tuple[list[Any]
 
 
 async def test_slow_last_stage_throttles_the_others_and_then_admission(launch: Launch) -> None:
-    echo = launch(data(SMALL, code2wav={"step_seconds": 0.05})).wait_ready()
+    echo = launch(flow_chain(SMALL, code2wav={"step_seconds": 0.05})).wait_ready()
     answers, most = await offer(echo, 120, 0.005)
     refused = [answer for answer in answers if isinstance(answer, Overloaded)]
     good = [answer for answer in answers if not isinstance(answer, OmniError)]
@@ -80,7 +71,7 @@ async def test_slow_last_stage_throttles_the_others_and_then_admission(launch: L
 
 
 async def test_the_same_load_is_no_overload_for_fast_stages(launch: Launch) -> None:
-    echo = launch(data({})).wait_ready()
+    echo = launch(flow_chain({})).wait_ready()
     answers, _ = await offer(echo, 120, 0.005)
     assert not [answer for answer in answers if isinstance(answer, OmniError)]
     echo.wait_idle()
@@ -102,7 +93,7 @@ def submit_frames(request_id: str, tokens: int) -> list:
 )
 async def test_slow_client_is_ended_and_nobody_else(launch: Launch, flow: dict[str, Any]) -> None:
     step = {"step_seconds": 0.005}
-    echo = launch(data(flow, thinker=step, code2wav=step)).wait_ready()
+    echo = launch(flow_chain(flow, thinker=step, code2wav=step)).wait_ready()
     sockets = Sockets()
     try:
         slow = sockets.dealer(echo.endpoint, b"slow")[0]
@@ -129,7 +120,7 @@ async def test_slow_client_is_ended_and_nobody_else(launch: Launch, flow: dict[s
 async def test_memory_stays_flat_while_clients_do_not_read(launch: Launch) -> None:
     """Each of them asks for 40 MB of audio; more of them, and longer, in benchmarks/slow_client.py."""
     flow = {"client_window_bytes": 1 << 20, "client_bytes": 1 << 20}
-    echo = launch(data(flow, code2wav={"samples_per_token": 10_000})).wait_ready()
+    echo = launch(flow_chain(flow, code2wav={"samples_per_token": 10_000})).wait_ready()
     launcher = psutil.Process(echo.process.pid)
     sockets = Sockets()
     try:
@@ -149,7 +140,7 @@ WIDE = {"row_width": 100_000}  # 200 kB a row
 
 
 async def test_large_rows_go_by_the_arena_and_all_of_it_is_freed(launch: Launch) -> None:
-    echo = launch(data({}, prompt=WIDE, thinker=WIDE, talker=WIDE)).wait_ready()
+    echo = launch(flow_chain({}, prompt=WIDE, thinker=WIDE, talker=WIDE)).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
         for _ in range(4):
             tasks = [asyncio.create_task(client.generate(f"{i} hello" * 3, timeout=30)) for i in range(8)]
@@ -166,7 +157,7 @@ async def test_large_rows_go_by_the_arena_and_all_of_it_is_freed(launch: Launch)
 
 
 async def test_a_killed_stage_in_the_middle_leaves_no_wrong_row_and_no_block(launch: Launch) -> None:
-    echo = launch(data({}, thinker={**WIDE, "step_seconds": 0.002}, talker=WIDE)).wait_ready()
+    echo = launch(flow_chain({}, thinker={**WIDE, "step_seconds": 0.002}, talker=WIDE)).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
         await client.generate("the stages say that they read the arenas")
         tasks = [asyncio.create_task(client.generate(f"{i} hello" * 9, timeout=60)) for i in range(16)]
@@ -182,7 +173,7 @@ async def test_a_killed_stage_in_the_middle_leaves_no_wrong_row_and_no_block(lau
 
 
 async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
-    echo = launch(data({"arena_bytes": 1 << 20}, prompt=WIDE, thinker=WIDE, talker=WIDE)).wait_ready()
+    echo = launch(flow_chain({"arena_bytes": 1 << 20}, prompt=WIDE, thinker=WIDE, talker=WIDE)).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
         for answer in await asyncio.gather(*(client.generate("hello" * 8, timeout=60) for _ in range(16))):
             assert_echo(answer, "hello" * 8)
@@ -193,7 +184,7 @@ async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
 
 @pytest.mark.parametrize("policy", ["fail", "replay"])
 async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str) -> None:
-    wide = data({}, thinker={**WIDE, "step_seconds": 0.02})
+    wide = flow_chain({}, thinker={**WIDE, "step_seconds": 0.02})
     wide["stages"][2]["on_replica_loss"] = policy
     echo = launch(wide).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
@@ -221,7 +212,7 @@ async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str
 
 async def test_wedged_stage_ends_requests_by_their_deadline_and_serves_again_afterwards(launch: Launch) -> None:
     """A stage that is stopped takes nothing; what does not need it goes on."""
-    echo = launch(data({}, thinker={"step_seconds": 0.005})).wait_ready()
+    echo = launch(flow_chain({}, thinker={"step_seconds": 0.005})).wait_ready()
     talker = echo.pid_of("talker")
     async with AsyncOmniClient(echo.endpoint) as client:
         os.kill(talker, signal.SIGSTOP)
@@ -241,7 +232,7 @@ async def test_wedged_stage_ends_requests_by_their_deadline_and_serves_again_aft
 async def test_wedged_stage_holds_up_its_source_and_not_for_ever(launch: Launch) -> None:
     """The thinker makes no more than what may wait for the talker, and goes on when the talker does."""
     small = {"edge_messages": 8, "outbox_messages": 8}
-    echo = launch(data(small, thinker={"step_seconds": 0.001})).wait_ready()
+    echo = launch(flow_chain(small, thinker={"step_seconds": 0.001})).wait_ready()
     talker = echo.pid_of("talker")
     async with AsyncOmniClient(echo.endpoint) as client:
         os.kill(talker, signal.SIGSTOP)
@@ -258,7 +249,7 @@ async def test_wedged_stage_holds_up_its_source_and_not_for_ever(launch: Launch)
 
 
 async def test_two_pipelines_on_one_machine_keep_apart(launch: Launch) -> None:
-    one, two = launch(data({}, prompt=WIDE, thinker=WIDE)), launch(data({}, prompt=WIDE, thinker=WIDE))
+    one, two = launch(flow_chain({}, prompt=WIDE, thinker=WIDE)), launch(flow_chain({}, prompt=WIDE, thinker=WIDE))
     one.wait_ready()
     two.wait_ready()
     assert one.endpoint != two.endpoint

@@ -7,15 +7,12 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Iterator
 
 import msgspec
-import numpy
 import pytest
 
 from omni_actors.cli.top import scrape
 from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
-from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import (
     Aborted,
     DeadlineExceeded,
@@ -27,9 +24,8 @@ from omni_actors.errors import (
     UnknownModality,
     UnknownVoice,
 )
-from omni_actors.protocol.client import CoordinatorToClient, Done, Submit
-from omni_actors.protocol.codec import MAGIC, Decoder, encode
-from omni_actors.protocol.common import Credit, Failed
+from omni_actors.protocol.client import Done, Submit
+from omni_actors.protocol.codec import MAGIC, encode
 from omni_actors.protocol.control import Heartbeat, Hello
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header, ReplicaId
@@ -39,22 +35,12 @@ from omni_actors.protocol.stage import Chunk
 from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.stage.echo import FAIL_TOKEN
 from omni_actors.telemetry.metric_table import REJECTED
-from omni_actors.transport.credit import wire_size
-from omni_actors.transport.sockets import Sockets, drain, try_send
+from omni_actors.transport.sockets import Sockets, try_send
+from tests.support.answers import SAMPLES, assert_echo, collect
 from tests.support.launcher import EchoLauncher
 from tests.support.waiting import until
 
 THINKER_MAGIC = ("thinker", "0", "inbox", "magic")
-SAMPLES = 480
-
-
-def assert_echo(output: OmniRequestOutput, text: str) -> None:
-    """Text and audio are the prompt's, in order."""
-    assert output.text == text
-    assert output.token_ids == list(text.encode())
-    levels = numpy.frombuffer(text.encode(), numpy.uint8) / 256
-    assert numpy.array_equal(output.audio, numpy.repeat(levels, SAMPLES).astype(numpy.float32))
-    assert output.sample_rate == 24_000
 
 
 async def test_text_and_audio(echo: EchoLauncher) -> None:
@@ -204,32 +190,9 @@ async def test_closing_ends_what_is_in_flight(echo: EchoLauncher) -> None:
 # -- peers that misbehave ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sockets() -> Iterator[Sockets]:
-    made = Sockets()
-    yield made
-    made.context.destroy(linger=0)
-
-
 def submit_frames(request_id: str, text: str = "hi", **header: object) -> list:
     body = Submit(prompt=Prompt(token_ids=pack_token_ids(list(text.encode()))), modalities=("text",))
     return encode(Header("", request_id, **header), body)
-
-
-def collect(dealer: object, got: list, ends: int = 1, seconds: float = 10.0) -> list:
-    """Messages until `ends` terminal ones have come."""
-    decoder: Decoder = Decoder(CoordinatorToClient)
-
-    def enough() -> bool:
-        messages = drain(dealer, 10_000)
-        if messages:
-            credit = Credit(messages=len(messages), bytes=sum(wire_size(frames) for frames in messages))
-            try_send(dealer, encode(Header(""), credit))
-        got.extend(decoder.decode(frames) for frames in messages)
-        return sum(isinstance(envelope.body, Done | Failed) for envelope in got) >= ends
-
-    until(enough, seconds, f"{ends} terminal messages")
-    return got
 
 
 def malformed(kind: str, header: Header) -> list[list[bytes]]:
@@ -337,16 +300,15 @@ def test_a_client_that_vanishes_takes_its_requests_along(echo: EchoLauncher, soc
     assert echo.describe().counts["dropped_client_lost"] == lost + 1
 
 
-async def test_a_client_whose_request_was_lost_is_told(
-    echo: EchoLauncher, sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+async def test_a_client_whose_request_was_lost_gets_an_error(
+    echo: EchoLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a restart of the coordinator: the request is unknown there, the stream must not wait for ever."""
     monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
     async with AsyncOmniClient(echo.endpoint) as client:
-        monkeypatch.setattr(client, "_socket", sockets.dealer(echo.endpoint.replace("client", "nobody"), b"x")[0])
-        real = client._reader._socket
-        stream = await client.submit("x", modalities=["text"])
-        monkeypatch.setattr(client, "_socket", real)
+        with monkeypatch.context() as losing:
+            losing.setattr("omni_actors.client.async_client.try_send", lambda socket, frames: True)
+            stream = await client.submit("x", modalities=["text"])
         with pytest.raises(OmniError, match="does not know this request") as caught:
             await asyncio.wait_for(stream.result(), 5)
         assert caught.value.retryable

@@ -33,6 +33,16 @@ def chain() -> dict[str, Any]:
     return yaml.safe_load(yaml.safe_dump(CHAIN))
 
 
+def flow_chain(flow: dict[str, Any], **engines: dict[str, Any]) -> dict[str, Any]:
+    """The echo chain with these settings of flow control and options of engines, by stage."""
+    made = chain()
+    for stage in made["stages"]:
+        stage["engine"] = engines.get(stage["name"], {})
+    made["coordinator"] = {"heartbeat_interval": 0.05, "max_in_flight": 10_000}
+    made["flow"] = {"arena_bytes": 16 << 20, **flow}
+    return made
+
+
 def write(folder: Path, data: Any) -> Path:
     path = folder / "pipeline.yaml"
     path.write_text(data if isinstance(data, str) else yaml.safe_dump(data, sort_keys=False))

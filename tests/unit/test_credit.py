@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,6 @@ from omni_actors.transport.link import STALL_SECONDS, Link
 from omni_actors.transport.sockets import Socket, Sockets, drain
 from tests.support.clock import Clock
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def sockets() -> Iterator[Sockets]:
-    made = Sockets()
-    yield made
-    made.context.destroy(linger=0)
 
 
 def test_window_in_messages_and_bytes() -> None:

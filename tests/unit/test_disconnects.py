@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import zmq
 
 from omni_actors.transport.disconnects import GRACE_SECONDS, DisconnectDetector
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def sockets() -> Iterator[Sockets]:
-    made = Sockets()
-    yield made
-    made.context.destroy(linger=0)
 
 
 def linked(sockets: Sockets, endpoint: str) -> tuple[Socket, Socket, str]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,13 +27,6 @@ from omni_actors.transport.sockets import PeerGone, Sockets, drain, try_send
 from omni_actors.transport.wakeup import WakeableQueue
 from tests.support.clock import Clock
 from tests.support.waiting import eventually, until
-
-
-@pytest.fixture
-def sockets() -> Iterator[Sockets]:
-    made = Sockets()
-    yield made
-    made.context.destroy(linger=0)
 
 
 def leave_socket(path: Path) -> None:
