@@ -19,11 +19,11 @@ from omni_actors import envs
 from omni_actors.cli.formatting import duration, size
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
+from omni_actors.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.protocol.client import Operation, Report
 from omni_actors.telemetry import metric_table as metrics
 from omni_actors.telemetry.metric_table import Metric
 
-EXIT_OK, EXIT_FAILED = 0, 1
 STATE_COLOURS = {"ready": "green", "draining": "yellow", "dead": "red", "waiting": "red"}
 LEFT_ALIGNED = ("replica", "state", "edge")
 

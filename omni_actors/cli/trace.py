@@ -17,10 +17,10 @@ from omni_actors import envs
 from omni_actors.cli.formatting import duration, size
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError
+from omni_actors.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.protocol.telemetry import RequestTimeline, StageTimeline
 from omni_actors.telemetry.timeline import chrome_trace, end_of, extent, phases, replica_name, stages, transfers
 
-EXIT_OK, EXIT_FAILED = 0, 1
 LAST = "last"
 STYLES = {  # character and colour of each phase
     "waiting": ("·", "#e3e6eb"),
