@@ -269,12 +269,15 @@ def test_stages_that_would_give_way_to_one_another(tmp_path: Path) -> None:
     assert "the stages code2wav, talker, thinker would wait for one another" in text
 
 
-def test_decoding_turns_and_environment_that_fit(tmp_path: Path) -> None:
+def test_decoding_yielding_and_environment_that_fit(tmp_path: Path) -> None:
     environment = {"CUDA_X": "1", "CUDA_Y": 90}
     fields = {"decode": {"largest_blocks": 4}, "yields_to": ["thinker"], "environment": environment}
     stage = load(tmp_path, with_stage(3, kind="diffusion", **fields)).pipeline.stage("code2wav")
-    assert (stage.decode.policy, stage.decode.largest_blocks, stage.decode.first_blocks) == ("chunks", 4, None)
-    assert (stage.yields_to, stage.environment) == (["thinker"], environment)
+    assert stage.decode.policy == "chunks"
+    assert stage.decode.largest_blocks == 4
+    assert stage.decode.first_blocks is None
+    assert stage.yields_to == ["thinker"]
+    assert stage.environment == environment
 
 
 def test_only_loopback_is_bound(tmp_path: Path) -> None:
@@ -288,7 +291,7 @@ def test_only_loopback_is_bound(tmp_path: Path) -> None:
 def test_with_keys_other_hosts_may_connect(tmp_path: Path) -> None:
     listen = {"listen": "tcp://192.168.1.2:1"}
     ours = load(tmp_path, {**chain(), "coordinator": {**listen, "keys_dir": "keys"}}).pipeline
-    assert ours.coordinator.keys_dir == str(tmp_path / "keys")  # beside the YAML that says so
+    assert ours.coordinator.keys_dir == str(tmp_path / "keys")  # next to the YAML that names it
     given = load(tmp_path, {**chain(), "coordinator": listen}, {"coordinator.keys_dir": "keys"}).pipeline
     assert given.coordinator.keys_dir == str(Path("keys").absolute())
     assert given.digest() == ours.digest()  # another host keeps them elsewhere
@@ -353,12 +356,15 @@ def test_command_line_over_environment_over_yaml_over_default(tmp_path: Path, mo
     assert load(tmp_path, chain()).pipeline.coordinator.max_in_flight == 256
     data = {**chain(), "coordinator": {"max_in_flight": 1}}
     loaded = load(tmp_path, data)
-    assert (loaded.pipeline.coordinator.max_in_flight, loaded.sources[key]) == (1, "yaml pipeline.yaml")
+    assert loaded.pipeline.coordinator.max_in_flight == 1
+    assert loaded.sources[key] == "yaml pipeline.yaml"
     monkeypatch.setenv("OMNI_ACTORS_MAX_IN_FLIGHT", "2")
     loaded = load(tmp_path, data)
-    assert (loaded.pipeline.coordinator.max_in_flight, loaded.sources[key]) == (2, "env OMNI_ACTORS_MAX_IN_FLIGHT")
+    assert loaded.pipeline.coordinator.max_in_flight == 2
+    assert loaded.sources[key] == "env OMNI_ACTORS_MAX_IN_FLIGHT"
     loaded = load(tmp_path, data, {key: "3"})
-    assert (loaded.pipeline.coordinator.max_in_flight, loaded.sources[key]) == (3, "command line")
+    assert loaded.pipeline.coordinator.max_in_flight == 3
+    assert loaded.sources[key] == "command line"
 
 
 def test_stages_are_set_by_name(tmp_path: Path) -> None:
@@ -399,7 +405,7 @@ def test_digest_changes_with_every_value(tmp_path: Path) -> None:
 
 def test_model_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").mkdir()
-    (tmp_path / "beside").mkdir()
+    (tmp_path / "sibling").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "here" / "local").mkdir()
@@ -407,7 +413,7 @@ def test_model_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def model(value: str) -> str:
         return config.load(write(tmp_path / "configs", {**chain(), "model": value}), devices=0).pipeline.model
 
-    assert model("../beside") == str(tmp_path / "beside")
+    assert model("../sibling") == str(tmp_path / "sibling")
     assert model("local") == str(tmp_path / "here" / "local")
     assert model(str(tmp_path / "here")) == str(tmp_path / "here")
     assert model("Qwen/Qwen2.5-Omni-7B") == "Qwen/Qwen2.5-Omni-7B"
