@@ -16,7 +16,7 @@ MAX_IPC_PATH = 107  # bytes that a Unix socket address can hold
 LONGEST_SOCKET_NAME = 60
 LOCK = "lock"
 LOCK_SECONDS = 0.5  # the stages of a killed launcher hold its lock for a moment while they clean up
-DEMAND_PREFIX = "turn-"  # of the stages' demand flags (stage/device_priority.py)
+DEMAND_PREFIX = "demand-"  # of the stages' demand flags (stage/device_priority.py)
 
 
 class RunDirectory:

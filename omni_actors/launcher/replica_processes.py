@@ -126,7 +126,7 @@ class ReplicaProcesses:
             log_file=str(self._run_directory.log_file(identity.name)),
             run_dir=str(self._run_directory.path),
             run_dir_is_temporary=self._run_directory.temporary,
-            goes_first=tuple(priority_replicas(self._pipeline, identity.stage, identity.replica, devices)),
+            yields_to=tuple(priority_replicas(self._pipeline, identity.stage, identity.replica, devices)),
             environment=tuple((name, str(value)) for name, value in stage.environment.items()),
         )
 

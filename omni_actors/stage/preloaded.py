@@ -1,6 +1,6 @@
-"""What went wrong while the fork server imported what stages need: it has nobody to tell but those forked from it.
+"""Imports that failed in the fork server. It has no one to report to but the processes that are forked from it.
 
-multiprocessing's server passes over a module that cannot be imported, and ends without a word at any other error.
+The server of `multiprocessing` skips a module that cannot be imported, and ends silently at any other error.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ EXIT_GRACE_SECONDS = 4.0
 
 
 class ReplicaSpec(NamedTuple):
-    """What a stage process is told at birth: strings and numbers only."""
+    """What a stage process gets from its launcher: strings and numbers only."""
 
     pipeline_json: bytes
     stage: str
@@ -44,13 +44,13 @@ class ReplicaSpec(NamedTuple):
     epoch: int
     control_endpoint: str
     inbox_endpoint: str  # tcp with port 0, or a path to which the epoch is added
-    devices: tuple[str, ...]  # all GPUs that it is to see, as CUDA_VISIBLE_DEVICES names them
+    devices: tuple[str, ...]  # all GPUs that it may see, as CUDA_VISIBLE_DEVICES names them
     threads: int  # CPU threads for torch, 0 to leave it alone
     launcher_pid: int
     log_file: str
     run_dir: str
     run_dir_is_temporary: bool
-    goes_first: tuple[tuple[str, int], ...] = ()  # replicas that it gives way to
+    yields_to: tuple[tuple[str, int], ...] = ()  # replicas to which it leaves a shared device
     environment: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -94,7 +94,7 @@ def _prepare_process(spec: ReplicaSpec) -> None:
 
 
 def _leave_no_files(spec: ReplicaSpec) -> None:
-    """The last thing before the end: if the launcher was killed, its run directory is ours to clear."""
+    """Clear the run directory if its launcher was killed: the last thing before the end."""
     clear_abandoned(Path(spec.run_dir), spec.run_dir_is_temporary)
 
 
@@ -106,8 +106,8 @@ class StageProcess:
         self._pipeline = msgspec.json.decode(spec.pipeline_json, type=PipelineConfig)
         self._stage = self._pipeline.stage(spec.stage)
         run_dir = Path(spec.run_dir)
-        self._sign = DemandFlag(run_dir, spec.stage, spec.replica)
-        self._give_way = DevicePriority(run_dir, spec.goes_first)
+        self._demand_flag = DemandFlag(run_dir, spec.stage, spec.replica)
+        self.device_priority = DevicePriority(run_dir, spec.yields_to)
         self._engine: StageEngine | None = None
         self._processor: type[StreamProcessor] | None = None
         self._ready_after = 0.0
@@ -118,7 +118,7 @@ class StageProcess:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by the fork server until here
 
     def run(self) -> int:
-        """Start, serve until told to stop, shut down; the exit code."""
+        """Start, serve until asked to stop, shut down; return the exit code."""
         end = Stop("failed", failed=True)
         try:
             end = self._live()
@@ -130,7 +130,7 @@ class StageProcess:
         return 1 if end.failed else 0
 
     def _live(self) -> Stop:
-        """Sessions until one ends with the process."""
+        """Run one session after the other until one ends the process."""
         began, epoch = time.monotonic(), self._spec.epoch
         patience = WELCOME_SECONDS
         while True:
@@ -141,7 +141,9 @@ class StageProcess:
                     self._engine = self._load(session)
                     self._ready_after = time.monotonic() - began
                     logger.info("ready after %.1f s", self._ready_after)
-                end = session.serve(self._engine, self._processor, self._sign, self._give_way, self._ready_after)
+                end = session.serve(
+                    self._engine, self._processor, self._demand_flag, self.device_priority, self._ready_after
+                )
             if isinstance(end, Stop):
                 return end
             logger.warning("%s; registering again", end.reason)
@@ -169,7 +171,7 @@ class StageProcess:
             session.tell(Loading(phase=phase[:256]))
             logger.info("%s", phase)
 
-        self._processor = processor_class(self._stage)  # first: a wrong name need not wait for a model to load
+        self._processor = processor_class(self._stage)  # first: a wrong name should not wait for a model to load
         report("loading")
         self._loading = True
         try:
@@ -178,40 +180,40 @@ class StageProcess:
             self._loading = False
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self._loading:  # nothing is held yet that the system does not take back, and loading cannot be interrupted
+        if self._loading:  # loading cannot be interrupted, and the system frees all it holds
             _leave_no_files(self._spec)
             os._exit(128 + number)
         self._stopping = f"signal {signal.Signals(number).name}"
-        self._session.stop(self._stopping)  # if a new one has just been made in its place, `_live` tells that one
+        self._session.stop(self._stopping)  # `_live` stops a session that replaces it
 
     def _close(self, reason: str) -> None:
-        """Engine first: it frees devices."""
+        """Shut down the engine first, because it frees devices, then the session."""
         signal.signal(signal.SIGALRM, self._exit_now)
         signal.setitimer(signal.ITIMER_REAL, EXIT_GRACE_SECONDS)
         logger.info("stopping: %s", reason)
         try:
             if self._engine is not None:
                 self._engine.shutdown()
-        except Exception:  # the sockets still have to be closed, and the last words sent
+        except Exception:  # the last messages still have to be sent and the sockets closed
             logger.exception("the engine failed in its shutdown")
         self._session.close()
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _exit_now(self, number: int, frame: object) -> None:
-        """The orderly end took too long: a process that hangs in its shutdown helps nobody."""
+        """End now: the orderly shutdown took too long."""
         _leave_no_files(self._spec)
         os._exit(1)
 
 
 def _describe(error: BaseException) -> str:
-    """What the launcher shows: a typed error's own text, or the last lines of the traceback."""
+    """Return a typed error's own text, or the last lines of the traceback; the launcher shows it."""
     if isinstance(error, OmniError):
         return str(error)[-16000:]
     return "".join(traceback.format_exception(error)[-6:])[-16000:]
 
 
 def processor_class(stage: StageConfig) -> type[StreamProcessor] | None:
-    """What makes a stage's input of the output of its sources; `None` for the entry stage."""
+    """Find the class that makes a stage's input from the output of its sources; `None` for the entry stage."""
     if stage.inputs is None:
         return None
     where = f"stages.{stage.name}.inputs.processor"
@@ -219,7 +221,7 @@ def processor_class(stage: StageConfig) -> type[StreamProcessor] | None:
 
 
 def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
-    """The engine of a stage. Only the model kinds import torch and vLLM.
+    """Make the engine of a stage. Only the model kinds import torch and vLLM.
 
     Raises:
         ConfigError: `engine_class` is no importable `StageEngine`, or the engine's options are wrong.
@@ -236,7 +238,7 @@ def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[
         return cast(StageEngine, engine_class(pipeline, stage))
     report("importing vLLM")
     if preloaded.FAILURES:
-        raise StartupError(f"The fork server could not prepare for stages: {'; '.join(preloaded.FAILURES)}.")
+        raise StartupError(f"The fork server could not import what stages need: {'; '.join(preloaded.FAILURES)}.")
     from omni_actors.engine.factory import build_stage_engine
 
     engine: StageEngine = build_stage_engine(pipeline, stage, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -22,9 +23,9 @@ from omni_actors.protocol.header import Header, ReplicaId
 from omni_actors.run_directory import RunDirectory
 from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag
 from omni_actors.stage.echo import EchoEngine
+from omni_actors.stage.engine_loop import CONGESTED_SECONDS, TICK_SECONDS, pause
 from omni_actors.stage.meter import HeldBack
 from omni_actors.stage.process import ReplicaSpec, StageProcess, build_engine
-from omni_actors.stage.session import CONGESTED_SECONDS, TICK_SECONDS, pause
 from omni_actors.transport.sockets import Sockets
 from tests.support.builders import chain, load, pipeline
 from tests.support.waiting import until
@@ -58,19 +59,56 @@ def _handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_an_engine_that_fails_to_end_keeps_nothing_open(spec: ReplicaSpec, caplog: pytest.LogCaptureFixture) -> None:
+class Coordinator:
+    """Welcomes a stage and shuts it down at once."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._results = f"ipc://{spec.run_dir}/results"
+        self.sockets = Sockets()
+        self._control, _ = self.sockets.router(spec.control_endpoint)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        until(lambda: self._control.poll(0))
+        name = self._control.recv_multipart()[0]
+        for body in (Welcome(results=self._results), Shutdown(reason="the launcher stops")):
+            self._control.send_multipart([name, *encode(Header(""), body)])
+
+    def leave(self) -> None:
+        """Close the connection once everything has been said."""
+        self._thread.join()
+        self._control.close()
+
+
+def open_resources() -> tuple[int, list[str]]:
+    """Shared memory that this process has open, and the threads of its sockets."""
+    files = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            files.append(os.readlink(entry))
+    threads = [(path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
+    return sum("memfd:omni-arena" in file for file in files), sorted(name for name in threads if "ZMQ" in name)
+
+
+def test_an_engine_that_fails_to_end_keeps_nothing_open(
+    spec: ReplicaSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = msgspec.structs.replace(pipeline().stage("thinker"), engine={"fail_shutdown": "it does not want to end"})
+    monkeypatch.setattr("omni_actors.stage.process.build_engine", lambda *arguments: EchoEngine(stage))
+    before = open_resources()
     process = StageProcess(spec)
-    session = process._session
-    session._inbound.start()
-    process._engine = EchoEngine(stage)
-    process._close("a test")
+    assert open_resources()[0] > before[0]
+    coordinator = Coordinator(spec)
+    assert process.run() == 0
+    coordinator.leave()
+    coordinator.sockets.context.destroy(linger=0)
     assert "it does not want to end" in caplog.text
-    assert not session._inbound.is_alive()
-    assert session._sockets.context.closed
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(session._arena.address.descriptor)
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "nobody will be ended for taking too long"
+    assert not {"inbound", "outbound"} & {thread.name for thread in threading.enumerate()}
+    del process
+    gc.collect()  # the arena stays mapped as long as its owner
+    assert open_resources() == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "the timer that ends a process that takes too long still runs"
 
 
 def test_a_coordinator_that_ends_takes_the_stage_along(
@@ -79,28 +117,17 @@ def test_a_coordinator_that_ends_takes_the_stage_along(
     """It says so and leaves while the engine loads: the stage sees both at once, and does not register again."""
     logging.getLogger("omni_actors").propagate = True
     caplog.set_level(logging.INFO, "omni_actors")
-    sockets = Sockets()
-    control, _ = sockets.router(spec.control_endpoint)
-
-    def coordinate() -> None:
-        until(lambda: control.poll(0))
-        name = control.recv_multipart()[0]
-        for body in (Welcome(results=f"ipc://{spec.run_dir}/results"), Shutdown(reason="the launcher stops")):
-            control.send_multipart([name, *encode(Header(""), body)])
-
-    coordinator = threading.Thread(target=coordinate)
 
     def build_slowly(*arguments: Any) -> EchoEngine:
-        coordinator.join()  # it has spoken
-        control.close()
+        coordinator.leave()
         time.sleep(0.2)
         return build_engine(*arguments)
 
     process = StageProcess(spec)
     monkeypatch.setattr("omni_actors.stage.process.build_engine", build_slowly)
-    coordinator.start()
+    coordinator = Coordinator(spec)
     assert process.run() == 0
-    sockets.context.destroy(linger=0)
+    coordinator.sockets.context.destroy(linger=0)
     assert "stopping: the launcher stops" in caplog.text
     assert "registering again" not in caplog.text
 
@@ -127,14 +154,18 @@ def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
         spec = ReplicaProcesses(config, run, "ipc:///control").spec(ReplicaId("talker", 0, 7))
     assert spec.environment == (("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_SHARE", "80"))
     talker = StageProcess(spec)
-    assert not talker._give_way.now()
-    DemandFlag(short_path / "run", "thinker", 0).show(wanted=True)
-    talker._give_way._search_at = 0.0
-    assert talker._give_way.now(), "its thinker's requests wait for their first output"
+    assert not talker.device_priority.yields()
+    flag = DemandFlag(short_path / "run", "thinker", 0)
+
+    def yields() -> bool:
+        flag.set(True)
+        return talker.device_priority.yields()
+
+    until(yields)
 
 
 @pytest.mark.parametrize(
-    ("runnable", "congested", "gives_way", "seconds", "held_back"),
+    ("runnable", "congested", "yields", "seconds", "held_back"),
     [
         (True, False, False, 0.0, None),
         (True, False, True, POLL_SECONDS, HeldBack.DEVICE_PRIORITY),
@@ -144,6 +175,6 @@ def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
     ],
 )
 def test_how_long_a_stage_waits_before_a_step(
-    runnable: bool, congested: bool, gives_way: bool, seconds: float, held_back: HeldBack | None
+    runnable: bool, congested: bool, yields: bool, seconds: float, held_back: HeldBack | None
 ) -> None:
-    assert pause(runnable, congested, gives_way) == (seconds, held_back)
+    assert pause(runnable, congested, yields) == (seconds, held_back)
