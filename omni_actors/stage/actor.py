@@ -108,7 +108,7 @@ class StageActor:
         return []
 
     def reject(self, header: Header, error: OmniError) -> list[Outgoing]:
-        """Fail the request of a message that did not decode or could not be sent, whoever sent it."""
+        """Fail the request of a message that did not decode or could not be sent, from any sender."""
         attempt = self._attempts.live(header.request_id)
         if attempt is not None and header.stage and header.attempt < attempt.number:
             self.dropped["late"] += 1

@@ -1,9 +1,9 @@
-"""An engine without a model: repeats its input, one token a step. Everything around it is the real thing.
+"""An engine without a model: repeats its input, one token per step. Everything around it is real.
 
-It lets tests and measurements load sockets, coordinator and actors with thousands of requests in seconds. What it does
-follows from its `outputs`: `text` gives one character per token, `audio` gives `samples_per_token` samples per token;
-every token is streamed to the next stage together with a row of `row_width` values, whose bytes are the token's; the
-next stage checks those of the last row.
+It lets tests and benchmarks load sockets, coordinator and actors with thousands of requests in seconds. Its `outputs`
+decide what it makes: one character per token for `text`, `samples_per_token` samples per token for `audio`. It streams
+every token to the next stage, with a row of `row_width` values whose bytes repeat the token; the next stage checks
+those of the last row.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SAMPLE_RATE = 24_000
 CRASH_TOKEN = 0x7FFF0001  # a prompt with this token ends the process: tests of supervision
 FAIL_TOKEN = 0x7FFF0002  # a prompt with this token fails alone
 HANG_TOKEN = 0x7FFF0003  # the engine's step never returns
-GRAB_TOKEN = 0x7FFF0004  # neither does it, and it holds the interpreter's lock, so that no thread runs
-HOG_TOKEN = 0x7FFF0005  # takes memory until there is none, in a stage with `memory_bytes`
+GRAB_TOKEN = 0x7FFF0004  # the same, holding the interpreter's lock, so that no thread runs
+HOG_TOKEN = 0x7FFF0005  # allocates memory until there is none, in a stage with `memory_bytes`
 HOG_BYTES = 64 << 20  # at a time
 HANG_SECONDS = 3600
 
@@ -57,11 +57,11 @@ class EchoOptions:
     row_width: int = 0
     samples_per_token: int = 480
     voices: tuple[str, ...] = ("Chelsie", "Ethan")
-    sound: bool = False  # give audio although it is no output of the stage: it then goes to the stages after it
+    sound: bool = False  # make audio although it is no output of the stage; it then goes to the stages after it
     fail_start: str = ""  # a text with which loading fails
     fail_start_if: str = ""  # a file: while it exists loading fails
     fail_shutdown: str = ""  # a text with which the end of the engine fails
-    memory_bytes: int = 0  # of address space that the process may take beyond what it has; 0: no limit of its own
+    memory_bytes: int = 0  # of address space that the process may add to what it has; 0 for no limit
 
 
 @dataclass
@@ -72,7 +72,7 @@ class _Echo:
 
 
 class EchoEngine(StageEngine):
-    """See the module's text."""
+    """The engine that this module describes."""
 
     def __init__(self, stage: StageConfig) -> None:
         known = EchoOptions.__dataclass_fields__
@@ -147,7 +147,7 @@ class EchoEngine(StageEngine):
             time.sleep(HANG_SECONDS)
         if token == GRAB_TOKEN:
             ctypes.PyDLL(None).sleep(HANG_SECONDS)
-        if token == HOG_TOKEN and self._options.memory_bytes:  # only where a limit protects everybody else
+        if token == HOG_TOKEN and self._options.memory_bytes:  # only where a limit protects the other processes
             hoard = []
             while True:
                 hoard.append(bytearray(HOG_BYTES))

@@ -1,4 +1,4 @@
-"""What a stage's engine takes and gives: the seam between the actor (sockets, requests) and the models (vLLM, torch).
+"""The interface of a stage's engine, between the actor (sockets, requests) and the models (vLLM, torch).
 
 Nothing here imports torch or vLLM; tensors cross as `HostTensor`.
 """
@@ -18,7 +18,7 @@ from omni_actors.protocol.tensors import HostTensor
 
 @dataclass(frozen=True, slots=True)
 class StageRequest:
-    """What a stage knows of a request before any input has come.
+    """A request as a stage knows it before any input has come.
 
     Args:
         params: the stage's defaults with the request's own values over them.
@@ -110,7 +110,7 @@ EngineEvent = TextEvent | AudioEvent | StreamEvent | FinishedEvent | ErrorEvent
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """What vLLM says of its scheduler and cache; counts since the engine was made, `kv_usage` from 0 to 1."""
+    """Statistics of vLLM's scheduler and cache since the engine was made; `kv_usage` from 0 to 1."""
 
     running: int
     waiting: int
@@ -122,7 +122,7 @@ class EngineStatistics:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a loaded engine says of itself, for the coordinator to check requests against."""
+    """Properties of a loaded engine, against which the coordinator checks requests."""
 
     voices: tuple[str, ...] = ()
     sample_rate: int = 0
@@ -132,11 +132,11 @@ class EngineFacts:
 class StageEngine(ABC):
     """Computes one stage. Single-threaded: all calls come from the stage's main thread.
 
-    One of your own is named in the YAML (`kind: custom`, `engine_class: module.Class`) and made by
-    `Class(pipeline, stage)` with the checked configuration; it raises `ConfigError` for options that it does not know.
+    The YAML names your own engine (`kind: custom`, `engine_class: module.Class`). `Class(pipeline, stage)` makes it with
+    the checked configuration and raises `ConfigError` for options that it does not know.
 
-    `start` and `extend` raise `OmniError` for a bad request and leave no trace of it; `step` never raises for one
-    request (it reports an `ErrorEvent`), only when the engine as a whole is lost.
+    `start` and `extend` raise `OmniError` for a bad request and keep nothing of it. `step` raises only when the whole
+    engine is lost; for a single request it reports an `ErrorEvent`.
     """
 
     @property
@@ -145,7 +145,7 @@ class StageEngine(ABC):
 
     @abstractmethod
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
-        """Take a request. Raises `OmniError` for input that this model cannot take."""
+        """Start a request. Raises `OmniError` for input that this model cannot take."""
 
     @abstractmethod
     def extend(
@@ -153,16 +153,16 @@ class StageEngine(ABC):
     ) -> None:
         """Append streamed input of a started request: rows [n, width] or tokens, whichever the stage takes.
 
-        `complete` says that this was the last of it. Raises `OmniError`, also for input of the other sort.
+        `complete` says that no more follows. Raises `OmniError`, also for rows where it takes tokens and vice versa.
         """
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Drop a request and all it holds. Idempotent; unknown ids are ignored."""
+        """Drop a request and free all it holds. Idempotent; unknown ids are ignored."""
 
     @abstractmethod
     def runnable(self) -> bool:
-        """Whether `step` would do something now; otherwise the loop may sleep until the next input."""
+        """Whether `step` would do something now. If not, the loop sleeps until the next input."""
 
     def waits_for_input(self, request_id: str) -> bool:
         """Whether a started request goes on only when `extend` brings more of its input."""
@@ -174,21 +174,21 @@ class StageEngine(ABC):
 
     @abstractmethod
     def counts(self) -> dict[str, int]:
-        """What the engine holds now, by name; all zero when it is idle (leak checks rely on it)."""
+        """What the engine holds now, by name; all zero when it is idle, which leak checks rely on."""
 
     def take_scheduled(self) -> Sequence[tuple[str, float]] | None:
-        """Requests that were taken into a step for the first time since the last call, and when (monotonic clock).
+        """Return requests first scheduled since the last call, with the time (monotonic clock, seconds).
 
         `None`: this engine works on every request in every step.
         """
         return None
 
     def statistics(self) -> EngineStatistics | None:
-        """For metrics, once per heartbeat interval; `None` for an engine without a scheduler."""
+        """Return statistics for metrics, once per heartbeat interval; `None` for an engine without a scheduler."""
         return None
 
     def device_bytes(self) -> int:
-        """Device memory that the engine's allocator has reserved; 0 without a device."""
+        """Bytes of device memory that the engine's allocator has reserved; 0 without a device."""
         return 0
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What the threads around a stage's sockets tell its main thread."""
+"""Events that a stage's socket threads report to its main thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_actors.protocol.stage import IntoStage
 
 
 def sender_of(header: Header) -> ReplicaId | None:
-    """The replica that sent a message; `None` for the coordinator."""
+    """Return the replica that sent a message; `None` for the coordinator."""
     return ReplicaId(header.stage, header.replica, header.epoch) if header.stage else None
 
 
@@ -35,7 +35,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Undelivered:
-    """A later stage takes no messages; one or more of this request are lost."""
+    """A later stage takes no messages; at least one of this request is lost."""
 
     request_id: str
     receiver: ReplicaId
@@ -57,7 +57,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The coordinator is gone, or does not know this replica any more: what is in flight is void; register again."""
+    """The coordinator is gone or no longer knows this replica: drop all requests and register again."""
 
     reason: str
 
@@ -67,7 +67,7 @@ Event = Received | Rejected | Undelivered | Control | Stop | Lost
 
 @dataclass
 class Pulse:
-    """What the engine loop tells the heartbeat: written by one thread, read by another, one assignment each."""
+    """What the heartbeat reports of the engine loop: one thread assigns, another reads, so no lock is needed."""
 
     progress: int = 0
     counts: dict[str, int] = field(default_factory=dict)

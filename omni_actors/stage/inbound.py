@@ -1,5 +1,4 @@
-"""The thread that speaks with the coordinator: control connection, heartbeat, and a look at whether launcher and
-coordinator live.
+"""The thread that talks to the coordinator: control connection, heartbeat, checks that launcher and coordinator live.
 
 It also reads the stage's inbox while the main thread computes (`inbox.py`).
 """
@@ -35,11 +34,14 @@ ORPHAN_SECONDS = 3.0  # how long the main thread may take to end once the launch
 
 
 class Inbound(threading.Thread):
-    """Feeds `inbox`. `hello` makes the first message once its socket is bound.
+    """Feeds `inbox` from the control connection and, while the main thread computes, from the inbox's socket.
 
-    Credit goes to `on_credit` at once, not through the inbox: the main thread may be in a long step.
-    `on_orphaned` is called before this thread ends a process whose launcher is gone and whose main thread hangs.
-    `clock` tells the coordinator the time here, with every heartbeat.
+    Args:
+        hello: makes the first message, given the endpoint to which the inbox is bound.
+        arenas: those of the stages before; mapped as the coordinator announces them.
+        on_credit: called at once, not through the inbox, because the main thread may be in a long step.
+        on_orphaned: called before this thread ends a process whose launcher is gone and whose main thread hangs.
+        clock: Unix time here, sent with every heartbeat.
     """
 
     def __init__(
@@ -75,12 +77,12 @@ class Inbound(threading.Thread):
         self._outbox: WakeableQueue[Body | None] = WakeableQueue()
         self._decoder: Decoder[IntoStage] = Decoder(IntoStage, limits, arenas.open)
         self._control_decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, limits)
-        self._received = 0  # messages at the inbox, of any kind
+        self._received = 0  # messages that came to the inbox, of any kind
         self._welcomed = False
         self.pulse = Pulse()
 
     def tell(self, body: Body) -> None:
-        """Send `body` to the coordinator on the control connection; from any thread."""
+        """Send `body` to the coordinator on the control connection. Callable from any thread."""
         self._outbox.put(body)
 
     def finish(self) -> None:
@@ -88,7 +90,7 @@ class Inbound(threading.Thread):
         self._outbox.put(None)
 
     def rejected_by_reason(self) -> dict[str, int]:
-        """Messages at the inbox that did not decode. From any thread."""
+        """Messages at the inbox that did not decode, by reason. Callable from any thread."""
         return dict(self._decoder.rejected)
 
     def rejected(self) -> dict[str, int]:
@@ -100,7 +102,7 @@ class Inbound(threading.Thread):
         try:
             self._run()
         except Exception as error:
-            # Nobody would hear of a silent end of this thread: the main thread ends the process.
+            # This thread must not end unnoticed: the main thread ends the process.
             logger.exception("the inbound thread failed")
             self._inbox.put(Stop(f"inbound thread: {type(error).__name__}: {error}", failed=True))
 
@@ -130,7 +132,7 @@ class Inbound(threading.Thread):
         orphaned_at: float | None = None
         while True:
             ready = {number for number, _ in epoll.poll(MAXIMUM_POLL_SECONDS)}
-            if ready - others:  # first: the engine may be waiting for it
+            if ready - others:  # first, because the engine may be waiting for it
                 self._inbox.read()
             if launcher in ready:
                 self._inbox.put(Stop("the launcher is gone"))
@@ -138,7 +140,7 @@ class Inbound(threading.Thread):
                 orphaned_at = time.monotonic()
             if orphaned_at is not None and time.monotonic() > orphaned_at + ORPHAN_SECONDS:
                 self._on_orphaned()
-                os._exit(1)  # the main thread loads or hangs; an orphan may not keep its GPU memory
+                os._exit(1)  # the main thread loads or hangs, and an orphan must not keep its GPU memory
             for body in self._outbox.drain():
                 if body is None:
                     return
@@ -148,12 +150,12 @@ class Inbound(threading.Thread):
                 counts = {**self.pulse.counts, **self.rejected()}
                 self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts, sent=self._clock()))
             refusal = handshake.take()
-            # Always: what is sent above may use up the descriptor's signal. And after the look at the connection: if
-            # that is lost, all of the coordinator's last words can be read by now, and they count.
+            # Always, because sending may have consumed the descriptor's signal; and after the check of the connection,
+            # because by the time it is lost all of the coordinator's last messages can be read, and they count.
             self._receive_control(control)
-            self._judge(handshake, refusal)
+            self._check(handshake, refusal)
 
-    def _judge(self, handshake: HandshakeMonitor, refusal: OmniError | None) -> None:
+    def _check(self, handshake: HandshakeMonitor, refusal: OmniError | None) -> None:
         if refusal is not None and (handshake.verdict.final or not self._welcomed):
             self._inbox.put(Stop(str(refusal), failed=True))
         elif handshake.verdict.disconnected:
@@ -167,8 +169,8 @@ class Inbound(threading.Thread):
         except OmniError as error:
             if not isinstance(body, Snapshot):
                 raise
-            # The timelines in it were made to fit (stage/figures.py), so the limit is too small for the figures alone.
-            # Nobody's request depends on them.
+            # `snapshot` leaves out timelines that do not fit, so the limit is too small for the metrics alone. No request
+            # depends on them.
             logger.warning("metrics are not sent: %s", error)
             return
         if not try_send(control, frames):
@@ -187,12 +189,12 @@ class Inbound(threading.Thread):
             if isinstance(body, Welcome):
                 self._welcomed = True
             if isinstance(body, Peers):
-                with self._inbox.paused():  # what is decoded meanwhile would find half of it
+                with self._inbox.paused():  # a message decoded meanwhile could find half of them mapped
                     self._arenas.attach({peer.replica_id: peer.arena for peer in body.sources})
             self._inbox.put(Control(body))
 
     def _decode(self, frames: Sequence[Frame]) -> Event | None:
-        """What the main thread has to know of a message; credit goes its own way. On either thread."""
+        """Turn a message into an event for the main thread; credit does not go there. Runs on either thread."""
         self._received += 1
         try:
             envelope = self._decoder.decode(frames)

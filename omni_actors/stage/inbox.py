@@ -1,9 +1,9 @@
-"""What waits for a stage's main thread, in order: checked messages from its socket, and what other threads have to say.
+"""Events for a stage's main thread, in order: checked messages from its socket, and what other threads report.
 
-While the main thread has nothing to do it waits at the socket itself and decodes what comes; while it computes, the
-inbound thread does so in its place, so that credit and aborts do not wait for the end of a step. Only one of them is
-woken by a message: the main thread takes the socket out of the other's epoll set before it waits, and puts it back
-afterwards (ADR 0012).
+While the main thread has nothing to do, it waits at the socket itself and decodes what comes. While it computes, the
+inbound thread does this instead, so that credit and aborts do not wait for the end of a step. A message wakes only one
+of them: the main thread takes the socket out of the other's epoll set before it waits and puts it back afterwards
+(ADR 0012).
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ BATCH = 64  # messages that are decoded under one hold of the lock
 
 
 class Inbox:
-    """`take` is the main thread's, `put` anybody's, all else the inbound thread's. `epoll` is what that waits on."""
+    """A queue of events. The main thread calls `take`, any thread `put`, and the inbound thread the rest.
+
+    The inbound thread waits on `epoll`.
+    """
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
@@ -35,21 +38,25 @@ class Inbox:
         self._descriptor = -1
         self._decode: Callable[[Sequence[Frame]], Event | None] = lambda frames: None
         self._watched = False  # by the inbound thread
-        self._full = False  # messages were left in the socket, whose descriptor does not tell of them again
+        self._full = False  # messages are left in the socket, and its descriptor does not signal them again
         self._poller = select.poll()  # the main thread's
         self._poller.register(self._wakeup.fileno(), select.POLLIN)
         self._polled = -1
 
+    def __len__(self) -> int:
+        """Events that wait for the main thread."""
+        return len(self._events)
+
     def put(self, event: Event) -> None:
-        """From any thread."""
+        """Add an event; callable from any thread."""
         self._events.append(event)
         if self._waiting:
             self._wakeup.set()
 
     def take(self, timeout: float, maximum: int = LIMIT) -> list[Event]:
-        """What is there; if nothing is, what comes first within `timeout` seconds.
+        """Return the events that are there; if none are, those that come first within `timeout` seconds.
 
-        Empty before that time, too, when only credit came: somebody may wait for that.
+        Returns an empty list early when only credit came, because the caller may be able to go on with it.
         """
         if not self._events and timeout > 0:
             self._wait(timeout)
@@ -78,13 +85,13 @@ class Inbox:
     # -- the inbound thread's -----------------------------------------------------------------------------------------
 
     def open(self, socket: Socket, decode: Callable[[Sequence[Frame]], Event | None]) -> None:
-        """Begin to read. `decode` gives the event that a message is, or `None`; it is called under the lock."""
+        """Start reading. `decode` turns a message into an event or `None`; it is called under the lock."""
         with self._lock:
             self._socket, self._decode = socket, decode
             self._descriptor = descriptor(socket)
             self.epoll.register(self._descriptor, select.EPOLLIN)
             self._watched = True
-            # The main thread may be waiting already; the inbound thread reads in its place until it comes again.
+            # The main thread may be waiting already: the inbound thread reads for it until it takes events again.
 
     def read(self) -> None:
         """Move messages from the socket to the events."""
@@ -93,11 +100,11 @@ class Inbox:
             self._wakeup.set()
 
     def _read(self) -> None:
-        """On either thread."""
+        """Runs on either thread."""
         with self._lock:
             while self._socket is not None and len(self._events) < LIMIT:
                 batch = drain(self._socket, BATCH)
-                # Decoded first: the main thread would hold up the rest.
+                # Decoded before any is added: the main thread would contend for the interpreter otherwise.
                 self._events.extend([event for frames in batch if (event := self._decode(frames)) is not None])
                 if len(batch) < BATCH:
                     self._full = False
@@ -106,7 +113,7 @@ class Inbox:
         self._watch(False)  # until the main thread has taken some
 
     def paused(self) -> threading.Lock:
-        """While this is held nothing is decoded."""
+        """Return the lock; while it is held nothing is decoded."""
         return self._lock
 
     def close(self) -> None:
@@ -118,7 +125,7 @@ class Inbox:
                 self._socket = None
 
     def _watch(self, on: bool) -> None:
-        """Whether a message wakes the inbound thread."""
+        """Choose whether a message wakes the inbound thread."""
         if on is not self._watched:
             with self._lock:
                 if self._socket is not None:

@@ -1,4 +1,4 @@
-"""What a stage sends: an engine's events as messages."""
+"""Messages that a stage sends, made from the events of its engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Outgoing:
 
 
 def result_of(event: TextEvent | AudioEvent, sent: float) -> tuple[Body, Sequence[Frame]]:
-    """A message to the coordinator that leaves at the moment `sent`, with its buffers."""
+    """Make the message to the coordinator, and its buffers. `sent`: Unix time in seconds."""
     if isinstance(event, TextEvent):
         return TextDelta(text=event.text, token_ids=pack_token_ids(event.token_ids), sent=sent), ()
     buffers = BufferList()
@@ -34,7 +34,7 @@ def result_of(event: TextEvent | AudioEvent, sent: float) -> tuple[Body, Sequenc
 
 
 def chunk_of(event: StreamEvent, sent: float) -> tuple[Chunk, Sequence[Frame]]:
-    """A message to the stages after this one that leaves at the moment `sent`, with its buffers."""
+    """Make the message to the stages after this one, and its buffers. `sent`: Unix time in seconds."""
     buffers = BufferList()
     tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
     rows = tensors.pop(ROWS, None)

@@ -1,7 +1,7 @@
-"""Input processors: turn what the stages before sent into this stage's engine input. Pure Python, one per request.
+"""Input processors: turn the output of the stages before into this stage's engine input. Pure Python, one per request.
 
-A processor is fed pieces in order and answers with actions: `Start` once, then `Extend` for rows or tokens that are
-streamed into a running request, or `Skip` when there turns out to be nothing to compute.
+A processor takes pieces in order and returns actions: `Start` once, then `Extend` for rows or tokens that are streamed
+into a running request; or `Skip` if there is nothing to compute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Piece:
 
     @classmethod
     def of(cls, chunk: Chunk, envelope: Envelope[Any]) -> Piece:
-        """What `envelope`, whose body is `chunk`, holds. Raises `InvalidPayload` for information that is no scalar."""
+        """Decode `envelope`, whose body is `chunk`. Raises `InvalidPayload` for information that is not a scalar."""
         scalars = {}
         if chunk.information is not None:
             for name, entry in chunk.information.entries.items():
@@ -52,11 +52,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Start:
+    """Start the request in the engine."""
+
     inputs: StageInputs
 
 
 @dataclass(frozen=True, slots=True)
 class Extend:
+    """Append input to the started request; `complete` says that no more follows."""
+
     rows: HostTensor | None
     complete: bool
     token_ids: Sequence[int] = ()
@@ -64,17 +68,17 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The request ends here with no output: its source had nothing for this stage."""
+    """End the request without output: its source had nothing for this stage."""
 
 
 Action = Start | Extend | Skip
 
 
 class StreamProcessor(ABC):
-    """Base class; the YAML names subclasses by registered name or allowed dotted path.
+    """Turns the chunks of one request into engine input. The YAML names a subclass by name or by dotted path.
 
     Args:
-        start_after: the source's steps to wait for before the stage starts, 0 for all of them.
+        start_after: steps of the source to wait for before the stage starts; 0 for all of them.
         sources: names of the source stages.
     """
 
@@ -84,7 +88,7 @@ class StreamProcessor(ABC):
 
     @abstractmethod
     def feed(self, source: str, piece: Piece) -> list[Action]:
-        """Take the next piece from a source stage. Raises `InvalidPayload` for one that does not fit."""
+        """Take the next piece from a source stage. Raises `InvalidPayload` if it does not fit the earlier ones."""
 
 
 class Passthrough(StreamProcessor):
@@ -117,8 +121,8 @@ class Thinker2Talker(StreamProcessor):
     """Qwen2.5-Omni: the thinker's rows (last hidden state + token embedding) become the talker's prompt and reply.
 
     The talker's prompt is the thinker's P prompt rows and the first reply row; every later row belongs to one decode
-    step of the talker. It starts once `start_after` thinker steps have come: the prompt's and `start_after - 1` reply
-    rows. A reply without rows (the thinker stopped at its first token) has no speech.
+    step of the talker. It starts after `start_after` thinker steps: the prompt and `start_after - 1` reply rows.
+    A reply without rows (the thinker stopped at its first token) has no speech.
     """
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
@@ -176,10 +180,10 @@ class Thinker2Talker(StreamProcessor):
 
 
 class Talker2Code2Wav(StreamProcessor):
-    """Qwen2.5-Omni: the talker's codec tokens, from which it leaves its end token out itself.
+    """Qwen2.5-Omni: streams the talker's codec tokens, which do not include its end token, to the vocoder.
 
-    The vocoder starts with the first `start_after` tokens and gets the others as they come; where the utterance is cut
-    for decoding is the vocoder's own business.
+    The vocoder starts with the first `start_after` tokens and gets the others as they come. It decides itself where to
+    cut the utterance for decoding.
     """
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
@@ -210,7 +214,7 @@ PROCESSORS: dict[str, type[StreamProcessor]] = {
 
 
 def _unseen_tokens(piece: Piece, received: int) -> Sequence[int]:
-    """The tokens of a piece that were not there yet; a gap is an error."""
+    """Return the tokens of a piece that are new; raises `InvalidPayload` for a gap."""
     if not piece.token_ids:
         return ()
     if piece.start > received:
@@ -225,7 +229,7 @@ def _whole_number(value: Scalar, name: str) -> int:
 
 
 def slice_rows(tensor: HostTensor, start: int, stop: int | None = None) -> HostTensor:
-    """Rows `start` to `stop` of a tensor [rows, ...], as a view of its data."""
+    """Return rows `start` to `stop` of a tensor [rows, ...], as a view of its data."""
     length = tensor.shape[0]
     start = min(start, length)
     stop = length if stop is None else min(stop, length)
@@ -235,7 +239,7 @@ def slice_rows(tensor: HostTensor, start: int, stop: int | None = None) -> HostT
 
 
 def concatenate_rows(tensors: Sequence[HostTensor]) -> HostTensor:
-    """Tensors [rows_i, ...] one after the other; raises `InvalidPayload` unless dtypes and widths agree."""
+    """Concatenate tensors [rows_i, ...]; raises `InvalidPayload` unless dtypes and widths agree."""
     first = tensors[0]
     if len(tensors) == 1:
         return first

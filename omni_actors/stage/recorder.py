@@ -1,4 +1,4 @@
-"""What a stage took and gave, in a file: for replay into that stage alone (`omni-actors replay`).
+"""Records the messages of a stage in a file, for replay into that stage alone (`omni-actors replay`).
 
 The file is a sequence of records, each a length (4 bytes, little-endian) and a msgpack array. The first is the
 `RecordingHeader`, the others are `Entry`s: the frames of a message as `codec` makes them, with all of its buffers.
@@ -45,10 +45,7 @@ class Entry(Struct, frozen=True, array_like=True):
 
 
 class Recorder:
-    """Writes one stage's messages. Everything is on disk after `close`, most of it earlier.
-
-    When the disk is full the recording ends, and the stage goes on.
-    """
+    """Writes one stage's messages, all on disk after `close`. A full disk ends the recording, not the stage."""
 
     def __init__(self, folder: str, pipeline: PipelineConfig, identity: ReplicaId) -> None:
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,13 +69,13 @@ class Recorder:
     def close(self) -> None:
         try:
             self._file.close()
-        except OSError as error:  # what was written last did not fit
+        except OSError as error:  # the last records did not fit on the disk
             self._end(error)
 
     def _message(self, direction: str, header: Header, body: Body, buffers: Any) -> None:
         try:
             frames = encode(header, body, buffers, self._limits)
-        except OmniError:  # nor will it be sent: the request fails with this error, which is recorded
+        except OmniError:  # it will not be sent either: the request fails, and that is recorded
             return
         self._write(Entry(direction, [bytes(frame) for frame in frames]))
 
@@ -101,16 +98,16 @@ def _private(path: str, flags: int) -> int:
 
 
 def read(path: Path) -> tuple[RecordingHeader, Iterator[Entry]]:
-    """A recording. One that was cut off in the middle ends with its last whole record.
+    """Read a recording. One that was cut off ends with its last complete record.
 
     Raises:
-        InvalidRequest: it is no recording, or of another format.
+        InvalidRequest: the file is no recording, or has another format.
     """
     records = _records(path)
     try:
         origin = msgspec.msgpack.decode(next(records), type=RecordingHeader)
     except (StopIteration, msgspec.DecodeError) as error:
-        raise InvalidRequest(f"{path} is no recording.") from error
+        raise InvalidRequest(f"{path} is not a recording.") from error
     if origin.format != FORMAT:
         raise InvalidRequest(f"{path} has the format {origin.format}, this version reads {FORMAT}.")
     return origin, (msgspec.msgpack.decode(data, type=Entry) for data in records)

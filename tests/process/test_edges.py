@@ -62,7 +62,7 @@ async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
         dropped = status(echo, "code2wav").counts
         assert dropped.get("dropped_late", 0) + dropped.get("dropped_foreign_epoch", 0) > 0, dropped
 
-        # One by one, about a request that runs: neither its input nor anybody's account may change.
+        # One by one, about a request that runs: neither its input nor the account of any edge may change.
         running = asyncio.create_task(client.generate("z" * 200, request_id="mine", timeout=60))
         await asyncio.sleep(0.1)
         ghost = Header("", "mine", *msgspec.structs.astuple(old))

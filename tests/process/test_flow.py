@@ -1,4 +1,4 @@
-"""What happens when somebody is slow: the pace goes back to admission, and nothing piles up. Large rows go by arena."""
+"""A slow stage or client sets the pace back to admission, and nothing piles up. Large rows go through the arena."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class CheckedCoordination(RequestMachine):
         self._opened: dict[str, set[tuple[ReplicaId, int]]] = {}
 
     def observe(self, instructions: list[Instruction]) -> None:
-        """Messages to clients are numbered and end with the one that says so; the dead are told nothing."""
+        """Messages to clients are numbered and end with the one that says so; clients that are gone get none."""
         for item in instructions:
             if isinstance(item, ToStage):
                 replica = self.replicas.at(item.replica_id)
@@ -147,7 +147,7 @@ def _checked(name: str) -> Any:
             return instructions
         if name == "submit" and arguments[1].request_id in self._requests:
             self._client_seq.setdefault(arguments[1].request_id, 0)
-        if name == "client_gone":  # nobody is there to be told
+        if name == "client_gone":  # its messages would reach no one
             gone = [item for item in self._client_seq if item not in self._requests]
             assert all(isinstance(item, ToStage) for item in instructions)
             for request_id in gone:

@@ -512,7 +512,7 @@ def test_chunks_that_are_too_early_for_the_next_attempt_leave_nothing_of_the_one
 
 @pytest.mark.parametrize("deadline", [float("nan"), float("inf"), 1000.0 + 100.0 + actor_module.CLOCK_SECONDS + 1])
 def test_deadline_that_is_too_far_away_is_refused(deadline: float) -> None:
-    """A request that nobody ends would be held for ever."""
+    """A request without an end would be held for ever."""
     stage = StageUnderTest("talker", max_timeout=100.0)
     assert failed(stage.expect(deadline=deadline)).code is ErrorCode.PROTOCOL_ERROR
     assert stage.held() == EMPTY
@@ -542,7 +542,7 @@ def test_saturated_only_by_whole_requests_and_while_the_engine_can_work() -> Non
     for number in range(4):
         stage.expect(f"r{number}")
         stage.tokens("ab", request_id=f"r{number}", final=False)
-    stage.engine.events.append(FinishedEvent("nobody", FinishReason.STOP, 1, 1))  # makes it runnable
+    stage.engine.events.append(FinishedEvent("other", FinishReason.STOP, 1, 1))  # makes it runnable
     assert not stage.actor.saturated, "all of them wait for more input, which must not be held back"
     for number in range(3):
         stage.tokens("c", 1, f"r{number}", start=2)
@@ -552,7 +552,7 @@ def test_saturated_only_by_whole_requests_and_while_the_engine_can_work() -> Non
     stage.engine.events.append(FinishedEvent("r0", FinishReason.STOP, 1, 1))
     assert stage.actor.saturated
     stage.actor.step()
-    stage.engine.events.append(FinishedEvent("nobody", FinishReason.STOP, 1, 1))
+    stage.engine.events.append(FinishedEvent("other", FinishReason.STOP, 1, 1))
     assert not stage.actor.saturated
     stage.abort("r1")
     stage.abort("r1")

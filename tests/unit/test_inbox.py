@@ -87,7 +87,7 @@ def test_the_other_thread_reads_while_the_main_thread_computes(harness: Harness)
     harness.start()
     assert harness.take(0) == []
     harness.send(1, 2, 3)
-    until(lambda: len(harness.inbox._events) == 3)
+    until(lambda: len(harness.inbox) == 3)
     assert harness.take(0, maximum=2) == ["1", "2"]
     assert harness.take(0) == ["3"]
 
@@ -120,7 +120,7 @@ def test_a_full_inbox_stops_the_reading_and_loses_nothing(
     harness.send(*range(200))
     time.sleep(0.2)
     reads = harness.reads
-    assert 10 <= len(harness.inbox._events) < 15
+    assert 10 <= len(harness.inbox) < 15
     time.sleep(0.2)
     assert harness.reads - reads <= 1, "it does not spin"
     assert collect(harness, 200, timeout) == [str(number) for number in range(200)]
@@ -130,7 +130,7 @@ def test_what_the_other_thread_reads_wakes_a_main_thread_that_waits(harness: Har
     """It may have been on its way to the socket when the main thread went to sleep there."""
     harness.inbox._waiting = True
     harness.send("late")
-    until(lambda: harness.inbox.read() or harness.inbox._events)
+    until(lambda: harness.inbox.read() or len(harness.inbox))
     assert harness.inbox._wakeup.clear()
     harness.inbox._waiting = False
     assert harness.take(0) == ["late"]

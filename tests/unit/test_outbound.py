@@ -113,7 +113,7 @@ def test_fan_out_publishes_once_for_those_that_have_mapped_the_arena(harness: Ha
     harness.peers(TALKER, OTHER)
     harness.outbound.send(chunk(TALKER, data=LARGE))
     first = harness.receive(TALKER, 1)[0]
-    assert not first.header.blocks, "nobody has said that it reads the arena"
+    assert not first.header.blocks, "the receiver has not said yet that it reads the arena"
     mapped(harness, TALKER, OTHER)
     harness.outbound.send(chunk(TALKER, OTHER, data=LARGE, seq=1))
     second = harness.receive(TALKER, 2)[1]
@@ -124,7 +124,7 @@ def test_fan_out_publishes_once_for_those_that_have_mapped_the_arena(harness: Ha
     harness.got[TALKER].clear()
     assert harness.receive(OTHER, 1)[0].header.blocks[0].ticket == ticket
     harness.outbound.granted(TALKER, Credit(released=(ticket,)))
-    harness.outbound.granted(ReplicaId("nobody", 0, 5), Credit(released=(ticket,)))
+    harness.outbound.granted(ReplicaId("stranger", 0, 5), Credit(released=(ticket,)))
     time.sleep(0.05)
     assert harness.outbound.counts()["arena_blocks"] == 1
     harness.outbound.granted(OTHER, Credit(released=(ticket,)))

@@ -1,4 +1,4 @@
-"""What a stage keeps of what it sent, and how a stage that begins anew gets it again."""
+"""What a stage keeps of what it sent, and how a stage that starts again gets it."""
 
 from __future__ import annotations
 
