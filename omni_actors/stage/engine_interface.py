@@ -132,8 +132,8 @@ class EngineFacts:
 class StageEngine(ABC):
     """Computes one stage. Single-threaded: all calls come from the stage's main thread.
 
-    The YAML names your own engine (`kind: custom`, `engine_class: module.Class`). `Class(pipeline, stage)` makes it with
-    the checked configuration and raises `ConfigError` for options that it does not know.
+    The YAML names your own engine (`kind: custom`, `engine_class: module.Class`). `Class(pipeline, stage)` makes it
+    from the checked configuration and raises `ConfigError` for options that it does not know.
 
     `start` and `extend` raise `OmniError` for a bad request and keep nothing of it. `step` raises only when the whole
     engine is lost; for a single request it reports an `ErrorEvent`.

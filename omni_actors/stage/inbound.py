@@ -169,8 +169,8 @@ class Inbound(threading.Thread):
         except OmniError as error:
             if not isinstance(body, Snapshot):
                 raise
-            # `snapshot` leaves out timelines that do not fit, so the limit is too small for the metrics alone. No request
-            # depends on them.
+            # `snapshot` leaves out timelines that do not fit, so the limit is too small for the metrics alone.
+            # No request depends on them.
             logger.warning("metrics are not sent: %s", error)
             return
         if not try_send(control, frames):
