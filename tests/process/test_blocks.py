@@ -217,7 +217,10 @@ def test_death_of_a_reader_frees_only_what_it_alone_held(three: Three) -> None:
     three.announce(SECOND)
     until(lambda: three.blocks() == 1, 5, "only the one in use is held")
     arena = three.owner.arena
-    others = [arena.publish(bytes(SIZE), SECOND, 1e12) for _ in range(20)]
+    others = [arena.reserve(SIZE, SECOND, 1e12) for _ in range(20)]
+    for block in others:
+        if block is not None:
+            arena.write(block, bytes(SIZE))
     assert None in others, "the arena is full"
     assert three.ask(SECOND, "digests") == [digest(data)], "it was written over"
     three.ask(SECOND, "drop")
