@@ -151,7 +151,7 @@ def send(socket: Socket, frames: list[Frame]) -> None:
     while not try_send(socket, frames):
         socket.poll(100, zmq.POLLOUT)
         if time.monotonic() > deadline:
-            raise SystemExit("the stage takes no messages any more")
+            raise SystemExit("the stage has taken no message for 30 s")
 
 
 def target(launcher: EchoLauncher) -> StageStatus:

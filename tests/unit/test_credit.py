@@ -60,19 +60,19 @@ def test_link_keeps_what_has_no_credit_and_sends_it_when_credit_comes(sockets: S
 
     for number in range(8):
         assert link.send(f"r{number}", [b"%d" % number])
-    until(lambda: received(3))
+    until(lambda: received(3), what="message 3")
     assert not received(4), "three may be out"
     assert link.congested
     clock.now += 10 * STALL_SECONDS
     assert not link.stalled(), "a stage that grants nothing is slow, not broken"
     link.granted(2, 2)
-    until(lambda: received(5))
+    until(lambda: received(5), what="message 5")
     link.send_urgent("", [b"urgent"])
-    until(lambda: received(6))
+    until(lambda: received(6), what="message 6")
     assert got == [b"0", b"1", b"2", b"3", b"4", b"urgent"], "credit never waits for credit"
     link.forget("r6")
     link.granted(3, 3)
-    until(lambda: received(8))
+    until(lambda: received(8), what="message 8")
     assert got[6:] == [b"5", b"7"]
     assert link.backlog == 0
     assert link.backlog_bytes == 0
@@ -92,11 +92,11 @@ def test_an_urgent_message_leaves_at_once_whatever_waits_for_credit(sockets: Soc
         return len(got) >= count
 
     link.send("r", [b"0"])
-    until(lambda: link.flush() or came(1))
+    until(lambda: link.flush() or came(1), what="the first message")
     for number in range(1, 4):
         link.send("r", [b"%d" % number])
     link.send_urgent("", [b"urgent"])
-    until(lambda: came(2))
+    until(lambda: came(2), what="the urgent message")
     assert got == [b"0", b"urgent"]
     assert link.backlog == 3
 
@@ -122,7 +122,13 @@ def test_client_that_grants_nothing_counts_as_stalled(sockets: Sockets, short_pa
     clock = Clock()
     _, endpoint = sockets.pull(f"ipc://{short_path}/p")
     link = Link(sockets.push(endpoint), clock, 5.0, Window(1, 1000), needs_credit=True)
-    until(lambda: link.send("r", [b"x"]) and (link.flush() or True) and link.window.messages_out == 1)
+    link.send("r", [b"x"])
+
+    def is_out() -> bool:
+        link.flush()
+        return link.window.messages_out == 1
+
+    until(is_out, what="a message that uses up the window")
     link.send("r", [b"y"])
     assert not link.stalled()
     clock.now += 5.1
@@ -142,6 +148,6 @@ def test_urgent_messages_go_first_when_the_peer_comes_late(sockets: Sockets, sho
         got.extend(frames[0] for frames in drain(pull))
         return len(got) == 2
 
-    until(both)
+    until(both, what="both messages")
     assert got == [b"urgent", b"first"]
     assert link.backlog_bytes == 0

@@ -234,8 +234,8 @@ def test_messages_come_with_the_key_of_their_connection(
     for keys, endpoint in ((alice, coordinator.client_endpoint), (folder, coordinator.client_endpoint), (None, local)):
         contexts.append(Sockets(keys=load_keys(keys)))
         mine, handshake = contexts[-1].dealer(endpoint, b"cluster")
-        until(lambda mine=mine: try_send(mine, [b"one", b"two"]))
-        until(lambda: coordinator.clients.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        until(lambda mine=mine: try_send(mine, [b"one", b"two"]), what="a connection")
+        until(lambda: coordinator.clients.getsockopt(zmq.EVENTS) & zmq.POLLIN, what="the message")
         given = load_keys(keys)
         assert receive_with_key(coordinator.clients) == [given.public if given else b"", b"cluster", b"one", b"two"]
         handshake.close()
@@ -296,7 +296,7 @@ def test_what_is_readable_can_be_read(folder: Path, contexts: list[Sockets]) -> 
     contexts.append(Sockets(keys=load_keys(folder)))
     mine = contexts[-1].push(coordinator.results_endpoint)
     message = [b"first", bytes(16 << 20)]
-    until(lambda: try_send(mine, message))
+    until(lambda: try_send(mine, message), what="a connection")
     until(lambda: coordinator.results.getsockopt(zmq.EVENTS) & zmq.POLLIN, 10, "a readable socket")
     assert coordinator.results.recv_multipart(zmq.NOBLOCK) == message
     mine.close(linger=0)
@@ -529,7 +529,8 @@ async def test_a_client_that_was_refused_before_it_sends_knows_why(
 
     monkeypatch.setattr(Sockets, "dealer", recorded)
     async with AsyncOmniClient(coordinator.client_endpoint, keys=revoked_client(tmp_path, folder)) as client:
-        until(lambda: monitors[0].socket.poll(0))  # blocks the event loop, which would read the refusal
+        # Blocks the event loop, which would read the refusal.
+        until(lambda: monitors[0].socket.poll(0), what="the refusal")
         monkeypatch.setattr(client_module, "try_send", lambda *_: False)
         with pytest.raises(Unauthorized):
             await client.submit("hello", modalities=["text"])

@@ -15,8 +15,8 @@ def linked(sockets: Sockets, endpoint: str) -> tuple[Socket, Socket, str]:
     """A PUSH, the PULL that has received a message from it, and the endpoint."""
     pull, endpoint = sockets.pull(endpoint)
     push = sockets.push(endpoint)
-    until(lambda: try_send(push, [b"x"]))
-    until(lambda: pull.poll(0))
+    until(lambda: try_send(push, [b"x"]), what="a connection")
+    until(lambda: pull.poll(0), what="the message")
     return push, pull, endpoint
 
 
@@ -26,8 +26,12 @@ def test_a_cut_link_is_found_once_its_peer_could_have_been_announced_dead(socket
     detector.watch("talker", push, endpoint)
     assert detector.found(0.0) == []
     pull.close()
-    until(lambda: push.poll(0, zmq.POLLOUT) == 0)  # it takes no more: the link is gone
-    until(lambda: detector.found(10.0) == [] and detector.found(10.0 + GRACE_SECONDS) == ["talker"])
+    until(lambda: push.poll(0, zmq.POLLOUT) == 0, what="the loss of the connection")
+
+    def is_found() -> bool:
+        return detector.found(10.0) == [] and detector.found(10.0 + GRACE_SECONDS) == ["talker"]
+
+    until(is_found, what="its detection")
     detector.forget("talker")
     assert detector.found(99.0) == []
     detector.close()

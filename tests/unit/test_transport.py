@@ -147,7 +147,7 @@ def test_router_raises_when_a_peer_is_gone(sockets: Sockets, short_path: Path) -
         try_send(router, [b"alice", b"x"])
     dealer, handshake = sockets.dealer(endpoint, b"alice")
     try_send(dealer, [b"hello"])
-    until(lambda: drain(router) == [[b"alice", b"hello"]])
+    until(lambda: drain(router) == [[b"alice", b"hello"]], what="the message")
     assert try_send(router, [b"alice", b"x"])
     handshake.close()
     dealer.close()
@@ -158,7 +158,7 @@ def test_router_raises_when_a_peer_is_gone(sockets: Sockets, short_path: Path) -
         except PeerGone:
             return True
 
-    until(gone)
+    until(gone, what="the loss of the peer")
 
 
 def test_other_send_errors_are_not_swallowed(sockets: Sockets, short_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_link_keeps_order_until_its_peer_listens(sockets: Sockets, short_path: P
         got.extend(frames[0] for frames in drain(pull))
         return len(got) == 50
 
-    until(all_there)
+    until(all_there, what="all messages")
     assert got == [b"%d" % number for number in range(50)]
     assert link.backlog == 0
     assert not link.stalled()
@@ -226,11 +226,11 @@ async def test_reader_drains_bursts(sockets: Sockets, short_path: Path) -> None:
     pull, endpoint = sockets.pull(f"ipc://{short_path}/p")
     push = sockets.push(endpoint)
     for number in range(600):
-        until(lambda number=number: try_send(push, [b"%d" % number]))
+        until(lambda number=number: try_send(push, [b"%d" % number]), what="room for a message")
     got: list[bytes] = []
     quiet: list[int] = []
     reader = SocketReader(pull, lambda frames: got.append(frames[0]), lambda: quiet.append(len(got)))
-    await eventually(lambda: quiet and quiet[-1] == 600)
+    await eventually(lambda: quiet and quiet[-1] == 600, what="600 messages")
     assert got == [b"%d" % number for number in range(600)]
     reader.close()
     reader.close()
@@ -249,16 +249,16 @@ async def test_reader_survives_a_callback_that_raises(sockets: Sockets, short_pa
     def on_message(frames: Sequence[bytes]) -> None:
         got.append(frames[0])
         if frames[0] == b"first":
-            until(lambda: sum(try_send(push, [b"more"]) for _ in range(3)) == 3)
-            until(lambda: pull.poll(0))
+            until(lambda: sum(try_send(push, [b"more"]) for _ in range(3)) == 3, what="room for three messages")
+            until(lambda: pull.poll(0), what="a message")
             time.sleep(0.1)
             pull.getsockopt(EVENTS)  # uses up the descriptor's edge: nothing will signal what waits
             raise RuntimeError("a bug")
 
     reader = SocketReader(pull, on_message)
     await asyncio.sleep(0.05)  # it has looked at the socket once
-    until(lambda: try_send(push, [b"first"]))
-    await eventually(lambda: len(got) == 4)
+    until(lambda: try_send(push, [b"first"]), what="a connection")
+    await eventually(lambda: len(got) == 4, what="four messages")
     assert errors == ["a bug"]
     reader.close()
 
