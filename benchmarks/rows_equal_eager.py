@@ -56,8 +56,7 @@ def inputs_of(engine: AutoregressiveEngine, stage: str, index: int) -> StageInpu
 def run(options: argparse.Namespace, stage: str, variant: dict[str, object]) -> list[Answer]:
     """Tokens and rows of each request."""
     fields = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in options.set)}
-    outputs = ("text",) if stage == "thinker" else ()
-    config = OmniModelConfig(options.checkpoint, stage, outputs=outputs)
+    config = OmniModelConfig(options.checkpoint, stage)
     usual = {"max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 2048}
     engine = AutoregressiveEngine(OmniEngineArgs(config, "autoregressive", {**usual, **fields, **variant}))
     tokens: list[list[int]] = [[] for _ in range(options.requests)]

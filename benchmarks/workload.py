@@ -122,7 +122,7 @@ def versions() -> dict[str, str]:
 
 
 def report(rows: Sequence[dict[str, Any]], **facts: Any) -> str:
-    """Write a run as JSON: command line, versions, facts, rows."""
+    """A run as JSON: command line, versions, facts, rows."""
     return json.dumps({"command": sys.argv, "versions": versions(), **facts, "rows": rows}, indent=1)
 
 

@@ -41,7 +41,6 @@ class OmniModelConfig:
     Args:
         model: folder or hub name of the checkpoint, with all its stages.
         model_stage: the stage of it, for example "talker".
-        outputs: what the stage sends to the client, for example ("text",).
         row_budget_bytes: bytes of embedding rows that an autoregressive stage may hold at a time.
         latent_budget_bytes: bytes of latents and conditions that a diffusion stage computes at a time.
         decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
@@ -49,7 +48,6 @@ class OmniModelConfig:
 
     model: str
     model_stage: str
-    outputs: tuple[str, ...] = ()
     row_budget_bytes: int = 2 * GIB
     latent_budget_bytes: int = 2 * GIB
     decode: dict[str, Any] = field(default_factory=dict)

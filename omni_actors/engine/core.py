@@ -18,7 +18,6 @@ from vllm.v1.request import RequestStatus
 from omni_actors.engine.scheduler import OmniSchedulerInterface
 from omni_actors.engine.statistics import CoreStatistics
 from omni_actors.errors import ConfigError, EngineError, StartupError
-from omni_actors.stage.engine_interface import EngineStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class VllmCore:
         if not vllm_config.use_v2_model_runner:
             raise ConfigError("vLLM chose its V1 model runner.", hint="Call engine.platform.prepare before vLLM.")
         self.vllm_config = vllm_config
-        self._statistics = CoreStatistics()
+        self.statistics = CoreStatistics()
         try:
             self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
         except Exception as error:
@@ -115,7 +114,7 @@ class VllmCore:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests. Idempotent; ignores unknown ids."""
         self._core.abort_requests(list(request_ids))
-        self._statistics.forget(list(request_ids))
+        self.statistics.forget(list(request_ids))
 
     def runnable(self) -> bool:
         """Whether `step` would do something now."""
@@ -143,15 +142,8 @@ class VllmCore:
             raise StepFailed(self._contain(), error) from error
         if not outputs:
             return []
-        self._statistics.add(outputs)
+        self.statistics.add(outputs)
         return [output for group in outputs.values() for output in group.outputs]
-
-    def statistics(self) -> EngineStatistics:
-        return self._statistics.now(self.scheduler)
-
-    def take_scheduled(self) -> list[tuple[str, float]]:
-        """See `StageEngine.take_scheduled`; the ids are those of the core's requests."""
-        return self._statistics.take_scheduled()
 
     def _contain(self) -> list[str]:
         """End the requests that the failed step may have touched; return their ids.
@@ -167,7 +159,7 @@ class VllmCore:
             self._core.batch_queue.clear()
         self._core.model_executor.collective_rpc("omni_reset")
         gone = [request.request_id for request in ended]
-        self._statistics.forget(gone)
+        self.statistics.forget(gone)
         return gone
 
     def shutdown(self) -> None:

@@ -39,7 +39,6 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
     model = OmniModelConfig(
         model=pipeline.model,
         model_stage=stage.part,
-        outputs=tuple(output.value for output in stage.outputs),
         row_budget_bytes=stage.budget_bytes,
         latent_budget_bytes=stage.budget_bytes,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},

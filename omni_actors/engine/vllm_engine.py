@@ -50,10 +50,10 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         }
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
-        return self.core.take_scheduled()
+        return self.core.statistics.take_scheduled()
 
     def statistics(self) -> EngineStatistics:
-        return self.core.statistics()
+        return self.core.statistics.now(self.core.scheduler)
 
     def device_bytes(self) -> int:
         return torch.cuda.memory_reserved() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0

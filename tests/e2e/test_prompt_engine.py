@@ -102,7 +102,7 @@ def arguments(checkpoint: Path, kind: str) -> OmniEngineArgs:
             "enforce_eager": True,
             "skip_mm_profiling": True,
         }
-    return OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker", outputs=("text",)), kind, engine=options)
+    return OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), kind, engine=options)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ WHOLE = {"policy": "whole"}
 def arguments(
     checkpoint: Path, *, asynchronous: bool = False, decode: dict[str, Any] = WHOLE, **engine: Any
 ) -> OmniEngineArgs:
-    config = OmniModelConfig(str(checkpoint), "code2wav", outputs=("audio",), decode=decode)
+    config = OmniModelConfig(str(checkpoint), "code2wav", decode=decode)
     return OmniEngineArgs(config, "diffusion", engine=engine, asynchronous=asynchronous)
 
 

@@ -24,7 +24,8 @@ from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, Vocoder
 from omni_actors.engine.models.qwen2_5_omni.chunks import ChunkPolicy, DecodeOptions
-from omni_actors.engine.models.qwen2_5_omni.dit import EVALUATIONS, Dit, DitChunk
+from omni_actors.engine.models.qwen2_5_omni.dit import EVALUATIONS, Dit
+from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk
 from omni_actors.engine.models.qwen2_5_omni.stream import Carry, Code2WavPayload, Code2WavStream, Geometry
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.models.weights import read_tensors

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk, Reach, lay_out
 from omni_actors.engine.models.qwen2_5_omni.kernels import MIN_HALF_HEAD, block_attention, modulated_norm
 
 if TYPE_CHECKING:
     from torch import nn
 
-_Reach = tuple[int, int]  # number of blocks that a layer looks back, and ahead
 _Window = tuple[torch.Tensor, torch.Tensor]  # `keys` and `valid` of `block_attention`
 
 EVALUATIONS = 4  # of the network per interval
@@ -44,38 +44,6 @@ def solver_times(num_steps: int, sway_coefficient: float) -> torch.Tensor:
     times = torch.linspace(0, 1, num_steps, dtype=torch.float32)
     times += sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
     return times
-
-
-@dataclass(frozen=True)
-class DitChunk:
-    """One chunk in one interval, as input of the network.
-
-    Args:
-        state: f32 [blocks, frames, mel_dim], the latents at the start of the interval.
-        fixed: f32 [branches * blocks, frames, width], the constant part of the input; see `condition`.
-        frames: number of real frames; the rest of the last block is padding.
-        guidance: scale; used if there are two branches.
-        times: the interval's two points in time.
-        left: [evaluations, layers, branches, frames, 2 * width], keys and values of the block before, or None.
-        keep: receives the same of block `keep_block`, in the same shape; None to keep nothing.
-    """
-
-    state: torch.Tensor
-    fixed: torch.Tensor
-    frames: int
-    guidance: float
-    times: tuple[float, float]
-    left: torch.Tensor | None = None
-    keep: torch.Tensor | None = None
-    keep_block: int = 0
-
-    @property
-    def blocks(self) -> int:
-        return self.state.shape[0]
-
-    @property
-    def branches(self) -> int:
-        return self.fixed.shape[0] // self.blocks
 
 
 @dataclass
@@ -273,63 +241,27 @@ class Dit:
 
     def _fill(self, batch: _Rows, chunks: Sequence[DitChunk], rows: int) -> None:
         """Lay out the chunks in `batch`: chunk after chunk, in each the conditional and then the null branch."""
-        intervals = list(dict.fromkeys(chunk.times for chunk in chunks))
-        index = {name: np.zeros(rows, np.int64) for name in ("conditional", "null", "slot")}
-        index["conditional"][:] = index["null"][:] = np.arange(rows)
-        guidance = np.zeros(rows, np.float32)
-        keys = np.full((len(self.reaches), rows, 3), -1, np.int32)
-        valid = np.zeros((len(self.reaches), rows, 3), np.int32)
-        for number, (back, _) in enumerate(self.reaches):  # unused rows see themselves
-            keys[number, :, back], valid[number, :, back] = np.arange(rows), self.frames
-        # All of it is written: an index left over from a larger batch would point outside of this one.
-        keep, entry = np.zeros(len(batch.keep), np.int64), 0
-        first, left_entries = 0, 0
-        for chunk in chunks:
-            blocks = chunk.blocks
-            span = slice(first, first + blocks * chunk.branches)
-            index["slot"][span] = intervals.index(chunk.times)
-            index["conditional"][span] = np.tile(np.arange(first, first + blocks), chunk.branches)
-            if chunk.branches == 2:
-                index["null"][span] = np.tile(np.arange(first + blocks, first + 2 * blocks), 2)
-                guidance[span] = chunk.guidance
-            block = np.arange(blocks)
-            real = np.minimum(self.frames, chunk.frames - block * self.frames)
-            for branch in range(chunk.branches):
-                begin = first + branch * blocks
-                for number, (back, ahead) in enumerate(self.reaches):
-                    for place in range(back + 1 + ahead):
-                        wanted = block + place - back
-                        inside = (wanted >= 0) & (wanted < blocks)
-                        keys[number, begin : begin + blocks, place] = np.where(inside, begin + wanted, -1)
-                        valid[number, begin : begin + blocks, place] = np.where(inside, real[wanted % blocks], 0)
-                    if back and chunk.left is not None:
-                        keys[number, begin, 0], valid[number, begin, 0] = rows + left_entries + branch, self.frames
-                keep[entry] = begin + chunk.keep_block
-                entry += 1
-            first = span.stop
-            left_entries += chunk.branches if chunk.left is not None else 0
-
-        slots = len(intervals)
+        layout = lay_out(chunks, rows, len(batch.keep), self.reaches, self.frames)
+        slots = len(layout.intervals)
         if chunks:  # none only while graphs are captured
             states = [chunk.state for chunk in chunks for _ in range(chunk.branches)]
-            torch.cat(states, out=batch.state[:first])
-            torch.cat([chunk.fixed for chunk in chunks], out=batch.fixed[:first])
-            modulations = [self._modulation(*interval) for interval in intervals]
+            torch.cat(states, out=batch.state[: layout.used])
+            torch.cat([chunk.fixed for chunk in chunks], out=batch.fixed[: layout.used])
+            modulations = [self._modulation(*interval) for interval in layout.intervals]
             batch.modulation[:, :slots] = torch.stack(modulations, dim=1) if slots > 1 else modulations[0][:, None]
         lefts = [chunk.left for chunk in chunks if chunk.left is not None]
         if lefts:
-            batch.left[:, :, :left_entries] = torch.cat(lefts, dim=2) if len(lefts) > 1 else lefts[0]
-        widths = np.array([np.float32(end) - np.float32(start) for start, end in intervals], np.float32)
+            batch.left[:, :, : layout.left_entries] = torch.cat(lefts, dim=2) if len(lefts) > 1 else lefts[0]
         # One copy to the device for everything that the host computed.
         self._upload(
-            (batch.conditional, index["conditional"]),
-            (batch.null, index["null"]),
-            (batch.slot, index["slot"]),
-            (batch.keep, keep),
-            (batch.keys, keys),
-            (batch.valid, valid),
-            (batch.guidance, guidance),
-            (batch.width[:slots], widths),
+            (batch.conditional, layout.conditional),
+            (batch.null, layout.null),
+            (batch.slot, layout.slot),
+            (batch.keep, layout.keep),
+            (batch.keys, layout.keys),
+            (batch.valid, layout.valid),
+            (batch.guidance, layout.guidance),
+            (batch.width[:slots], layout.widths),
         )
 
     def _upload(self, *pairs: tuple[torch.Tensor, np.ndarray]) -> None:
@@ -368,7 +300,7 @@ class Dit:
         return state + (k1 + 3 * (k2 + k3) + k4) * step / 8, kept
 
     def _slope(
-        self, batch: _Rows, evaluation: int, state: torch.Tensor, windows: Mapping[_Reach, _Window], kept: torch.Tensor
+        self, batch: _Rows, evaluation: int, state: torch.Tensor, windows: Mapping[Reach, _Window], kept: torch.Tensor
     ) -> torch.Tensor:
         """The guided slope at `state` [rows, frames, mel_dim]; also writes the keys and values to keep into `kept`."""
         width = self.width
