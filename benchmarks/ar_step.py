@@ -42,7 +42,7 @@ def start_ours(engine: AutoregressiveEngine, stage: str, index: int, count: int)
     if stage == "thinker":
         engine.start(request, StageInputs(token_ids=list(range(1, PROMPT + 1))))
         return
-    width, dtype = engine.adapter._width, engine.adapter._dtype
+    width, dtype = engine.adapter.row_width, engine.adapter.row_dtype
     rows = torch.randn(PROMPT + 65, width).to(dtype)
     tensors = {"prompt_rows": to_host(rows[: PROMPT + 1]), "reply_rows": to_host(rows[PROMPT + 1 :])}
     engine.start(request, StageInputs(tensors=tensors))
@@ -63,7 +63,7 @@ def start_bare(engine: AutoregressiveEngine, stage: str, index: int, count: int)
     )
     request = make_request(f"bare-{index}", list(range(1, PROMPT + 1)), params)
     if stage == "talker":
-        width, dtype = engine.adapter._width, engine.adapter._dtype
+        width, dtype = engine.adapter.row_width, engine.adapter.row_dtype
         request.prompt_embeds = torch.randn(PROMPT, width).to(dtype)
     engine.core.add(request)
 

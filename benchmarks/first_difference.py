@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, *, eager: bool) -> list[tuple[list[int], to
     results = []
     for index in range(options.requests):
         generator = torch.Generator().manual_seed(index)
-        rows = torch.randn(24 + 30, engine.adapter._width, generator=generator)
+        rows = torch.randn(24 + 30, engine.adapter.row_width, generator=generator)
         tensors = {"prompt_rows": to_host(rows[:21]), "reply_rows": to_host(rows[21:])}
         params = StageParams(max_tokens=options.tokens, temperature=0.0)
         seen.clear()

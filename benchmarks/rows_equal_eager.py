@@ -49,7 +49,7 @@ def inputs_of(engine: AutoregressiveEngine, stage: str, index: int) -> StageInpu
     length = 20 + 37 * (index % 5)
     if stage == "thinker":
         return StageInputs(token_ids=torch.randint(3, 200, (length,), generator=generator).tolist())
-    rows = torch.randn(length + 64, engine.adapter._width, generator=generator).to(engine.adapter._dtype)
+    rows = torch.randn(length + 64, engine.adapter.row_width, generator=generator).to(engine.adapter.row_dtype)
     return StageInputs(tensors={"prompt_rows": to_host(rows[:length]), "reply_rows": to_host(rows[length:])})
 
 

@@ -180,7 +180,11 @@ def by_transformers(reference: Reference, parts: tuple[str | int, ...], media: t
             content.append({"type": "text", "text": part})
             continue
         medium, tensor = media[part]
-        array = np.frombuffer(tensor.data, np.float32 if tensor.dtype is DType.F32 else np.uint8).reshape(tensor.shape)
+        array = (
+            np.frombuffer(tensor.data, np.float32 if tensor.dtype is DType.F32 else np.uint8)
+            .reshape(tensor.shape)
+            .copy()
+        )
         if medium.modality == "audio" and medium.sample_rate != 16_000:
             array = soxr.resample(array, medium.sample_rate, 16_000)
         if medium.frames_per_second is not None:
@@ -411,7 +415,7 @@ BAD = {
     "token id too large": ((Prompt(token_ids=pack_token_ids([1, VOCABULARY])), []), InvalidPayload, str(VOCABULARY)),
     "token id negative": ((Prompt(token_ids=pack_token_ids([1, -2])), []), InvalidPayload, "-2"),
     "token ids too long": ((Prompt(token_ids=pack_token_ids([1] * MAX_MODEL_LEN)), []), PromptTooLong, "1024 tokens"),
-    "media missing": ((chat(0, media=(audio(),))[0], []), InvalidPayload, "1 media; 0"),
+    "media missing": ((chat(0, media=(audio(),))[0], []), InvalidPayload, "1 media, but has 0 tensors"),
 }
 
 

@@ -59,8 +59,8 @@ class TalkerAdapter(AutoregressiveAdapter):
         super().__init__(*args, **kwargs)
         config = self.vllm_config.model_config.hf_config
         self._voices = tuple(load_voices(self.model_config.model))
-        self._width: int = config.embedding_size
-        self._dtype: torch.dtype = self.vllm_config.model_config.dtype
+        self.row_width: int = config.embedding_size
+        self.row_dtype: torch.dtype = self.vllm_config.model_config.dtype
         self._mask: int = config.tts_codec_mask_token_id
         self._block: int = config.vocoder_block
         self._start: tuple[int, int] = (config.tts_codec_pad_token_id, config.tts_codec_start_token_id)
@@ -88,7 +88,7 @@ class TalkerAdapter(AutoregressiveAdapter):
             raise InvalidPayload(f"The talker takes no tensors named {sorted(given)}.")
         payload = TalkerPayload(n_prompt, voice, torch.cat(reply), inputs.complete, positions)
         # vLLM wants one row per prompt token; for the last two the mask makes it take the tokens' own embeddings.
-        embeddings = torch.cat([prompt[:n_prompt], prompt.new_zeros(2, self._width)])
+        embeddings = torch.cat([prompt[:n_prompt], prompt.new_zeros(2, self.row_width)])
         params = request.params.merged_over(self.defaults)
         sampling = make_sampling_params(
             params,
@@ -110,19 +110,19 @@ class TalkerAdapter(AutoregressiveAdapter):
         return Admission(core_request, CodecOutputs(request.request_id, self.end_token_ids, self._block), stream)
 
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
-        check_rows(rows, self._width, "reply rows")
-        return to_torch(rows).to(self._dtype)
+        check_rows(rows, self.row_width, "reply rows")
+        return to_torch(rows).to(self.row_dtype)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
-        rows = torch.zeros(length, self._width, dtype=self._dtype)
+        rows = torch.zeros(length, self.row_width, dtype=self.row_dtype)
         return StageInputs(tensors={"prompt_rows": to_host(rows), "reply_rows": to_host(rows[:4])})
 
     def _tensor(self, tensors: dict[str, HostTensor], name: str, *, minimum: int = 0) -> torch.Tensor:
         tensor = tensors.pop(name, None)
         if tensor is None:
             raise InvalidPayload(f"The talker needs the tensor {name!r}; it got {sorted(tensors)}.")
-        check_rows(tensor, self._width, name, minimum=minimum)
-        return to_torch(tensor, name).to(self._dtype)
+        check_rows(tensor, self.row_width, name, minimum=minimum)
+        return to_torch(tensor, name).to(self.row_dtype)
 
     def _voice_index(self, voice: str | None) -> int:
         if voice is None:
