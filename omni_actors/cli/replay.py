@@ -18,7 +18,7 @@ import msgspec
 
 from omni_actors import logs
 from omni_actors.config import PipelineConfig
-from omni_actors.errors import OmniError
+from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.processes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from omni_actors.protocol.codec import Decoder, Envelope, Frame
 from omni_actors.protocol.common import Abort, Failed
@@ -29,6 +29,8 @@ from omni_actors.stage.actor import StageActor
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.process import build_engine, processor_class
 from omni_actors.stage.recorder import INBOUND, RecordingHeader, read
+
+VERSION = "Replay it with the version of omni_actors that recorded it."
 
 
 @dataclass
@@ -100,7 +102,10 @@ def replay(path: Path, pipeline: PipelineConfig | None = None) -> Comparison:
         OmniError: the file is not a recording, or the stage does not start.
     """
     origin, entries = read(path)
-    pipeline = pipeline or msgspec.json.decode(origin.pipeline_json, type=PipelineConfig)
+    try:
+        pipeline = pipeline or msgspec.json.decode(origin.pipeline_json, type=PipelineConfig)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{path} has a configuration of another schema: {error}.", hint=VERSION) from error
     inbound: Decoder[IntoStage] = Decoder(IntoStage, pipeline.limits)
     outbound: Decoder[Chunk | FromStage] = Decoder(Chunk | FromStage, pipeline.limits)
     taken: list[Envelope[IntoStage]] = []

@@ -57,7 +57,7 @@ def run(file: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_regression_recording() -> None:
-    """A recording of the first version of this wire: what was understood then is understood now."""
+    """A recording of the first version of this wire, under today's names: its outputs are still the same."""
     done = run(REGRESSION)
     assert done.returncode == 0
     assert done.stdout == "3 requests, 0 differences\n", done.stderr
@@ -82,8 +82,14 @@ def test_what_is_no_recording(short_path: Path) -> None:
     wrong = short_path / "wrong"
     for content in (b"", b"xx", LENGTH.pack(3) + b"abc", LENGTH.pack(2) + b"\x91\x01"):
         wrong.write_bytes(content)
-        with pytest.raises(InvalidRequest, match="no recording"):
+        with pytest.raises(InvalidRequest, match="is not a recording"):
             replay(wrong)
     with pytest.raises(OmniError, match="Cannot read"):
         replay(short_path / "missing")
+    origin, _ = read(REGRESSION)
+    other = msgspec.structs.replace(origin, pipeline_json=origin.pipeline_json.replace(b'"stages"', b'"phases"'))
+    header = msgspec.msgpack.encode(other)
+    wrong.write_bytes(LENGTH.pack(len(header)) + header)
+    with pytest.raises(InvalidRequest, match="configuration of another schema"):
+        replay(wrong)
     assert run(wrong).returncode == 2
