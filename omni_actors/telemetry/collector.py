@@ -79,7 +79,7 @@ class TelemetryCollector:
         self._spawn_epochs[key] = spawn_epoch or before
         if before and spawn_epoch > before:
             self._restarts[key] += 1
-            self.requests.spawned(f"{stage}/{replica}")
+            self.requests.forget_clock(f"{stage}/{replica}")
 
     def took(self, stage: str, replica: int, snapshot: Snapshot) -> None:
         """Take a snapshot of a living process. One that is wrong is counted and dropped."""
@@ -94,7 +94,7 @@ class TelemetryCollector:
 
     def gone(self, stage: str, replica: int) -> None:
         """Note that a replica's process has ended."""
-        self._stages.gone(f"{stage}/{replica}")
+        self._stages.process_ended(f"{stage}/{replica}")
 
     # -- queries ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class StageMeters:
         check(snapshot)
         self._now[name] = snapshot
 
-    def gone(self, name: str) -> None:
+    def process_ended(self, name: str) -> None:
         """Note that a replica's process has ended: keep its counters, drop its gauges."""
         snapshot = self._now.pop(name, None)
         if snapshot is not None:

@@ -92,7 +92,7 @@ class RequestLog(Observer):
         """Note that a message of the replica `name` just came; `sent` is when it was sent, by the replica's clock."""
         self._offsets[name].received(sent, self._clock())
 
-    def spawned(self, name: str) -> None:
+    def forget_clock(self, name: str) -> None:
         """Forget a replica's clock: its new process has another one."""
         self._offsets.pop(name, None)
 

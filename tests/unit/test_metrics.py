@@ -116,8 +116,8 @@ def test_counters_go_on_after_a_restart_and_gauges_do_not() -> None:
     stages.take("talker/0", snapshot(5, steps, held=3))
     stages.take("talker/0", snapshot(7, steps, held=3))  # the same process, later
     assert totals(stages).values == {tokens: 7, held: 3}
-    stages.gone("talker/0")
-    stages.gone("talker/0")
+    stages.process_ended("talker/0")
+    stages.process_ended("talker/0")
     assert totals(stages).values == {tokens: 7}
     stages.take("talker/0", snapshot(1, steps, held=1))
     assert totals(stages).values == {tokens: 8, held: 1}
