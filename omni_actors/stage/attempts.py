@@ -34,16 +34,13 @@ class AttemptEvent(enum.StrEnum):
     ENDED = "ended"  # failed, aborted, replaced by the next attempt, or over in every stage
 
 
+_LIVE = (AttemptState.OPEN, AttemptState.RUNNING, AttemptState.INPUT_COMPLETE)
+
 ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
     (AttemptState.OPEN, AttemptEvent.STARTED): AttemptState.RUNNING,
     (AttemptState.RUNNING, AttemptEvent.INPUT_ENDED): AttemptState.INPUT_COMPLETE,
-    (AttemptState.OPEN, AttemptEvent.FINISHED): AttemptState.FINISHED,  # there was nothing to compute
-    (AttemptState.RUNNING, AttemptEvent.FINISHED): AttemptState.FINISHED,
-    (AttemptState.INPUT_COMPLETE, AttemptEvent.FINISHED): AttemptState.FINISHED,
-    (AttemptState.OPEN, AttemptEvent.ENDED): AttemptState.ENDED,
-    (AttemptState.RUNNING, AttemptEvent.ENDED): AttemptState.ENDED,
-    (AttemptState.INPUT_COMPLETE, AttemptEvent.ENDED): AttemptState.ENDED,
-    (AttemptState.FINISHED, AttemptEvent.ENDED): AttemptState.ENDED,
+    **{(state, AttemptEvent.FINISHED): AttemptState.FINISHED for state in _LIVE},  # an open one had nothing to compute
+    **{(state, AttemptEvent.ENDED): AttemptState.ENDED for state in (*_LIVE, AttemptState.FINISHED)},
 }
 
 
@@ -94,7 +91,7 @@ class Attempt:
     @property
     def live(self) -> bool:
         """Whether this stage still has to finish it."""
-        return self.state not in (AttemptState.FINISHED, AttemptState.ENDED)
+        return self.state in _LIVE
 
 
 class Attempts:

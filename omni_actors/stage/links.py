@@ -1,13 +1,19 @@
-"""The sockets on which a stage sends: to the coordinator, the stages after it and, for credit, those before it."""
+"""The sockets on which a stage sends: to the coordinator, the stages after it and, for credit, those before it.
+
+A sender of this stage gets the blocks of its arena back together with its credit.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from omni_actors.config import FlowConfig
+from omni_actors.protocol.codec import encode
+from omni_actors.protocol.common import Credit
 from omni_actors.protocol.control import Peers
-from omni_actors.protocol.header import ReplicaId
+from omni_actors.protocol.header import Header, Limits, ReplicaId
+from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.credit import EdgeMetrics, Traffic, Window
 from omni_actors.transport.disconnects import DisconnectDetector
 from omni_actors.transport.link import Link
@@ -17,10 +23,26 @@ COORDINATOR = "coordinator"  # its name among the receivers
 
 
 class Links:
-    """Not thread-safe: `Outbound` uses it under its lock, except for `waiting` and `waiting_bytes`."""
+    """Not thread-safe: `Outbound` uses it under its lock, except for `waiting` and `waiting_bytes`.
 
-    def __init__(self, sockets: Sockets, results_endpoint: str, flow: FlowConfig) -> None:
+    Args:
+        header: of the credit that is sent.
+        arenas: those of the sources.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        results_endpoint: str,
+        header: Header,
+        limits: Limits,
+        flow: FlowConfig,
+        arenas: ArenaReader,
+    ) -> None:
         self._sockets = sockets
+        self._header = header
+        self._limits = limits
+        self._arenas = arenas
         self._flow = flow
         self._traffic: dict[str, Traffic] = {}  # by receiver, as "talker/0"; outlives its links
         self._disconnects: DisconnectDetector[ReplicaId | None] = DisconnectDetector()
@@ -35,24 +57,15 @@ class Links:
         """The link to a later stage, or to the coordinator for `None`; `None` if there is none."""
         return self._coordinator if replica_id is None else self._receivers.get(replica_id)
 
-    def sender(self, replica_id: ReplicaId | None) -> Link | None:
-        """The link back to a stage before this one, or to the coordinator for `None`; `None` if there is none."""
-        return self._coordinator if replica_id is None else self._sources.get(replica_id)
-
     def is_expected(self, replica_id: ReplicaId) -> bool:
         """Whether a replica's address will still be announced, because it is newer than the one known here."""
         return replica_id.epoch > self._newest.get((replica_id.stage, replica_id.replica), 0)
 
-    def connect(self, peers: Peers) -> tuple[list[ReplicaId], list[ReplicaId]]:
-        """Open links to new replicas and close those to replicas that are gone.
-
-        Returns:
-            The receivers that are gone, and the sources that are new.
-        """
+    def connect(self, peers: Peers) -> list[ReplicaId]:
+        """Open links to new replicas and close those to replicas that are gone; return the receivers that are gone."""
         receivers = {peer.replica_id: peer.inbox for peer in peers.peers}
         sources = {peer.replica_id: peer.inbox for peer in peers.sources}
         gone = [replica_id for replica_id in self._receivers if replica_id not in receivers]
-        new = [replica_id for replica_id in sources if replica_id not in self._sources]
         for replica_id in gone:
             self._close(replica_id, self._receivers.pop(replica_id))
         for replica_id in [replica_id for replica_id in self._sources if replica_id not in sources]:
@@ -61,10 +74,33 @@ class Links:
             if replica_id not in self._receivers:
                 self._receivers[replica_id] = self._open(replica_id, inbox)
                 self._newest[(replica_id.stage, replica_id.replica)] = replica_id.epoch
-        for replica_id in new:
-            link = self._sources[replica_id] = Link(self._sockets.push(sources[replica_id]), time.monotonic)
-            self._disconnects.watch(replica_id, link.socket, sources[replica_id])
-        return gone, new
+        for replica_id, inbox in sources.items():
+            if replica_id not in self._sources:
+                link = self._sources[replica_id] = Link(self._sockets.push(inbox), time.monotonic)
+                self._disconnects.watch(replica_id, link.socket, inbox)
+                self.grant(replica_id)  # tells whether its arena is mapped
+        return gone
+
+    def grant(self, sender: ReplicaId | None, messages: int = 0, size: int = 0) -> None:
+        """Grant `messages` and `size` bytes to a sender (`None`: the coordinator), and return all unused blocks."""
+        released = self._arenas.take_released()
+        self._credit(sender, messages, size, released.pop(sender, []) if sender is not None else [])
+        for owner, tickets in released.items():
+            self._credit(owner, 0, 0, tickets)
+
+    def return_blocks(self) -> None:
+        """Return the blocks that nothing refers to any more."""
+        for owner, tickets in self._arenas.take_released().items():
+            self._credit(owner, 0, 0, tickets)
+
+    def _credit(self, sender: ReplicaId | None, messages: int, size: int, released: Sequence[int]) -> None:
+        link = self._coordinator if sender is None else self._sources.get(sender)
+        if link is None:  # the sender is gone, and its account with it
+            return
+        # Every time: a source may hear of this stage only after the first message.
+        mapped = sender is not None and self._arenas.is_mapped(sender)
+        credit = Credit(messages, size, tuple(released), mapped)
+        link.send_urgent("", encode(self._header, credit, limits=self._limits))
 
     def account(self) -> bool:
         """Note what waits; whether a link waits for its socket that the outbound thread does not poll yet."""

@@ -5,9 +5,8 @@ costs more than to send it. `Outbound`'s thread sends the rest: what is long, wh
 parts are used under one lock, so a socket has one owner at a time (ADR 0012):
 
 * `sender.py`: the steps that a message takes;
-* `links.py`: the sockets, their outboxes and the traffic on them;
-* `publications.py`: this stage's arena, with the large buffers of its messages;
-* `grants.py`: credit and blocks that go back to the senders.
+* `links.py`: the sockets, the traffic on them, and the credit and blocks that go back to senders;
+* `publications.py`: this stage's arena, with the large buffers of its messages.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from omni_actors.config import FlowConfig
 from omni_actors.logs import get_logger
 from omni_actors.protocol.common import Credit
 from omni_actors.protocol.control import Peers
-from omni_actors.protocol.header import Block, Limits, ReplicaId
+from omni_actors.protocol.header import Block, Header, Limits, ReplicaId
 from omni_actors.stage.events import Event, Lost, Stop
-from omni_actors.stage.grants import Grants
 from omni_actors.stage.links import Links
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.publications import Publications, length
@@ -74,9 +72,9 @@ class Outbound(threading.Thread):
         self._arenas = arenas
         self._wakeup = Wakeup()
         self._lock = threading.Lock()
-        self._links = Links(sockets, results_endpoint, flow)
+        header = Header("", "", identity.stage, identity.replica, identity.epoch)
+        self._links = Links(sockets, results_endpoint, header, limits, flow, arenas)
         self.publications = Publications(arena, identity, flow.inline_bytes)
-        self._grants = Grants(self._links, arenas, identity, limits)
         self._sender = Sender(self._links, self.publications, limits, on_event)
         # Left to the thread, in order. While anything is here, nothing may be sent directly: it would overtake.
         self._queue: collections.deque[Sequence[Outgoing] | Peers] = collections.deque()
@@ -142,7 +140,7 @@ class Outbound(threading.Thread):
         with self._lock:
             if self._closed:
                 return
-            self._grants.send(sender, messages, size)
+            self._links.grant(sender, messages, size)
             wake = self._links.account()
         if wake:
             self._wakeup.set()
@@ -239,7 +237,7 @@ class Outbound(threading.Thread):
         """Do what becomes due with time, not with a message."""
         if now >= self._next_release:
             self._next_release = now + RELEASE_SECONDS
-            self._grants.return_blocks()
+            self._links.return_blocks()
             self.publications.expire()
             self._sender.expire_unaddressed(now)
             for name in self._links.cut(now):
@@ -262,11 +260,8 @@ class Outbound(threading.Thread):
     # -- under the lock -----------------------------------------------------------------------------------------------
 
     def _connect(self, peers: Peers) -> None:
-        gone, new_sources = self._links.connect(peers)
-        for receiver in gone:
+        for receiver in self._links.connect(peers):
             self.publications.forget(receiver)
-        for source in new_sources:
-            self._grants.send(source)  # tells whether its arena is mapped
         self._sender.retry_unaddressed()
         self._links.account()
 
