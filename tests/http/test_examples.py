@@ -1,4 +1,4 @@
-"""What lies in examples/ runs as it stands there; those with models of their own are in tests/process and tests/e2e."""
+"""Examples run as they stand; those with their own models are in tests/process and tests/e2e."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(folder: Path, *command: object, **environment: str) -> str:
     return done.stdout
 
 
-def test_sync_client(echo: HttpPipeline, tmp_path: Path) -> None:
+def test_the_sync_client_answers_and_saves_audio(echo: HttpPipeline, tmp_path: Path) -> None:
     (tmp_path / "question.wav").write_bytes(sound())
     (tmp_path / "sea.png").write_bytes(picture())
     text = run(
@@ -54,7 +54,7 @@ def test_sync_client(echo: HttpPipeline, tmp_path: Path) -> None:
     assert len(soundfile.read(tmp_path / "answer.wav")[0]) == 16 * 480
 
 
-def test_sync_client_tells_what_is_wrong(echo: HttpPipeline, tmp_path: Path) -> None:
+def test_the_sync_client_says_what_is_wrong(echo: HttpPipeline, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "client_sync.py"), echo.endpoint, "--voice", "Nobody"],
         cwd=tmp_path,
@@ -66,7 +66,7 @@ def test_sync_client_tells_what_is_wrong(echo: HttpPipeline, tmp_path: Path) -> 
     assert done.stderr.startswith("unknown_voice: There is no voice 'Nobody'; the voices are Chelsie, Ethan.")
 
 
-def test_async_client_and_abort(slow: HttpPipeline, tmp_path: Path) -> None:
+def test_the_async_client_answers_and_aborts(slow: HttpPipeline, tmp_path: Path) -> None:
     text = run(
         tmp_path, sys.executable, EXAMPLES / "client_async.py", slow.endpoint, "sea", "w" * 900, "--abort-after", "3"
     )
@@ -74,7 +74,7 @@ def test_async_client_and_abort(slow: HttpPipeline, tmp_path: Path) -> None:
     assert "[1] aborted after 'www" in text
 
 
-def test_batch_goes_on_where_it_was(echo: HttpPipeline, tmp_path: Path) -> None:
+def test_a_batch_continues_where_it_stopped(echo: HttpPipeline, tmp_path: Path) -> None:
     prompts = [{"id": f"p{number}", "prompt": f"number {number}", "voice": "Ethan"} for number in range(20)]
     prompts.append({"id": "wrong", "prompt": "x", "voice": "Nobody"})
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
@@ -101,7 +101,7 @@ def test_batch_goes_on_where_it_was(echo: HttpPipeline, tmp_path: Path) -> None:
     assert "1 answered, 20 were there" in run(tmp_path, *command), "only what failed is asked again"
 
 
-def test_batch_starts_a_pipeline_of_its_own(tmp_path: Path) -> None:
+def test_a_batch_starts_a_pipeline(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "sea"}\n')
     run(
         tmp_path,
@@ -114,7 +114,7 @@ def test_batch_starts_a_pipeline_of_its_own(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "answers.jsonl").read_text()) == {"id": "a", "text": "sea"}
 
 
-def test_the_documentation_of_the_client(echo: HttpPipeline, tmp_path: Path) -> None:
+def test_the_documented_client_runs(echo: HttpPipeline, tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
     assert "ipc:///tmp/omni-x/client" in block
     text = run(tmp_path, sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", echo.endpoint))
@@ -122,7 +122,7 @@ def test_the_documentation_of_the_client(echo: HttpPipeline, tmp_path: Path) -> 
     assert text.endswith(f"{len('Why is the sea salt?')}\n"), "tokens of the usage"
 
 
-def test_curl(echo: HttpPipeline, tmp_path: Path) -> None:
+def test_curl_gets_every_answer(echo: HttpPipeline, tmp_path: Path) -> None:
     text = run(tmp_path, EXAMPLES / "curl.sh", echo.url)
     assert text.startswith('{"status":"ok"}\n-- a whole answer\n')
     assert text.count('chat.completion"') == 2

@@ -1,4 +1,4 @@
-"""What cannot run here is at least of the right form, and its shell parts do run: Kubernetes, Docker, systemd."""
+"""Files for Kubernetes, Docker and systemd have the right form, and their shell parts run."""
 
 from __future__ import annotations
 

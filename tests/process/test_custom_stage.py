@@ -1,4 +1,4 @@
-"""The worked example of docs/extending.md: a stage with an engine of one's own in a pipeline of real processes."""
+"""The worked example of docs/extending.md: a stage with a custom engine in a pipeline of real processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_its_sound_is_what_the_client_hears(pipeline: RunningPipeline) -> None:
+def test_the_client_hears_the_custom_stages_sound(pipeline: RunningPipeline) -> None:
     """The vocoder of the echo gives each token the loudness token / 256."""
     prompt = "aaaaz!" * 20
     with OmniClient(pipeline.endpoint) as client:
@@ -58,7 +58,7 @@ def test_its_sound_is_what_the_client_hears(pipeline: RunningPipeline) -> None:
     pipeline.assert_idle()
 
 
-def test_requests_share_it_and_each_has_a_state_of_its_own(pipeline: RunningPipeline) -> None:
+def test_requests_share_the_custom_stage_and_each_has_its_state(pipeline: RunningPipeline) -> None:
     with OmniClient(pipeline.endpoint) as client:
         streams = [client.submit(letter * 50, timeout=30) for letter in "!az"]
         for stream in streams:
@@ -66,7 +66,7 @@ def test_requests_share_it_and_each_has_a_state_of_its_own(pipeline: RunningPipe
     pipeline.assert_idle()
 
 
-def test_abort_reaches_it(pipeline: RunningPipeline) -> None:
+def test_an_abort_reaches_the_custom_stage(pipeline: RunningPipeline) -> None:
     with OmniClient(pipeline.endpoint) as client:
         stream = client.submit("w" * 4000, timeout=30)
         next(iter(stream))

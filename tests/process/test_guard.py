@@ -1,4 +1,4 @@
-"""What tests have started ends with pytest, also when nobody tears the fixtures down."""
+"""Processes that tests start end with pytest, even when no fixture is torn down."""
 
 from __future__ import annotations
 

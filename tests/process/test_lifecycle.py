@@ -1,4 +1,4 @@
-"""Starting, ending and dying: what users see, and what is left."""
+"""Pipelines start, end and die: the output that users see, and the files and processes that are left."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def titles(folder: Path) -> set[str]:
 # -- one prompt -------------------------------------------------------------------------------------------------------
 
 
-def test_one_prompt_from_the_command_line(launch: Launch, short_path: Path) -> None:
+def test_one_prompt_is_answered_on_the_command_line(launch: Launch, short_path: Path) -> None:
     wav = short_path / "out.wav"
     launcher = launch(chain(), "--prompt", "say it", "--save-audio", str(wav), "--voice", "Ethan")
     assert launcher.wait_end(20) == 0
@@ -70,7 +70,7 @@ def test_one_prompt_from_the_command_line(launch: Launch, short_path: Path) -> N
     assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
 
 
-def test_one_prompt_that_fails(launch: Launch) -> None:
+def test_one_prompt_that_fails_names_its_error(launch: Launch) -> None:
     launcher = launch(chain(), "--prompt", "x", "--voice", "Bob")
     assert launcher.wait_end(20) == 1
     assert "error (unknown_voice): " in launcher.output
@@ -80,7 +80,7 @@ def test_one_prompt_that_fails(launch: Launch) -> None:
 # -- start ------------------------------------------------------------------------------------------------------------
 
 
-def test_stage_that_fails_at_start(launch: Launch) -> None:
+def test_a_stage_that_fails_at_start(launch: Launch) -> None:
     launcher = launch(slow(2, fail_start="the weights are made of cheese"))
     assert launcher.wait_end(20) == 1
     output = launcher.output
@@ -90,7 +90,7 @@ def test_stage_that_fails_at_start(launch: Launch) -> None:
     assert "Traceback" in output.split("last lines of its log")[1]
 
 
-def test_stage_that_is_not_ready_in_time(launch: Launch) -> None:
+def test_a_stage_that_is_not_ready_in_time(launch: Launch) -> None:
     began = time.monotonic()
     launcher = launch(slow(1, start_seconds=60.0), "--startup-timeout", "6")
     assert launcher.wait_end(30) == 1
@@ -99,14 +99,14 @@ def test_stage_that_is_not_ready_in_time(launch: Launch) -> None:
     assert "prompt/0 ready" in launcher.output
 
 
-def test_wrong_option_of_a_stage_is_named(launch: Launch) -> None:
+def test_a_wrong_option_of_a_stage_is_named(launch: Launch) -> None:
     launcher = launch(slow(1, step_second=1.0))
     assert launcher.wait_end(20) == 1
     assert "stages.thinker.engine.step_second" in launcher.output
     assert "Did you mean 'step_seconds'" in launcher.output
 
 
-def test_run_directory_in_use_and_too_long(launch: Launch, short_path: Path) -> None:
+def test_a_run_directory_in_use_or_too_long_is_refused(launch: Launch, short_path: Path) -> None:
     run_dir = short_path / "run"
     first = launch(chain(), "--run-dir", str(run_dir)).wait_ready()
     second = launch(chain(), "--run-dir", str(run_dir))
@@ -161,7 +161,7 @@ STRANGE = {
     ("what", "values"),
     [("config", ()), ("package", ("9.9.9", "0.2.0")), ("protocol", ("77", "1")), ("node", ("77", "1", "Node 0"))],
 )
-def test_handshake_mismatch_fails_the_start_and_names_both_values(
+def test_a_handshake_mismatch_fails_the_start_and_names_both_values(
     launch: Launch, short_path: Path, what: str, values: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from omni_actors import config
@@ -183,7 +183,9 @@ def test_handshake_mismatch_fails_the_start_and_names_both_values(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_everything_and_answers_everybody(launch: Launch, short_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_everything_and_answers_every_client(
+    launch: Launch, short_path: Path, number: signal.Signals
+) -> None:
     launcher = launch(slow(0, step_seconds=0.01)).wait_ready()
     stages = {"omni:prompt/0", "omni:thinker/0", "omni:talker/0", "omni:code2wav/0"}
     assert titles(short_path) == stages | {"omni:coordinator"}
@@ -199,8 +201,8 @@ def test_signal_ends_everything_and_answers_everybody(launch: Launch, short_path
     assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
 
 
-@pytest.mark.parametrize("moment", ["importing", "loading", "loading, and Ctrl-C reaches everybody"])
-def test_signal_while_starting(launch: Launch, short_path: Path, moment: str) -> None:
+@pytest.mark.parametrize("moment", ["importing", "loading", "loading, and Ctrl-C reaches all processes"])
+def test_a_signal_while_starting_ends_everything(launch: Launch, short_path: Path, moment: str) -> None:
     launcher = launch(slow(1, start_seconds=60.0))
     until(lambda: "starting prompt/0" in launcher.output, 10, "start")
     if moment != "importing":
@@ -214,7 +216,7 @@ def test_signal_while_starting(launch: Launch, short_path: Path, moment: str) ->
     assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
 
 
-def test_signal_while_the_fork_server_imports(launch: Launch, short_path: Path) -> None:
+def test_a_signal_does_not_wait_for_the_fork_servers_imports(launch: Launch, short_path: Path) -> None:
     """Importing vLLM takes ten seconds and cannot be interrupted; the end does not wait for it."""
     (short_path / "slow_preload.py").write_text("import time; time.sleep(60)")
     script = short_path / "slow.py"
@@ -234,7 +236,7 @@ def test_signal_while_the_fork_server_imports(launch: Launch, short_path: Path) 
 
 
 def test_a_signal_after_the_end_changes_no_exit_code(launch: Launch, short_path: Path) -> None:
-    """Whoever started it tells it to end, for another node has ended; until then it has, but for the interpreter."""
+    """The signal comes when only the interpreter is left to end: another node has ended and the script stops all."""
     script = short_path / "late.py"
     script.write_text(
         "import os, signal, sys\n"
@@ -277,14 +279,14 @@ def test_an_engine_that_fails_to_end_keeps_nothing_from_being_closed(launch: Lau
     launcher.wait_ready()
     began = time.monotonic()
     assert launcher.end() == 0
-    assert time.monotonic() - began < EXIT_GRACE_SECONDS - 1.0, "nobody had to be ended"
+    assert time.monotonic() - began < EXIT_GRACE_SECONDS - 1.0, "no stage had to be killed"
     log = (short_path / "run" / "logs" / "talker-0.log").read_text()
     assert "the engine does not want to end" in log
     assert "the engine failed in its shutdown" in log
     assert_nothing_left(short_path, 1.0)
 
 
-def test_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
+def test_a_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
     started = launch(slow(1, start_seconds=60.0))
     launcher = started.process
     until(lambda: len(titles(short_path)) == 5, 10, lambda: f"{processes_of(short_path)} {started.output}")
@@ -299,7 +301,7 @@ def test_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own_folder", [True, False])
-def test_killed_launcher_leaves_nothing(launch: Launch, short_path: Path, own_folder: bool) -> None:
+def test_a_killed_launcher_leaves_nothing(launch: Launch, short_path: Path, own_folder: bool) -> None:
     run_dir = short_path / "run"
     arguments = ["--run-dir", str(run_dir)] if own_folder else []
     launcher = launch(slow(0, step_seconds=0.01), *arguments).wait_ready()
@@ -319,7 +321,7 @@ def test_killed_launcher_leaves_nothing(launch: Launch, short_path: Path, own_fo
     assert left == (["run", "run/logs"] if own_folder else [])
 
 
-def test_killed_launcher_while_a_stage_loads(launch: Launch, short_path: Path) -> None:
+def test_a_launcher_killed_while_a_stage_loads_leaves_nothing(launch: Launch, short_path: Path) -> None:
     launcher = launch(slow(1, start_seconds=60.0))
     until(lambda: "code2wav/0 ready" in launcher.output, 10, "the others are ready")
     launcher.end(signal.SIGKILL)
@@ -330,7 +332,7 @@ def test_killed_launcher_while_a_stage_loads(launch: Launch, short_path: Path) -
 # -- stages that die --------------------------------------------------------------------------------------------------
 
 
-def test_pipeline_goes_on_without_a_dead_stage(launch: Launch) -> None:
+def test_a_pipeline_goes_on_without_a_dead_stage(launch: Launch) -> None:
     data = without_restarts(chain())
     data["stages"][0]["engine"] = {"step_seconds": 0.01}
     launcher = launch(data).wait_ready()

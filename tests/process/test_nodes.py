@@ -173,7 +173,7 @@ async def test_a_node_that_dies_may_join_again(launch: Launch, short_path: Path)
         await ask_many(client, 4)
         after = await pids(client)
         assert {name for name in before if before[name] != after[name]} == {"talker/1", "code2wav/1"}
-        assert again.end() == 0  # it says good-bye: nobody has to wait for its silence
+        assert again.end() == 0  # it says goodbye, so the coordinator need not wait for its heartbeat timeout
         await wait_states(client, 1, talker_1="dead", code2wav_1="dead")
         await ask_and_check(client, "alone again")
 

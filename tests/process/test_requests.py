@@ -1,4 +1,4 @@
-"""Requests through real processes and sockets: what is answered, to whom, and what each mistake gets."""
+"""Requests through real processes and sockets: answers, their receivers, and the error of each mistake."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_deadline(echo: EchoLauncher) -> None:
             await client.generate("x", timeout=-1)
 
 
-async def test_each_mistake_gets_its_error_and_harms_nobody(echo: EchoLauncher) -> None:
+async def test_each_mistake_gets_its_error_and_harms_no_other(echo: EchoLauncher) -> None:
     mistakes: list[tuple[type[OmniError], str, dict]] = [
         (UnknownVoice, "Chelsie, Ethan", {"prompt": "x", "voice": "Bob"}),
         (UnknownModality, "text, audio", {"prompt": "x", "modalities": ["smell"]}),
@@ -144,7 +144,7 @@ async def test_error_in_the_prompt_stage_names_it(echo: EchoLauncher) -> None:
     assert caught.value.stage == "prompt"
 
 
-async def test_ids_are_checked(echo: EchoLauncher) -> None:
+async def test_a_request_id_is_used_once_and_only_by_its_client(echo: EchoLauncher) -> None:
     async with AsyncOmniClient(echo.endpoint) as client, AsyncOmniClient(echo.endpoint) as other:
         stream = await client.submit("x" * 100, request_id="mine")
         with pytest.raises(InvalidRequest, match="in use"):
@@ -155,7 +155,7 @@ async def test_ids_are_checked(echo: EchoLauncher) -> None:
         assert (await stream.result()).text == "x" * 100
 
 
-def test_sync_client(echo: EchoLauncher) -> None:
+def test_the_sync_client_answers_streams_and_aborts(echo: EchoLauncher) -> None:
     with OmniClient(echo.endpoint) as client:
         assert client.describe().modalities == ("text", "audio")
         assert_echo(client.generate("sync"), "sync")
@@ -215,7 +215,7 @@ def malformed(kind: str, header: Header) -> list[list[bytes]]:
     ]
 
 
-async def test_garbage_on_every_socket_is_counted_and_harms_nobody(echo: EchoLauncher, sockets: Sockets) -> None:
+async def test_garbage_on_every_socket_is_counted_and_harms_no_other(echo: EchoLauncher, sockets: Sockets) -> None:
     (run_dir,) = [entry for entry in echo.folder.iterdir() if entry.is_dir()]
     inboxes = sorted(run_dir.glob("thinker-0-*"))
     epoch = int(inboxes[0].name.split("-")[2])
@@ -315,7 +315,7 @@ async def test_a_client_whose_request_was_lost_gets_an_error(
 
 
 class Exploit:
-    """What an attacker would pickle: unpickling it leaves a file."""
+    """An object as an attacker would pickle it: unpickling leaves a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path

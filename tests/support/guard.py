@@ -1,4 +1,4 @@
-"""Ends what tests have started when pytest itself is killed: `guard.py PID MARK`, a process beside pytest.
+"""Ends what tests have started when pytest itself is killed: `guard.py PID MARK`, a process next to pytest.
 
 pytest that is interrupted tears its fixtures down; one that gets SIGTERM or SIGKILL does not, and launchers, browsers
 and hosts of network namespaces would live on. All of them carry MARK in the environment that they were started with.
@@ -22,14 +22,14 @@ _begun: list[subprocess.Popen[bytes]] = []
 
 
 def begin() -> None:
-    """Mark the processes that this one will start, and watch over them until this one has ended."""
+    """Mark the processes that this one will start, so that a guard ends them when this one has ended."""
     mark = os.environ[NAME] = f"{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-S", __file__, str(os.getpid()), mark]  # -S: without site no coverage of its own
     _begun.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
 
 
 def marked(mark: str) -> list[int]:
-    """Living processes that were started with the mark, but for this one."""
+    """Living processes that were started with the mark, except this one."""
     wanted = f"{NAME}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -43,15 +43,15 @@ def marked(mark: str) -> list[int]:
 
 
 def end(mark: str) -> None:
-    """SIGTERM to all; SIGKILL to those that are left in the end."""
+    """Send SIGTERM to all, and SIGKILL to those that are left after the grace time."""
     began = time.monotonic()
-    told: set[int] = set()
+    signalled: set[int] = set()
     while (left := marked(mark)) and time.monotonic() < began + 2 * GRACE_SECONDS:
         late = time.monotonic() > began + GRACE_SECONDS
         for pid in left:
-            if late or pid not in told:
+            if late or pid not in signalled:
                 signal_to(pid, signal.SIGKILL if late else signal.SIGTERM)
-        told.update(left)
+        signalled.update(left)
         time.sleep(0.1)
 
 

@@ -33,7 +33,7 @@ def spread_chain(**coordinator: Any) -> dict[str, Any]:
 
 
 class Hosts:
-    """Starts nodes of one pipeline, each with a folder of its own."""
+    """Starts nodes of one pipeline, each with its folder."""
 
     def __init__(self, launch: Callable[..., EchoLauncher], folder: Path, data: dict[str, Any]) -> None:
         self._launch = launch
@@ -72,6 +72,6 @@ class Hosts:
         return processes_of(self.folder(rank))
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """To every process of a host: SIGSTOP is for all others what a cut link is."""
+        """Signal every process of a host; to all others SIGSTOP looks like a cut link."""
         for pid in self.processes(rank):
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""Launchers with echo engines as processes of their own, and what they must not leave behind."""
+"""Launchers with echo engines, in separate processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READY = re.compile(r"ready after .* clients connect to (\S+)")
 
 
 def held(description: Description) -> dict[str, int]:
-    """What the stages hold, by name, without what is zero."""
+    """Counts of what the stages hold, by name; zeros are left out."""
     counts = {
         f"{stage.stage}/{stage.replica} {name}": count
         for stage in description.stages
@@ -51,7 +51,7 @@ class EchoLauncher:
         config.write_text(yaml.safe_dump(data, sort_keys=False))
         self._output = folder / f"{number}.out"
         command = [sys.executable, *program, str(config), *arguments]
-        # TMPDIR: a run directory that is not given lies in the folder, too.
+        # TMPDIR: a run directory that is not given lies in the folder as well.
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 command,

@@ -1,4 +1,4 @@
-"""Many requests at once through a pipeline of echo stages, and what each of them must have got."""
+"""Many requests at once through a pipeline of echo stages, each with a check of its answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LETTERS = string.ascii_letters + string.digits
 
 
 def disturbed_chain(step_seconds: float = 0.002, **stage: Any) -> dict[str, Any]:
-    """The echo chain with short times, so that tests of supervision take seconds."""
+    """The echo chain with short times, so that tests of restarts take seconds."""
     data = chain()
     for item in data["stages"]:
         item.update({"engine": {"step_seconds": step_seconds, "row_width": 8}, "restart_backoff": 0.1, **stage})

@@ -56,7 +56,7 @@ class Host:
         self.device = descriptors[0]
 
     def command(self, *arguments: str) -> list[str]:
-        """What runs a command on this host."""
+        """The command line that runs a command on this host."""
         user = ["--user", "--preserve-credentials"] if self._user else []
         return ["nsenter", "--target", str(self._holder.pid), *user, "--net", *arguments]
 

@@ -1,4 +1,4 @@
-"""Starts pipelines for tests the way users do: `python -m omni_actors.launch` in a process of its own."""
+"""Starts pipelines for tests the way users do: `python -m omni_actors.launch` in a separate process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.paths import REPOSITORY
 
 
 class RunningPipeline:
-    """A launcher process in a run directory of its own; a context manager."""
+    """A launcher process with its run directory; a context manager."""
 
     def __init__(
         self,

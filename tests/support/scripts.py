@@ -15,7 +15,7 @@ STUBS = REPOSITORY / "tests" / "launchers" / "stubs"
 
 
 class Started:
-    """A launcher script in a process group of its own; all that it writes is in `output`."""
+    """A launcher script in a separate process group; all that it writes is in `output`."""
 
     def __init__(self, folder: Path, script: str, *arguments: str, **environment: str) -> None:
         self._output = folder / "output"

@@ -1,4 +1,4 @@
-"""HTTP servers for tests: with a pipeline of their own, or inside of the test's process beside a running pipeline."""
+"""HTTP servers for tests: with a pipeline, or inside the test's process in front of a running pipeline."""
 
 from __future__ import annotations
 

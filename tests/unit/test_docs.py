@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Assets(HTMLParser):
-    """What a browser loads by itself."""
+    """Addresses that a browser loads without a click."""
 
     def __init__(self) -> None:
         super().__init__()
