@@ -24,8 +24,9 @@ import msgspec
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.health import HealthPolicy
-from omni_actors.coordinator.core.lifecycle import RequestMachine, ToClient
-from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.coordinator.core.instructions import ToClient
+from omni_actors.coordinator.core.lifecycle import RequestMachine
+from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
 from omni_actors.protocol.client import Done, Submit
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header
@@ -131,7 +132,7 @@ class Simulation:
         self.timed(kind, lambda: [self.state.tick(NOW + 0.1 * index) for index in range(count)], count)
 
     def looks(self, count: int) -> None:
-        """What the supervisor does twenty times a second."""
+        """What the fleet does twenty times a second."""
         supervision = HealthPolicy(self.state.pipeline, self.state.replicas)
         for replica in self.state.replicas:
             supervision.spawned(replica, NOW)
@@ -143,7 +144,7 @@ class Simulation:
                 found += [*supervision.stuck(now), *supervision.drained(now), *supervision.due(now)]
             return found
 
-        if self.timed("look of the supervision", look, count):
+        if self.timed("look at the health of all", look, count):
             raise SystemExit("a replica was accused of something")
 
     def lose_one(self) -> int:
@@ -151,7 +152,8 @@ class Simulation:
         if replica is None:
             raise SystemExit("there is no code2wav/0")
         held = len(replica.requests)
-        self.timed("loss of a replica", lambda: self.state.replica_lost(replica, NOW, "simulated", restart=True))
+        replica.on(ReplicaEvent.LOST)
+        self.timed("loss of a replica", lambda: self.state.replica_lost(replica, NOW, "simulated"))
         return held
 
 

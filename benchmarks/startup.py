@@ -18,12 +18,14 @@ from pathlib import Path
 
 import psutil
 
+import omni_actors
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient, Audio, Text
-from omni_actors.coordinator.core.replicas import Replica, ReplicaState
 from omni_actors.coordinator.shell import Coordinator, Endpoints
 from omni_actors.launch import Launcher
 from omni_actors.launcher.replica_processes import ReplicaProcesses
+from omni_actors.protocol.header import PROTOCOL_VERSION, ReplicaId
+from omni_actors.protocol.nodes import NodeHello, RunningReplica
 from omni_actors.run_directory import RunDirectory
 
 MIB = 1 << 20
@@ -64,27 +66,24 @@ def process_memory(name: str, pid: int) -> tuple[str, float, float]:
 async def start_stages(pipeline: config.PipelineConfig, stages: list[str]) -> float:
     """Seconds from the spawn of these stages until all are ready."""
     run_directory = RunDirectory()
-    changed = asyncio.Event()
-
-    def on_change(replica: Replica) -> None:
-        changed.set()
-
     endpoints = Endpoints(*(run_directory.endpoint(name) for name in ("client", "control", "results")))
-    coordinator = Coordinator(pipeline, endpoints, on_change, lambda rank, body: None, changed.set)
+    coordinator = Coordinator(pipeline, endpoints, time.monotonic())
     node = ReplicaProcesses(pipeline, run_directory, coordinator.control_endpoint)
     try:
-        replicas = [coordinator.expect_replica(stage, 0, 1) for stage in stages]
+        running = tuple(RunningReplica(stage, 0, 1, 0) for stage in stages)
+        hello = NodeHello(PROTOCOL_VERSION, omni_actors.__version__, pipeline.digest(), running)
+        coordinator.from_node(0, hello)
         began = time.perf_counter()
-        for replica in replicas:
-            await node.start(replica.replica_id)
-        while any(replica.state is not ReplicaState.READY for replica in replicas):
-            changed.clear()
-            await asyncio.wait_for(changed.wait(), 300)
+        for stage in stages:
+            await node.start(ReplicaId(stage, 0, 1))
+        while not all(replica.ready for stage in stages for replica in coordinator.fleet.replicas.of(stage)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         return time.perf_counter() - began
     finally:
-        coordinator.tell_shutdown("measured")
+        coordinator.stop()
+        closing = asyncio.create_task(coordinator.run())
         await node.stop(10)
-        await coordinator.close()
+        await closing
         run_directory.close()
 
 

@@ -1,23 +1,17 @@
-"""Writes docs/state-machines.md from the tables in the code."""
+"""Writes docs/state-machines.md from the transition tables in the code."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from omni_actors.coordinator.core.states import (
-    REPLICA_TRANSITIONS,
-    REQUEST_TRANSITIONS,
-    ReplicaState,
-    RequestState,
-    mermaid,
-)
+from omni_actors.coordinator.core import states
 from omni_actors.stage.attempts import ATTEMPT_TRANSITIONS, AttemptState
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "state-machines.md"
 
 
 def document() -> str:
-    """The whole file."""
+    """Return the text of the whole page."""
     return f"""# State machines
 
 Written by `scripts/state_diagrams.py` from the tables in `omni_actors/coordinator/core/states.py` and
@@ -25,18 +19,32 @@ Written by `scripts/state_diagrams.py` from the tables in `omni_actors/coordinat
 
 ## A replica
 
-A new life of a replica has a new epoch. Ready and draining replicas hold requests, the others hold none.
+Every process of a replica has a new epoch. Ready and draining replicas hold requests, the others hold none.
 
 ```mermaid
-{mermaid(REPLICA_TRANSITIONS, ReplicaState.STARTING)}
+{states.mermaid(states.REPLICA_TRANSITIONS, states.ReplicaState.STARTING)}
+```
+
+## A node
+
+A node that comes back keeps the processes that still run there.
+
+```mermaid
+{states.mermaid(states.NODE_TRANSITIONS, states.NodeState.EXPECTED)}
+```
+
+## The launch
+
+```mermaid
+{states.mermaid(states.LAUNCH_TRANSITIONS, states.LaunchState.STARTING)}
 ```
 
 ## A request, in the coordinator
 
-Each way from `running` back to `waiting` is a new attempt. The two ends are one message to the client each.
+Each way from `running` back to `waiting` is a new attempt. Each of the two ends sends the client exactly one message.
 
 ```mermaid
-{mermaid(REQUEST_TRANSITIONS, RequestState.WAITING)}
+{states.mermaid(states.REQUEST_TRANSITIONS, states.RequestState.WAITING)}
 ```
 
 ## An attempt at a request, in one stage
@@ -45,7 +53,7 @@ The engine has it while it is `running` or `input_complete`. `finished` keeps th
 in every stage.
 
 ```mermaid
-{mermaid(ATTEMPT_TRANSITIONS, AttemptState.OPEN)}
+{states.mermaid(ATTEMPT_TRANSITIONS, AttemptState.OPEN)}
 ```
 """
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.core.lifecycle import Instruction, RequestMachine, ToClient
+from omni_actors.coordinator.core.instructions import Instruction, ToClient
+from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.errors import SlowClient
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import encode

@@ -22,8 +22,7 @@ from msgspec import Struct
 
 from omni_actors import logs
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.shell import Endpoints
-from omni_actors.coordinator.supervisor import Supervisor
+from omni_actors.coordinator.shell import Coordinator, Endpoints
 from omni_actors.errors import OmniError
 from omni_actors.processes import EXIT_OK
 from omni_actors.protocol.common import Failed
@@ -57,13 +56,13 @@ class Listening(Struct, frozen=True, tag="listening"):
     control: str
 
 
-class Ended(Struct, frozen=True, tag="ended"):
+class Finished(Struct, frozen=True, tag="finished"):
     """It ends in order; `failure` says why the launch failed, if it did."""
 
     failure: str = ""
 
 
-Answer = Listening | Failed | Ended
+Answer = Listening | Failed | Finished
 
 
 def main() -> int:
@@ -80,19 +79,18 @@ async def _run(spec: CoordinatorSpec) -> int:
     try:
         launcher = os.pidfd_open(spec.launcher_pid)
         endpoints = Endpoints(spec.client, spec.control, spec.results)
-        supervisor = Supervisor(spec.pipeline, endpoints, spec.began, span_exporter(spec.pipeline))
+        coordinator = Coordinator(spec.pipeline, endpoints, spec.began, span_exporter(spec.pipeline))
     except OSError:  # it died before us
         return EXIT_REFUSED
     except OmniError as error:
         _answer(Failed.from_error(error))
         return EXIT_REFUSED
-    loop.add_reader(launcher, _on_launcher_dead, spec, supervisor, launcher)
+    loop.add_reader(launcher, _on_launcher_dead, spec, coordinator, launcher)
     threading.Thread(target=_end_as_orphan, args=(spec, launcher), daemon=True).start()
-    loop.add_signal_handler(signal.SIGTERM, supervisor.stop)
-    coordinator = supervisor.coordinator
+    loop.add_signal_handler(signal.SIGTERM, coordinator.stop)
     _answer(Listening(coordinator.client_endpoint, coordinator.control_endpoint))
-    await supervisor.run()
-    _answer(Ended(supervisor.failure))
+    await coordinator.run()
+    _answer(Finished(coordinator.failure))
     return EXIT_OK
 
 
@@ -107,12 +105,12 @@ def _write(answer: Answer) -> None:
     sys.stdout.buffer.flush()
 
 
-def _on_launcher_dead(spec: CoordinatorSpec, supervisor: Supervisor, launcher: int) -> None:
+def _on_launcher_dead(spec: CoordinatorSpec, coordinator: Coordinator, launcher: int) -> None:
     """Answer the clients and end. Sockets stay open: to close them would remove the files of the next launcher's."""
     loop = asyncio.get_running_loop()
     loop.remove_reader(launcher)
     logger.error("the launcher is gone")
-    supervisor.abandon()
+    coordinator.abandon()
     loop.call_later(FAREWELL_SECONDS, _leave, spec)
 
 

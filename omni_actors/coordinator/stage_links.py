@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.core.lifecycle import RequestMachine, ToStage
+from omni_actors.coordinator.core.instructions import ToStage
+from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.errors import OmniError, StageLost
 from omni_actors.protocol.codec import Frame, encode
@@ -76,7 +77,7 @@ class StageLinks:
     def find(self, replica_id: ReplicaId) -> Link | None:
         return self._links.get(replica_id)
 
-    def figures(self) -> dict[str, EdgeMetrics]:
+    def metrics(self) -> dict[str, EdgeMetrics]:
         """Of the links that are open, by receiver."""
         return {replica_id.name: link.metrics() for replica_id, link in self._links.items()}
 
@@ -141,14 +142,12 @@ class StageLinks:
         self._note_congestion(replica_id, link)
 
     def _note_congestion(self, replica_id: ReplicaId, link: Link) -> None:
-        """Admission looks at it.
+        """Let admission know.
 
-        A socket that refuses is no sign of a slow stage, which holds us up by credit, but of one that may be lost: the
-        supervision will know soon, and what waits here is replayed then.
+        A socket that refuses is not a slow stage, which holds us up by credit, but one that may be lost: the health
+        policy will know soon, and what waits here is replayed then.
         """
-        replica = self._state.replicas.find(replica_id.stage, replica_id.replica, replica_id.epoch)
-        if replica is not None:
-            replica.congested = link.congested and not link.refused
+        self._state.replicas.set_congested(replica_id, link.congested and not link.refused)
 
     def _fail_later(self, request_id: str, replica_id: ReplicaId, error: OmniError, attempt: int) -> None:
         """On the next turn of the loop, outside of the instructions that are being done now."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.process import Answer, CoordinatorSpec, Ended, Listening
+from omni_actors.coordinator.process import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.errors import OmniError, StartupError
 from omni_actors.logs import get_logger
 from omni_actors.processes import EXIT_OK, Backoff, describe_exit
@@ -132,7 +132,7 @@ class CoordinatorChild:
         stdout = self._process.stdout if self._process is not None else None
         line = await stdout.read() if stdout is not None else b""
         answer: Answer | None = msgspec.json.decode(line, type=Answer) if line else None
-        return answer.failure if isinstance(answer, Ended) else ""
+        return answer.failure if isinstance(answer, Finished) else ""
 
     async def stop(self) -> None:
         """Send SIGTERM and let requests in flight end; SIGKILL if that takes too long. Idempotent."""

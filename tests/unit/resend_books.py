@@ -6,7 +6,8 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-from omni_actors.coordinator.core.lifecycle import Instruction, RequestMachine, ToClient, ToStage
+from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
+from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.core.observer import Observer
 from omni_actors.coordinator.core.requests import ActiveRequest
 from omni_actors.errors import OmniError
@@ -133,7 +134,7 @@ class CheckedCoordination(RequestMachine):
         assert request.attempts.items() <= self.onlooker.attempts[request.request_id].items()
         for replica_id in request.route:
             replica = self.replicas.at(replica_id)
-            assert (replica is not None and replica.alive) or self._is_through_with(request, replica_id.stage)
+            assert (replica is not None and replica.alive) or self._planner.is_through_with(request, replica_id.stage)
 
 
 def _checked(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from omni_actors.coordinator.core.lifecycle import ToStage
+from omni_actors.coordinator.core.instructions import ToStage
 from omni_actors.errors import ErrorCode
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.common import Abort

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from omni_actors.coordinator.core.lifecycle import Instruction, RequestMachine, ToClient, ToStage
+from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
+from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, SlowClient, StageLost
@@ -305,15 +306,13 @@ def test_lost_replica_fails_what_it_held_only() -> None:
     state = ready()
     ask(state, "both")
     ask(state, "text", BOB, "text")
-    lost = state.replicas.find("talker", 0, 1)
-    instructions = state.replica_lost(lost, NOW, "killed by signal 9")
+    instructions = lose(state, "talker", restart=False)
     body = failure(instructions)
     assert (body.code, body.stage, body.retryable) == (ErrorCode.STAGE_LOST, "talker", True)
     assert "killed by signal 9" in body.message
     assert sorted(aborts(instructions)) == ["code2wav", "prompt", "thinker"], "nothing is sent to the dead"
     assert state.requests_of(BOB) == ("text",)
     assert state.requests_of(ALICE) == ()
-    assert state.replicas.unavailable_stages() == ["talker"]
 
 
 def test_lost_client_gets_nothing_more() -> None:
@@ -387,10 +386,13 @@ def sound(first: int, count: int) -> tuple[AudioChunk, tuple[bytes, ...]]:
     return AudioChunk(samples=TensorRef(DType.F32, (count,), 0), sample_rate=24_000), (samples,)
 
 
-def lose(state: RequestMachine, stage: str, restart: bool = True, why: str = "killed by signal 9") -> list[Instruction]:
-    replica = state.replicas.current(stage, 0)
+def lose(
+    state: RequestMachine, stage: str, index: int = 0, restart: bool = True, why: str = "killed by signal 9"
+) -> list[Instruction]:
+    replica = state.replicas.current(stage, index)
     assert replica is not None
-    return state.replica_lost(replica, NOW, why, restart)
+    replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+    return state.replica_lost(replica, NOW, why, blame=not replica.orders.restart)
 
 
 def bring_back(state: RequestMachine, stage: str, index: int = 0) -> list[Instruction]:
@@ -476,7 +478,7 @@ def test_losses_one_after_the_other_have_attempts_of_their_own() -> None:
     assert [(item.replica_id.stage, item.attempt) for item in opened if isinstance(item.body, Resend)] == [
         ("thinker", 0)
     ]
-    state.replicas.current("code2wav", 0).restart_wanted = True  # nobody is accused of this one
+    state.replicas.current("code2wav", 0).orders.restart = True  # nobody is accused of this one
     lose(state, "code2wav")
     opened = bring_back(state, "code2wav")
     assert (expects(opened), resends(opened)) == ([("code2wav", 3)], [("talker", "code2wav", 3)])
@@ -698,7 +700,7 @@ def test_a_trial_needs_one_of_the_replicas_only() -> None:
     lose(state, "talker")  # they run on talker/1 from now on
     second = state.replicas.current("talker", 1)
     assert second.requests == {"a", "b", "c"}
-    state.replica_lost(second, NOW, "again", restart=True)
+    lose(state, "talker", 1)
     assert opened(bring_back(state, "talker", 0)) == {"b"}
     assert state.replicas.current("talker", 0).reserved_for == "a"
     assert opened(bring_back(state, "talker", 1)) == set(), "one trial at a time"
@@ -719,7 +721,7 @@ def test_a_trial_ends_with_the_replica_it_was_to_have() -> None:
     ask(state, "x")
     ask(state, "b")
     lose(state, "talker")
-    state.replica_lost(state.replicas.current("talker", 1), NOW, "again", restart=True)
+    lose(state, "talker", 1)
     bring_back(state, "talker", 0)
     assert state.replicas.current("talker", 0).reserved_for == "a"
     lose(state, "talker")  # x was there alone, for the second time
@@ -787,8 +789,8 @@ def test_waiting_requests_end_when_nobody_comes_or_time_is_up() -> None:
     body = failure(state.tick(NOW + 6))
     assert (body.code, "killed by signal 9" in body.message) == (ErrorCode.DEADLINE_EXCEEDED, True)
     ask(state, "r2")
-    replica = state.replicas.add("talker", 0, 2)
-    body = failure(state.replica_lost(replica, NOW, "bad checkpoint", restart=False))
+    state.replicas.add("talker", 0, 2)
+    body = failure(lose(state, "talker", restart=False, why="bad checkpoint"))
     assert (body.code, body.stage) == (ErrorCode.STAGE_UNAVAILABLE, "talker")
 
 
@@ -806,7 +808,7 @@ def test_draining_replica_takes_nothing_new_and_is_waited_for_when_it_will_be_ba
     talker = state.replicas.find("talker", 0, 1)
     talker.on(ReplicaEvent.DRAIN)
     assert failure(ask(state, "drained")).code is ErrorCode.STAGE_UNAVAILABLE
-    talker.restart_wanted = True
+    talker.orders.restart = True
     assert ask(state, "waits") == []
     say(state, "code2wav", done(), 0, "held")
     assert talker.requests == {"held"}
@@ -938,9 +940,10 @@ class AnyOrder(RuleBasedStateMachine):
     def replica_lost(self, stage: str, index: int, restart: bool, wanted: bool) -> None:
         replica = self.state.replicas.current(stage, index)
         if replica is not None and replica.alive:
-            replica.restart_wanted = restart and wanted
+            replica.orders.restart = restart and wanted
             computing = {name for name in replica.computing if not self.through_with(name, stage)}
-            instructions = self.state.replica_lost(replica, self.now, "test", restart)
+            replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+            instructions = self.state.replica_lost(replica, self.now, "test", blame=not (restart and wanted))
             for item in instructions:
                 if isinstance(item.body, Failed) and item.body.code is ErrorCode.POISON:
                     assert computing == {item.request_id}, "condemned, but it was not alone"
@@ -948,7 +951,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.take(instructions)
 
     def through_with(self, request_id: str, stage: str) -> bool:
-        return self.state._is_through_with(self.state._requests[request_id], stage)
+        return self.state._planner.is_through_with(self.state._requests[request_id], stage)
 
     @rule(stage=st.sampled_from(STAGES), index=st.integers(0, 1))
     def replica_drains(self, stage: str, index: int) -> None:

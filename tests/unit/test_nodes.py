@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.core.nodes import Greeting, NodeTable, greeting
+from omni_actors.coordinator.core.nodes import HelloKind, NodeTable, classify_hello
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.states import NodeEvent, ReplicaEvent, ReplicaState
 from omni_actors.protocol.nodes import RunningReplica
 from tests.support.builders import chain, pipeline
 
@@ -41,29 +41,29 @@ def advanced(replica: Replica, *events: ReplicaEvent) -> Replica:
 @pytest.mark.parametrize(
     ("spawn_epoch", "epoch", "expected"),
     [
-        (7, 7, Greeting.EXPECTED),
-        (7, 9, Greeting.RENEWED),
-        (7, 6, Greeting.REPEATED),
-        (8, 8, Greeting.FOREIGN),
-        (6, 9, Greeting.FOREIGN),
+        (7, 7, HelloKind.EXPECTED),
+        (7, 9, HelloKind.RENEWED),
+        (7, 6, HelloKind.REPEATED),
+        (8, 8, HelloKind.FOREIGN),
+        (6, 9, HelloKind.FOREIGN),
     ],
 )
-def test_hello_of_a_process(spawn_epoch: int, epoch: int, expected: Greeting) -> None:
-    assert greeting(World().replica(), epoch, spawn_epoch) is expected
+def test_hello_of_a_process(spawn_epoch: int, epoch: int, expected: HelloKind) -> None:
+    assert classify_hello(World().replica(), epoch, spawn_epoch) is expected
 
 
 def test_hello_before_its_node_and_of_nobody() -> None:
-    assert greeting(World(spawn_epoch=0).replica(), 7, 7) is Greeting.EARLY
-    assert greeting(None, 7, 7) is Greeting.FOREIGN
+    assert classify_hello(World(spawn_epoch=0).replica(), 7, 7) is HelloKind.EARLY
+    assert classify_hello(None, 7, 7) is HelloKind.FOREIGN
 
 
 def test_a_hello_may_not_reset_what_works_but_may_renew_what_was_lost() -> None:
     working = advanced(World().replica(), ReplicaEvent.HELLO, ReplicaEvent.READY)
-    assert greeting(working, 7, 7) is Greeting.REPEATED
-    assert greeting(working, 8, 7) is Greeting.RENEWED
+    assert classify_hello(working, 7, 7) is HelloKind.REPEATED
+    assert classify_hello(working, 8, 7) is HelloKind.RENEWED
     lost = advanced(World().replica(), ReplicaEvent.GIVEN_UP)
-    assert greeting(lost, 7, 7) is Greeting.REPEATED
-    assert greeting(lost, 8, 7) is Greeting.RENEWED
+    assert classify_hello(lost, 7, 7) is HelloKind.REPEATED
+    assert classify_hello(lost, 8, 7) is HelloKind.RENEWED
 
 
 def test_a_first_hello_starts_everything() -> None:
@@ -117,7 +117,8 @@ def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
     replicas = ReplicaTable()
     nodes = NodeTable(msgspec.convert(data, PipelineConfig), replicas, T)
     master, node = nodes.find(0), nodes.find(1)
-    master.present = node.present = True
+    master.on(NodeEvent.HELLO)
+    node.on(NodeEvent.HELLO)
     talker = replicas.add("talker", 0, 7, node=1)
     assert not nodes.silent(T + 3.9, 4)
     assert nodes.silent(T + 4.1, 4) == [node], "not the coordinator's own host"
@@ -125,5 +126,5 @@ def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
     assert not nodes.silent(T + 4.1, 4)
     talker.state = ReplicaState.DEAD
     assert nodes.silent(T + 4.1, 4) == [node]
-    node.present = False
+    node.on(NodeEvent.LOST)
     assert not nodes.silent(T + 9, 4)

@@ -1,12 +1,19 @@
-"""What the coordinator's decisions tell its shell to do."""
+"""Instructions: what the pure decisions tell the coordinator's shell to do."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.control import CoordinatorToStage, Heartbeat
 from omni_actors.protocol.header import Body, ReplicaId
+from omni_actors.protocol.nodes import CoordinatorToNode
+from omni_actors.protocol.telemetry import Snapshot
+
+# -- about requests ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +40,106 @@ class ToStage:
 
 
 Instruction = ToClient | ToStage
+
+# -- about processes --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Print a line for the person at the terminal."""
+
+    text: str
+
+
+class Level(enum.IntEnum):
+    """Levels of `logging`, which the core does not import."""
+
+    DEBUG = 10
+    WARNING = 30
+    ERROR = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Write a log line about a stage, "" for none."""
+
+    level: Level
+    text: str
+    stage: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TellNode:
+    """Send `body` to the agent of a node. One that cannot be reached says hello again when it is back."""
+
+    rank: int
+    body: CoordinatorToNode
+
+
+@dataclass(frozen=True, slots=True)
+class TellReplica:
+    """Send `body` over the control connection of a stage process."""
+
+    replica_id: ReplicaId
+    body: CoordinatorToStage
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpawned:
+    """Expect a process in metrics: it is about to start, or runs and will register; `spawn_epoch` 0: none is known."""
+
+    stage: str
+    index: int
+    spawn_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRegistered:
+    """Connect to the inbox of a replica."""
+
+    replica: Replica
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReady:
+    """Run the requests that wait for a replica."""
+
+    replica: Replica
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """Disconnect from a replica; what it held runs again or fails. `blame`: its requests may be at fault."""
+
+    replica: Replica
+    why: str
+    blame: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Pass on what a living stage process measured."""
+
+    replica: Replica
+    body: Heartbeat | Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the pipeline: the launch has failed."""
+
+    reason: str
+
+
+FleetInstruction = (
+    Announce
+    | Log
+    | TellNode
+    | TellReplica
+    | ReplicaSpawned
+    | ReplicaRegistered
+    | ReplicaReady
+    | ReplicaLost
+    | Measured
+    | GiveUp
+)

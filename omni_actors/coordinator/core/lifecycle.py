@@ -1,9 +1,9 @@
-"""The coordinator's decisions: events in, instructions out. No socket, no clock, no event loop.
+"""The life of a request: events in, instructions out. No socket, no clock, no event loop.
 
-A request lives in `_requests` from its admission to its one terminal message (`Done` or `Failed`); after that a
-tombstone absorbs what still arrives about it. When a replica of its route is lost, its stage and those after it begin
-anew, with the next attempt number and the same seed; the stages before send them again what they had sent
-(`core/replay.py`). What the client has already is left out (`core/delivery.py`).
+A request is active from its admission to its one terminal message (`Done` or `Failed`); after that a tombstone absorbs
+late messages about it. When a replica of its route is lost, its stage and those after it run again, with the next
+attempt number and the same seed; the stages before send them their input again (`core/restart_scope.py`). The client
+does not get anything twice (`core/delivery.py`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Sequence
 
-from omni_actors.config import LossPolicy, PipelineConfig
+from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.admission import admit, deadline_of, size_of
 from omni_actors.coordinator.core.delivery import diverged
 from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
 from omni_actors.coordinator.core.observer import Observer
+from omni_actors.coordinator.core.planning import Planner, Unavailable, Wait
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.requests import ActiveRequest, RequestBook, Retained
-from omni_actors.coordinator.core.restart_scope import StageGraph
-from omni_actors.coordinator.core.states import ReplicaEvent, RequestEvent, RequestState
-from omni_actors.coordinator.core.suspects import IsolationRuns, clear_others, poison, record_crash
+from omni_actors.coordinator.core.states import RequestEvent, RequestState
+from omni_actors.coordinator.core.suspects import clear_others, poison, record_crash
 from omni_actors.errors import (
     Aborted,
     DeadlineExceeded,
@@ -34,24 +34,21 @@ from omni_actors.errors import (
 from omni_actors.protocol.client import Done, RequestStatus, Submit
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.common import Abort, Failed
-from omni_actors.protocol.fields import MAX_ATTEMPT
 from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.results import AudioChunk, StageDone, StageUsage, TextDelta, Unreachable
 from omni_actors.protocol.stage import MAX_ENDED, Ended, OpenRequest, Resend
 from omni_actors.protocol.tombstones import Tombstones
-
-__all__ = ["Instruction", "RequestMachine", "ToClient", "ToStage"]
 
 RETRY_AFTER_SECONDS = 1.0
 LISTED_REQUESTS = 1000
 
 
 class RequestMachine:
-    """Owns requests and replicas.
+    """Owns the requests, and the table of replicas that they run on.
 
     Args:
         new_seed: gives the seed of a request that brings none.
-        observer: is told what happens to requests.
+        observer: is called for every change of a request.
     """
 
     def __init__(self, pipeline: PipelineConfig, new_seed: Callable[[], int], observer: Observer | None = None) -> None:
@@ -61,12 +58,11 @@ class RequestMachine:
         self.dropped: collections.Counter[str] = collections.Counter()
         self._new_seed = new_seed
         self._requests = RequestBook()
-        self._graph = StageGraph(pipeline)
         self._entry = pipeline.entry.name
         self._outputs = {stage.name: frozenset(stage.outputs) for stage in pipeline.stages}
-        self._policies = {stage.name: stage.on_replica_loss for stage in pipeline.stages}
-        self._isolation_runs = IsolationRuns(self.replicas)
-        self._ended: dict[ReplicaId, list[str]] = {}  # what stages may forget; they are told on the next tick
+        self._planner = Planner(pipeline, self.replicas)
+        self._isolation_runs = self._planner.isolation_runs
+        self._ended: dict[ReplicaId, list[str]] = {}  # what stages may forget, to be sent on the next tick
         self._retained_bytes = 0
         self.replays = 0
         self._closing = False
@@ -98,19 +94,9 @@ class RequestMachine:
         return self._retained_bytes
 
     @property
-    def voices(self) -> tuple[str, ...]:
-        """All voices that the loaded stages know."""
-        return self.replicas.voices
-
-    @property
-    def sample_rate(self) -> int:
-        return self.replicas.sample_rate
-
-    @property
     def max_input_tokens(self) -> int:
         """The longest prompt that every replica of the entry stage takes; 0 while none has said."""
-        entry = self.pipeline.entry.name
-        limits = [replica.max_input_tokens for replica in self.replicas if replica.stage == entry]
+        limits = [replica.max_input_tokens for replica in self.replicas.of(self._entry)]
         return min((limit for limit in limits if limit), default=0)
 
     # -- clients ------------------------------------------------------------------------------------------------------
@@ -144,7 +130,7 @@ class RequestMachine:
             )
         deadline = deadline_of(self.pipeline.coordinator, header.deadline, now)
         longest = self.max_input_tokens if submit.prompt.token_ids else 0
-        admitted = admit(self.pipeline, submit, self.voices, longest)
+        admitted = admit(self.pipeline, submit, self.replicas.voices, longest)
         size = size_of(submit, buffers)
         for stage in admitted.stages:
             self._check_stage(stage, size)
@@ -165,11 +151,10 @@ class RequestMachine:
         return request
 
     def _check_stage(self, stage: str, size: int) -> None:
-        """Refuse what a stage cannot take, now or in a while."""
+        """Refuse what a stage cannot take, now or soon."""
         replica = self.replicas.choose(stage)
         if replica is None:
-            waits = self._policies[stage] is LossPolicy.REPLAY and self.replicas.recoverable(stage)
-            if not waits or not self._may_retain(size):
+            if not self._planner.may_wait_for(stage) or not self._may_retain(size):
                 raise StageUnavailable(f"No replica of stage {stage!r} is ready.", stage=stage)
         elif replica.congested:
             raise Overloaded(
@@ -180,72 +165,60 @@ class RequestMachine:
         return self._retained_bytes + size <= self.pipeline.coordinator.retain_bytes
 
     def _open(self, request: ActiveRequest, now: float) -> list[Instruction]:
-        """Bind the stages that have no replica and announce the request to them, or let it wait for what is coming."""
-        missing = [stage for stage in request.stages if stage not in request.bound]
-        retained = request.retained
-        if self._entry in missing and retained is None:
-            return self._fail(request, StageLost("What it takes to run the request again was not kept."), now)
-        chosen = []
-        # The stage that suspects it last: no replica is emptied for a request that has to wait for another one.
-        for stage in sorted(missing, key=lambda stage: stage == request.suspected_by):
-            on_trial = request.suspected_by == stage
-            replica = self._isolation_runs.replica_for(request, stage) if on_trial else self.replicas.choose(stage)
-            if replica is None:
-                if self.replicas.recoverable(stage):
-                    return []
-                return self._fail(request, self._unavailable(request, stage), now)
-            chosen.append(replica)
-        for replica in chosen:
+        """Bind the stages that have no replica and announce the request to them, or let it wait for one."""
+        plan = self._planner.plan(request)
+        if isinstance(plan, Wait):
+            return []
+        if isinstance(plan, Unavailable):
+            return self._fail(request, plan.error, now)
+        opened = request.missing
+        for replica in plan.replicas:
             replica.hold(request.request_id)
             request.bound[replica.stage] = replica.replica_id
             request.attempts[replica.stage] = request.attempt
         self._requests.on(request, RequestEvent.OPENED)
-        self._observer.bound(request.request_id, request.attempt, request.route, missing)
-        instructions: list[Instruction] = []
-        # Later stages first: their expectation should be there before the first output of the stage before them.
-        route = request.route
-        for stage in reversed(missing):
-            prompt = retained.prompt if retained is not None and stage == self._entry else None
-            body = OpenRequest(
-                route=route,
-                params=request.params[stage],
-                seed=request.seed,
-                voice=request.voice,
-                priority=request.priority,
-                prompt=prompt,
-            )
-            buffers = retained.buffers if retained is not None and prompt is not None else ()
-            instructions.append(self._to_stage(request, stage, body, buffers))
-        instructions += self._resends(request, missing)
+        self._observer.bound(request.request_id, request.attempt, request.route, opened)
+        # Later stages first: each should know the request before the first output of the stage before it.
+        instructions: list[Instruction] = [self._open_stage(request, stage) for stage in reversed(opened)]
+        instructions += self._resends(request, opened)
         if not self._wants_retention(request):
-            self._release_request(request)
+            self._release_input(request)
         return instructions
 
+    def _open_stage(self, request: ActiveRequest, stage: str) -> ToStage:
+        """Announce a request to a stage; the entry stage gets the prompt."""
+        retained = request.retained if stage == self._entry else None
+        body = OpenRequest(
+            route=request.route,
+            params=request.params[stage],
+            seed=request.seed,
+            voice=request.voice,
+            priority=request.priority,
+            prompt=retained.prompt if retained is not None else None,
+        )
+        return self._to_stage(request, stage, body, retained.buffers if retained is not None else ())
+
     def _resends(self, request: ActiveRequest, opened: Sequence[str]) -> list[Instruction]:
-        """Ask the stages that went on to give those that begin anew their input again."""
+        """Ask the stages that went on to send those that start again their input."""
         return [
             self._to_stage(request, source, Resend(receiver=request.bound[stage], attempt=request.attempts[stage]))
             for stage in opened
-            for source in self._graph.feeders(stage, opened)
+            for source in self._planner.graph.feeders(stage, opened)
         ]
 
     def _wants_retention(self, request: ActiveRequest) -> bool:
         """Whether a running request could run again, and there is room to keep what that takes."""
         if request.retained is None or not self._may_retain(0):
             return False
-        return any(self._policies[stage] is LossPolicy.REPLAY for stage in request.stages)
+        return any(self._planner.replays(stage) for stage in request.stages)
 
-    def _release_request(self, request: ActiveRequest) -> None:
+    def _release_input(self, request: ActiveRequest) -> None:
         if request.retained is not None:
             self._retained_bytes -= request.retained.size
             request.retained = None
 
-    def _unavailable(self, request: ActiveRequest, stage: str) -> StageUnavailable:
-        lost = f" It was lost before: {request.history()}." if request.losses else ""
-        return StageUnavailable(f"No replica of stage {stage!r} is ready, and none will be.{lost}", stage=stage)
-
     def reopen(self, now: float) -> list[Instruction]:
-        """Run the requests that wait, the oldest first. Call it when a replica became ready."""
+        """Run the requests that wait, the oldest first. Call it when a replica has become ready."""
         self._isolation_runs.ended = False
         return [instruction for request in self._requests.waiting() for instruction in self._open(request, now)]
 
@@ -258,7 +231,7 @@ class RequestMachine:
         return self._fail(request, Aborted("The client aborted the request."), now)
 
     def reject(self, client: bytes, header: Header, error: OmniError, now: float) -> list[Instruction]:
-        """A client's message did not decode: tell it, and end the request if it exists."""
+        """A client's message did not decode: answer it, and end the request if it exists."""
         request = self._requests.get(header.request_id)
         if request is not None and request.client == client:
             return self._fail(request, error, now)
@@ -266,11 +239,11 @@ class RequestMachine:
         return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
 
     def end_client(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
-        """A client reads too slowly, or may not go on: its requests end, and it is told so."""
+        """End the requests of a client that reads too slowly or may not go on, each with an answer."""
         return [instruction for request in self._requests.of(client) for instruction in self._fail(request, error, now)]
 
     def client_gone(self, client: bytes, now: float) -> list[Instruction]:
-        """A client cannot be reached any more: its requests end."""
+        """End the requests of a client that can no longer be reached."""
         error = Aborted("The client is gone.")
         return [
             instruction
@@ -319,18 +292,18 @@ class RequestMachine:
         return self._stage_failed(request, header.stage, error, now) if request is not None else []
 
     def _stage_failed(self, request: ActiveRequest, stage: str, error: OmniError, now: float) -> list[Instruction]:
-        """A stage cannot go on with a request; that something was lost is no fault of the request's."""
+        """A stage cannot go on with a request. If that is because something was lost, the request may run again."""
         if not isinstance(error, StageLost):
             return self._fail(request, error, now)
-        # A stage that went on when one after it began anew, and cannot give it its input again, belongs to that loss.
+        # A stage that went on when a later one started again, and cannot send it its input, belongs to that loss.
         follows = request.attempts[stage] < request.attempt
         return self._replay_or_fail(request, stage, error, now, counts=not follows)
 
     def _unreachable(self, request: ActiveRequest, body: Unreachable, now: float) -> list[Instruction]:
-        """A stage cannot reach the one after it, and keeps what it makes for its next life."""
+        """A stage cannot reach the one after it, and keeps its output for the next process of that stage."""
         stage = body.receiver.stage
         if request.bound.get(stage) != body.receiver or request.attempts[stage] != body.attempt:
-            return []  # that is known, and made up for
+            return []  # known, and made up for
         error = StageLost(f"{stage}/{body.receiver.replica} takes no messages.", stage=stage)
         return self._replay_or_fail(request, stage, error, now)
 
@@ -380,63 +353,37 @@ class RequestMachine:
         self._observer.ended(request.request_id, None)
         done = self._to_client(request, Done(usage=request.usage))
         for stage, replica_id in request.bound.items():
-            if self._graph.feeds(stage, request.stages):
+            if self._planner.graph.feeds(stage, request.stages):
                 self._ended.setdefault(replica_id, []).append(request.request_id)
         self._close(request, now)
         return [done]
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def replica_lost(self, replica: Replica, now: float, why: str, restart: bool = False) -> list[Instruction]:
-        """A process is dead: what it held runs again or fails. `restart` says that its replica will be back."""
-        replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+    def replica_lost(self, replica: Replica, now: float, why: str, blame: bool = True) -> list[Instruction]:
+        """Run again or fail what a lost replica held. `blame`: its requests may be at fault."""
         error = StageLost(f"{replica.name} (epoch {replica.epoch}) died: {why}.", stage=replica.stage)
         held = [self._requests[request_id] for request_id in sorted(replica.requests) if request_id in self._requests]
         replica.release_all()
         self._ended.pop(replica.replica_id, None)
-        held = [request for request in held if not self._is_through_with(request, replica.stage)]
-        blameless = replica.restart_wanted or replica.blameless
-        culprit = None if blameless else record_crash(held, replica, why)
+        held = [request for request in held if not self._planner.is_through_with(request, replica.stage)]
+        culprit = record_crash(held, replica, why) if blame else None
         instructions: list[Instruction] = []
         if culprit is not None:
             instructions += self._fail(culprit, poison(culprit, replica.stage), now)
-            for innocent in clear_others(culprit, self._requests):
-                self._isolation_runs.end(innocent)
+            for cleared in clear_others(culprit, self._requests):
+                self._isolation_runs.end(cleared)
         for request in held:
             if request is not culprit:
                 instructions += self._replay_or_fail(request, replica.stage, error, now)
         return instructions + self.reopen(now)
 
-    def _is_through_with(self, request: ActiveRequest, stage: str) -> bool:
-        """Whether a request needs nothing of a stage any more: it is done, and so are those that take its output.
-
-        That it is done is not enough: its last chunks may have died with it on their way.
-        """
-        needed = {stage, *self._graph.downstream[stage]} & set(request.stages)
-        return needed <= set(request.usage)
-
-    def _holds(self, request: ActiveRequest, stage: str) -> bool:
-        """Whether the replica that has worked on a request lives."""
-        replica_id = request.bound.get(stage)
-        replica = self.replicas.at(replica_id) if replica_id is not None else None
-        return replica is not None and replica.alive
-
     def _replay_or_fail(
         self, request: ActiveRequest, lost: str, error: OmniError, now: float, counts: bool = True
     ) -> list[Instruction]:
-        """The work of the stage `lost` on a request is gone: it begins anew, with those that depend on it.
-
-        `counts` says whether this is one of the losses that `max_attempts` bounds.
-        """
-        again = self._graph.again(request.stages, [lost], lambda stage: self._holds(request, stage))
-        may_replay = (
-            (self._entry not in again or request.retained is not None)
-            and request.losses_made_up + counts < self.pipeline.coordinator.max_attempts
-            and request.attempt < MAX_ATTEMPT
-            and self._policies[lost] is LossPolicy.REPLAY
-            and all(self.replicas.recoverable(stage) for stage in again)
-        )
-        if not may_replay:
+        """Run the stage `lost` again, whose work on a request is gone, with those that depend on it."""
+        again = self._planner.replay(request, lost, counts)
+        if again is None:
             return self._fail(request, error, now)
         bound = [stage for stage in request.bound if stage in again]
         instructions = self._aborts(request, bound)
@@ -448,13 +395,13 @@ class RequestMachine:
         request.losses_made_up += counts
         self.replays += counts
         self._observer.replayed(request.request_id, error, counts)
-        if request.state is RequestState.RUNNING:  # else nobody has seen the number yet
+        if request.state is RequestState.RUNNING:  # otherwise no stage has seen the number yet
             self._requests.on(request, RequestEvent.REPLAYED)
             request.attempt += 1
         return instructions + self._open(request, now)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Ends requests whose deadline has passed. Call it a few times a second."""
+        """End requests whose deadline has passed. Call it a few times a second."""
         self._tombstones.expire(now)
         instructions = [
             instruction
@@ -466,7 +413,7 @@ class RequestMachine:
         return instructions + self._tell_ended()
 
     def _tell_ended(self) -> list[Instruction]:
-        """Stages forget what they kept of requests that are done."""
+        """Let stages forget what they kept of requests that are done."""
         instructions: list[Instruction] = []
         for replica_id, request_ids in self._ended.items():
             replica = self.replicas.at(replica_id)
@@ -479,11 +426,11 @@ class RequestMachine:
         return instructions
 
     def refuse_new(self) -> None:
-        """Admit no request any more; those in flight go on."""
+        """Admit no more requests; those in flight go on."""
         self._closing = True
 
     def shut_down(self, now: float) -> list[Instruction]:
-        """Ends every request and admits none any more; each client gets its answer."""
+        """End every request with an answer to its client, and admit no more."""
         self._closing = True
         return [
             instruction
@@ -491,10 +438,10 @@ class RequestMachine:
             for instruction in self._fail(request, _shutting_down(), now)
         ]
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- ends and messages --------------------------------------------------------------------------------------------
 
     def _fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
-        """The one way in which a request ends badly: tell the client once, and every stage of the route."""
+        """End a request with an error, the only way there is: one message to the client, one to each of its stages."""
         self._requests.on(request, RequestEvent.FAILED)
         self._observer.ended(request.request_id, error)
         instructions: list[Instruction] = [self._to_client(request, Failed.from_error(error))]
@@ -503,8 +450,8 @@ class RequestMachine:
         return instructions
 
     def _aborts(self, request: ActiveRequest, stages: Iterable[str]) -> list[Instruction]:
-        """To the replicas that live."""
-        return [self._to_stage(request, stage, Abort()) for stage in stages if self._holds(request, stage)]
+        """Abort a request in those of its replicas that are alive."""
+        return [self._to_stage(request, stage, Abort()) for stage in stages if self._planner.holds(request, stage)]
 
     def _unbind(self, request: ActiveRequest, stages: Iterable[str]) -> None:
         for stage in list(stages):
@@ -517,7 +464,7 @@ class RequestMachine:
 
     def _close(self, request: ActiveRequest, now: float) -> None:
         self._requests.remove(request)
-        self._release_request(request)
+        self._release_input(request)
         self._unbind(request, request.bound)
         self._tombstones.add(request.request_id, now)
 
@@ -533,8 +480,7 @@ class RequestMachine:
 
 
 def _too_late(request: ActiveRequest) -> DeadlineExceeded:
-    lost = f" It was lost before: {request.history()}." if request.losses else ""
-    return DeadlineExceeded(f"The request's deadline has passed.{lost}")
+    return DeadlineExceeded(f"The request's deadline has passed.{request.lost_before()}")
 
 
 def _shutting_down() -> StageUnavailable:

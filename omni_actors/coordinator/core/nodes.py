@@ -1,4 +1,4 @@
-"""Nodes and the processes on them, as the coordinator decides about them. Times are of the caller's monotonic clock."""
+"""Nodes and the processes on them. Times are seconds of the caller's monotonic clock."""
 
 from __future__ import annotations
 
@@ -8,52 +8,60 @@ from dataclasses import dataclass
 
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.coordinator.core.states import NODE_TRANSITIONS, NodeEvent, NodeState, ReplicaState, advance
 from omni_actors.protocol.nodes import RunningReplica
 
 
-class Greeting(enum.Enum):
-    """What a stage's hello is."""
+class HelloKind(enum.Enum):
+    """Meaning of a stage process's hello."""
 
-    EXPECTED = "expected"  # the first of a process, or of one that was taken over
-    RENEWED = "renewed"  # a process that was here before registers again
-    EARLY = "early"  # its node has not come yet, and so nobody knows whether it belongs here
+    EXPECTED = "expected"  # the first of a process, or of one that this coordinator adopted
+    RENEWED = "renewed"  # a known process registers again
+    EARLY = "early"  # its node has not said hello yet, so it is unknown whether the process belongs here
     REPEATED = "repeated"  # it would reset a replica that works
-    FOREIGN = "foreign"  # a process that nobody wants any more
+    FOREIGN = "foreign"  # a process that the pipeline does not need
 
 
-def greeting(current: Replica | None, epoch: int, spawn_epoch: int) -> Greeting:
-    """Judge the hello of a process that was started as `spawn_epoch` and registers as `epoch`."""
+def classify_hello(current: Replica | None, epoch: int, spawn_epoch: int) -> HelloKind:
+    """Classify the hello of a process that was started as `spawn_epoch` and registers as `epoch`."""
     if current is None:
-        return Greeting.FOREIGN
+        return HelloKind.FOREIGN
     if current.spawn_epoch == 0:
-        return Greeting.EARLY
+        return HelloKind.EARLY
     if current.spawn_epoch != spawn_epoch:
-        return Greeting.FOREIGN
+        return HelloKind.FOREIGN
     if epoch > current.epoch:
-        return Greeting.RENEWED
+        return HelloKind.RENEWED
     if epoch == current.epoch and current.state is ReplicaState.STARTING:
-        return Greeting.EXPECTED
-    return Greeting.REPEATED
+        return HelloKind.EXPECTED
+    return HelloKind.REPEATED
 
 
 @dataclass
 class Node:
-    """A host with an agent. `present`: it has said hello and has not been lost since."""
+    """A host with an agent. `heard` is when its agent was last heard of."""
 
     rank: int
-    present: bool = False
+    state: NodeState = NodeState.EXPECTED
     heard: float = 0.0
+
+    @property
+    def present(self) -> bool:
+        return self.state is NodeState.PRESENT
+
+    def on(self, event: NodeEvent) -> None:
+        """Enter the state that follows."""
+        self.state = advance(NODE_TRANSITIONS, self.state, event)
 
 
 @dataclass(frozen=True)
 class Takeover:
-    """What follows from a node's hello, by (stage, replica)."""
+    """Consequences of a node's hello."""
 
-    adopt: tuple[RunningReplica, ...] = ()  # they run, and are to register
-    start: tuple[tuple[str, int], ...] = ()  # to be started
-    ended: tuple[Replica, ...] = ()  # were thought to run, and do not
-    kill: tuple[RunningReplica, ...] = ()  # run, and nobody wants them
+    adopt: tuple[RunningReplica, ...] = ()  # they run, and will register
+    start: tuple[tuple[str, int], ...] = ()  # (stage, replica) to start
+    ended: tuple[Replica, ...] = ()  # believed to run, and do not
+    kill: tuple[RunningReplica, ...] = ()  # they run, and the pipeline does not need them
 
 
 class NodeTable:
@@ -65,6 +73,9 @@ class NodeTable:
 
     def find(self, rank: int) -> Node | None:
         return self._nodes.get(rank)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
 
     def of(self, replica: Replica) -> Node:
         """The node on which a replica runs."""
@@ -80,11 +91,16 @@ class NodeTable:
         """The replicas that are placed on a node."""
         return [replica for replica in self._replicas if self.of(replica) is node]
 
-    def silent(self, now: float, seconds: float) -> list[Node]:
-        """Nodes of which nothing was heard for so long, neither of their agents nor of any process on them.
+    def excuse_all(self, now: float) -> None:
+        """Count present nodes as heard of now: this process itself was stopped, and what came meanwhile is unread."""
+        for node in self.present():
+            node.heard = now
 
-        An agent that was stopped for a while does not take along the stages that work. Node 0 is never silent: should
-        its launcher end, so does the coordinator, and no link is between them.
+    def silent(self, now: float, seconds: float) -> list[Node]:
+        """Nodes of which nothing was heard for `seconds`, neither of their agents nor of any process on them.
+
+        An agent that was stopped for a while does not take along the stages that work. Node 0 is never silent: if its
+        launcher ends, the coordinator ends too, and no network link is between them.
         """
         found = []
         for node in self.present():
@@ -96,14 +112,14 @@ class NodeTable:
         return found
 
     def take_over(self, node: Node, running: Iterable[RunningReplica]) -> Takeover:
-        """A node has come or come back with these processes."""
+        """Decide about the processes of a node that has come or come back with `running`."""
         listed = {(item.stage, item.replica): item for item in running}
         adopt, start, ended = [], [], []
         for replica in self.on(node):
             item = listed.pop((replica.stage, replica.index), None)
             known = item is not None and item.spawn_epoch == replica.spawn_epoch
             if item is not None and not (known and replica.alive):
-                # It was thought to be lost, or is of the time before this coordinator.
+                # It counted as lost, or is older than this coordinator.
                 adopt.append(item)
             elif item is None and (replica.spawn_epoch == 0 or replica.left_with_node):
                 start.append((replica.stage, replica.index))

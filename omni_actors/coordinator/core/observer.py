@@ -1,4 +1,4 @@
-"""Who looks on while the coordinator decides. The decisions do not depend on it."""
+"""Callbacks for watching decisions about requests; they must not affect them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni_actors.protocol.results import AudioChunk, StageDone, TextDelta
 
 
 class Observer:
-    """Sees nothing; subclasses override what they want to see. No method may raise."""
+    """Does nothing; subclasses override the events they need. No method may raise."""
 
     def refused(self, error: OmniError) -> None:
         """A request was not admitted."""
@@ -19,22 +19,22 @@ class Observer:
     def admitted(self, request_id: str, submit: Submit) -> None: ...
 
     def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
-        """An attempt is announced to the replicas of the stages `begun`; the others of the route go on as they were."""
+        """An attempt was announced to the replicas of the stages `begun`; the rest of the route goes on as it was."""
 
     def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
-        """The work of a stage is lost; it begins anew, with those that depend on it, as soon as they can be bound.
+        """The work of a stage is lost; it runs again, with those that depend on it, as soon as they can be bound.
 
-        `counts` is false for what follows from a loss that was told before.
+        `counts` is false for a consequence of a loss that was reported before.
         """
 
     def came(self, header: Header, body: TextDelta | AudioChunk) -> None:
-        """Text or audio came from a stage, of the attempt that it works on."""
+        """Text or audio of the present attempt came from a stage."""
 
     def delivered(self, request_id: str, body: TextDelta | AudioChunk) -> None:
-        """What of it is new was sent to the client."""
+        """The new part of a result was sent to the client."""
 
     def stage_done(self, header: Header, body: StageDone) -> None:
-        """A stage has finished the attempt that it works on."""
+        """A stage has finished its present attempt."""
 
     def ended(self, request_id: str, error: OmniError | None) -> None:
-        """The one end of an admitted request; `None`: it is done."""
+        """An admitted request has ended, exactly once; `error` is `None` if it is done."""

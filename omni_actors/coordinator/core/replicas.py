@@ -1,28 +1,55 @@
-"""Which replicas there are, what state they are in, and which one takes the next request."""
+"""The replicas of a pipeline: their state, and the choice of the one that takes the next request."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from omni_actors.coordinator.core.states import REPLICA_TRANSITIONS, ReplicaEvent, ReplicaState, advance
 from omni_actors.protocol.client import StageStatus
-from omni_actors.protocol.control import ArenaAddress, Peer
+from omni_actors.protocol.control import ArenaAddress, Peer, Ready
 from omni_actors.protocol.header import ReplicaId
 
-STALE_ENTRIES = 64  # that a stage's heap may hold beside twice its replicas
+STALE_ENTRIES = 64  # that a stage's heap may hold in addition to twice its replicas
 
-# A change of these is reported to the table: the choice of a replica, or what clients are told, depends on them.
+# A change of these is reported to the table: the choice of a replica, or what clients learn, depends on them.
 _FACTS = frozenset({"voices", "sample_rate"})
 _REPORTED = _FACTS | {"state", "congested", "reserved_for", "requests"}
 
 
 @dataclass
-class Replica:
-    """One process of a stage. An epoch is one life of it as far as others can tell: one registration.
+class ProcessOrders:
+    """What was ordered of a process. Holds however often the process registers."""
 
-    A restart gets the next number, and so does a process that registers again. `spawn_epoch` is the epoch with which
+    drain: bool = False
+    restart: bool = False
+    drain_until: float = math.inf
+    stop_until: float = math.inf  # it was asked to stop, and is killed if it has not ended by then
+    kill_until: float = math.inf  # it was killed, and its node should have reported its end by then
+    kill_reason: str = ""
+
+    @property
+    def killed(self) -> bool:
+        return self.kill_until < math.inf
+
+    def kill(self, reason: str, until: float) -> None:
+        """Note that the process was killed and should be gone by `until`."""
+        self.stop_until, self.kill_until, self.kill_reason = math.inf, until, reason
+
+    def clear_kill(self) -> str:
+        """Forget the orders to end, as the process is gone. Returns the reason for a kill, "" if there was none."""
+        reason, self.kill_reason = self.kill_reason, ""
+        self.stop_until = self.kill_until = math.inf
+        return reason
+
+
+@dataclass
+class Replica:
+    """One process of a stage. Each registration of it with the coordinator has an epoch.
+
+    A new process gets the next epoch, and so does a process that registers again. `spawn_epoch` is the epoch with which
     the process was started, by which its node knows it; 0 while no process is known.
     """
 
@@ -30,7 +57,7 @@ class Replica:
     index: int
     epoch: int
     spawn_epoch: int = 0
-    node: int = 0  # rank of the one that runs it
+    node: int = 0  # rank of the node that runs it
     state: ReplicaState = ReplicaState.STARTING
     inbox: str = ""
     arena: ArenaAddress | None = None
@@ -45,18 +72,16 @@ class Replica:
     requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
     computing: set[str] = field(default_factory=set)  # those of them that this stage has not finished
     congested: bool = False  # it has granted no credit for more input
-    reserved_for: str = ""  # the only request that it takes
-    # Times of the supervision's clock: the process was started, was last heard of, its engine loop last turned.
+    reserved_for: str = ""  # the only request that it accepts
+    # Times of the health policy's clock: the process was started, was last heard of, its engine loop last advanced.
     spawned: float = 0.0
     heard: float = 0.0
     moved: float = 0.0
     restart_at: float = 0.0
-    restart_wanted: bool = False  # somebody asked for it; it is no fault
-    drain_wanted: bool = False  # somebody asked for it: holds for this process, however often it registers
-    drain_until: float = 0.0
-    stopping: bool = False  # it was told to end
-    blameless: bool = False  # it was lost with its node or its link: no request did that
+    orders: ProcessOrders = field(default_factory=ProcessOrders)
+    stopping: bool = False  # this registration was asked to end
     left_with_node: bool = False  # it is dead because its node is away
+    last_words: str = ""  # why it ends, in its own words
     on_change: Callable[[Replica, bool], None] | None = field(default=None, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -80,8 +105,13 @@ class Replica:
 
     @property
     def alive(self) -> bool:
-        """Whether its process is there, as far as anybody knows."""
+        """Whether its process runs, as far as is known."""
         return self.state not in (ReplicaState.WAITING, ReplicaState.DEAD)
+
+    @property
+    def registered(self) -> bool:
+        """Whether its process has said hello and runs."""
+        return self.alive and self.state is not ReplicaState.STARTING
 
     @property
     def ready(self) -> bool:
@@ -99,6 +129,12 @@ class Replica:
     def on(self, event: ReplicaEvent) -> None:
         """Enter the state that follows."""
         self.state = advance(REPLICA_TRANSITIONS, self.state, event)
+
+    def become_ready(self, facts: Ready) -> None:
+        self.on(ReplicaEvent.READY)
+        self.phase, self.seconds = "ready", facts.seconds
+        self.voices, self.sample_rate = facts.voices, facts.sample_rate
+        self.max_input_tokens = facts.max_input_tokens
 
     def hold(self, request_id: str) -> None:
         self.requests.add(request_id)
@@ -128,8 +164,8 @@ class Replica:
 class ReplicaTable:
     """All replicas of a pipeline, by stage and index.
 
-    The least loaded one of a stage comes from a heap. Every change of a replica puts a new entry on it, and entries
-    that are not true any more are passed over, so that a choice among a thousand costs no search.
+    The least loaded one of a stage comes from a heap. Every change of a replica puts a new entry on it, and outdated
+    entries are skipped, so that a choice among a thousand costs no search.
     """
 
     def __init__(self) -> None:
@@ -143,15 +179,14 @@ class ReplicaTable:
         return iter(self._replicas.values())
 
     def add(self, stage: str, index: int, epoch: int, spawn_epoch: int | None = None, node: int = 0) -> Replica:
-        """Register a new life of a replica, in place of the one before. `spawn_epoch`: `epoch` unless given."""
+        """Add a new registration of a replica, in place of the one before. `spawn_epoch`: `epoch` unless given."""
         before = self._replicas.get((stage, index))
         if before is not None:
             before.on_change = None
         spawn_epoch = epoch if spawn_epoch is None else spawn_epoch
         replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, spawn_epoch, node)
         if before is not None and before.spawn_epoch == spawn_epoch:  # the same process
-            replica.drain_wanted, replica.drain_until = before.drain_wanted, before.drain_until
-            replica.restart_wanted = before.restart_wanted
+            replica.orders = before.orders
         self._by_stage.setdefault(stage, {})[index] = replica
         self._heaps.setdefault(stage, [])
         replica.on_change = self._note
@@ -170,15 +205,25 @@ class ReplicaTable:
             heap[:] = [(other.preference, other.epoch) for other in others.values() if other.takes_requests]
             heapq.heapify(heap)
 
+    def of(self, stage: str) -> list[Replica]:
+        """The replicas of a stage."""
+        return list(self._by_stage.get(stage, {}).values())
+
+    def set_congested(self, replica_id: ReplicaId, congested: bool) -> None:
+        """Note whether a replica has granted no credit for more input: admission refuses requests for it."""
+        replica = self.at(replica_id)
+        if replica is not None:
+            replica.congested = congested
+
     def current(self, stage: str, index: int) -> Replica | None:
-        """The replica in whatever epoch it is."""
+        """The replica in its present epoch."""
         return self._replicas.get((stage, index))
 
     def is_current(self, replica: Replica) -> bool:
         return self._replicas.get((replica.stage, replica.index)) is replica
 
     def find(self, stage: str, index: int, epoch: int) -> Replica | None:
-        """The replica in exactly this epoch; `None` for unknown ones and for former lives."""
+        """The replica in exactly this epoch; `None` for unknown ones and former epochs."""
         replica = self._replicas.get((stage, index))
         return replica if replica is not None and replica.epoch == epoch else None
 
@@ -198,9 +243,9 @@ class ReplicaTable:
         return None
 
     def recoverable(self, stage: str) -> bool:
-        """Whether some replica of a stage is ready or will be: all others are gone for good, or take nothing new."""
+        """Whether some replica of a stage is ready or will be. The others are dead, or drain without a restart."""
         return any(
-            replica.state not in (ReplicaState.DEAD, ReplicaState.DRAINING) or replica.restart_wanted
+            replica.state not in (ReplicaState.DEAD, ReplicaState.DRAINING) or replica.orders.restart
             for replica in self._by_stage.get(stage, {}).values()
         )
 
@@ -222,12 +267,6 @@ class ReplicaTable:
     def missing(self) -> list[Replica]:
         """Replicas that are not ready, in order of the pipeline."""
         return [replica for replica in self if not replica.ready]
-
-    def unavailable_stages(self) -> list[str]:
-        """Stages without any ready replica."""
-        return [
-            stage for stage, replicas in self._by_stage.items() if not any(item.ready for item in replicas.values())
-        ]
 
     def peers(self, stages: tuple[str, ...], node: int = 0) -> tuple[Peer, ...]:
         """Addresses of all live replicas of these stages that have said hello, for a reader on `node`.

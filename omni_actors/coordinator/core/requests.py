@@ -1,4 +1,4 @@
-"""Requests between admission and their one terminal message, and the books that find them without a search."""
+"""Requests between admission and their one terminal message, and indexes that find them without a search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omni_actors.protocol.header import ReplicaId
 from omni_actors.protocol.payloads import Prompt, StageParams
 from omni_actors.protocol.results import StageUsage
 
-STALE_DEADLINES = 1024  # entries of ended requests that the heap may hold beside those of living ones
+STALE_DEADLINES = 1024  # entries of ended requests that the heap may hold next to those of active ones
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Retained:
-    """What the entry stage needs to run a request again."""
+    """The input of the entry stage, kept to run a request again."""
 
     prompt: Prompt
     buffers: Sequence[Frame]
@@ -44,7 +44,7 @@ class ActiveRequest:
     """A request between admission and its terminal message.
 
     `attempt` is the number of the newest attempt, `attempts` the one that each bound stage works on: when a replica is
-    lost, only its stage and those after it begin anew. `losses_made_up` counts what `max_attempts` bounds.
+    lost, only its stage and those after it run again. `losses_made_up` counts what `max_attempts` bounds.
     """
 
     request_id: str
@@ -74,6 +74,11 @@ class ActiveRequest:
         """The replicas that it is bound to, in order of the pipeline."""
         return tuple(self.bound[stage] for stage in self.stages if stage in self.bound)
 
+    @property
+    def missing(self) -> list[str]:
+        """Its stages that are bound to no replica, in order of the pipeline."""
+        return [stage for stage in self.stages if stage not in self.bound]
+
     def losses_of(self, stage: str | None) -> int:
         """How many replicas of a stage died while they computed this request."""
         return sum(loss.replica_id.stage == stage and loss.computing for loss in self.losses)
@@ -83,6 +88,10 @@ class ActiveRequest:
 
     def history(self) -> str:
         return "; ".join(str(loss) for loss in self.losses)
+
+    def lost_before(self) -> str:
+        """A sentence about earlier losses to append to an error, "" if there were none."""
+        return f" It was lost before: {self.history()}." if self.losses else ""
 
     def status(self, now: float) -> RequestStatus:
         return RequestStatus(

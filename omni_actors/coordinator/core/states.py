@@ -1,6 +1,6 @@
-"""The life of a replica and of a request as tables: what is not in them does not happen.
+"""Transition tables of replicas, nodes, the launch and requests: what is not in them cannot happen.
 
-`scripts/state_diagrams.py` draws both into `docs/state-machines.md`.
+`scripts/state_diagrams.py` draws them into `docs/state-machines.md`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class ReplicaState(enum.StrEnum):
     STARTING = "starting"  # spawned, has not said hello
     LOADING = "loading"  # said hello, loads its model
     READY = "ready"
-    DRAINING = "draining"  # works off what it holds, takes nothing new
-    WAITING = "waiting"  # its process is gone and is started anew after a while
-    DEAD = "dead"  # its process is gone for good
+    DRAINING = "draining"  # finishes what it holds, accepts nothing new
+    WAITING = "waiting"  # its process is gone; another one starts after the back-off
+    DEAD = "dead"  # its process is gone, and no restart is planned
 
 
 class ReplicaEvent(enum.StrEnum):
@@ -27,8 +27,8 @@ class ReplicaEvent(enum.StrEnum):
     DRAIN = "drain"
     LOST = "lost"  # a restart follows
     GIVEN_UP = "given_up"  # lost, and no restart follows
-    REVIVED = "revived"  # somebody asked for it
-    SPAWNED = "spawned"  # a new life, with a new epoch
+    REVIVED = "revived"  # an operator asked for a restart
+    SPAWNED = "spawned"  # a new process, with a new epoch
 
 
 _ALIVE = (ReplicaState.STARTING, ReplicaState.LOADING, ReplicaState.READY, ReplicaState.DRAINING)
@@ -39,9 +39,52 @@ REPLICA_TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
     (ReplicaState.READY, ReplicaEvent.DRAIN): ReplicaState.DRAINING,
     (ReplicaState.DRAINING, ReplicaEvent.DRAIN): ReplicaState.DRAINING,
     **{(state, ReplicaEvent.LOST): ReplicaState.WAITING for state in _ALIVE},
-    **{(state, ReplicaEvent.GIVEN_UP): ReplicaState.DEAD for state in _ALIVE},
+    **{(state, ReplicaEvent.GIVEN_UP): ReplicaState.DEAD for state in (*_ALIVE, ReplicaState.WAITING)},
     (ReplicaState.WAITING, ReplicaEvent.SPAWNED): ReplicaState.STARTING,
     (ReplicaState.DEAD, ReplicaEvent.REVIVED): ReplicaState.WAITING,
+}
+
+
+class NodeState(enum.StrEnum):
+    EXPECTED = "expected"  # the pipeline needs it; it has not said hello to this coordinator
+    PRESENT = "present"
+    AWAY = "away"  # it left or fell silent; its replicas count as dead until it is back
+
+
+class NodeEvent(enum.StrEnum):
+    HELLO = "hello"
+    LOST = "lost"
+
+
+NODE_TRANSITIONS: dict[tuple[NodeState, NodeEvent], NodeState] = {
+    **{(state, NodeEvent.HELLO): NodeState.PRESENT for state in NodeState},
+    **{(state, NodeEvent.LOST): NodeState.AWAY for state in NodeState},
+}
+
+
+class LaunchState(enum.StrEnum):
+    STARTING = "starting"
+    LAUNCHED = "launched"  # every replica has been ready, under this coordinator or one before it
+    DRAINING = "draining"  # no new requests; those in flight may finish
+    STOPPING = "stopping"  # requests are answered, processes are shut down, nothing starts again
+    FAILED = "failed"  # as stopping, and the launcher exits with an error
+
+
+class LaunchEvent(enum.StrEnum):
+    ALL_READY = "all_ready"
+    STOP = "stop"  # a signal or an operator's shutdown
+    FAIL = "fail"
+    END = "end"  # nothing is in flight, or the drain timeout has passed
+
+
+LAUNCH_TRANSITIONS: dict[tuple[LaunchState, LaunchEvent], LaunchState] = {
+    (LaunchState.STARTING, LaunchEvent.ALL_READY): LaunchState.LAUNCHED,
+    (LaunchState.STARTING, LaunchEvent.FAIL): LaunchState.FAILED,
+    (LaunchState.STARTING, LaunchEvent.STOP): LaunchState.STOPPING,
+    (LaunchState.LAUNCHED, LaunchEvent.STOP): LaunchState.DRAINING,
+    (LaunchState.STARTING, LaunchEvent.END): LaunchState.STOPPING,
+    (LaunchState.LAUNCHED, LaunchEvent.END): LaunchState.STOPPING,
+    (LaunchState.DRAINING, LaunchEvent.END): LaunchState.STOPPING,
 }
 
 

@@ -1,0 +1,501 @@
+"""Decides when each node starts, kills or restarts a replica. Events in, instructions out: no sockets, no clocks.
+
+The fleet starts no process itself: node agents do, and report. What it must know after the coordinator was restarted
+comes from the nodes, too: the hello of each lists the processes that run there.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+
+import omni_actors
+from omni_actors.config import PipelineConfig
+from omni_actors.coordinator.core.health import HealthPolicy
+from omni_actors.coordinator.core.instructions import (
+    Announce,
+    FleetInstruction,
+    GiveUp,
+    Level,
+    Log,
+    Measured,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaRegistered,
+    ReplicaSpawned,
+    TellNode,
+    TellReplica,
+)
+from omni_actors.coordinator.core.launch import Culprit, Launch, explain_end
+from omni_actors.coordinator.core.nodes import HelloKind, Node, NodeTable, classify_hello
+from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
+from omni_actors.coordinator.core.states import LaunchEvent, NodeEvent, ReplicaEvent, ReplicaState
+from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.client import Operate, Operation
+from omni_actors.protocol.control import (
+    CoordinatorToStage,
+    Fatal,
+    Heartbeat,
+    Hello,
+    Loading,
+    Peers,
+    Ready,
+    Reregister,
+    Shutdown,
+    StageToCoordinator,
+    Welcome,
+)
+from omni_actors.protocol.header import PROTOCOL_VERSION, ReplicaId
+from omni_actors.protocol.nodes import (
+    CoordinatorToNode,
+    KillReplica,
+    Launched,
+    NodeBeat,
+    NodeHello,
+    NodeLeaving,
+    NodeToCoordinator,
+    NodeWelcome,
+    ReplicaEnded,
+    StartReplica,
+)
+from omni_actors.protocol.telemetry import Snapshot
+
+TICK_SECONDS = 0.05  # between two calls of `tick`
+LATE_TICK_SECONDS = 1.0  # after a longer pause it is this process that had stopped
+STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
+KILL_SECONDS = 2.0  # for a node to report the end of a process that it was told to kill
+ABSENT_SECONDS = 10.0  # for a node to come back to a coordinator that was restarted
+LAST_LOG_SECONDS = 1.0  # for a node to report the log of the replica that fails the launch
+
+
+class Fleet:
+    """The replicas and nodes of a pipeline, from the first hello to the end. Every event returns instructions.
+
+    Args:
+        replicas: filled and changed here; the request machine reads it.
+        client: endpoint for clients, to announce.
+        results: endpoint for the results of stages.
+        new_epoch: gives the epoch of a new process. No epoch may occur twice in a run directory: a stage that outlives
+            a killed launcher for a moment must not be taken for one of the next launcher's.
+        began: when the launch began.
+        now: as of all events, in seconds of one monotonic clock.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        replicas: ReplicaTable,
+        client: str,
+        results: str,
+        new_epoch: Callable[[], int],
+        began: float,
+        now: float,
+    ) -> None:
+        self._pipeline = pipeline
+        self._settings = pipeline.coordinator
+        self._client = client
+        self._results = results
+        self._new_epoch = new_epoch
+        self._created = self._ticked = now
+        self._early: dict[tuple[str, int], tuple[ReplicaId, Hello]] = {}  # hellos of processes before their node's
+        self._instructions: list[FleetInstruction] = []
+        self.replicas = replicas
+        self.health = HealthPolicy(pipeline, replicas)
+        self.nodes = NodeTable(pipeline, replicas, now)
+        self.launch = Launch(replicas, self.nodes, self.health, began, now)
+        self.dropped: collections.Counter[str] = collections.Counter()
+
+    # -- the launch ---------------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> list[FleetInstruction]:
+        """Expect all replicas of the pipeline. The hellos of the nodes say which of them run already."""
+        for stage in self._pipeline.stages:
+            for index in range(stage.replicas):
+                replica = self._expect(stage.name, index, 0, now)
+                replica.phase = f"waiting for node {replica.node}"
+        return self._taken()
+
+    def stop(self) -> None:
+        """Drain a launched pipeline, end one that still starts. Idempotent."""
+        if self.launch.wanted:
+            self.launch.on(LaunchEvent.STOP)
+
+    def end(self) -> None:
+        """Stop supervision: from now on no replica restarts and no change is announced. Idempotent."""
+        if not self.launch.ending:
+            self.launch.on(LaunchEvent.END)
+
+    def shut_down(self) -> list[FleetInstruction]:
+        """End, and tell every stage process and every node to shut down."""
+        self.end()
+        reason = self.launch.failure or "the launcher stops"
+        for replica in self.replicas:
+            if replica.registered:
+                self._tell(replica, Shutdown(reason=reason[:8000]))
+        for node in self.nodes.present():
+            self._tell_node(node, Shutdown(reason=reason, failed=bool(self.launch.failure)))
+        return self._taken()
+
+    def tick(self, now: float, in_flight: int) -> list[FleetInstruction]:
+        """Notice what time brings: silence, stuck processes, restarts that are due. Call it every `TICK_SECONDS`."""
+        late, self._ticked = now > self._ticked + LATE_TICK_SECONDS, now
+        if late:
+            self.nodes.excuse_all(now)
+            self.health.excuse_all(now)
+        else:
+            self._give_up_nodes(now)
+            self._kill_stuck(now)
+        self._stop_drained(now)
+        self._enforce_ends(now)
+        if self.launch.wanted or (self.launch.serving and in_flight):
+            self._restart_due(now)
+        if self.launch.starting:
+            self._check_launch(now)
+        return self._taken()
+
+    def _check_launch(self, now: float) -> None:
+        launch = self.launch
+        if launch.culprit is not None:
+            if now > launch.culprit.until:
+                self._fail(explain_end(launch.culprit.replica, launch.culprit.what, ""))
+            return
+        overdue = launch.overdue(now)
+        if overdue is not None:
+            self._announce(launch.progress())
+            launch.culprit = Culprit(overdue, "is not ready in time", now + LAST_LOG_SECONDS)
+            self._kill(overdue, "", now)
+        elif not launch.missing():
+            launch.on(LaunchEvent.ALL_READY)
+            for node in self.nodes.present():
+                self._tell_node(node, Launched())
+            self._announce(f"ready after {now - launch.began:.1f} s, clients connect to {self._client}")
+        elif launch.report_due(now):
+            self._announce(launch.progress())
+
+    def _fail(self, reason: str) -> None:
+        """Give up a pipeline that has not been launched; one that has been goes on degraded."""
+        if self.launch.starting:
+            self.launch.fail(reason)
+            self._instructions.append(GiveUp(reason))
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def from_node(self, rank: int, body: NodeToCoordinator, now: float) -> list[FleetInstruction]:
+        """Take a message of a node's agent."""
+        node = self.nodes.find(rank)
+        if node is None:
+            refusal = Shutdown(reason=f"The configuration places no stage on node {rank}.", failed=True)
+            return [TellNode(rank, refusal)]
+        node.heard = now
+        if isinstance(body, NodeHello):
+            self._node_hello(node, body, now)
+        elif not node.present:
+            self._tell_node(node, Reregister())
+        elif isinstance(body, NodeBeat):
+            self._tell_node(node, NodeBeat())
+        elif isinstance(body, NodeLeaving):
+            self._lose_node(node, f"it leaves: {body.reason}")
+        elif isinstance(body, ReplicaEnded):
+            replica = self.replicas.current(body.stage, body.replica)
+            if replica is not None and replica.spawn_epoch == body.spawn_epoch and replica.alive:
+                self._died(replica, body.how, body.log, now)
+        return self._taken()
+
+    def _node_hello(self, node: Node, hello: NodeHello, now: float) -> None:
+        difference = self._difference(hello)
+        if difference:
+            text = f"Node {node.rank} is refused: {difference}."
+            self._announce(text)
+            self._tell_node(node, Shutdown(reason=text, failed=True))
+            self._fail(text)
+            return
+        node.on(NodeEvent.HELLO)
+        if hello.launched and node.rank == 0 and self.launch.starting:
+            self.launch.on(LaunchEvent.ALL_READY)  # under a coordinator before this one
+        self._tell_node(node, NodeWelcome())
+        if self.launch.serving:
+            self._tell_node(node, Launched())
+        takeover = self.nodes.take_over(node, hello.replicas)
+        for item in takeover.kill:
+            self._tell_node(node, KillReplica(item.stage, item.replica, item.spawn_epoch))
+        for item in takeover.adopt:
+            replica = self._expect(item.stage, item.replica, item.spawn_epoch, now)
+            if replica.state is ReplicaState.STARTING:  # its hello may have been here before its node's
+                replica.phase = "registering again"
+        where = f" on node {node.rank}" if len(self.nodes) > 1 else ""
+        if takeover.adopt:
+            names = ", ".join(f"{item.stage}/{item.replica}" for item in takeover.adopt)
+            self._announce(f"{names} still running{where}")
+        for replica in takeover.ended:
+            self._died(replica, "its node knows nothing of it", "", now)
+        if takeover.start:
+            names = ", ".join(f"{stage}/{index}" for stage, index in takeover.start)
+            self._announce(f"starting {names}{where}")
+        spawn_epoch = self._new_epoch()
+        for stage, index in takeover.start:
+            self._start(stage, index, spawn_epoch, now)
+
+    def _give_up_nodes(self, now: float) -> None:
+        for node in self.nodes.silent(now, self._settings.heartbeat_timeout):
+            self._lose_node(node, f"silent for {now - node.heard:.1f} s")
+        if self.launch.serving and now > self._created + ABSENT_SECONDS:
+            for node in self.nodes.absent():
+                if any(replica.alive for replica in self.nodes.on(node)):
+                    self._lose_node(node, "it has not come back to the restarted coordinator")
+
+    def _lose_node(self, node: Node, why: str) -> None:
+        """Count the replicas of a node as dead until it is back."""
+        node.on(NodeEvent.LOST)
+        away = f"node {node.rank} is away: {why}"
+        self._announce(away)
+        for replica in self.nodes.on(node):
+            if replica.alive or replica.state is ReplicaState.WAITING:
+                replica.orders.clear_kill()
+                replica.left_with_node = True
+                self._log(Level.ERROR, f"lost: {away}", replica)
+                self._lose(replica, away, restart=False, blame=False)
+        self._fail(f"Node {node.rank} was lost while the pipeline started: {why}")
+
+    # -- stage processes ----------------------------------------------------------------------------------------------
+
+    def from_stage(self, replica_id: ReplicaId, body: StageToCoordinator, now: float) -> list[FleetInstruction]:
+        """Take a message on the control connection of a stage process."""
+        kind = str(type(body).__struct_config__.tag)
+        replica = self.replicas.at(replica_id)
+        if isinstance(body, Hello):
+            self._hello(replica_id, body, now)
+        elif replica is None or not replica.alive:
+            self._drop_unknown(replica_id, kind)
+            if isinstance(body, Heartbeat) and self.replicas.current(replica_id.stage, replica_id.replica) is not None:
+                # It does not know that it counts as lost.
+                self._instructions.append(TellReplica(replica_id, Reregister()))
+        elif replica.state is ReplicaState.STARTING:  # this is about a registration that is over
+            self._tell(replica, Reregister())
+        elif isinstance(body, Ready) and replica.state is not ReplicaState.LOADING:
+            self._drop_disorder(replica, kind)
+        else:
+            self._from_registered(replica, body, now)
+        return self._taken()
+
+    def link_cut(self, replica_id: ReplicaId) -> list[FleetInstruction]:
+        """Ask a stage process whose link was cut to register again."""
+        text = f"the link to {replica_id.name} was cut; the stage should register again"
+        return [Log(Level.WARNING, text), TellReplica(replica_id, Reregister())]
+
+    def _hello(self, replica_id: ReplicaId, hello: Hello, now: float) -> None:
+        """Register a process, for the first time or again."""
+        place = replica_id.stage, replica_id.replica
+        current = self.replicas.current(*place)
+        kind = classify_hello(current, replica_id.epoch, hello.spawn_epoch or replica_id.epoch)
+        if current is None or kind is HelloKind.FOREIGN:
+            self._drop_unknown(replica_id, "hello")
+            refusal = Shutdown(reason="the pipeline does not need this process")
+            self._instructions.append(TellReplica(replica_id, refusal))
+        elif kind is HelloKind.EARLY:
+            self._early[place] = replica_id, hello
+        elif kind is HelloKind.REPEATED:
+            self._drop_disorder(current, "hello")
+        elif kind is HelloKind.RENEWED:
+            if current.registered:
+                self._lose(current, "it has registered again", restart=True, blame=False)
+            renewed = self.replicas.add(*place, replica_id.epoch, current.spawn_epoch, current.node)
+            renewed.phase = "registering again"
+            self.health.spawned(renewed, now)
+            self._welcome(renewed, hello)
+        else:
+            self._welcome(current, hello)
+
+    def _welcome(self, replica: Replica, hello: Hello) -> None:
+        difference = self._difference(hello)
+        if difference:
+            replica.last_words = f"{replica.name}: {difference}."
+            self._tell(replica, Shutdown(reason=difference))
+            return
+        replica.on(ReplicaEvent.HELLO)
+        replica.pid, replica.inbox, replica.arena = hello.pid, hello.inbox, hello.arena
+        self._instructions.append(ReplicaRegistered(replica))
+        self._tell(replica, Welcome(results=self._results))
+        self._announce_peers()
+
+    def _difference(self, hello: Hello | NodeHello) -> str:
+        """What keeps a process from working with this one, "" for nothing."""
+        ours = (PROTOCOL_VERSION, omni_actors.__version__, self._pipeline.digest())
+        theirs = (hello.protocol, hello.package, hello.config)
+        return "" if ours == theirs else f"protocol, package and configuration are {theirs} there and {ours} here"
+
+    def _from_registered(self, replica: Replica, body: StageToCoordinator, now: float) -> None:
+        if isinstance(body, Heartbeat):
+            self.health.beat(replica, body.progress, now)
+            replica.counts = body.counts
+            self._instructions.append(Measured(replica, body))
+        elif isinstance(body, Snapshot):
+            self._instructions.append(Measured(replica, body))
+        elif isinstance(body, Loading):
+            replica.phase = body.phase
+        elif isinstance(body, Fatal):
+            replica.last_words = body.message
+        elif isinstance(body, Ready):
+            self._on_ready(replica, body, now)
+
+    def _on_ready(self, replica: Replica, facts: Ready, now: float) -> None:
+        self.health.ready(replica, now)
+        replica.become_ready(facts)
+        if replica.orders.drain:  # given before it registered again
+            self._drain(replica)
+        else:
+            self._announce(f"{replica.name} ready in {facts.seconds:.1f} s; {self.launch.progress()}")
+        self._instructions.append(ReplicaReady(replica))
+        if self.launch.starting:
+            self._check_launch(now)
+
+    # -- ends and restarts --------------------------------------------------------------------------------------------
+
+    def _died(self, replica: Replica, how: str, log: str, now: float) -> None:
+        """Plan a restart. While the pipeline starts, a stage that is left without any replica ends the launch."""
+        killed = replica.orders.clear_kill()
+        cause = f"{killed}; {how}" if killed else how
+        asked = replica.orders.restart
+        restart = not self.launch.ending and self.health.plan(replica, now)
+        self._log(Level.DEBUG if asked or self.launch.ending else Level.ERROR, f"ended: {cause}", replica)
+        self._lose(replica, cause, restart, blame=not asked)
+        if not self.launch.wanted:
+            return
+        text, culprit = explain_end(replica, f"died ({cause})", log), self.launch.culprit
+        if asked:
+            self._announce(f"{replica.name} has stopped and restarts")
+        elif culprit is not None and culprit.replica is replica:
+            self._fail(explain_end(replica, culprit.what, log))
+        elif self.launch.starting and not any(peer.alive for peer in self.replicas.of(replica.stage)):
+            self._fail(text)
+        elif restart:
+            self._announce(f"{text}\n{replica.name} restarts in {replica.restart_at - now:.1f} s")
+        else:
+            self._announce(f"degraded: {text}")
+        if self.launch.wanted:
+            self._restart_due(now)
+
+    def _lose(self, replica: Replica, why: str, restart: bool, blame: bool) -> None:
+        replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+        self._instructions.append(ReplicaLost(replica, why, blame))
+        if not self.launch.ending:
+            self._announce_peers()
+
+    def _restart_due(self, now: float) -> None:
+        for dead in self.health.due(now):
+            if self.nodes.of(dead).present:
+                self._announce(f"starting {dead.name} again")
+                self._start(dead.stage, dead.index, max(dead.epoch + 1, self._new_epoch()), now)
+
+    def _start(self, stage: str, index: int, spawn_epoch: int, now: float) -> None:
+        replica = self._expect(stage, index, spawn_epoch, now)
+        self._tell_node(self.nodes.of(replica), StartReplica(stage=stage, replica=index, spawn_epoch=spawn_epoch))
+
+    def _expect(self, stage: str, index: int, spawn_epoch: int, now: float) -> Replica:
+        """Expect the hello of a process; `spawn_epoch` 0: none is known yet."""
+        replica = self.replicas.add(stage, index, spawn_epoch, node=self._pipeline.stage(stage).node_of(index))
+        self._instructions.append(ReplicaSpawned(stage, index, spawn_epoch))
+        self.health.spawned(replica, now)
+        early = self._early.pop((stage, index), None) if spawn_epoch else None
+        if early is not None:
+            self._hello(*early, now)
+        return replica
+
+    def _kill_stuck(self, now: float) -> None:
+        """Kill what is stuck. While the pipeline starts, the startup timeout ends the launch instead."""
+        if not self.launch.serving:
+            return
+        settings = self._settings
+        for replica, why in self.health.stuck(now):
+            node_silent = self.nodes.of(replica).heard + 3 * settings.heartbeat_interval < now
+            if node_silent and now < replica.heard + settings.heartbeat_timeout + KILL_SECONDS:
+                continue  # it may be the link: the order would reach a healthy process once the link is back
+            if not replica.orders.killed:
+                self._log(Level.ERROR, f"killing {replica.name}: {why}", replica)
+                self._kill(replica, why, now)
+
+    def _kill(self, replica: Replica, why: str, now: float) -> None:
+        replica.orders.kill(why, until=now + KILL_SECONDS)
+        kill = KillReplica(replica.stage, replica.index, replica.spawn_epoch)
+        self._tell_node(self.nodes.of(replica), kill)
+
+    def _stop_drained(self, now: float) -> None:
+        for replica in self.health.drained(now):
+            replica.stopping = True
+            replica.orders.stop_until = now + STOP_SECONDS
+            self._tell(replica, Shutdown(reason="it is restarted"))
+
+    def _enforce_ends(self, now: float) -> None:
+        """Kill what did not stop, and count as dead what did not end when killed."""
+        for replica in list(self.replicas):
+            if replica.orders.stop_until <= now:
+                self._kill(replica, "it did not stop", now)
+            if replica.orders.kill_until <= now and replica.alive:
+                self._died(replica, "its node does not answer", "", now)
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def operate(self, order: Operate, now: float) -> tuple[str, list[FleetInstruction]]:
+        """Drain or restart a replica. Returns the answer for the operator.
+
+        Raises:
+            InvalidRequest: there is no such replica, or it is in no state for that.
+        """
+        replica = self.replicas.current(order.stage, order.replica)
+        if replica is None:
+            known = ", ".join(replica.name for replica in self.replicas)
+            raise InvalidRequest(f"There is no replica {order.stage}/{order.replica}; there are {known}.")
+        if order.operation is Operation.RESTART and replica.state is ReplicaState.DEAD:
+            self.health.revive(replica, now)
+            if self.launch.wanted:
+                self._restart_due(now)
+            return f"{replica.name} restarts.", self._taken()
+        if replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
+            text = f"{replica.name} is {replica.state}; only a ready one drains."
+            raise InvalidRequest(text, hint="Try again later.")
+        replica.orders.drain = True
+        if order.operation is Operation.RESTART:
+            replica.orders.restart = True
+            replica.orders.drain_until = now + self._settings.default_timeout
+        self._drain(replica)
+        self._stop_drained(now)
+        return f"{replica.name} drains; it holds {len(replica.requests)} requests.", self._taken()
+
+    def _drain(self, replica: Replica) -> None:
+        replica.on(ReplicaEvent.DRAIN)
+        self._announce(f"{replica.name} drains")
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def _taken(self) -> list[FleetInstruction]:
+        taken, self._instructions = self._instructions, []
+        return taken
+
+    def _announce(self, text: str) -> None:
+        self._instructions.append(Announce(text))
+
+    def _log(self, level: Level, text: str, replica: Replica) -> None:
+        self._instructions.append(Log(level, text, replica.name))
+
+    def _tell(self, replica: Replica, body: CoordinatorToStage) -> None:
+        self._instructions.append(TellReplica(replica.replica_id, body))
+
+    def _tell_node(self, node: Node, body: CoordinatorToNode) -> None:
+        self._instructions.append(TellNode(node.rank, body))
+
+    def _announce_peers(self) -> None:
+        """Tell every stage the addresses of the stages after and before it."""
+        pipeline, find = self._pipeline, self.replicas.peers
+        for replica in self.replicas:
+            if replica.registered:
+                stage = pipeline.stage(replica.stage)
+                peers = find(pipeline.downstream(stage.name), replica.node)
+                self._tell(replica, Peers(peers=peers, sources=find(stage.source_names, replica.node)))
+
+    def _drop_unknown(self, replica_id: ReplicaId, kind: str) -> None:
+        self.dropped["control_of_unknown_replica"] += 1
+        text = f"dropped a {kind} of the unknown replica {replica_id.name} (epoch {replica_id.epoch})"
+        self._instructions.append(Log(Level.WARNING, text))
+
+    def _drop_disorder(self, replica: Replica, kind: str) -> None:
+        self.dropped["control_out_of_order"] += 1
+        self._log(Level.WARNING, f"said {kind} while {replica.state}", replica)

@@ -1,0 +1,103 @@
+"""Plans where a request runs: on which replicas its stages run next, and which stages run again after a loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omni_actors.config import LossPolicy, PipelineConfig
+from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
+from omni_actors.coordinator.core.requests import ActiveRequest
+from omni_actors.coordinator.core.restart_scope import StageGraph
+from omni_actors.coordinator.core.suspects import IsolationRuns
+from omni_actors.errors import OmniError, StageLost, StageUnavailable
+from omni_actors.protocol.fields import MAX_ATTEMPT
+
+
+@dataclass(frozen=True)
+class Route:
+    """The replicas for those stages of a request that are bound to none."""
+
+    replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """No replica of `stage` is free for the request now; one will be."""
+
+    stage: str
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """The request cannot run, now or later."""
+
+    error: OmniError
+
+
+class Planner:
+    """Reads requests and replicas and changes neither, but for the replica that it reserves for a suspect."""
+
+    def __init__(self, pipeline: PipelineConfig, replicas: ReplicaTable) -> None:
+        self._replicas = replicas
+        self._entry = pipeline.entry.name
+        self._max_attempts = pipeline.coordinator.max_attempts
+        self._policies = {stage.name: stage.on_replica_loss for stage in pipeline.stages}
+        self.graph = StageGraph(pipeline)
+        self.isolation_runs = IsolationRuns(replicas)
+
+    def plan(self, request: ActiveRequest) -> Route | Wait | Unavailable:
+        """Choose the least loaded replica of every stage that the request still needs."""
+        missing = request.missing
+        if self._entry in missing and request.retained is None:
+            return Unavailable(StageLost("What it takes to run the request again was not kept."))
+        chosen = []
+        # The stage that suspects it last: no replica is emptied for a request that has to wait for another one.
+        for stage in sorted(missing, key=lambda stage: stage == request.suspected_by):
+            alone = request.suspected_by == stage
+            replica = self.isolation_runs.replica_for(request, stage) if alone else self._replicas.choose(stage)
+            if replica is None:
+                return Wait(stage) if self._replicas.recoverable(stage) else Unavailable(_unavailable(request, stage))
+            chosen.append(replica)
+        return Route(tuple(chosen))
+
+    def replays(self, stage: str) -> bool:
+        """Whether work that a stage loses runs again, as configured."""
+        return self._policies[stage] is LossPolicy.REPLAY
+
+    def may_wait_for(self, stage: str) -> bool:
+        """Whether new requests may wait for a stage of which no replica is ready."""
+        return self.replays(stage) and self._replicas.recoverable(stage)
+
+    def replay(self, request: ActiveRequest, lost: str, counts: bool) -> set[str] | None:
+        """The stages that run again when the work of the stage `lost` is gone; `None` if the request has to fail.
+
+        `counts` says whether this is one of the losses that `max_attempts` bounds.
+        """
+        again = self.graph.again(request.stages, [lost], lambda stage: self.holds(request, stage))
+        possible = (
+            (self._entry not in again or request.retained is not None)
+            and request.losses_made_up + counts < self._max_attempts
+            and request.attempt < MAX_ATTEMPT
+            and self.replays(lost)
+            and all(self._replicas.recoverable(stage) for stage in again)
+        )
+        return again if possible else None
+
+    def holds(self, request: ActiveRequest, stage: str) -> bool:
+        """Whether the replica that worked on a request is alive."""
+        replica_id = request.bound.get(stage)
+        replica = self._replicas.at(replica_id) if replica_id is not None else None
+        return replica is not None and replica.alive
+
+    def is_through_with(self, request: ActiveRequest, stage: str) -> bool:
+        """Whether a request needs nothing more of a stage: it is done, and so are those that take its output.
+
+        That the stage is done is not enough: its last chunks may have died with it on their way.
+        """
+        needed = {stage, *self.graph.downstream[stage]} & set(request.stages)
+        return needed <= set(request.usage)
+
+
+def _unavailable(request: ActiveRequest, stage: str) -> StageUnavailable:
+    text = f"No replica of stage {stage!r} is ready, and none will be.{request.lost_before()}"
+    return StageUnavailable(text, stage=stage)

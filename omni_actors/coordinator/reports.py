@@ -1,0 +1,128 @@
+"""Answers to questions about the pipeline: its description, the links to its stages, metrics and timelines."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from omni_actors.config import PipelineConfig
+from omni_actors.coordinator.core.fleet import Fleet
+from omni_actors.coordinator.core.lifecycle import RequestMachine
+from omni_actors.coordinator.core.replicas import Replica
+from omni_actors.coordinator.stage_links import StageLinks
+from omni_actors.errors import OmniError
+from omni_actors.protocol.client import Description, EdgeStatus, Observation, Observe, Subject
+from omni_actors.protocol.codec import Decoder, encode
+from omni_actors.protocol.common import Failed
+from omni_actors.protocol.header import Header
+from omni_actors.telemetry.collector import TelemetryCollector
+from omni_actors.telemetry.meters import Meters
+from omni_actors.telemetry.prometheus import render
+from omni_actors.transport.credit import Traffic
+
+
+class Reports:
+    """Reads what the other parts of the coordinator know.
+
+    Args:
+        decoders: by channel, for counts of what they rejected.
+        traffic: by receiver.
+        dropped: what the coordinator's shell dropped, by reason.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        requests: RequestMachine,
+        fleet: Fleet,
+        stages: StageLinks,
+        collector: TelemetryCollector,
+        decoders: Mapping[str, Decoder[Any]],
+        traffic: Mapping[str, Traffic],
+        dropped: collections.Counter[str],
+    ) -> None:
+        self._pipeline = pipeline
+        self._requests = requests
+        self._fleet = fleet
+        self._stages = stages
+        self._collector = collector
+        self._decoders = decoders
+        self._traffic = traffic
+        self._dropped = dropped
+
+    def describe(self, client: bytes) -> Description:
+        """Describe the pipeline and a client's own requests."""
+        requests, replicas = self._requests, self._requests.replicas
+        return Description(
+            pipeline=self._pipeline.name,
+            model=self._pipeline.model,
+            modalities=tuple(self._pipeline.modalities),
+            voices=replicas.voices,
+            sample_rate=replicas.sample_rate,
+            healthy=not replicas.missing(),
+            in_flight=requests.in_flight,
+            max_in_flight=self._pipeline.coordinator.max_in_flight,
+            stages=tuple(replica.status() for replica in replicas),
+            requests=requests.requests_of(client),
+            counts=self._counts(),
+            outputs={modality: stage.name for stage in self._pipeline.stages for modality in stage.outputs},
+        )
+
+    def _counts(self) -> dict[str, int]:
+        counts = {"replays": self._requests.replays, "retained_bytes": self._requests.retained_bytes}
+        counts |= {f"dropped_{reason}": count for reason, count in self._all_dropped().items()}
+        for channel, decoder in self._decoders.items():
+            counts |= {f"rejected_{channel}_{reason}": count for reason, count in decoder.rejected.items()}
+        return counts
+
+    def _all_dropped(self) -> collections.Counter[str]:
+        return self._requests.dropped + self._fleet.dropped + self._dropped
+
+    def edges(self) -> tuple[EdgeStatus, ...]:
+        """The coordinator's link to each replica."""
+        return tuple(self._edge(replica) for replica in self._fleet.replicas)
+
+    def _edge(self, replica: Replica) -> EdgeStatus:
+        link, now = self._stages.find(replica.replica_id), time.monotonic()
+        window = link.window if link is not None else None
+        return EdgeStatus(
+            replica.stage,
+            replica.index,
+            replica.epoch,
+            window.messages_out if window is not None else 0,
+            window.bytes_out if window is not None else 0,
+            link.backlog if link is not None else 0,
+            self._fleet.health.restarts(replica),
+            now - replica.heard,
+            now - replica.moved,
+            replica.phase,
+        )
+
+    def observe(self, question: Observe) -> Observation | Failed:
+        """Answer with metrics or timelines, or with why that cannot be had."""
+        try:
+            if question.subject is Subject.METRICS:
+                observation = Observation(text=render(self.gather()))
+            else:
+                observation = self._collector.answer(question)
+            encode(Header(""), observation, limits=self._pipeline.limits)  # a very large pipeline may exceed them
+        except OmniError as error:
+            return Failed.from_error(error)
+        return observation
+
+    def gather(self) -> Meters:
+        """All metrics of the pipeline."""
+        replicas = {
+            (replica.stage, replica.index): (replica.ready, len(replica.requests)) for replica in self._fleet.replicas
+        }
+        edges = {target: traffic.metrics() for target, traffic in self._traffic.items()} | self._stages.metrics()
+        return self._collector.gather(
+            self._requests.in_flight,
+            self._requests.retained_bytes,
+            replicas,
+            edges,
+            {channel: decoder.rejected for channel, decoder in self._decoders.items()},
+            self._all_dropped(),
+        )
