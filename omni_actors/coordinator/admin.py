@@ -56,7 +56,7 @@ class AdminCommands:
             text=text,
             description=self._reports.describe(client),
             edges=self._reports.edges(),
-            requests=self._requests.requests(time.time()),
+            requests=self._requests.statuses(time.time()),
         )
 
     def _carry_out(self, order: Operate) -> str:

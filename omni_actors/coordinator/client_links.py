@@ -1,4 +1,4 @@
-"""What goes to clients: a link for each on the coordinator's ROUTER, and what becomes of those that read too slowly."""
+"""Links to clients: one each on the coordinator's ROUTER. Clients that read too slowly lose their requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from omni_actors.transport.sockets import PeerGone, Socket
 
 logger = get_logger(__name__)
 
-FORGET_CLIENT_SECONDS = 600.0  # after which a client without requests that owes credit is taken for gone
+FORGET_CLIENT_SECONDS = 600.0  # after which a client without requests that owes credit counts as gone
 SWEEP_SECONDS = 10.0
 
 
@@ -29,7 +29,7 @@ class ClientLinks:
     """Belongs to the coordinator's loop.
 
     Args:
-        do: carries out what ending a client's requests asks for.
+        do: carries out the instructions that end a client's requests.
         traffic: of all clients together, for metrics.
         dropped: counts clients that were slow or lost.
     """
@@ -54,7 +54,7 @@ class ClientLinks:
         self._next_sweep = 0.0
 
     def send(self, message: ToClient) -> None:
-        """A client that takes no more loses its requests, one that is gone is forgotten."""
+        """Send to a client. One that takes no more loses its requests, one that is gone is forgotten."""
         client = message.client
         header = Header("", request_id=message.request_id, seq=message.seq)
         frames = encode(header, message.body, message.buffers, self._limits)
@@ -63,7 +63,7 @@ class ClientLinks:
             link = self._links[client] = self._new_link()
         with self._reaching(client):
             if not link.send(message.request_id, [client, *frames], wire_size(frames)):
-                self._end_slow(client, link, "more waited for it than may wait")
+                self._end_slow(client, link, "too much waited for it")
 
     def _new_link(self) -> Link:
         flow = self._flow
@@ -79,14 +79,14 @@ class ClientLinks:
         )
 
     def granted(self, client: bytes, credit: Credit) -> None:
-        """A client has read that much."""
+        """Count what a client has read."""
         link = self._links.get(client)
         if link is not None:
             with self._reaching(client):
                 link.granted(credit.messages, credit.bytes)
 
     def flush(self) -> None:
-        """Send what waits, as far as it can be sent, and give up clients that have taken nothing for too long."""
+        """Send what waits, as far as possible, and give up on clients that have taken nothing for too long."""
         for client, link in list(self._links.items()):
             if not link.backlog:
                 continue
@@ -96,7 +96,7 @@ class ClientLinks:
                     self._end_slow(client, link, "it took nothing for too long")
 
     def sweep(self) -> None:
-        """Forget clients that have nothing in flight, now and then; most have closed by now."""
+        """Forget clients that have nothing in flight; most have closed by now."""
         now = time.monotonic()
         if now < self._next_sweep:
             return
@@ -109,15 +109,15 @@ class ClientLinks:
 
     @contextlib.contextmanager
     def _reaching(self, client: bytes) -> Iterator[None]:
-        """A client that cannot be reached any more is given up."""
+        """Give up on a client that can no longer be reached."""
         try:
             yield
         except PeerGone:
             self._lose(client, "it is not connected")
 
     def _end_slow(self, client: bytes, link: Link, why: str) -> None:
-        """Give up what waits for a client and end its requests; it hears of it when it reads again."""
-        if not self._state.requests_of(client):  # it has not even taken that
+        """Drop what waits for a client and end its requests; it gets the errors when it reads again."""
+        if not self._state.requests_of(client):  # it has not even taken the errors
             self._lose(client, "it reads nothing")
             return
         logger.warning("ended the requests of a slow client: %s", why)
@@ -128,7 +128,7 @@ class ClientLinks:
         self._do(self._state.end_client(client, error, time.time()))
 
     def _lose(self, client: bytes, why: str) -> None:
-        """Give a client's messages and requests up; should it come back, the answer to its ping tells it so."""
+        """Drop a client's messages and end its requests. If it comes back, the answer to its ping shows that."""
         logger.warning("lost a client: %s; its requests end", why)
         self._dropped["client_lost"] += 1
         self._links.pop(client, None)

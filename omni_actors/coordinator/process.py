@@ -1,7 +1,7 @@
-"""The coordinator's process: a child of the launcher, light enough to be started again in a fraction of a second.
+"""The coordinator's process: a child of the launcher, light enough to restart in a fraction of a second.
 
-The launcher writes a `CoordinatorSpec` to its stdin and reads from its stdout one line when it listens (or why it does
-not) and one when it ends.
+The launcher writes a `CoordinatorSpec` to its stdin, and reads one line from its stdout when it listens, or why it
+cannot, and one when it ends.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from omni_actors.telemetry.collector import span_exporter
 
 logger = logs.get_logger(__name__)
 
-ORPHAN_SECONDS = 3.0  # after which a process without a launcher ends whatever its event loop does
+ORPHAN_SECONDS = 3.0  # after which a process without a launcher ends even if its event loop hangs
 FAREWELL_SECONDS = 0.2  # for the last answers to clients when the launcher is dead
 EXIT_REFUSED = 3
 
 
 class CoordinatorSpec(Struct, frozen=True):
-    """What the process is told at birth. `began`: when the launch began, on the monotonic clock."""
+    """Settings of the process. `began`: when the launch began, on the monotonic clock."""
 
     pipeline: PipelineConfig
     client: str
@@ -50,14 +50,14 @@ class CoordinatorSpec(Struct, frozen=True):
 
 
 class Listening(Struct, frozen=True, tag="listening"):
-    """It has bound its sockets."""
+    """The coordinator has bound its sockets."""
 
     client: str
     control: str
 
 
 class Finished(Struct, frozen=True, tag="finished"):
-    """It ends in order; `failure` says why the launch failed, if it did."""
+    """The coordinator ends in order; `failure` says why the launch failed, if it did."""
 
     failure: str = ""
 
@@ -66,7 +66,7 @@ Answer = Listening | Failed | Finished
 
 
 def main() -> int:
-    """Run until SIGTERM, an operator's wish, or a launch that failed: exit code 0; 3 if it cannot begin."""
+    """Run until SIGTERM, an operator's shutdown, or a launch that fails: exit code 0; 3 if it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides in which order things end
     setproctitle.setproctitle("omni:coordinator")
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=CoordinatorSpec)
@@ -95,7 +95,7 @@ async def _run(spec: CoordinatorSpec) -> int:
 
 
 def _answer(answer: Answer) -> None:
-    """Nobody may be there to read it any more."""
+    """Write a line to the launcher, which may be gone."""
     with contextlib.suppress(BrokenPipeError):
         _write(answer)
 
@@ -106,7 +106,7 @@ def _write(answer: Answer) -> None:
 
 
 def _on_launcher_dead(spec: CoordinatorSpec, coordinator: Coordinator, launcher: int) -> None:
-    """Answer the clients and end. Sockets stay open: to close them would remove the files of the next launcher's."""
+    """Answer the clients and end. Sockets stay open: closing them would remove the files of the next launcher's."""
     loop = asyncio.get_running_loop()
     loop.remove_reader(launcher)
     logger.error("the launcher is gone")

@@ -1,4 +1,4 @@
-"""What goes to stages: a PUSH link to each replica's inbox, and the credit for what came from them."""
+"""Links to stages: a PUSH link to each replica's inbox, and the credit for what came from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StageLinks:
     """Belongs to the coordinator's loop.
 
     Args:
-        fail: called, on a later turn of the loop, with the header of an attempt that could not be sent, and why.
+        fail: called, later on the loop, with the header of an attempt that could not be sent, and why.
         traffic: by receiver, for metrics; outlives the links.
         dropped: counts credit of replicas without a link.
     """
@@ -47,8 +47,8 @@ class StageLinks:
         self._traffic = traffic
         self._dropped = dropped
         self._links: dict[ReplicaId, Link] = {}
-        self._cuts: DisconnectDetector[ReplicaId] = DisconnectDetector()
-        self._tally: ReceivedCredit[ReplicaId] = ReceivedCredit(self._flow.edge_messages, self._flow.edge_bytes)
+        self._disconnects: DisconnectDetector[ReplicaId] = DisconnectDetector()
+        self._received: ReceivedCredit[ReplicaId] = ReceivedCredit(self._flow.edge_messages, self._flow.edge_bytes)
 
     def open(self, replica: Replica) -> None:
         """Connect to the inbox of a replica that has registered."""
@@ -58,16 +58,16 @@ class StageLinks:
             window=Window(self._flow.edge_messages, self._flow.edge_bytes),
             traffic=self._traffic.setdefault(replica.name, Traffic()),
         )
-        self._cuts.watch(replica.replica_id, link.socket, replica.inbox)
+        self._disconnects.watch(replica.replica_id, link.socket, replica.inbox)
         # What waited for the connection or for a slow stage leaves at once, not on the next tick.
         asyncio.get_running_loop().add_reader(link.descriptor, link.wake)
 
     def close(self, replica_id: ReplicaId) -> None:
-        """Idempotent."""
+        """Disconnect from a replica. Idempotent."""
         link = self._links.pop(replica_id, None)
         if link is not None:
             asyncio.get_running_loop().remove_reader(link.descriptor)
-            self._cuts.forget(replica_id)
+            self._disconnects.forget(replica_id)
             link.close()
 
     def close_all(self) -> None:
@@ -78,23 +78,23 @@ class StageLinks:
         return self._links.get(replica_id)
 
     def metrics(self) -> dict[str, EdgeMetrics]:
-        """Of the links that are open, by receiver."""
+        """Metrics of the open links, by receiver."""
         return {replica_id.name: link.metrics() for replica_id, link in self._links.items()}
 
     def send(self, message: ToStage) -> None:
-        """What cannot be sent fails its request."""
+        """Send to a replica; a message that cannot be sent fails its request."""
         replica_id = message.replica_id
         header = Header("", request_id=message.request_id, attempt=message.attempt, deadline=message.deadline)
         link = self._links.get(replica_id)
         try:
             frames = encode(header, message.body, message.buffers, self._limits)
-        except OmniError as error:  # a hair larger than what the client sent, and so over the limit
+        except OmniError as error:  # slightly larger than what the client sent, and so over the limit
             self._fail_later(header.request_id, replica_id, error, header.attempt)
             return
         if link is None:
             self._fail_later(header.request_id, replica_id, _takes_no_messages(replica_id), header.attempt)
             return
-        if isinstance(message.body, Abort):  # must not wait, and what it overtakes is not wanted any more
+        if isinstance(message.body, Abort):  # must not wait, and what it overtakes is no longer wanted
             link.forget(header.request_id)
             link.send_urgent(header.request_id, frames)
         elif not link.send(header.request_id, frames):
@@ -102,7 +102,7 @@ class StageLinks:
         self._note_congestion(replica_id, link)
 
     def tick(self) -> None:
-        """Send what waits; give up what a replica has not taken for too long."""
+        """Send what waits; give up on what a replica has not taken for too long."""
         for replica_id, link in self._links.items():
             link.flush()
             if link.stalled():
@@ -112,28 +112,28 @@ class StageLinks:
 
     def cut(self) -> list[ReplicaId]:
         """Replicas whose link over the network was cut since the last call."""
-        cut = self._cuts.found(time.monotonic())
+        cut = self._disconnects.found(time.monotonic())
         for replica_id in cut:
-            self._cuts.forget(replica_id)
+            self._disconnects.forget(replica_id)
         return cut
 
     def took(self, header: Header, frames: Sequence[Frame]) -> None:
-        """A result was taken; its stage may send another."""
+        """Count a result that was taken: its stage may send another."""
         if not header.stage:
-            return  # of nobody
-        if self._tally.take(ReplicaId(header.stage, header.replica, header.epoch), wire_size(frames)):
+            return  # it names no sender
+        if self._received.take(ReplicaId(header.stage, header.replica, header.epoch), wire_size(frames)):
             self.grant(everything=False)
 
     def grant(self, everything: bool) -> None:
-        """Tell stages how much was taken of them; small amounts wait unless `everything`."""
-        for replica_id, messages, size in self._tally.collect(everything):
+        """Grant stages credit for what was taken; small amounts wait unless `everything`."""
+        for replica_id, messages, size in self._received.collect(everything):
             link = self._links.get(replica_id)
             if link is not None:
                 credit = Credit(messages=messages, bytes=size)
                 link.send_urgent("", encode(Header(""), credit, limits=self._limits))
 
     def granted(self, replica_id: ReplicaId, credit: Credit) -> None:
-        """A replica has taken that much."""
+        """Count what a replica has taken."""
         link = self._links.get(replica_id)
         if link is None:
             self._dropped["credit_of_unknown_replica"] += 1
@@ -150,7 +150,7 @@ class StageLinks:
         self._state.replicas.set_congested(replica_id, link.congested and not link.refused)
 
     def _fail_later(self, request_id: str, replica_id: ReplicaId, error: OmniError, attempt: int) -> None:
-        """On the next turn of the loop, outside of the instructions that are being done now."""
+        """Fail an attempt later on the loop, outside of the instructions that are being carried out now."""
         header = Header(
             "",
             request_id=request_id,

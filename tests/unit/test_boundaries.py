@@ -14,9 +14,8 @@ from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import TextDelta
 from omni_actors.protocol.stage import Ended, OpenRequest, Resend
 from tests.support.builders import header_from, submit
+from tests.support.requests import ALICE, BOB, NOW, STAGES, aborts, ask, failure, ready, replica_id
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest, failed
-from tests.unit import test_lifecycle
-from tests.unit.test_lifecycle import ALICE, BOB, NOW, aborts, ask, failure, ready, replica_id
 
 # -- client -> coordinator --------------------------------------------------------------------------------------------
 
@@ -135,7 +134,7 @@ def test_a_result(header: Header, outcome: object) -> None:
     instructions = state.from_stage(header, TextDelta(text="a"), (), NOW)
     if isinstance(outcome, ErrorCode):
         assert failure(instructions).code is outcome
-        assert sorted(aborts(instructions)) == sorted(test_lifecycle.STAGES)
+        assert sorted(aborts(instructions)) == sorted(STAGES)
     elif outcome is None:
         assert len(instructions) == 1
     else:

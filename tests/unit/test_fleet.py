@@ -85,7 +85,7 @@ def two_hosts(**talker: Any) -> dict[str, Any]:
 
 
 class World:
-    """A fleet, with what its nodes were told. Checks after every event what must hold whatever a test is about."""
+    """A fleet and what it has asked for. Checks after every event what must hold in every test."""
 
     def __init__(self, data: dict[str, Any] | None = None, **coordinator: Any) -> None:
         self.pipeline = msgspec.convert({**(data or one_host()), "coordinator": coordinator}, PipelineConfig)
@@ -96,7 +96,7 @@ class World:
         )
         self.in_flight = 0
         self.was_ending = False
-        self.started: dict[tuple[str, int], int] = {}  # the newest epoch that a node was told to start
+        self.started: dict[tuple[str, int], int] = {}  # the newest epoch that a node was asked to start
         self.killed: set[tuple[str, int, int]] = set()
         self.lost: dict[int, tuple[Replica, ReplicaState]] = {}
         self.peers: dict[ReplicaId, Peers] = {}

@@ -1,4 +1,4 @@
-"""May this request run, and with which parameters? What can be refused is refused here, before any work starts."""
+"""Admission: checks whether a request may run, and with which parameters, before any work starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN_BYTES = 4  # token ids travel as int32
 
 
 class AdmittedRequest(NamedTuple):
-    """What a request needs: the stages in order of the graph and the parameters of each."""
+    """The stages that a request needs, in order of the graph, and the parameters of each."""
 
     stages: tuple[str, ...]
     params: dict[str, StageParams]
@@ -29,11 +29,10 @@ def admit(
     """Check a request against the pipeline.
 
     Args:
-        max_input_tokens: longest prompt of token ids, 0 where nobody knows. How many tokens a text has, only the prompt
-            stage can tell.
+        max_input_tokens: longest prompt of token ids, 0 for unknown. The tokens of a text are counted by its stage.
 
     Raises:
-        UnknownModality, UnknownVoice, PromptTooLong, InvalidRequest: with the values that would be right.
+        UnknownModality, UnknownVoice, PromptTooLong, InvalidRequest: naming the valid values.
     """
     offered = pipeline.modalities
     for modality in submit.modalities:
@@ -45,20 +44,20 @@ def admit(
         raise UnknownVoice(f"There is no voice {submit.voice!r}; the voices are {_listed(voices)}.")
     tokens = len(submit.prompt.token_ids) // TOKEN_BYTES
     if 0 < max_input_tokens < tokens:
-        raise PromptTooLong(f"The prompt has {tokens} tokens, at most {max_input_tokens} are possible.")
+        raise PromptTooLong(f"The prompt has {tokens} tokens; at most {max_input_tokens} are allowed.")
     stages = pipeline.route(submit.modalities)
     return AdmittedRequest(stages, _stage_params(pipeline, submit.params), frozenset(submit.modalities))
 
 
 def deadline_of(coordinator: CoordinatorConfig, given: float, now: float) -> float:
-    """When a request has to be done, in Unix time; `given` is 0 if it does not say.
+    """The Unix time by which a request has to be done; `given` is 0 for the default.
 
     Raises:
-        InvalidRequest: that is no time, or too far away.
+        InvalidRequest: the deadline is not finite, or too far away.
         DeadlineExceeded: it has passed.
     """
     if not math.isfinite(given):
-        raise InvalidRequest(f"The deadline {given} is no point in time.")
+        raise InvalidRequest(f"Deadline must be a finite Unix timestamp; got {given}.")
     latest = coordinator.max_timeout
     if given > now + latest:
         raise InvalidRequest(f"The deadline is {given - now:.0f} s away; at most {latest:g} s are allowed.")

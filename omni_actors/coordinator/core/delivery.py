@@ -1,7 +1,7 @@
-"""What a client already has of an answer, so that a replay gives it only the rest.
+"""Counts what a client already has of an answer, so that a replay sends it only the rest.
 
-A stage that begins anew computes its part of the answer again from the start, with the same seed. Tokens, characters
-and samples are counted, not messages: another attempt may cut them differently.
+A stage that runs again computes its part of the answer from the start, with the same seed. Tokens, characters and
+samples are counted, not messages: another attempt may cut them differently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAMPLE_BYTES = 4
 
 
 class Delivery:
-    """The account of one request."""
+    """The count for one request."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -32,7 +32,7 @@ class Delivery:
         self._again = 0  # checksum of those that came again
 
     def replay(self, modalities: Collection[str]) -> None:
-        """All that was delivered in these modalities will come again."""
+        """Expect all that was delivered in these modalities to come again."""
         if "text" in modalities:
             self._skip_tokens, self._skip_characters = self.tokens, self.characters
             self._again = 0
@@ -45,10 +45,10 @@ class Delivery:
         return not (self._skip_tokens or self._skip_characters or self._skip_samples)
 
     def text(self, body: TextDelta) -> TextDelta | None:
-        """What of `body` is new; `None` for nothing.
+        """The new part of `body`; `None` for nothing.
 
         Raises:
-            StageLost: the replay says something else than the client was told, so that the rest would not fit.
+            StageLost: the replay differs from what the client has, so that the rest would not fit.
         """
         known = min(self._skip_tokens, len(body.token_ids) // TOKEN_BYTES)
         letters = min(self._skip_characters, len(body.text))
@@ -67,7 +67,7 @@ class Delivery:
         return TextDelta(text=text, token_ids=token_ids) if known or letters else body
 
     def audio(self, body: AudioChunk, buffers: Sequence[Frame]) -> tuple[AudioChunk, Sequence[Frame]] | None:
-        """What of the chunk is new, with its buffers; `None` for nothing."""
+        """The new part of the chunk, with its buffers; `None` for nothing."""
         (length,) = body.samples.shape
         known = min(self._skip_samples, length)
         self._skip_samples -= known
@@ -82,5 +82,5 @@ class Delivery:
 
 
 def diverged() -> StageLost:
-    """For an answer that cannot be continued."""
+    """The error for an answer that cannot be continued."""
     return StageLost("A stage was lost, and the replay did not repeat what had been delivered.")

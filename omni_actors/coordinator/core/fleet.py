@@ -29,6 +29,7 @@ from omni_actors.coordinator.core.instructions import (
 from omni_actors.coordinator.core.launch import Culprit, Launch, explain_end
 from omni_actors.coordinator.core.nodes import HelloKind, Node, NodeTable, classify_hello
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
+from omni_actors.coordinator.core.restart_scope import StageGraph
 from omni_actors.coordinator.core.states import LaunchEvent, NodeEvent, ReplicaEvent, ReplicaState
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.client import Operate, Operation
@@ -93,6 +94,7 @@ class Fleet:
     ) -> None:
         self._pipeline = pipeline
         self._settings = pipeline.coordinator
+        self._graph = StageGraph(pipeline)
         self._client = client
         self._results = results
         self._new_epoch = new_epoch
@@ -184,8 +186,7 @@ class Fleet:
         """Take a message of a node's agent."""
         node = self.nodes.find(rank)
         if node is None:
-            refusal = Shutdown(reason=f"The configuration places no stage on node {rank}.", failed=True)
-            return [TellNode(rank, refusal)]
+            return [TellNode(rank, Shutdown(f"The configuration places no stage on node {rank}.", failed=True))]
         node.heard = now
         if isinstance(body, NodeHello):
             self._node_hello(node, body, now)
@@ -228,9 +229,10 @@ class Fleet:
             self._announce(f"{names} still running{where}")
         for replica in takeover.ended:
             self._died(replica, "its node knows nothing of it", "", now)
-        if takeover.start:
-            names = ", ".join(f"{stage}/{index}" for stage, index in takeover.start)
-            self._announce(f"starting {names}{where}")
+        if not takeover.start or self.launch.ending:
+            return
+        names = ", ".join(f"{stage}/{index}" for stage, index in takeover.start)
+        self._announce(f"starting {names}{where}")
         spawn_epoch = self._new_epoch()
         for stage, index in takeover.start:
             self._start(stage, index, spawn_epoch, now)
@@ -289,8 +291,7 @@ class Fleet:
         kind = classify_hello(current, replica_id.epoch, hello.spawn_epoch or replica_id.epoch)
         if current is None or kind is HelloKind.FOREIGN:
             self._drop_unknown(replica_id, "hello")
-            refusal = Shutdown(reason="the pipeline does not need this process")
-            self._instructions.append(TellReplica(replica_id, refusal))
+            self._instructions.append(TellReplica(replica_id, Shutdown("the pipeline does not need this process")))
         elif kind is HelloKind.EARLY:
             self._early[place] = replica_id, hello
         elif kind is HelloKind.REPEATED:
@@ -404,10 +405,9 @@ class Fleet:
         """Kill what is stuck. While the pipeline starts, the startup timeout ends the launch instead."""
         if not self.launch.serving:
             return
-        settings = self._settings
         for replica, why in self.health.stuck(now):
-            node_silent = self.nodes.of(replica).heard + 3 * settings.heartbeat_interval < now
-            if node_silent and now < replica.heard + settings.heartbeat_timeout + KILL_SECONDS:
+            node_silent = self.nodes.of(replica).heard + 3 * self._settings.heartbeat_interval < now
+            if node_silent and now < replica.heard + self._settings.heartbeat_timeout + KILL_SECONDS:
                 continue  # it may be the link: the order would reach a healthy process once the link is back
             if not replica.orders.killed:
                 self._log(Level.ERROR, f"killing {replica.name}: {why}", replica)
@@ -484,12 +484,11 @@ class Fleet:
 
     def _announce_peers(self) -> None:
         """Tell every stage the addresses of the stages after and before it."""
-        pipeline, find = self._pipeline, self.replicas.peers
+        find = self.replicas.peers
         for replica in self.replicas:
             if replica.registered:
-                stage = pipeline.stage(replica.stage)
-                peers = find(pipeline.downstream(stage.name), replica.node)
-                self._tell(replica, Peers(peers=peers, sources=find(stage.source_names, replica.node)))
+                after, before = self._graph.downstream[replica.stage], self._graph.sources[replica.stage]
+                self._tell(replica, Peers(peers=find(after, replica.node), sources=find(before, replica.node)))
 
     def _drop_unknown(self, replica_id: ReplicaId, kind: str) -> None:
         self.dropped["control_of_unknown_replica"] += 1

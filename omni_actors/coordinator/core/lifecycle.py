@@ -57,41 +57,37 @@ class RequestMachine:
         self.replicas = ReplicaTable()
         self.dropped: collections.Counter[str] = collections.Counter()
         self._new_seed = new_seed
-        self._requests = RequestBook()
+        self.active = RequestBook()
         self._entry = pipeline.entry.name
         self._outputs = {stage.name: frozenset(stage.outputs) for stage in pipeline.stages}
-        self._planner = Planner(pipeline, self.replicas)
-        self._isolation_runs = self._planner.isolation_runs
+        self.planner = Planner(pipeline, self.replicas)
+        self._isolation_runs = self.planner.isolation_runs
         self._ended: dict[ReplicaId, list[str]] = {}  # what stages may forget, to be sent on the next tick
-        self._retained_bytes = 0
+        self.retained_bytes = 0
         self.replays = 0
         self._closing = False
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
 
     @property
     def in_flight(self) -> int:
-        return len(self._requests)
+        return len(self.active)
 
     def clients(self) -> set[bytes]:
         """Those with requests in flight."""
-        return self._requests.clients()
+        return self.active.clients()
 
     def requests_of(self, client: bytes) -> tuple[str, ...]:
         """The ids of a client's requests in flight."""
-        return self._requests.ids_of(client)
+        return self.active.ids_of(client)
 
     def attempt_of(self, request_id: str, stage: str) -> int:
         """The attempt that a stage works on; 0 for unknown requests."""
-        request = self._requests.get(request_id)
+        request = self.active.get(request_id)
         return request.attempts.get(stage, 0) if request is not None else 0
 
-    def requests(self, now: float) -> tuple[RequestStatus, ...]:
+    def statuses(self, now: float) -> tuple[RequestStatus, ...]:
         """The oldest requests in flight."""
-        return tuple(request.status(now) for request in self._requests.oldest(LISTED_REQUESTS))
-
-    @property
-    def retained_bytes(self) -> int:
-        return self._retained_bytes
+        return tuple(request.status(now) for request in self.active.oldest(LISTED_REQUESTS))
 
     @property
     def max_input_tokens(self) -> int:
@@ -121,7 +117,7 @@ class RequestMachine:
             raise _shutting_down()
         if not request_id:
             raise InvalidRequest("The request has no id.")
-        if request_id in self._requests or request_id in self._tombstones:
+        if request_id in self.active or request_id in self._tombstones:
             raise InvalidRequest(f"The request id {request_id!r} was used before.", hint="Use a new id per request.")
         limit = self.pipeline.coordinator.max_in_flight
         if self.in_flight >= limit:
@@ -146,15 +142,15 @@ class RequestMachine:
             priority=submit.priority,
             retained=Retained(submit.prompt, buffers, size),
         )
-        self._retained_bytes += size
-        self._requests.add(request)
+        self.retained_bytes += size
+        self.active.add(request)
         return request
 
     def _check_stage(self, stage: str, size: int) -> None:
         """Refuse what a stage cannot take, now or soon."""
         replica = self.replicas.choose(stage)
         if replica is None:
-            if not self._planner.may_wait_for(stage) or not self._may_retain(size):
+            if not self.planner.may_wait_for(stage) or not self._may_retain(size):
                 raise StageUnavailable(f"No replica of stage {stage!r} is ready.", stage=stage)
         elif replica.congested:
             raise Overloaded(
@@ -162,11 +158,11 @@ class RequestMachine:
             )
 
     def _may_retain(self, size: int) -> bool:
-        return self._retained_bytes + size <= self.pipeline.coordinator.retain_bytes
+        return self.retained_bytes + size <= self.pipeline.coordinator.retain_bytes
 
     def _open(self, request: ActiveRequest, now: float) -> list[Instruction]:
         """Bind the stages that have no replica and announce the request to them, or let it wait for one."""
-        plan = self._planner.plan(request)
+        plan = self.planner.plan(request)
         if isinstance(plan, Wait):
             return []
         if isinstance(plan, Unavailable):
@@ -176,7 +172,7 @@ class RequestMachine:
             replica.hold(request.request_id)
             request.bound[replica.stage] = replica.replica_id
             request.attempts[replica.stage] = request.attempt
-        self._requests.on(request, RequestEvent.OPENED)
+        self.active.on(request, RequestEvent.OPENED)
         self._observer.bound(request.request_id, request.attempt, request.route, opened)
         # Later stages first: each should know the request before the first output of the stage before it.
         instructions: list[Instruction] = [self._open_stage(request, stage) for stage in reversed(opened)]
@@ -203,28 +199,28 @@ class RequestMachine:
         return [
             self._to_stage(request, source, Resend(receiver=request.bound[stage], attempt=request.attempts[stage]))
             for stage in opened
-            for source in self._planner.graph.feeders(stage, opened)
+            for source in self.planner.graph.feeders(stage, opened)
         ]
 
     def _wants_retention(self, request: ActiveRequest) -> bool:
         """Whether a running request could run again, and there is room to keep what that takes."""
         if request.retained is None or not self._may_retain(0):
             return False
-        return any(self._planner.replays(stage) for stage in request.stages)
+        return any(self.planner.replays(stage) for stage in request.stages)
 
     def _release_input(self, request: ActiveRequest) -> None:
         if request.retained is not None:
-            self._retained_bytes -= request.retained.size
+            self.retained_bytes -= request.retained.size
             request.retained = None
 
     def reopen(self, now: float) -> list[Instruction]:
         """Run the requests that wait, the oldest first. Call it when a replica has become ready."""
         self._isolation_runs.ended = False
-        return [instruction for request in self._requests.waiting() for instruction in self._open(request, now)]
+        return [instruction for request in self.active.waiting() for instruction in self._open(request, now)]
 
     def abort(self, client: bytes, request_id: str, now: float) -> list[Instruction]:
         """A client ends its own request. Idempotent; requests of others are not touched."""
-        request = self._requests.get(request_id)
+        request = self.active.get(request_id)
         if request is None or request.client != client:
             self.dropped["abort_of_unknown_request"] += 1
             return []
@@ -232,7 +228,7 @@ class RequestMachine:
 
     def reject(self, client: bytes, header: Header, error: OmniError, now: float) -> list[Instruction]:
         """A client's message did not decode: answer it, and end the request if it exists."""
-        request = self._requests.get(header.request_id)
+        request = self.active.get(header.request_id)
         if request is not None and request.client == client:
             return self._fail(request, error, now)
         self._observer.refused(error)
@@ -240,14 +236,14 @@ class RequestMachine:
 
     def end_client(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
         """End the requests of a client that reads too slowly or may not go on, each with an answer."""
-        return [instruction for request in self._requests.of(client) for instruction in self._fail(request, error, now)]
+        return [instruction for request in self.active.of(client) for instruction in self._fail(request, error, now)]
 
     def client_gone(self, client: bytes, now: float) -> list[Instruction]:
         """End the requests of a client that can no longer be reached."""
         error = Aborted("The client is gone.")
         return [
             instruction
-            for request in self._requests.of(client)
+            for request in self.active.of(client)
             for instruction in self._fail(request, error, now)
             if isinstance(instruction, ToStage)
         ]
@@ -308,7 +304,7 @@ class RequestMachine:
         return self._replay_or_fail(request, stage, error, now)
 
     def _expected_sender(self, header: Header) -> ActiveRequest | None:
-        request = self._requests.get(header.request_id)
+        request = self.active.get(header.request_id)
         if request is None:
             self.dropped["late" if header.request_id in self._tombstones else "unknown_request"] += 1
             return None
@@ -349,11 +345,11 @@ class RequestMachine:
             return []
         if not request.delivery.complete:
             return self._fail(request, diverged(), now)
-        self._requests.on(request, RequestEvent.COMPLETED)
+        self.active.on(request, RequestEvent.COMPLETED)
         self._observer.ended(request.request_id, None)
         done = self._to_client(request, Done(usage=request.usage))
         for stage, replica_id in request.bound.items():
-            if self._planner.graph.feeds(stage, request.stages):
+            if self.planner.graph.feeds(stage, request.stages):
                 self._ended.setdefault(replica_id, []).append(request.request_id)
         self._close(request, now)
         return [done]
@@ -363,15 +359,15 @@ class RequestMachine:
     def replica_lost(self, replica: Replica, now: float, why: str, blame: bool = True) -> list[Instruction]:
         """Run again or fail what a lost replica held. `blame`: its requests may be at fault."""
         error = StageLost(f"{replica.name} (epoch {replica.epoch}) died: {why}.", stage=replica.stage)
-        held = [self._requests[request_id] for request_id in sorted(replica.requests) if request_id in self._requests]
+        held = [self.active[request_id] for request_id in sorted(replica.requests) if request_id in self.active]
         replica.release_all()
         self._ended.pop(replica.replica_id, None)
-        held = [request for request in held if not self._planner.is_through_with(request, replica.stage)]
+        held = [request for request in held if not self.planner.is_through_with(request, replica.stage)]
         culprit = record_crash(held, replica, why) if blame else None
         instructions: list[Instruction] = []
         if culprit is not None:
             instructions += self._fail(culprit, poison(culprit, replica.stage), now)
-            for cleared in clear_others(culprit, self._requests):
+            for cleared in clear_others(culprit, self.active):
                 self._isolation_runs.end(cleared)
         for request in held:
             if request is not culprit:
@@ -382,7 +378,7 @@ class RequestMachine:
         self, request: ActiveRequest, lost: str, error: OmniError, now: float, counts: bool = True
     ) -> list[Instruction]:
         """Run the stage `lost` again, whose work on a request is gone, with those that depend on it."""
-        again = self._planner.replay(request, lost, counts)
+        again = self.planner.replay(request, lost, counts)
         if again is None:
             return self._fail(request, error, now)
         bound = [stage for stage in request.bound if stage in again]
@@ -396,7 +392,7 @@ class RequestMachine:
         self.replays += counts
         self._observer.replayed(request.request_id, error, counts)
         if request.state is RequestState.RUNNING:  # otherwise no stage has seen the number yet
-            self._requests.on(request, RequestEvent.REPLAYED)
+            self.active.on(request, RequestEvent.REPLAYED)
             request.attempt += 1
         return instructions + self._open(request, now)
 
@@ -405,7 +401,7 @@ class RequestMachine:
         self._tombstones.expire(now)
         instructions = [
             instruction
-            for request in self._requests.late(now)
+            for request in self.active.late(now)
             for instruction in self._fail(request, _too_late(request), now)
         ]
         if self._isolation_runs.ended or self._isolation_runs.running:  # a replica is empty now, or free again
@@ -433,16 +429,14 @@ class RequestMachine:
         """End every request with an answer to its client, and admit no more."""
         self._closing = True
         return [
-            instruction
-            for request in list(self._requests)
-            for instruction in self._fail(request, _shutting_down(), now)
+            instruction for request in list(self.active) for instruction in self._fail(request, _shutting_down(), now)
         ]
 
     # -- ends and messages --------------------------------------------------------------------------------------------
 
     def _fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
         """End a request with an error, the only way there is: one message to the client, one to each of its stages."""
-        self._requests.on(request, RequestEvent.FAILED)
+        self.active.on(request, RequestEvent.FAILED)
         self._observer.ended(request.request_id, error)
         instructions: list[Instruction] = [self._to_client(request, Failed.from_error(error))]
         instructions += self._aborts(request, request.bound)
@@ -451,7 +445,7 @@ class RequestMachine:
 
     def _aborts(self, request: ActiveRequest, stages: Iterable[str]) -> list[Instruction]:
         """Abort a request in those of its replicas that are alive."""
-        return [self._to_stage(request, stage, Abort()) for stage in stages if self._planner.holds(request, stage)]
+        return [self._to_stage(request, stage, Abort()) for stage in stages if self.planner.holds(request, stage)]
 
     def _unbind(self, request: ActiveRequest, stages: Iterable[str]) -> None:
         for stage in list(stages):
@@ -463,7 +457,7 @@ class RequestMachine:
         self._isolation_runs.end(request)
 
     def _close(self, request: ActiveRequest, now: float) -> None:
-        self._requests.remove(request)
+        self.active.remove(request)
         self._release_input(request)
         self._unbind(request, request.bound)
         self._tombstones.add(request.request_id, now)

@@ -67,7 +67,7 @@ class ActiveRequest:
     usage: dict[str, StageUsage] = field(default_factory=dict)
     delivery: Delivery = field(default_factory=Delivery)
     losses: list[Loss] = field(default_factory=list)
-    suspected_by: str | None = None  # the stage in which it runs alone, to see whether it is the one that kills
+    suspected_by: str | None = None  # the stage in which it runs alone, to see whether it crashes it again
 
     @property
     def route(self) -> tuple[ReplicaId, ...]:
@@ -106,13 +106,13 @@ class ActiveRequest:
 
 
 class RequestBook:
-    """All active requests: by id, by client, by deadline, and those that wait. Nothing here searches through all."""
+    """All active requests: by id, by client, by deadline, and those that wait. No look-up searches through all."""
 
     def __init__(self) -> None:
         self._all: dict[str, ActiveRequest] = {}
         self._by_client: dict[bytes, dict[str, None]] = {}
         self._waiting: dict[str, None] = {}  # in order of admission, or of their last loss
-        self._deadlines: list[tuple[float, str]] = []  # a heap; those of ended requests are passed over
+        self._deadlines: list[tuple[float, str]] = []  # a heap; those of ended requests are skipped
 
     def __len__(self) -> int:
         return len(self._all)
@@ -169,12 +169,17 @@ class RequestBook:
         return list(itertools.islice(self._all.values(), count))
 
     def waiting(self) -> list[ActiveRequest]:
-        """Those that wait: suspects last, so that whoever else waited gets in before a replica is emptied for them."""
+        """Those that wait: suspects last, so that all others get in before a replica is emptied for a suspect."""
         requests = [self._all[request_id] for request_id in self._waiting]
         return sorted(requests, key=lambda request: request.suspected_by is not None)
 
+    @property
+    def deadlines(self) -> int:
+        """Deadlines that are kept, those of ended requests included."""
+        return len(self._deadlines)
+
     def late(self, now: float) -> list[ActiveRequest]:
-        """Those whose deadline has passed; each is named once only."""
+        """Those whose deadline has passed; each is returned only once."""
         passed = []
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, request_id = heapq.heappop(self._deadlines)

@@ -1,4 +1,4 @@
-"""Which stages of a request begin anew when a replica is lost, and who gives them their input again (ADR 0015)."""
+"""The stages of a request that run again when a replica is lost, and those that resend their input (ADR 0015)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class StageGraph:
         self.downstream = {stage.name: pipeline.downstream(stage.name) for stage in pipeline.stages}
 
     def again(self, stages: Collection[str], lost: Iterable[str], holds: Callable[[str], bool]) -> set[str]:
-        """The stages that begin anew.
+        """The stages that run again.
 
         These are the lost ones, all after them, and those before them whose output is gone as well.
 
         Args:
             stages: those of the request.
-            lost: stages whose run is over.
-            holds: whether a stage's replica lives, so that it can be asked to send its output again.
+            lost: stages whose work is gone.
+            holds: whether a stage's replica is alive, so that it can be asked to send its output again.
         """
         found: set[str] = set()
         look = list(lost)
@@ -36,9 +36,9 @@ class StageGraph:
         return found
 
     def feeders(self, stage: str, again: Collection[str]) -> list[str]:
-        """The stages before `stage` that go on and have to send it their output from its start."""
+        """The stages before `stage` that go on and have to send it their output from the start."""
         return [source for source in self.sources[stage] if source not in again]
 
     def feeds(self, stage: str, stages: Collection[str]) -> bool:
-        """Whether a request's other stages take the output of this one."""
+        """Whether other stages of a request take the output of this one."""
         return any(after in stages for after in self.downstream[stage])

@@ -15,7 +15,7 @@ from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.requests import ActiveRequest, Loss
 from omni_actors.errors import Poison
 
-LOSSES = 2  # replicas of one stage that died while they computed a request: it is no accident any more
+LOSSES = 2  # replicas of one stage that died while they computed a request: no longer an accident
 
 
 def record_crash(held: Sequence[ActiveRequest], replica: Replica, why: str) -> ActiveRequest | None:
@@ -33,8 +33,8 @@ def record_crash(held: Sequence[ActiveRequest], replica: Replica, why: str) -> A
 
 
 def clear_others(culprit: ActiveRequest, others: Iterable[ActiveRequest]) -> list[ActiveRequest]:
-    """The losses of the culprit's replicas are nobody else's fault. Returns those that are suspected no more."""
-    acquitted = []
+    """Stop counting crashes that the culprit explains. Returns the requests that are no longer suspected."""
+    cleared = []
     explained = {loss.replica_id for loss in culprit.losses if loss.computing}
     for request in others:
         if request is culprit or not request.losses:
@@ -45,8 +45,8 @@ def clear_others(culprit: ActiveRequest, others: Iterable[ActiveRequest]) -> lis
         ]
         if request.suspected_by is not None and request.losses_of(request.suspected_by) < LOSSES:
             request.suspected_by = None
-            acquitted.append(request)
-    return acquitted
+            cleared.append(request)
+    return cleared
 
 
 def poison(request: ActiveRequest, stage: str) -> Poison:
@@ -55,7 +55,7 @@ def poison(request: ActiveRequest, stage: str) -> Poison:
 
 
 class IsolationRuns:
-    """Replicas that are kept free for a suspect. One per stage at a time."""
+    """Replicas that are kept free for a suspect, at most one per stage at a time."""
 
     def __init__(self, replicas: ReplicaTable) -> None:
         self._replicas = replicas
@@ -63,7 +63,7 @@ class IsolationRuns:
         self.ended = False  # a replica is free for others again
 
     def replica_for(self, request: ActiveRequest, stage: str) -> Replica | None:
-        """The replica that the suspect has for itself; `None`: not yet."""
+        """The replica that the suspect has to itself; `None` if none is empty yet."""
         reserved = self._reserved.get(stage)
         if reserved is not None and not (self._replicas.is_current(reserved) and reserved.ready):
             self._release(stage)
@@ -78,7 +78,7 @@ class IsolationRuns:
         return reserved if mine and not reserved.computing else None
 
     def end(self, request: ActiveRequest) -> None:
-        """A suspect has ended, has got through, or begins anew: the next one's turn, or everybody's."""
+        """Free the replicas reserved for a suspect that has ended, has passed, or runs again."""
         for stage, replica in list(self._reserved.items()):
             if replica.reserved_for == request.request_id:
                 self._release(stage)

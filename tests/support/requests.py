@@ -1,7 +1,8 @@
-"""A coordination that checks its own books after every event: what must hold whatever a test is about."""
+"""Requests for unit tests: a machine that checks its own invariants, its events, and what its instructions say."""
 
 from __future__ import annotations
 
+import array
 import collections
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +11,21 @@ from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToS
 from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.core.observer import Observer
 from omni_actors.coordinator.core.requests import ActiveRequest
+from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Done, Submit
-from omni_actors.protocol.common import Failed
+from omni_actors.protocol.common import Abort, Failed
+from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.protocol.results import StageDone
-from omni_actors.protocol.stage import OpenRequest
+from omni_actors.protocol.results import AudioChunk, StageDone, TextDelta
+from omni_actors.protocol.stage import OpenRequest, Resend
+from omni_actors.protocol.tensors import DType, TensorRef
+from tests.support.builders import done, header_from, pipeline, submit
 
+STAGES = ("prompt", "thinker", "talker", "code2wav")
+NOW = 1000.0
+ALICE, BOB = b"alice", b"bob"
+CHUNK = AudioChunk(samples=TensorRef(DType.F32, (1,), 0), sample_rate=24_000)
 EVENTS = (
     "submit",
     "reopen",
@@ -63,7 +72,7 @@ class Onlooker(Observer):
         self.ends["done" if error is None else error.code.value] += 1
 
 
-class CheckedCoordination(RequestMachine):
+class CheckedRequestMachine(RequestMachine):
     """Raises `AssertionError` from the event that breaks an invariant."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -74,7 +83,7 @@ class CheckedCoordination(RequestMachine):
         self._opened: dict[str, set[tuple[ReplicaId, int]]] = {}
 
     def observe(self, instructions: list[Instruction]) -> None:
-        """Messages to clients are numbered and end with the one that says so; clients that are gone get none."""
+        """Messages to clients are numbered and end with a terminal one; nothing is sent to dead replicas."""
         for item in instructions:
             if isinstance(item, ToStage):
                 replica = self.replicas.at(item.replica_id)
@@ -95,11 +104,11 @@ class CheckedCoordination(RequestMachine):
 
     def _refuses(self, item: ToClient) -> bool:
         """Whether this is about another use of the id of a request that goes on."""
-        request = self._requests.get(item.request_id)
+        request = self.active.get(item.request_id)
         return request is not None and isinstance(item.body, Failed)
 
     def check(self) -> None:
-        active = {request.request_id for request in self._requests}
+        active = {request.request_id for request in self.active}
         assert len(active) == self.in_flight <= self.pipeline.coordinator.max_in_flight
         assert active == set(self._client_seq), "admitted, not ended and not there, or the other way round"
         assert active == set(self.onlooker.attempts), "an observer sees every admission and every end"
@@ -108,7 +117,7 @@ class CheckedCoordination(RequestMachine):
             assert replica.alive or not replica.requests, "a dead replica owns nothing"
             assert replica.computing <= replica.requests <= active
             for request_id in replica.requests:
-                request = self._requests[request_id]
+                request = self.active[request_id]
                 assert request.replica_id(replica.stage) == replica.replica_id
                 assert (request_id in replica.computing) == (replica.stage not in request.usage)
             if replica.reserved_for in replica.computing:
@@ -117,10 +126,10 @@ class CheckedCoordination(RequestMachine):
             free = [item for item in self.replicas if item.stage == stage.name and item.takes_requests]
             best = min(free, key=lambda item: item.preference, default=None)
             assert self.replicas.choose(stage.name) is best
-        waiting = {request.request_id for request in self._requests.waiting()}
-        for request in self._requests:
+        waiting = {request.request_id for request in self.active.waiting()}
+        for request in self.active:
             self._check_request(request, request.request_id in waiting)
-        kept = [request.retained.size for request in self._requests if request.retained is not None]
+        kept = [request.retained.size for request in self.active if request.retained is not None]
         assert self.retained_bytes == sum(kept)
 
     def _check_request(self, request: ActiveRequest, waits: bool) -> None:
@@ -134,11 +143,11 @@ class CheckedCoordination(RequestMachine):
         assert request.attempts.items() <= self.onlooker.attempts[request.request_id].items()
         for replica_id in request.route:
             replica = self.replicas.at(replica_id)
-            assert (replica is not None and replica.alive) or self._planner.is_through_with(request, replica_id.stage)
+            assert (replica is not None and replica.alive) or self.planner.is_through_with(request, replica_id.stage)
 
 
 def _checked(name: str) -> Any:
-    def event(self: CheckedCoordination, *arguments: Any, **options: Any) -> list[Instruction]:
+    def event(self: CheckedRequestMachine, *arguments: Any, **options: Any) -> list[Instruction]:
         self._depth += 1
         try:
             instructions: list[Instruction] = getattr(RequestMachine, name)(self, *arguments, **options)
@@ -146,10 +155,10 @@ def _checked(name: str) -> Any:
             self._depth -= 1
         if self._depth:  # a part of another event
             return instructions
-        if name == "submit" and arguments[1].request_id in self._requests:
+        if name == "submit" and arguments[1].request_id in self.active:
             self._client_seq.setdefault(arguments[1].request_id, 0)
-        if name == "client_gone":  # its messages would reach no one
-            gone = [item for item in self._client_seq if item not in self._requests]
+        if name == "client_gone":  # there is no client to answer
+            gone = [item for item in self._client_seq if item not in self.active]
             assert all(isinstance(item, ToStage) for item in instructions)
             for request_id in gone:
                 del self._client_seq[request_id]
@@ -162,4 +171,105 @@ def _checked(name: str) -> Any:
 
 
 for _name in EVENTS:
-    setattr(CheckedCoordination, _name, _checked(_name))
+    setattr(CheckedRequestMachine, _name, _checked(_name))
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+def ready(replicas: int = 1, **coordinator: object) -> RequestMachine:
+    state = CheckedRequestMachine(pipeline(**coordinator), new_seed=lambda: 77)
+    for stage in STAGES:
+        for index in range(replicas):
+            replica = state.replicas.add(stage, index, 1)
+            replica.state = ReplicaState.READY
+            if stage == "code2wav":
+                replica.voices, replica.sample_rate = ("Chelsie", "Ethan"), 24_000
+    return state
+
+
+def replica_id(stage: str, index: int = 0, epoch: int = 1) -> ReplicaId:
+    return ReplicaId(stage, index, epoch)
+
+
+def ask(
+    state: RequestMachine, request_id: str = "r1", client: bytes = ALICE, *modalities: str, **fields: object
+) -> list:
+    return state.submit(client, Header("", request_id), submit(*modalities, **fields), [b"media"], NOW)
+
+
+def say(
+    state: RequestMachine, stage: str, body: object, seq: int = 0, request_id: str = "r1", buffers: tuple = ()
+) -> list:
+    return state.from_stage(header_from(replica_id(stage), request_id, seq), body, buffers, NOW)
+
+
+def failure(instructions: list[Instruction]) -> Failed:
+    """The one message to the client, which is a failure."""
+    (message,) = [item for item in instructions if isinstance(item, ToClient)]
+    assert isinstance(message.body, Failed)
+    return message.body
+
+
+def aborts(instructions: list[Instruction]) -> list[str]:
+    return [
+        item.replica_id.stage for item in instructions if isinstance(item, ToStage) and isinstance(item.body, Abort)
+    ]
+
+
+def letter(index: int) -> TextDelta:
+    return TextDelta(text=chr(97 + index % 26), token_ids=pack_token_ids([index]))
+
+
+def sound(first: int, count: int) -> tuple[AudioChunk, tuple[bytes, ...]]:
+    samples = array.array("f", range(first, first + count)).tobytes()
+    return AudioChunk(samples=TensorRef(DType.F32, (count,), 0), sample_rate=24_000), (samples,)
+
+
+def lose(
+    state: RequestMachine, stage: str, index: int = 0, restart: bool = True, why: str = "killed by signal 9"
+) -> list[Instruction]:
+    replica = state.replicas.current(stage, index)
+    assert replica is not None
+    replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+    return state.replica_lost(replica, NOW, why, blame=not replica.orders.restart)
+
+
+def bring_back(state: RequestMachine, stage: str, index: int = 0) -> list[Instruction]:
+    before = state.replicas.current(stage, index)
+    assert before is not None
+    replica = state.replicas.add(stage, index, before.epoch + 1)
+    replica.state = ReplicaState.READY
+    return state.reopen(NOW)
+
+
+def again(state: RequestMachine, stage: str, body: object, seq: int, epoch: int = 1, attempt: int = 1, **more) -> list:
+    header = header_from(replica_id(stage, 0, epoch), "r1", seq, attempt)
+    return state.from_stage(header, body, more.get("buffers", ()), NOW)
+
+
+def finish(state: RequestMachine, request_id: str) -> None:
+    request = state.active[request_id]
+    for stage in STAGES:
+        header = header_from(
+            request.replica_id(stage), request_id, request.next_seq.get(stage, 0), request.attempts[stage]
+        )
+        if stage not in request.usage:
+            state.from_stage(header, done(), (), NOW)
+
+
+# -- what instructions say --------------------------------------------------------------------------------------------
+
+
+def resends(instructions: list[Instruction]) -> list[tuple[str, str, int]]:
+    """Who is asked to give whom its input again, and for which attempt."""
+    asked = [item for item in instructions if isinstance(item.body, Resend)]
+    return [(item.replica_id.stage, item.body.receiver.stage, item.body.attempt) for item in asked]
+
+
+def opened_stages(instructions: list[Instruction]) -> list[tuple[str, int]]:
+    return [(item.replica_id.stage, item.attempt) for item in instructions if isinstance(item.body, OpenRequest)]
+
+
+def opened_requests(instructions: list[Instruction]) -> set[str]:
+    return {item.request_id for item in instructions if isinstance(item.body, OpenRequest)}

@@ -1,0 +1,438 @@
+"""Requests whose replicas are lost: what runs again, what the client gets, and who is blamed."""
+
+from __future__ import annotations
+
+import array
+
+import pytest
+
+from omni_actors.coordinator.core.instructions import ToClient
+from omni_actors.coordinator.core.states import ReplicaEvent
+from omni_actors.errors import ErrorCode, StageLost
+from omni_actors.protocol.client import Done
+from omni_actors.protocol.common import Failed
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.results import TextDelta, Unreachable
+from omni_actors.protocol.stage import OpenRequest, Resend
+from omni_actors.protocol.tensors import DType, TensorRef
+from tests.support.builders import done
+from tests.support.requests import (
+    ALICE,
+    CHUNK,
+    NOW,
+    STAGES,
+    aborts,
+    again,
+    ask,
+    bring_back,
+    failure,
+    finish,
+    letter,
+    lose,
+    opened_requests,
+    opened_stages,
+    ready,
+    replica_id,
+    resends,
+    say,
+    sound,
+)
+
+
+def test_lost_replica_is_replayed_when_it_is_back_with_the_same_seed() -> None:
+    state = ready()
+    first = ask(state, voice="Ethan")
+    lost = lose(state, "prompt")
+    assert sorted(aborts(lost)) == ["code2wav", "talker", "thinker"], "the dead one hears nothing"
+    assert {item.attempt for item in lost} == {0}
+    assert not [item for item in lost if isinstance(item, ToClient)]
+    assert not any(replica.requests for replica in state.replicas)
+    assert state.reopen(NOW) == []
+    opened = bring_back(state, "prompt")
+    assert [item.replica_id for item in opened] == [
+        replica_id("code2wav"),
+        replica_id("talker"),
+        replica_id("thinker"),
+        replica_id("prompt", 0, 2),
+    ]
+    assert {item.attempt for item in opened} == {1}
+    assert {item.body.seed for item in (*first, *opened)} == {77}
+    assert [list(item.buffers) for item in opened] == [[], [], [], [b"media"]]
+    assert state.replays == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "again", "source"),
+    [
+        ("code2wav", ["code2wav"], "talker"),
+        ("talker", ["code2wav", "talker"], "thinker"),
+        ("thinker", ["code2wav", "talker", "thinker"], "prompt"),
+    ],
+)
+def test_stages_before_the_lost_one_go_on_and_give_it_its_input_again(stage, again, source) -> None:
+    state = ready()
+    ask(state, voice="Ethan")
+    say(state, "thinker", letter(0), 0)
+    lost = lose(state, stage)
+    assert sorted(aborts(lost)) == sorted(set(again) - {stage})
+    if stage != "thinker":
+        (told,) = say(state, "thinker", letter(1), 1)
+        assert told.body == letter(1), "its text is not held up"
+    opened = bring_back(state, stage)
+    assert opened_stages(opened) == [(name, 1) for name in again]
+    assert resends(opened) == [(source, stage, 1)]
+    (asked,) = [item for item in opened if isinstance(item.body, Resend)]
+    assert asked.attempt == 0
+    assert asked.body.receiver == replica_id(stage, 0, 2)
+    route = {item.body.route for item in opened if isinstance(item.body, OpenRequest)}
+    assert route == {tuple(replica_id(name, 0, 2 if name == stage else 1) for name in STAGES)}
+    assert {item.body.voice for item in opened if isinstance(item.body, OpenRequest)} == {"Ethan"}
+
+
+def test_each_loss_starts_a_new_attempt() -> None:
+    state = ready()
+    ask(state)
+    lose(state, "code2wav")
+    bring_back(state, "code2wav")
+    lose(state, "talker")
+    opened = bring_back(state, "talker")
+    assert opened_stages(opened) == [("code2wav", 2), ("talker", 2)]
+    assert resends(opened) == [("thinker", "talker", 2)]
+    assert [(item.replica_id.stage, item.attempt) for item in opened if isinstance(item.body, Resend)] == [
+        ("thinker", 0)
+    ]
+    state.replicas.current("code2wav", 0).orders.restart = True  # no request is blamed for this one
+    lose(state, "code2wav")
+    opened = bring_back(state, "code2wav")
+    assert opened_stages(opened) == [("code2wav", 3)]
+    assert resends(opened) == [("talker", "code2wav", 3)]
+    assert [item.attempt for item in opened if isinstance(item.body, Resend)] == [2]
+
+
+def test_a_replay_starts_further_up_when_the_source_is_gone_as_well() -> None:
+    state = ready()
+    ask(state)
+    lose(state, "code2wav")
+    lose(state, "talker")
+    assert bring_back(state, "code2wav") == []
+    opened = bring_back(state, "talker")
+    assert opened_stages(opened) == [("code2wav", 1), ("talker", 1)]
+    assert resends(opened) == [("thinker", "talker", 1)]
+
+    state = ready()
+    ask(state)
+    for stage in ("prompt", "thinker", "talker"):
+        say(state, stage, done())
+    assert lose(state, "thinker") == [], "code2wav has all that it needs"
+    opened = bring_back(state, "thinker")
+    lose(state, "talker")
+    opened = bring_back(state, "talker")
+    assert opened_stages(opened) == [("code2wav", 1), ("talker", 1), ("thinker", 1)]
+    assert resends(opened) == [("prompt", "thinker", 1)]
+
+
+def test_a_stage_that_no_longer_holds_its_output_runs_again() -> None:
+    state = ready(max_attempts=2)
+    ask(state)
+    lose(state, "code2wav")
+    bring_back(state, "code2wav")
+    refusal = Failed.from_error(StageLost("not kept"), "talker")
+    opened = say(state, "talker", refusal)
+    assert opened_stages(opened) == [("code2wav", 2), ("talker", 2)]
+    assert resends(opened) == [("thinker", "talker", 2)]
+    opened = say(state, "thinker", Failed.from_error(StageLost("not kept"), "thinker"))
+    assert resends(opened) == [("prompt", "thinker", 3)]
+    opened = say(state, "prompt", Failed.from_error(StageLost("not kept"), "prompt"))
+    assert opened_stages(opened) == [(stage, 4) for stage in reversed(STAGES)]
+    assert state.replays == 1
+    assert state.active["r1"].losses_made_up == 1, "it was one loss"
+    assert failure(lose(state, "talker")).code is ErrorCode.STAGE_LOST, "and there may be one only"
+
+
+def test_an_observer_hears_of_what_runs_again_and_of_nothing_else() -> None:
+    """The thinker's `StageDone`, of its first attempt, counts after the vocoder's loss as before."""
+    state = ready()
+    ask(state, voice="Ethan")
+    seen = state.onlooker
+    say(state, "prompt", done())
+    lose(state, "code2wav")
+    assert seen.losses == [("r1", True)]
+    say(state, "thinker", letter(0), 0)
+    say(state, "thinker", done(), 1)
+    bring_back(state, "code2wav")
+    assert seen.attempts["r1"] == {"prompt": 0, "thinker": 0, "talker": 0, "code2wav": 1}
+    say(state, "talker", done())
+    again(state, "code2wav", CHUNK, 0, epoch=2, buffers=(bytes(4),))
+    again(state, "code2wav", done(), 1, epoch=2)
+    assert seen.done["r1"] == seen.done["r1"] | {"thinker": 0, "code2wav": 1}
+    assert seen.ends == {"done": 1}
+
+
+def test_an_unreachable_stage_runs_again_unless_that_is_under_way() -> None:
+    state = ready(replicas=2)
+    ask(state)
+    body = Unreachable(receiver=replica_id("code2wav"), attempt=0)
+    opened = say(state, "talker", body)
+    assert opened_stages(opened) == [("code2wav", 1)]
+    assert resends(opened) == [("talker", "code2wav", 1)]
+    assert say(state, "talker", body, 1) == []
+    assert say(state, "talker", Unreachable(receiver=replica_id("code2wav"), attempt=1), 2) != []
+    assert state.active["r1"].losses == [], "no request is blamed"
+
+
+def test_without_its_prompt_a_request_survives_all_but_the_first_stage() -> None:
+    state = ready(retain_bytes=0)
+    ask(state)
+    assert state.retained_bytes == 0
+    lose(state, "thinker")
+    assert resends(bring_back(state, "thinker")) == [("prompt", "thinker", 1)]
+    assert failure(lose(state, "prompt")).code is ErrorCode.STAGE_LOST
+
+
+def test_stages_learn_what_they_may_forget() -> None:
+    state = ready()
+    ask(state)
+    ask(state, "text", ALICE, "text")
+    ask(state, "aborted")
+    for stage in STAGES:
+        say(state, stage, done())
+    for stage in STAGES[:2]:
+        say(state, stage, done(), 0, "text")
+    state.abort(ALICE, "aborted", NOW)
+    told = {item.replica_id.stage: item.body.request_ids for item in state.tick(NOW)}
+    assert told == {"prompt": ("r1", "text"), "thinker": ("r1",), "talker": ("r1",)}
+    assert state.tick(NOW) == []
+
+
+def test_the_client_gets_only_what_it_has_not() -> None:
+    state = ready()
+    ask(state)
+    for index in range(3):
+        say(state, "thinker", letter(index), index)
+    chunk, buffers = sound(0, 5)
+    say(state, "code2wav", chunk, 0, buffers=buffers)
+    lose(state, "thinker")
+    bring_back(state, "thinker")
+    assert say(state, "prompt", done()) == [], "it went on"
+    assert say(state, "talker", done()) == [], "the former attempt"
+    assert state.dropped == {"foreign_attempt": 1}
+    assert again(state, "thinker", TextDelta(text="ab", token_ids=pack_token_ids([0, 1])), 0, 2) == []
+    (rest,) = again(state, "thinker", TextDelta(text="cd", token_ids=pack_token_ids([2, 3])), 1, 2)
+    assert rest.seq == 4
+    assert rest.body == TextDelta(text="d", token_ids=pack_token_ids([3]))
+    (whole,) = again(state, "thinker", letter(4), 2, 2)
+    assert whole.body == letter(4)
+    chunk, buffers = sound(0, 4)
+    assert again(state, "code2wav", chunk, 0, buffers=buffers) == []
+    chunk, buffers = sound(4, 4)
+    (audio,) = again(state, "code2wav", chunk, 1, buffers=buffers)
+    assert audio.body.samples == TensorRef(DType.F32, (3,), 0)
+    assert array.array("f", bytes(audio.buffers[0])).tolist() == [5.0, 6.0, 7.0]
+    for stage, seq, epoch in (("thinker", 3, 2), ("talker", 0, 1)):
+        assert again(state, stage, done(), seq, epoch) == []
+    (end,) = again(state, "code2wav", done(), 2)
+    assert isinstance(end.body, Done)
+    assert state.retained_bytes == 0
+
+
+def test_a_replay_that_says_something_else_or_less_fails() -> None:
+    for wrong in (TextDelta(text="ax", token_ids=pack_token_ids([0, 9])), None):
+        state = ready()
+        ask(state, "r1", ALICE, "text")
+        say(state, "thinker", letter(0), 0)
+        say(state, "thinker", letter(1), 1)
+        lose(state, "thinker")
+        bring_back(state, "thinker")
+        if wrong is not None:
+            body = failure(again(state, "thinker", wrong, 0, 2))
+        else:
+            say(state, "prompt", done())
+            body = failure(again(state, "thinker", done(), 0, 2))
+        assert body.code is ErrorCode.STAGE_LOST
+        assert "did not repeat" in body.message
+
+
+def test_poison_after_two_replicas_of_a_stage() -> None:
+    state = ready()
+    ask(state)
+    lose(state, "talker", why="first")
+    bring_back(state, "talker")
+    body = failure(lose(state, "talker", why="second"))
+    assert body.code is ErrorCode.POISON
+    assert body.stage == "talker"
+    assert not body.retryable
+    assert "talker/0 (epoch 1): first; talker/0 (epoch 2): second" in body.message
+
+
+def test_of_several_suspects_only_the_culprit_fails() -> None:
+    state = ready(max_in_flight=9)
+    for name in ("a", "culprit", "z"):
+        ask(state, name)
+    lose(state, "talker")
+    bring_back(state, "talker")
+    ask(state, "new")
+    assert not [item for item in lose(state, "talker") if isinstance(item, ToClient)], "it may be any of the three"
+    assert opened_requests(bring_back(state, "talker")) == {"new"}, "those that are not suspected go first"
+    assert ask(state, "later") == [], "the talker is emptied for a suspect"
+    assert state.tick(NOW) == []
+    finish(state, "new")
+    assert opened_requests(state.tick(NOW)) == {"a"}, "alone"
+    assert ask(state, "much later") == []
+    finish(state, "a")
+    assert opened_requests(state.tick(NOW)) == {"later", "much later"}, "between two trials those that waited get in"
+    finish(state, "later")
+    assert opened_requests(state.tick(NOW)) == set(), "not empty yet"
+    finish(state, "much later")
+    assert opened_requests(state.tick(NOW)) == {"culprit"}
+    body = failure(lose(state, "talker"))
+    assert body.code is ErrorCode.POISON
+    assert "3 replicas died" in body.message
+    assert set(state.requests_of(ALICE)) == {"z"}
+    assert opened_requests(bring_back(state, "talker")) == {"z"}
+    assert state.active["z"].suspected_by is None, "it was there each time that the culprit one was"
+    assert "r" in opened_requests(ask(state, "r"))
+
+
+def test_a_request_is_poison_only_if_it_ran_alone_at_the_crash() -> None:
+    """Another poisonous request comes each time: the one that was there at every loss has done nothing."""
+    state = ready(max_in_flight=9, max_attempts=9)
+    ask(state, "innocent")
+    ask(state, "first")
+    lose(state, "talker")
+    state.abort(ALICE, "first", NOW)
+    bring_back(state, "talker")
+    ask(state, "second")
+    lost = lose(state, "talker")
+    assert not [item for item in lost if isinstance(item, ToClient)]
+    assert opened_requests(bring_back(state, "talker")) == {"second"}
+    state.abort(ALICE, "second", NOW)
+    assert opened_requests(state.tick(NOW)) == {"innocent"}
+    assert ask(state, "third") == [], "it has to wait"
+    finish(state, "innocent")
+    assert "innocent" not in state.requests_of(ALICE)
+
+
+def test_an_isolation_run_needs_only_one_of_the_replicas() -> None:
+    state = ready(replicas=2, max_in_flight=9)
+    for name in ("a", "b", "c"):
+        ask(state, name)  # a and c on talker/0, b on talker/1
+    lose(state, "talker")  # they run on talker/1 from now on
+    second = state.replicas.current("talker", 1)
+    assert second.requests == {"a", "b", "c"}
+    lose(state, "talker", 1)
+    assert opened_requests(bring_back(state, "talker", 0)) == {"b"}
+    assert state.replicas.current("talker", 0).reserved_for == "a"
+    assert opened_requests(bring_back(state, "talker", 1)) == set(), "one isolation run at a time"
+    assert "new" in opened_requests(ask(state, "new"))
+    assert state.replicas.current("talker", 1).requests == {"new"}
+    finish(state, "b")
+    assert opened_requests(state.tick(NOW)) == {"a"}
+    state.abort(ALICE, "a", NOW)
+    assert opened_requests(state.tick(NOW)) == {"c"}
+    finish(state, "c")
+    state.tick(NOW)
+    assert not [replica for replica in state.replicas if replica.reserved_for]
+
+
+def test_an_isolation_run_ends_with_the_replica_reserved_for_it() -> None:
+    state = ready(replicas=2, max_in_flight=9)
+    ask(state, "a")
+    ask(state, "x")
+    ask(state, "b")
+    lose(state, "talker")
+    lose(state, "talker", 1)
+    bring_back(state, "talker", 0)
+    assert state.replicas.current("talker", 0).reserved_for == "a"
+    lose(state, "talker")  # x was there alone, for the second time
+    assert opened_requests(bring_back(state, "talker", 1)) != set()
+    state.client_gone(ALICE, NOW)
+    state.tick(NOW)
+    assert not [replica for replica in state.replicas if replica.reserved_for]
+
+
+def test_losses_of_several_stages_are_no_poison_but_bounded() -> None:
+    state = ready(max_attempts=3)
+    ask(state)
+    for stage in ("talker", "thinker"):
+        assert not [item for item in lose(state, stage) if isinstance(item, ToClient)]
+        bring_back(state, stage)
+    assert failure(lose(state, "code2wav")).code is ErrorCode.STAGE_LOST
+
+
+def test_a_stage_that_has_finished_is_not_missed() -> None:
+    state = ready()
+    ask(state)
+    say(state, "prompt", done())
+    assert aborts(lose(state, "prompt")) != [], "its last chunks may have died with it"
+    bring_back(state, "prompt")
+    again(state, "prompt", done(), 0, 2)
+    again(state, "thinker", done(), 0)
+    assert lose(state, "prompt") == []
+    assert state.in_flight == 1
+    assert state.replicas.current("prompt", 0).requests == set(), "a dead replica owns nothing"
+
+
+def test_a_stage_that_cannot_reach_another_one_tries_again() -> None:
+    state = ready()
+    ask(state)
+    lost = Failed.from_error(StageLost("talker/0 takes no messages."), "thinker")
+    instructions = say(state, "thinker", lost)
+    assert not [item for item in instructions if isinstance(item, ToClient)]
+    assert opened_stages(instructions) == [("code2wav", 1), ("talker", 1), ("thinker", 1)]
+    assert resends(instructions) == [("prompt", "thinker", 1)]
+    assert state.active["r1"].losses == [], "no request is blamed"
+
+
+def test_over_the_budget_nothing_is_kept() -> None:
+    state = ready(retain_bytes=20)  # one request of 12 + 5 bytes
+    ask(state, "kept")
+    ask(state, "released")
+    assert state.retained_bytes == 17
+    assert failure(lose(state, "prompt")).code is ErrorCode.STAGE_LOST
+    assert state.requests_of(ALICE) == ("kept",)
+
+
+def test_new_requests_wait_for_a_stage_that_comes_back() -> None:
+    state = ready(max_in_flight=2)
+    lose(state, "talker")
+    assert ask(state, "a") == []
+    assert [item.replica_id.stage for item in ask(state, "text", ALICE, "text")] == ["thinker", "prompt"]
+    assert failure(ask(state, "b")).code is ErrorCode.OVERLOADED
+    assert {item.request_id for item in bring_back(state, "talker")} == {"a"}
+
+
+def test_waiting_requests_end_when_no_replica_comes_or_time_is_up() -> None:
+    state = ready(default_timeout=5)
+    ask(state)
+    lose(state, "talker")
+    body = failure(state.tick(NOW + 6))
+    assert body.code is ErrorCode.DEADLINE_EXCEEDED
+    assert "killed by signal 9" in body.message
+    ask(state, "r2")
+    state.replicas.add("talker", 0, 2)
+    body = failure(lose(state, "talker", restart=False, why="bad checkpoint"))
+    assert body.code is ErrorCode.STAGE_UNAVAILABLE
+    assert body.stage == "talker"
+
+
+def test_a_client_may_abort_what_waits() -> None:
+    state = ready()
+    ask(state)
+    lose(state, "talker")
+    assert failure(state.abort(ALICE, "r1", NOW)).code is ErrorCode.ABORTED
+    assert bring_back(state, "talker") == []
+
+
+def test_draining_replica_takes_nothing_new_and_is_waited_for_when_it_will_be_back() -> None:
+    state = ready()
+    ask(state, "held")
+    talker = state.replicas.find("talker", 0, 1)
+    talker.on(ReplicaEvent.DRAIN)
+    assert failure(ask(state, "drained")).code is ErrorCode.STAGE_UNAVAILABLE
+    talker.orders.restart = True
+    assert ask(state, "waits") == []
+    say(state, "code2wav", done(), 0, "held")
+    assert talker.requests == {"held"}
+    lose(state, "talker")
+    assert state.active["held"].losses == [], "a restart that was asked for is no one's fault"
+    assert len(opened_stages(bring_back(state, "talker"))) == 2 + 4
