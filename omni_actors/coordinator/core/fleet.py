@@ -227,15 +227,13 @@ class Fleet:
         if takeover.adopt:
             names = ", ".join(f"{item.stage}/{item.replica}" for item in takeover.adopt)
             self._announce(f"{names} still running{where}")
-        for replica in takeover.ended:
+        if takeover.start and not self.launch.ending:
+            names = ", ".join(f"{stage}/{index}" for stage, index in takeover.start)
+            self._announce(f"starting {names}{where}")
+            for stage, index in takeover.start:
+                self._start(stage, index, now)
+        for replica in takeover.ended:  # last: a death restarts all that is due
             self._died(replica, "its node knows nothing of it", "", now)
-        if not takeover.start or self.launch.ending:
-            return
-        names = ", ".join(f"{stage}/{index}" for stage, index in takeover.start)
-        self._announce(f"starting {names}{where}")
-        spawn_epoch = self._new_epoch()
-        for stage, index in takeover.start:
-            self._start(stage, index, spawn_epoch, now)
 
     def _give_up_nodes(self, now: float) -> None:
         for node in self.nodes.silent(now, self._settings.heartbeat_timeout):
@@ -385,9 +383,11 @@ class Fleet:
         for dead in self.health.due(now):
             if self.nodes.of(dead).present:
                 self._announce(f"starting {dead.name} again")
-                self._start(dead.stage, dead.index, max(dead.epoch + 1, self._new_epoch()), now)
+                self._start(dead.stage, dead.index, now)
 
-    def _start(self, stage: str, index: int, spawn_epoch: int, now: float) -> None:
+    def _start(self, stage: str, index: int, now: float) -> None:
+        former = self.replicas.current(stage, index)
+        spawn_epoch = max(former.epoch + 1 if former is not None else 1, self._new_epoch())
         replica = self._expect(stage, index, spawn_epoch, now)
         self._tell_node(self.nodes.of(replica), StartReplica(stage=stage, replica=index, spawn_epoch=spawn_epoch))
 
