@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from omni_actors.cli.main import SUBCOMMANDS
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ErrorCode
 from scripts import docs_hooks, reference_docs
@@ -120,3 +121,29 @@ def test_every_page_is_in_the_menu() -> None:
     config = {"docs_dir": str(DOCS), "nav": yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]}
     listed = pages(docs_hooks.on_config(config)["nav"])
     assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "launch" / "README.md", *sorted(DOCS.rglob("*.md"))]
+PATH = re.compile(r"(?<![\w./:@$-])((?:[\w-]+/)+[\w-]+\.(?:py|sh|sbatch|yaml|service|md|json))(?![\w/])")
+FOLDERS = [REPOSITORY, REPOSITORY / "omni_actors", DOCS]  # a path may be relative to any of these
+ELSEWHERE = {"deploy/MODEL.yaml", "stage_configs/MODEL.yaml"}  # vllm-omni's, in migrating.md
+MODULE = re.compile(r"python -m ((?:omni_actors|tools|custom_model)[\w.]*)")
+COMMAND = re.compile(r"(?:^|[`$ ])omni-actors (\w+)", re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_files_and_commands_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    paths = [path for path in PATH.findall(text) if path not in ELSEWHERE]
+    missing = [path for path in paths if not any((folder / path).exists() for folder in [*FOLDERS, page.parent])]
+    assert not missing
+    for name in MODULE.findall(text):
+        base = REPOSITORY / "examples" if name.startswith("custom_model") else REPOSITORY
+        found = base.joinpath(*name.split("."))
+        assert found.with_suffix(".py").exists() or (found / "__main__.py").exists(), f"python -m {name}"
+    assert set(COMMAND.findall(text)) <= set(SUBCOMMANDS)
+
+
+def test_the_pattern_for_paths_finds_them() -> None:
+    text = "`stage/session.py`, tests/unit/test_docs.py and (launch/slurm.sbatch), not https://example.com/a/b.py"
+    assert PATH.findall(text) == ["stage/session.py", "tests/unit/test_docs.py", "launch/slurm.sbatch"]
