@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 # The cores of a process share vLLM's process groups, which a core's shutdown destroys, so they shut down when the last
-# of them does. A stage process has one core; tests have several at a time.
+# of them does. A stage process has one core; a caller of StageLLM may have several.
 _ALIVE: list[VllmCore] = []
 _ENDED: list[EngineCore] = []
 
