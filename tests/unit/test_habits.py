@@ -1,0 +1,95 @@
+"""Habits of the tests that no linter checks."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import REPOSITORY
+
+TESTS = REPOSITORY / "tests"
+MODULES = {path.relative_to(TESTS): ast.parse(path.read_text()) for path in sorted(TESTS.rglob("*.py"))}
+CLOCKS = {"time", "monotonic", "perf_counter"}
+NAMED_TUPLE = {"_asdict", "_fields", "_replace"}  # public, whatever their names look like
+ALLOWED_PRIVATE = {
+    # Moments between two threads that a test cannot hit from outside.
+    "unit/test_inbound.py": {"_receive_control"},
+    "unit/test_inbox.py": {"_waiting", "_wakeup"},
+    # The kernel's arguments, compared with the module that computes the same.
+    "unit/test_token2wav.py": {"_Activation"},
+    # vLLM's own methods that the engine overrides.
+    "unit/test_vllm_contract.py": {"_free_request", "_make_model_runner", "_sample_random"},
+}
+
+Finder = Callable[[Path, ast.Module], Iterator[ast.AST]]
+
+
+def imports_of_tests(path: Path, module: ast.Module) -> Iterator[ast.AST]:
+    """Finds imports from a test module or a conftest; shared helpers are in tests/support."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        if any(name.startswith("tests.") and (".test_" in name or ".conftest" in name) for name in names):
+            yield node
+
+
+def tuple_asserts(path: Path, module: ast.Module) -> Iterator[ast.AST]:
+    """Finds `assert (a, b in c) == (1, True)`: a failure of it names neither the text nor the word."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
+            sides = [node.test.left, *node.test.comparators]
+            elements = [item for side in sides if isinstance(side, ast.Tuple) for item in side.elts]
+            if any(isinstance(item, ast.Compare | ast.BoolOp) for item in elements):
+                yield node
+
+
+def private_attributes(path: Path, module: ast.Module) -> Iterator[ast.AST]:
+    """Finds private attributes of anything but `self`."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not own and node.attr not in NAMED_TUPLE | ALLOWED_PRIVATE.get(path.as_posix(), set()):
+                yield node
+
+
+def timed_asserts(path: Path, module: ast.Module) -> Iterator[ast.AST]:
+    """Finds asserts on durations: an assert on the clock's time, or on a name that was computed from it."""
+    if path.parts[0] != "chaos":
+        return
+    for function in ast.walk(module):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        timed = {
+            name.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and reads_clock(node.value)
+            for target in node.targets
+            for name in ast.walk(target)
+            if isinstance(name, ast.Name)
+        }
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assert) and reads_clock(node.test, timed):
+                yield node
+
+
+def reads_clock(tree: ast.AST, timed: frozenset[str] | set[str] = frozenset()) -> bool:
+    """Whether an expression reads a clock or one of the names `timed`."""
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr in CLOCKS) or (isinstance(node, ast.Name) and node.id in timed)
+        for node in ast.walk(tree)
+    )
+
+
+@pytest.mark.parametrize(
+    "find", [imports_of_tests, tuple_asserts, private_attributes, timed_asserts], ids=lambda find: find.__name__
+)
+def test_no_test_has(find: Finder) -> None:
+    found = [f"tests/{path}:{node.lineno}" for path, module in MODULES.items() for node in find(path, module)]
+    assert not found, "\n".join(found)
