@@ -6,6 +6,7 @@ from pathlib import Path
 
 from omni_actors.coordinator.core import states
 from omni_actors.stage.attempts import ATTEMPT_TRANSITIONS, AttemptState
+from omni_actors.transitions import mermaid
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "state-machines.md"
 
@@ -22,7 +23,7 @@ Written by `scripts/state_diagrams.py` from the tables in `omni_actors/coordinat
 Every process of a replica has a new epoch. Ready and draining replicas hold requests, the others hold none.
 
 ```mermaid
-{states.mermaid(states.REPLICA_TRANSITIONS, states.ReplicaState.STARTING)}
+{mermaid(states.REPLICA_TRANSITIONS, states.ReplicaState.STARTING)}
 ```
 
 ## A node
@@ -30,13 +31,13 @@ Every process of a replica has a new epoch. Ready and draining replicas hold req
 A node that comes back keeps the processes that still run there.
 
 ```mermaid
-{states.mermaid(states.NODE_TRANSITIONS, states.NodeState.EXPECTED)}
+{mermaid(states.NODE_TRANSITIONS, states.NodeState.EXPECTED)}
 ```
 
 ## The launch
 
 ```mermaid
-{states.mermaid(states.LAUNCH_TRANSITIONS, states.LaunchState.STARTING)}
+{mermaid(states.LAUNCH_TRANSITIONS, states.LaunchState.STARTING)}
 ```
 
 ## A request, in the coordinator
@@ -44,7 +45,7 @@ A node that comes back keeps the processes that still run there.
 Each way from `running` back to `waiting` is a new attempt. Each of the two ends sends the client exactly one message.
 
 ```mermaid
-{states.mermaid(states.REQUEST_TRANSITIONS, states.RequestState.WAITING)}
+{mermaid(states.REQUEST_TRANSITIONS, states.RequestState.WAITING)}
 ```
 
 ## An attempt at a request, in one stage
@@ -53,7 +54,7 @@ The engine has it while it is `running` or `input_complete`. `finished` keeps th
 in every stage.
 
 ```mermaid
-{states.mermaid(ATTEMPT_TRANSITIONS, AttemptState.OPEN)}
+{mermaid(ATTEMPT_TRANSITIONS, AttemptState.OPEN)}
 ```
 """
 

@@ -305,19 +305,19 @@ class Coordinator:
             case TellReplica(replica_id, body):
                 self._send_control(f"{replica_id.stage}/{replica_id.replica}/{replica_id.epoch}", body)
             case ReplicaSpawned(stage, index, spawn_epoch):
-                self._collector.spawned(stage, index, spawn_epoch)
+                self._collector.replica_spawned(stage, index, spawn_epoch)
             case ReplicaRegistered(replica):
                 self._stages.open(replica)
             case ReplicaReady():
                 self._do(self._requests.reopen(time.time()))
             case ReplicaLost(replica, why, blame):
                 self._stages.close(replica.replica_id)
-                self._collector.gone(replica.stage, replica.index)
+                self._collector.replica_ended(replica.stage, replica.index)
                 self._do(self._requests.replica_lost(replica, time.time(), why, blame))
             case Measured(replica, Heartbeat() as beat):
-                self._collector.requests.heard(replica.name, beat.sent)
+                self._collector.requests.message_received(replica.name, beat.sent)
             case Measured(replica, Snapshot() as snapshot):
-                self._collector.took(replica.stage, replica.index, snapshot)
+                self._collector.take_snapshot(replica.stage, replica.index, snapshot)
             case GiveUp():
                 self._stopping.set()
 

@@ -10,13 +10,13 @@ import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from omni_actors.coordinator.core.states import advance
 from omni_actors.errors import ProtocolError
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.stage.engine_interface import StageRequest
 from omni_actors.stage.meter import Track
 from omni_actors.stage.processors import StreamProcessor
 from omni_actors.stage.resend_buffer import ResendBuffer
+from omni_actors.transitions import advance
 
 
 class AttemptState(enum.StrEnum):

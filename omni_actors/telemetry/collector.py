@@ -71,7 +71,7 @@ class TelemetryCollector:
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def spawned(self, stage: str, replica: int, spawn_epoch: int) -> None:
+    def replica_spawned(self, stage: str, replica: int, spawn_epoch: int) -> None:
         """Note that a replica's process will start, or runs and will register. `spawn_epoch` is 0 if none is known."""
         key = (stage, replica)
         self._restarts.setdefault(key, 0)
@@ -81,7 +81,7 @@ class TelemetryCollector:
             self._restarts[key] += 1
             self.requests.forget_clock(f"{stage}/{replica}")
 
-    def took(self, stage: str, replica: int, snapshot: Snapshot) -> None:
+    def take_snapshot(self, stage: str, replica: int, snapshot: Snapshot) -> None:
         """Take a snapshot of a living process. One that is wrong is counted and dropped."""
         try:
             self._stages.take(f"{stage}/{replica}", snapshot)
@@ -92,7 +92,7 @@ class TelemetryCollector:
         for work in snapshot.ended:
             self.requests.stage_ended(stage, replica, work)
 
-    def gone(self, stage: str, replica: int) -> None:
+    def replica_ended(self, stage: str, replica: int) -> None:
         """Note that a replica's process has ended."""
         self._stages.process_ended(f"{stage}/{replica}")
 

@@ -88,7 +88,7 @@ class RequestLog(Observer):
 
     # -- clocks -------------------------------------------------------------------------------------------------------
 
-    def heard(self, name: str, sent: float) -> None:
+    def message_received(self, name: str, sent: float) -> None:
         """Note that a message of the replica `name` just came; `sent` is when it was sent, by the replica's clock."""
         self._offsets[name].received(sent, self._clock())
 

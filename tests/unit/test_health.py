@@ -20,9 +20,9 @@ from omni_actors.coordinator.core.states import (
     ReplicaState,
     RequestEvent,
     RequestState,
-    advance,
 )
 from omni_actors.errors import ConfigError, ProtocolError
+from omni_actors.transitions import advance
 from scripts.state_diagrams import TARGET, document
 from tests.support.builders import chain, load, pipeline
 

@@ -148,12 +148,12 @@ def test_a_snapshot_that_does_not_fit_the_table_changes_nothing(wrong: Snapshot)
 
 def test_a_wrong_snapshot_is_counted_and_does_not_hide_the_others() -> None:
     collector = TelemetryCollector()
-    collector.spawned("talker", 0, 0)
-    collector.spawned("talker", 0, 7)
-    collector.took("talker", 0, snapshot(5))
-    collector.took("talker", 0, Snapshot(samples=(Sample("omni_unheard_of", LABELS, 1.0),)))
-    collector.spawned("talker", 0, 7)
-    collector.spawned("talker", 0, 8)
+    collector.replica_spawned("talker", 0, 0)
+    collector.replica_spawned("talker", 0, 7)
+    collector.take_snapshot("talker", 0, snapshot(5))
+    collector.take_snapshot("talker", 0, Snapshot(samples=(Sample("omni_unheard_of", LABELS, 1.0),)))
+    collector.replica_spawned("talker", 0, 7)
+    collector.replica_spawned("talker", 0, 8)
     everything = collector.gather(3, 4, {("talker", 0): (False, 2)}, {}, {"client": {"magic": 6}}, {"late": 7})
     value = everything.values
     assert value[(table.OUTPUT_TOKENS.name, LABELS)] == 5

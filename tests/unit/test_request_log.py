@@ -98,7 +98,7 @@ def test_a_stage_that_goes_on_keeps_its_attempt_and_its_clock() -> None:
     """Only the talker starts again: what the thinker reports later belongs to its first attempt, bound long before."""
     seen = Observed()
     for name in ("thinker/0", "talker/1"):
-        seen.log.heard(name, seen.clock.now)
+        seen.log.message_received(name, seen.clock.now)
     seen.begin()
     seen.clock.now += 10.0
     seen.log.replayed("r", StageLost("talker/1 died"), counts=True)
@@ -124,7 +124,7 @@ def test_a_stage_that_goes_on_keeps_its_attempt_and_its_clock() -> None:
 def test_moments_of_another_clock_are_converted_to_ours() -> None:
     seen = Observed()
     for _ in range(3):
-        seen.log.heard("talker/1", seen.clock.now - 500.0)  # 500 s behind
+        seen.log.message_received("talker/1", seen.clock.now - 500.0)  # 500 s behind
     seen.begin()
     transfer = TransferTimeline(
         "thinker/0", 1, 4, first_sent=1000.1, first_received=500.2, last_sent=1000.1, last_received=500.2

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from omni_actors.coordinator.core.health import HealthPolicy
 from omni_actors.coordinator.core.nodes import NodeTable
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.states import LAUNCH_TRANSITIONS, LaunchEvent, LaunchState, ReplicaState, advance
+from omni_actors.coordinator.core.states import LAUNCH_TRANSITIONS, LaunchEvent, LaunchState, ReplicaState
+from omni_actors.transitions import advance
 
 PROGRESS_SECONDS = 5.0  # between two progress reports
 

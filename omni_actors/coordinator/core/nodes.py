@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.states import NODE_TRANSITIONS, NodeEvent, NodeState, ReplicaState, advance
+from omni_actors.coordinator.core.states import NODE_TRANSITIONS, NodeEvent, NodeState, ReplicaState
 from omni_actors.protocol.nodes import RunningReplica
+from omni_actors.transitions import advance
 
 
 class HelloKind(enum.Enum):

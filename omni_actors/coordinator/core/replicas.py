@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from omni_actors.coordinator.core.states import REPLICA_TRANSITIONS, ReplicaEvent, ReplicaState, advance
+from omni_actors.coordinator.core.states import REPLICA_TRANSITIONS, ReplicaEvent, ReplicaState
 from omni_actors.protocol.client import StageStatus
 from omni_actors.protocol.control import ArenaAddress, Peer, Ready
 from omni_actors.protocol.header import ReplicaId
+from omni_actors.transitions import advance
 
 STALE_ENTRIES = 64  # that a stage's heap may hold in addition to twice its replicas
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.coordinator.core.delivery import Delivery
-from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, RequestEvent, RequestState, advance
+from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, RequestEvent, RequestState
 from omni_actors.protocol.client import RequestStatus
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.protocol.payloads import Prompt, StageParams
 from omni_actors.protocol.results import StageUsage
+from omni_actors.transitions import advance
 
 STALE_DEADLINES = 1024  # entries of ended requests that the heap may hold next to those of active ones
 

@@ -6,10 +6,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from typing import TypeVar
-
-from omni_actors.errors import ProtocolError
 
 
 class ReplicaState(enum.StrEnum):
@@ -109,23 +105,3 @@ REQUEST_TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.RUNNING, RequestEvent.FAILED): RequestState.FAILED,
     (RequestState.WAITING, RequestEvent.FAILED): RequestState.FAILED,
 }
-
-S = TypeVar("S", bound=enum.StrEnum)
-E = TypeVar("E", bound=enum.StrEnum)
-
-
-def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
-    """The state after `event`; raises `ProtocolError` for an event that has no place in `state`."""
-    following = table.get((state, event))
-    if following is None:
-        raise ProtocolError(f"{event.value} cannot happen while {state.value}.")
-    return following
-
-
-def mermaid(table: Mapping[tuple[S, E], S], initial: S) -> str:
-    """A table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {initial.value}"]
-    lines += [f"    {state.value} --> {after.value}: {event.value}" for (state, event), after in table.items()]
-    ends = {after for after in table.values()} - {state for state, _ in table}
-    lines += [f"    {state.value} --> [*]" for state in sorted(ends)]
-    return "\n".join(lines)
