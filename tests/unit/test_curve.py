@@ -1,4 +1,4 @@
-"""Connections with keys: which key opens which socket, and what a refused peer is told. Real sockets, one process."""
+"""Connections with keys: which key opens which socket, and what a refused peer learns. Real sockets, one process."""
 
 from __future__ import annotations
 

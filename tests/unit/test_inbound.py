@@ -127,7 +127,7 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
 def test_figures_over_the_limit_are_left_out_and_other_messages_go_on(
     short_path: Path, launcher: subprocess.Popen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pipeline whose limit is too small for a stage's figures alone is served all the same."""
+    """A pipeline whose limit is too small for a stage's metrics alone is served all the same."""
     logging.getLogger("omni_actors").propagate = True
     harness = Harness(short_path, launcher.pid, limits=Limits(body_bytes=1000))
     harness.await_hello()

@@ -56,18 +56,18 @@ class Harness:
         self.got: dict[ReplicaId, list] = {}
         self.inboxes: dict[ReplicaId, object] = {}
 
-    def bind(self, *hops: ReplicaId) -> None:
-        for replica_id in hops:
+    def bind(self, *replicas: ReplicaId) -> None:
+        for replica_id in replicas:
             self.inboxes[replica_id] = self.sockets.pull(self.endpoint(replica_id))[0]
             self.got[replica_id] = []
 
     def endpoint(self, replica_id: ReplicaId) -> str:
         return f"ipc://{self.folder}/{replica_id.stage}-{replica_id.replica}-{replica_id.epoch}"
 
-    def peers(self, *hops: ReplicaId, sources: tuple[ReplicaId, ...] = ()) -> None:
+    def peers(self, *replicas: ReplicaId, sources: tuple[ReplicaId, ...] = ()) -> None:
         made = [
             tuple(Peer(*msgspec.structs.astuple(replica_id), self.endpoint(replica_id)) for replica_id in of)
-            for of in (hops, sources)
+            for of in (replicas, sources)
         ]
         self.outbound.set_peers(Peers(peers=made[0], sources=made[1]))
 
@@ -96,15 +96,15 @@ def harness(short_path: Path) -> Iterator[Harness]:
     made.close()
 
 
-def chunk(*hops: ReplicaId, data: bytes = b"small", seq: int = 0, request: str = "r") -> list[Outgoing]:
+def chunk(*replicas: ReplicaId, data: bytes = b"small", seq: int = 0, request: str = "r") -> list[Outgoing]:
     buffers = BufferList()
     body = Chunk(tensors={"x": buffers.add(HostTensor(DType.U8, (len(data),), data))})
     header = Header("", request, *msgspec.structs.astuple(ME), seq=seq, deadline=time.time() + 60)
-    return [Outgoing(replica_id, header, body, buffers.buffers) for replica_id in hops]
+    return [Outgoing(replica_id, header, body, buffers.buffers) for replica_id in replicas]
 
 
-def mapped(harness: Harness, *hops: ReplicaId) -> None:
-    for replica_id in hops:
+def mapped(harness: Harness, *replicas: ReplicaId) -> None:
+    for replica_id in replicas:
         harness.outbound.granted(replica_id, Credit(mapped=True))
 
 

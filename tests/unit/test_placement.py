@@ -169,13 +169,13 @@ async def test_a_name_may_appear_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def resolving(host: str) -> str:
         if not words:
-            raise ConfigError(f"nobody knows {host}")
+            raise ConfigError(f"no one knows {host}")
         return known[0]
 
     monkeypatch.setattr(addresses, "resolve", resolving)
     known.append("10.0.0.1")
     assert await resolve_eventually("pod-0", 5, words.append) == "10.0.0.1"
-    assert words[0].startswith("nobody knows pod-0")
+    assert words[0].startswith("no one knows pod-0")
     words.clear()
     with pytest.raises(ConfigError):
         await resolve_eventually("pod-0", -1, words.append)

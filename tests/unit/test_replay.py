@@ -279,7 +279,9 @@ def test_of_several_suspects_only_the_culprit_fails() -> None:
     assert opened_requests(state.tick(NOW)) == {"a"}, "alone"
     assert ask(state, "much later") == []
     finish(state, "a")
-    assert opened_requests(state.tick(NOW)) == {"later", "much later"}, "between two trials those that waited get in"
+    assert opened_requests(state.tick(NOW)) == {"later", "much later"}, (
+        "between two isolation runs those that waited get in"
+    )
     finish(state, "later")
     assert opened_requests(state.tick(NOW)) == set(), "not empty yet"
     finish(state, "much later")
