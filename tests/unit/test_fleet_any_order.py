@@ -1,0 +1,76 @@
+"""The fleet under events in any order (hypothesis)."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.client import Operation
+from omni_actors.protocol.control import Fatal, Heartbeat, Loading, Ready, StageToCoordinator
+from omni_actors.protocol.nodes import NodeLeaving, RunningReplica
+from tests.support.fleet import World, two_hosts
+
+places = st.sampled_from([("prompt", 0), ("talker", 0), ("talker", 1)])
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order, the invariants of `World` hold, and healthy nodes bring everything back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(two_hosts(restarts=2), heartbeat_timeout=2.0, startup_timeout=60.0).launch()
+
+    @rule(rank=st.integers(0, 1), knows=st.booleans())
+    def node_hello(self, rank: int, knows: bool) -> None:
+        replicas = [replica for replica in self.world.fleet.replicas if replica.node == rank and replica.spawn_epoch]
+        listed = [RunningReplica(item.stage, item.index, item.spawn_epoch, 1) for item in replicas if knows]
+        self.world.node_hello(*listed, rank=rank, launched=True)
+
+    @rule(rank=st.integers(0, 1))
+    def node_leaves(self, rank: int) -> None:
+        self.world.node(NodeLeaving("a test"), rank)
+
+    @rule(place=places, newer=st.integers(0, 1))
+    def hello(self, place: tuple[str, int], newer: int) -> None:
+        replica = self.world.replica(*place)
+        self.world.hello(*place, epoch=replica.epoch + newer, spawn_epoch=replica.spawn_epoch)
+
+    @rule(place=places, body=st.sampled_from([Ready(seconds=1.0), Loading("x"), Heartbeat(progress=1), Fatal("x")]))
+    def says(self, place: tuple[str, int], body: StageToCoordinator) -> None:
+        self.world.says(place[0], body, place[1])
+
+    @rule(place=places)
+    def ended(self, place: tuple[str, int]) -> None:
+        self.world.ended(*place)
+
+    @rule(place=places, operation=st.sampled_from([Operation.DRAIN, Operation.RESTART]))
+    def operate(self, place: tuple[str, int], operation: Operation) -> None:
+        try:
+            self.world.operate(operation, *place)
+        except InvalidRequest:
+            assert self.world.state(*place) not in (ReplicaState.READY, ReplicaState.DRAINING)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]), silent=st.sampled_from(["", "talker/0", "talker/1", "node 1"]))
+    def time_passes(self, seconds: float, silent: str) -> None:
+        self.world.wait(seconds, silent)
+
+    def teardown(self) -> None:
+        world = self.world
+        for rank in (0, 1):
+            world.node_hello(rank=rank)
+        for replica in list(world.fleet.replicas):
+            if replica.state is ReplicaState.DEAD:
+                world.operate(Operation.RESTART, replica.stage, replica.index)
+        world.wait(5.0)
+        for replica in list(world.fleet.replicas):
+            if world.state(replica.stage, replica.index) is ReplicaState.STARTING:
+                world.ready(replica.stage, replica.index)
+        states = {replica.state for replica in world.fleet.replicas}
+        assert states <= {ReplicaState.READY, ReplicaState.DRAINING}
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -1,0 +1,270 @@
+"""The fleet from the first hello of a node until the pipeline serves, and nodes that come and go."""
+
+from __future__ import annotations
+
+import omni_actors
+from omni_actors.coordinator.core.fleet import ABSENT_SECONDS, LAST_LOG_SECONDS
+from omni_actors.coordinator.core.instructions import ReplicaLost, ReplicaReady, ReplicaRegistered, ReplicaSpawned
+from omni_actors.coordinator.core.states import LaunchState, ReplicaState
+from omni_actors.protocol.client import Operation
+from omni_actors.protocol.control import Fatal, Hello, Loading, Ready, Reregister, Shutdown, Welcome
+from omni_actors.protocol.header import PROTOCOL_VERSION, ReplicaId
+from omni_actors.protocol.nodes import (
+    KillReplica,
+    Launched,
+    NodeBeat,
+    NodeHello,
+    NodeLeaving,
+    NodeWelcome,
+    RunningReplica,
+)
+from tests.support.fleet import (
+    STAGES,
+    World,
+    announced,
+    gives_up,
+    losses,
+    one_host,
+    starts,
+    to_node,
+    to_stage,
+    two_hosts,
+)
+
+# -- the start --------------------------------------------------------------------------------------------------------
+
+
+def test_a_first_start_from_the_hello_of_the_node_to_ready() -> None:
+    world = World()
+    hello = world.node_hello()
+    assert to_node(hello, NodeWelcome) == [NodeWelcome()]
+    assert announced(hello) == ["starting prompt/0, thinker/0, talker/0, code2wav/0"]
+    assert starts(hello) == ["prompt/0", "thinker/0", "talker/0", "code2wav/0"]
+    registered = world.hello("talker")
+    assert registered[0] == ReplicaRegistered(world.replica("talker"))
+    assert to_stage(registered, Welcome) == ["talker/0"]
+    world.says("talker", Loading("loading weights"))
+    ready = world.ready("prompt")
+    assert ReplicaReady(world.replica("prompt")) in ready
+    assert announced(ready) == [
+        "prompt/0 ready in 0.5 s; ready: prompt/0; missing: "
+        "thinker/0 (starting process), talker/0 (loading weights), code2wav/0 (starting process)"
+    ]
+    world.says("talker", Ready(seconds=1.0))
+    world.ready("thinker")
+    last = world.ready("code2wav")
+    assert to_node(last, Launched) == [Launched()]
+    assert announced(last)[-1] == "ready after 1.0 s, clients connect to ipc:///client"
+    assert world.fleet.launch.state is LaunchState.LAUNCHED
+
+
+def test_every_replica_is_expected_before_its_node_has_come() -> None:
+    world = World(two_hosts())
+    assert [item for item in world.seen if isinstance(item, ReplicaSpawned)][-1] == ReplicaSpawned("code2wav", 0, 0)
+    world.node_hello()
+    (report,) = announced(world.wait(5.1))
+    assert "missing: node 1, " in report
+    assert "talker/1 (waiting for node 1)" in report
+
+
+def test_a_stage_left_without_replicas_ends_the_launch_with_its_log() -> None:
+    world = World()
+    world.node_hello()
+    world.hello("talker")
+    world.says("talker", Loading("loading weights"))
+    world.says("talker", Fatal("The weights are made of cheese."))
+    ended = world.ended("talker", log="Traceback")
+    reason = (
+        "talker/0 died (exit code 1) while loading weights. The weights are made of cheese.\n"
+        "--- last lines of its log\nTraceback\n---"
+    )
+    assert gives_up(ended) == [reason]
+    assert not starts(ended)
+    assert world.fleet.launch.failure == reason
+    end = world.take(world.fleet.shut_down())
+    assert to_node(end, Shutdown) == [Shutdown(reason=reason, failed=True)]
+
+
+def test_one_of_two_replicas_that_dies_at_the_start_restarts() -> None:
+    world = World(one_host(talker={"replicas": 2}))
+    world.node_hello()
+    ended = world.ended("talker", 1, "killed by signal 9")
+    assert announced(ended) == [
+        "talker/1 died (killed by signal 9) while starting process.\ntalker/1 restarts in 0.0 s",
+        "starting talker/1 again",
+    ]
+    assert starts(ended) == ["talker/1"]
+    assert not gives_up(ended)
+
+
+def test_a_pipeline_is_ready_without_a_replica_that_was_given_up_at_the_start() -> None:
+    world = World(one_host(talker={"replicas": 2, "restarts": 0}))
+    world.node_hello()
+    assert announced(world.ended("talker", 1))[0].startswith("degraded: talker/1 died")
+    for stage in STAGES:
+        ready = world.ready(stage)
+    assert announced(ready)[-1].startswith("ready after")
+
+
+def test_a_startup_timeout_ends_the_launch_with_the_log_of_the_late_one() -> None:
+    world = World(startup_timeout=3.0)
+    world.node_hello()
+    world.ready("prompt")
+    world.hello("thinker")
+    overdue = world.wait(2.1)
+    assert to_node(overdue, KillReplica) == [KillReplica("thinker", 0, world.replica("thinker").spawn_epoch)]
+    assert "missing: thinker/0" in announced(overdue)[-1]
+    assert not gives_up(overdue), "the log comes first"
+    (reason,) = gives_up(world.ended("thinker", how="killed by signal 9", log="still loading"))
+    assert reason.startswith("thinker/0 is not ready in time while starting process.")
+    assert "still loading" in reason
+
+
+def test_a_startup_timeout_does_not_wait_for_ever_for_the_log() -> None:
+    world = World(two_hosts(), startup_timeout=3.0)
+    world.node_hello()
+    assert not gives_up(world.wait(2.1))
+    (reason,) = gives_up(world.wait(LAST_LOG_SECONDS))
+    assert reason == "prompt/0 is not ready in time while starting process."
+
+
+def test_a_lost_node_ends_a_launch_that_has_not_come_up() -> None:
+    world = World(two_hosts())
+    world.node_hello()
+    world.node_hello(rank=1)
+    assert gives_up(world.node(NodeLeaving("a signal"), 1)) == [
+        "Node 1 was lost while the pipeline started: it leaves: a signal"
+    ]
+
+
+def test_a_node_with_another_configuration_is_refused() -> None:
+    for launched in (False, True):
+        world = World()
+        if launched:
+            world.launch()
+        refused = world.node(NodeHello(PROTOCOL_VERSION, omni_actors.__version__, "another"))
+        (told,) = to_node(refused, Shutdown)
+        assert told.failed
+        assert told.reason.startswith("Node 0 is refused: protocol, package and configuration are")
+        assert gives_up(refused) == ([] if launched else [told.reason])
+
+
+def test_a_node_that_the_configuration_does_not_name_is_refused() -> None:
+    world = World()
+    (told,) = to_node(world.node_hello(rank=5), Shutdown, 5)
+    assert told == Shutdown(reason="The configuration places no stage on node 5.", failed=True)
+
+
+def test_a_stage_process_of_another_version_is_refused_and_named() -> None:
+    world = World()
+    world.node_hello()
+    hello = Hello(protocol=0, package="0", config="x", pid=1, inbox="ipc:///x")
+    assert to_stage(world.stage(world.replica("talker").replica_id, hello), Shutdown) == ["talker/0"]
+    (reason,) = gives_up(world.ended("talker"))
+    assert "talker/0: protocol, package and configuration are (0, '0', 'x') there" in reason
+
+
+# -- a coordinator that was restarted ---------------------------------------------------------------------------------
+
+
+def running(*stages: str, spawn_epoch: int = 500) -> list[RunningReplica]:
+    return [RunningReplica(stage, 0, spawn_epoch, 7) for stage in stages]
+
+
+def test_a_restarted_coordinator_adopts_what_runs_and_starts_what_is_missing() -> None:
+    world = World()
+    hello = world.node_hello(*running("prompt", "thinker", "talker"), launched=True)
+    assert announced(hello) == ["prompt/0, thinker/0, talker/0 still running", "starting code2wav/0"]
+    assert starts(hello) == ["code2wav/0"]
+    assert to_node(hello, Launched) == [Launched()]
+    world.hello("talker", epoch=501, spawn_epoch=500)
+    assert world.state("talker") is ReplicaState.LOADING
+    assert world.replica("talker").phase == "registering again"
+    assert announced(world.says("talker", Ready(seconds=0.1)))[0].startswith("talker/0 ready in 0.1 s")
+
+
+def test_a_hello_before_that_of_its_node_waits_for_it() -> None:
+    world = World()
+    assert world.hello("talker", epoch=501, spawn_epoch=500) == []
+    hello = world.node_hello(*running(*STAGES), launched=True)
+    assert to_stage(hello, Welcome) == ["talker/0"]
+    assert world.state("talker") is ReplicaState.LOADING
+    assert world.state("thinker") is ReplicaState.STARTING
+
+
+def test_a_process_that_the_pipeline_does_not_need_is_killed_by_its_node_and_refused() -> None:
+    world = World()
+    hello = world.node_hello(*running(*STAGES, "other"))
+    assert to_node(hello, KillReplica) == [KillReplica("other", 0, 500)]
+    foreign = ReplicaId("talker", 0, 400)
+    assert to_stage(world.hello("talker", epoch=400), Shutdown) == ["talker/0"]
+    assert world.fleet.dropped == {"control_of_unknown_replica": 1}
+    assert world.replica("talker").replica_id != foreign
+
+
+def test_a_node_that_does_not_come_back_is_given_up() -> None:
+    world = World(two_hosts())
+    world.node_hello(*running(*STAGES), launched=True)
+    for stage in STAGES:
+        world.hello(stage, epoch=501, spawn_epoch=500)
+        world.says(stage, Ready(seconds=0.1))
+    absent = world.wait(ABSENT_SECONDS + 0.2)
+    assert announced(absent)[-1] == "node 1 is away: it has not come back to the restarted coordinator"
+    assert world.state("talker", 1) is ReplicaState.DEAD
+    assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
+
+
+# -- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_node_is_away_and_takes_back_what_still_runs_when_it_returns() -> None:
+    world = World(two_hosts(), heartbeat_timeout=4.0).launch()
+    epoch = world.replica("talker", 1).spawn_epoch
+    silent = world.wait(4.2, "node 1", "talker/1")
+    assert announced(silent) == ["node 1 is away: silent for 4.0 s"]
+    assert losses(silent) == {"talker/1": "node 1 is away: silent for 4.0 s"}
+    assert not any(item.blame for item in silent if isinstance(item, ReplicaLost))
+    assert world.state("talker", 1) is ReplicaState.DEAD
+    assert not world.killed
+    assert to_node(world.node(NodeBeat(), 1), Reregister, 1) == [Reregister()]
+    back = world.node_hello(RunningReplica("talker", 1, epoch, 7), rank=1)
+    assert announced(back) == ["talker/1 still running on node 1"]
+    assert not starts(back, 1)
+    world.hello("talker", 1, epoch=epoch + 1, spawn_epoch=epoch)
+    world.says("talker", Ready(seconds=0.0), 1)
+    assert world.state("talker", 1) is ReplicaState.READY
+
+
+def test_a_node_that_returns_empty_starts_its_replicas() -> None:
+    world = World(two_hosts()).launch()
+    world.node(NodeLeaving("a signal"), 1)
+    assert world.state("talker", 1) is ReplicaState.DEAD
+    assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
+
+
+def test_a_node_may_be_lost_while_a_replica_waits_for_its_restart() -> None:
+    world = World(two_hosts(restart_backoff=20.0)).launch()
+    world.ended("talker", 1)
+    world.ended("talker", 1)
+    assert world.state("talker", 1) is ReplicaState.WAITING
+    world.node(NodeLeaving("a signal"), 1)
+    assert world.state("talker", 1) is ReplicaState.DEAD
+    assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
+
+
+def test_what_a_node_no_longer_runs_has_died() -> None:
+    world = World().launch()
+    others = [world.replica(stage) for stage in ("prompt", "thinker", "code2wav")]
+    hello = world.node_hello(*(RunningReplica(item.stage, 0, item.spawn_epoch, 7) for item in others))
+    assert losses(hello) == {"talker/0": "its node knows nothing of it"}
+    assert starts(hello) == ["talker/0"]
+
+
+def test_a_replica_does_not_restart_while_its_node_is_away() -> None:
+    world = World(two_hosts()).launch()
+    world.node(NodeLeaving("a signal"), 1)
+    assert world.operate(Operation.RESTART, "talker", 1) == "talker/1 restarts."
+    assert world.state("talker", 1) is ReplicaState.WAITING
+    assert not starts(world.wait(1.0), 1)
+    world.node_hello(rank=1)
+    assert world.state("talker", 1) is ReplicaState.STARTING
