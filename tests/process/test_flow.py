@@ -91,7 +91,7 @@ def submit_frames(request_id: str, tokens: int) -> list:
     ],
     ids=["messages", "bytes", "time"],
 )
-async def test_slow_client_is_ended_and_nobody_else(launch: Launch, flow: dict[str, Any]) -> None:
+async def test_only_the_slow_client_is_ended(launch: Launch, flow: dict[str, Any]) -> None:
     step = {"step_seconds": 0.005}
     echo = launch(flow_chain(flow, thinker=step, code2wav=step)).wait_ready()
     sockets = Sockets()

@@ -378,7 +378,7 @@ def test_healthy_replica_serves_on(launch: Launch) -> None:
 # -- clients without a coordinator ------------------------------------------------------------------------------------
 
 
-async def test_nobody_there(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_coordinator_answers(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
     monkeypatch.setattr("omni_actors.client.async_client.ANSWER_SECONDS", 0.3)
     async with AsyncOmniClient(f"ipc://{short_path}/client") as client:

@@ -72,7 +72,7 @@ def collect(harness: Harness, count: int, timeout: float = 0.5) -> list[str]:
     return got
 
 
-def test_who_waits_reads_and_wakes_nobody_else(harness: Harness) -> None:
+def test_the_waiting_thread_reads_and_wakes_no_other(harness: Harness) -> None:
     harness.start()
     time.sleep(0.1)
     for number in range(20):

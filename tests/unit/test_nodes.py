@@ -52,7 +52,7 @@ def test_hello_of_a_process(spawn_epoch: int, epoch: int, expected: HelloKind) -
     assert classify_hello(World().replica(), epoch, spawn_epoch) is expected
 
 
-def test_hello_before_its_node_and_of_nobody() -> None:
+def test_hello_before_its_node_and_of_an_unknown_process() -> None:
     assert classify_hello(World(spawn_epoch=0).replica(), 7, 7) is HelloKind.EARLY
     assert classify_hello(None, 7, 7) is HelloKind.FOREIGN
 
@@ -106,7 +106,7 @@ def test_what_was_given_up_for_dying_stays_dead() -> None:
     assert not any([takeover.adopt, takeover.start, takeover.ended])
 
 
-def test_a_process_that_nobody_placed_there_is_killed() -> None:
+def test_a_process_that_is_not_placed_there_is_killed() -> None:
     takeover = World().take_over(prompt=7, thinker=7, talker=7, code2wav=7, other=7)
     assert [item.stage for item in takeover.kill] == ["other"]
 
