@@ -54,6 +54,7 @@ SIGNATURES = [
     (Scheduler.finish_requests, ["request_ids", "finished_status"]),
     (Scheduler.update_from_output, ["scheduler_output", "model_runner_output"]),
     (Scheduler._free_request, ["request"]),
+    (Scheduler._handle_blocked_waiting_request, ["request"]),
     (Scheduler.get_request_counts, []),
     (GPUModelRunner.__init__, ["vllm_config", "device"]),
     (GPUModelRunner.load_model, ["load_dummy_weights"]),
@@ -146,6 +147,14 @@ def test_a_held_request_is_skipped_and_the_step_advances_first():
     source = inspect.getsource(Scheduler.schedule)
     advance = source.index("self.current_step += 1")
     assert advance < source.index("self.current_step < request.next_decode_eligible_step")
+
+
+def test_every_waiting_request_is_asked_about_before_it_is_admitted():
+    """The budget of diffusion stages answers False for a request that must wait."""
+    source = inspect.getsource(Scheduler.schedule)
+    asked = source.index("ready_to_schedule = self._handle_blocked_waiting_request(request)")
+    assert "if not ready_to_schedule:" in source[asked:].splitlines()[1]
+    assert asked < source.index("request.status = RequestStatus.RUNNING")
 
 
 def test_any_output_with_an_attachment_reaches_the_engine():
