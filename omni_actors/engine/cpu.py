@@ -73,5 +73,7 @@ class OmniCPUWorker(OmniWorkerBase, CPUWorker):
     """vLLM's CPU worker with our runner."""
 
     def init_device(self) -> None:
-        super().init_device()  # also makes vLLM's own runner, which only allocates small buffers on the CPU
-        self.model_runner = OmniCPURunner(self.vllm_config, self.device)
+        # This also makes vLLM's own runner, which only allocates small buffers on the CPU.
+        super().init_device()  # type: ignore[no-untyped-call]
+        # Declared for the V1 runner; vLLM assigns its V2 runner just so.
+        self.model_runner = OmniCPURunner(self.vllm_config, self.device)  # type: ignore[assignment]

@@ -31,7 +31,7 @@ def enable_interpreter() -> bool:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     from triton.backends import backends
 
-    backends["cpu"] = types.SimpleNamespace(driver=_InterpreterDriver, compiler=None)  # type: ignore[assignment]
+    backends["cpu"] = types.SimpleNamespace(driver=_InterpreterDriver, compiler=None)
     from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
 
     # Compiled kernels do not check integer sums for overflow either; here the checks take a third of a kernel's time.

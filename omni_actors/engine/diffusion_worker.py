@@ -83,7 +83,8 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
     ends it; the others go on.
     """
 
-    model_runner: DiffusionModelRunner
+    model_runner: DiffusionModelRunner  # type: ignore[assignment]  # declared as a module for vLLM's own workers
+    device: torch.device
 
     def init_device(self) -> None:
         kind = self.device_config.device_type

@@ -21,7 +21,8 @@ class OmniGPURunner(OmniRunnerMixin, GPUModelRunner):
 class OmniGPUWorker(OmniWorkerBase, Worker):
     """vLLM's worker with our runner, and a KV cache sized by this process's own memory use."""
 
-    def _make_model_runner(self) -> OmniGPURunner:
+    # Declared for the V1 runner; vLLM returns its V2 runner from it just so.
+    def _make_model_runner(self) -> OmniGPURunner:  # type: ignore[override]
         return OmniGPURunner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -13,9 +13,19 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from omni_actors.engine.scheduler import RowUpdate
 from omni_actors.engine.worker_base import AttachedOutput, HostCopy, OmniRunnerBase
+from omni_actors.errors import EngineError
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces_base import VllmModel
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    VllmRunner = GPUModelRunner
+else:
+    VllmRunner = object  # what stands behind the mixin in the order of the base classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ class EmittedRows(AttachedOutput):
         return result
 
 
-class OmniRunnerMixin(OmniRunnerBase):
+class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
     """Mixin, in front of vLLM's V2 `GPUModelRunner` (the base class of the CPU runner, too).
 
     Rows out: in every step, requests with an `EmitRows` payload get one row [width] for each position computed in it:
@@ -135,7 +145,7 @@ class OmniRunnerMixin(OmniRunnerBase):
         starts = batch.num_computed_tokens_np[: batch.num_reqs].tolist()
         offsets = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
         # Under tensor parallelism all ranks look up together; only the first one's result is used.
-        embeddings = self.model.embed_input_ids(batch.input_ids[:n_tokens])
+        embeddings = cast("VllmModel", self.model).embed_input_ids(batch.input_ids[:n_tokens])
         if get_tp_group().rank_in_group:
             return output
         media = self._media_positions(batch, starts, offsets)
@@ -177,8 +187,10 @@ class OmniRunnerMixin(OmniRunnerBase):
         """M-RoPE positions i64 [3, P] of a request's prompt of P tokens, as the model made them."""
         slot = int(batch.idx_mapping_np[index])
         length = int(self.req_states.prompt_len.np[slot])
-        positions = self.model_state.rope_state.read_prefill_positions(slot, length)
-        return positions.to(torch.int64, copy=True)
+        state = self.model_state
+        if not isinstance(state, DefaultModelState) or state.rope_state is None:
+            raise EngineError("This model takes media but has no M-RoPE positions; a later stage cannot follow it.")
+        return state.rope_state.read_prefill_positions(slot, length).to(torch.int64, copy=True)
 
     # -- OmniRunnerBase
 

@@ -30,7 +30,7 @@ def to_torch(tensor: HostTensor, what: str = "tensor") -> torch.Tensor:
     tensor.validate(what)
     result = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
     if result.numel():
-        memoryview(result.view(-1).view(torch.uint8).numpy()).cast("B")[:] = memoryview(tensor.data).cast("B")
+        result.view(-1).view(torch.uint8).numpy().data[:] = memoryview(tensor.data).cast("B")
     return result
 
 
@@ -44,8 +44,8 @@ def to_host(tensor: torch.Tensor) -> HostTensor:
     if dtype is None:
         raise InvalidPayload(f"Tensors of {tensor.dtype} cannot be sent; only {[name.value for name in DType]} can.")
     contiguous = tensor.detach().contiguous()
-    data = contiguous.view(-1).view(torch.uint8).numpy() if contiguous.numel() else b""
-    return HostTensor(dtype, tuple(contiguous.shape), memoryview(data))
+    data = contiguous.view(-1).view(torch.uint8).numpy().data if contiguous.numel() else memoryview(b"")
+    return HostTensor(dtype, tuple(contiguous.shape), data)
 
 
 def check_rows(tensor: HostTensor, width: int, what: str, *, minimum: int = 0) -> None:

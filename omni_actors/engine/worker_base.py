@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -13,10 +13,20 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from omni_actors.engine.models import checkpoint_architecture, find_model_spec, register_models
 from omni_actors.processes import die_with_parent
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.worker_base import WorkerBase
 
-def omni_options(vllm_config: Any) -> Mapping[str, Any]:
+    VllmWorker = WorkerBase
+else:
+    VllmWorker = object  # what stands behind the mixin in the order of the base classes
+
+
+def omni_options(vllm_config: VllmConfig) -> Mapping[str, Any]:
     """Our part of vLLM's additional_config (see `OmniEngineArgs.create_engine_config`)."""
-    return (vllm_config.additional_config or {}).get("omni", {})
+    config = vllm_config.additional_config
+    options: Mapping[str, Any] = config.get("omni", {}) if isinstance(config, dict) else {}
+    return options
 
 
 class OmniRunnerBase(ABC):
@@ -31,10 +41,12 @@ class OmniRunnerBase(ABC):
         """Forget a step that failed halfway. The requests themselves end through `finished_req_ids` as usual."""
 
 
-class OmniWorkerBase:
+class OmniWorkerBase(VllmWorker):
     """Mixin for vLLM workers whose `model_runner` is an `OmniRunnerBase`."""
 
-    model_runner: OmniRunnerBase
+    @property
+    def _omni_runner(self) -> OmniRunnerBase:
+        return cast("OmniRunnerBase", self.model_runner)  # each of vLLM's workers declares another class for it
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's `load_model`, after our models are registered: with several workers, each has its own process."""
@@ -45,10 +57,12 @@ class OmniWorkerBase:
         return super().load_model(*args, **kwargs)
 
     def omni_counts(self) -> dict[str, int]:
-        return self.model_runner.omni_counts()
+        """State that the runner holds for requests, by name; all zero when idle."""
+        return self._omni_runner.omni_counts()
 
     def omni_reset(self) -> None:
-        self.model_runner.omni_reset()
+        """Forget a step that failed halfway."""
+        self._omni_runner.omni_reset()
 
 
 class HostCopy:
@@ -100,7 +114,8 @@ class AttachedOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         inner = self._inner
         output = inner.get_output() if isinstance(inner, AsyncModelRunnerOutput) else inner
-        output.pooler_output = self.attachments()
+        # Declared for tensors, but passed on untouched.
+        output.pooler_output = self.attachments()  # type: ignore[assignment]
         return output
 
     def get_kv_connector_output(self) -> Any:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from tools.checkpoints import print_answers, write_full, write_tiny
+from tools.checkpoints import write_full, write_tiny
 from tools.checkpoints.errors import CheckpointError, FolderError
-from tools.checkpoints.measure import quiet_transformers
+from tools.checkpoints.measure import print_answers, quiet_transformers
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch import nn
 from tools.checkpoints.configuration import TINY_CODEC
 from tools.checkpoints.errors import CheckpointError
 from tools.checkpoints.tokenizer import TokenLayout
+
+if TYPE_CHECKING:
+    from transformers import Qwen2_5OmniForConditionalGeneration
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:
@@ -31,12 +34,11 @@ def normal(shape: tuple[int, ...] | torch.Size, seed: int, name: str, std: float
 class Scale:
     """The distribution of one parameter: normal around `mean` with a given spread.
 
-    `gain` is relative to the fan-in (a layer with gain 1 keeps the size of its input), `std` is absolute; one of them
-    is set.
+    `gain` is relative to the fan-in: a layer with gain 1 keeps the size of its input. Without it `std` is the spread.
     """
 
     gain: float | None = None
-    std: float | None = None
+    std: float = 0.0
     mean: float = 0.0
 
 
@@ -94,7 +96,7 @@ def draw_parameter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, seed: int, spoken_ids: list[int]) -> None:
+def draw_weights(model: Qwen2_5OmniForConditionalGeneration, seed: int, spoken_ids: list[int]) -> None:
     """Fills a model in place. The thinker only answers with `spoken_ids`, the talker with codec sounds.
 
     The other rows of the two output layers are zero: a logit of 0 never wins against the best of the others, so no

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,10 @@ from omni_actors.engine.models.qwen2_5_omni.kernels import anti_aliased_snake
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+        Qwen2_5OmniAntiAliasedActivation1d,
+        Qwen2_5OmniToken2WavBigVGANModel,
+    )
 
 FLOOR_DB, REFERENCE_DB = -115, -20  # of the mel amplitudes, as in transformers' BigVGAN
 ACTIVATION_REACH = 5  # samples on either side that an anti-aliased activation reads
@@ -42,9 +46,9 @@ class Vocoder:
         model: the loaded `Qwen2_5OmniToken2WavBigVGANModel`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Qwen2_5OmniToken2WavBigVGANModel) -> None:
         self.model = model
-        self.samples_per_frame = math.prod(model.config.upsample_rates)
+        self.samples_per_frame: int = math.prod(model.config.upsample_rates)
         self._least_amplitude = torch.tensor(FLOOR_DB / 20 * math.log(10)).exp().item()
 
     @torch.inference_mode()
@@ -52,7 +56,7 @@ class Vocoder:
         """Decode `mel` f32 [requests, mel_dim, frames] to f32 [requests, samples] on the same device."""
         model = self.model
         kernels = model.num_residual_blocks
-        hidden = model.conv_pre(self._decibels(mel))
+        hidden: torch.Tensor = model.conv_pre(self._decibels(mel))
         for index, (upsample,) in enumerate(model.ups):
             hidden = upsample(hidden)
             blocks = model.resblocks[index * kernels : (index + 1) * kernels]
@@ -74,7 +78,9 @@ class _Convolution:
     """A one-dimensional convolution as a two-dimensional one over [batch, channels, 1, samples], channels last."""
 
     def __init__(self, module: nn.Conv1d | nn.ConvTranspose1d, dtype: torch.dtype) -> None:
-        self.function = F.conv_transpose2d if isinstance(module, nn.ConvTranspose1d) else F.conv2d
+        self.function: Callable[..., torch.Tensor] = (
+            F.conv_transpose2d if isinstance(module, nn.ConvTranspose1d) else F.conv2d
+        )
         self.weight = module.weight[:, :, None].to(dtype).contiguous(memory_format=torch.channels_last)
         self.bias = None if module.bias is None else module.bias.to(dtype)
         self.options = {
@@ -88,8 +94,8 @@ class _Convolution:
 class _Activation:
     """The parameters of `anti_aliased_snake`."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters = (
+    def __init__(self, module: Qwen2_5OmniAntiAliasedActivation1d) -> None:
+        self.parameters: tuple[torch.Tensor, ...] = (
             module.upsample.filter.flatten().float().contiguous(),
             module.downsample.filter.flatten().float().contiguous(),
             module.act.alpha.exp().float(),
@@ -100,6 +106,9 @@ class _Activation:
         return anti_aliased_snake(hidden, *self.parameters)
 
 
+_Layer = tuple[_Activation, _Convolution, _Activation, _Convolution]
+
+
 class FusedVocoder(Vocoder):
     """BigVGAN for CUDA: fused activations, and channels last in memory, which tensor cores need for convolutions.
 
@@ -107,13 +116,13 @@ class FusedVocoder(Vocoder):
         dtype: of weights and activations; float16 has the mantissa of TF32 at half the traffic.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: Qwen2_5OmniToken2WavBigVGANModel, dtype: torch.dtype) -> None:
         super().__init__(model)
         self._dtype = dtype
         self._pre, self._post = _Convolution(model.conv_pre, dtype), _Convolution(model.conv_post, dtype)
         self._activate_post = _Activation(model.activation_post)
         self._ups = [_Convolution(upsample, dtype) for (upsample,) in model.ups]
-        self._blocks = [
+        self._blocks: list[list[_Layer]] = [
             [
                 (_Activation(act1), _Convolution(conv1, dtype), _Activation(act2), _Convolution(conv2, dtype))
                 for act1, conv1, act2, conv2 in zip(
@@ -125,18 +134,21 @@ class FusedVocoder(Vocoder):
 
     @torch.inference_mode()
     def __call__(self, mel: torch.Tensor) -> torch.Tensor:
-        kernels = self.model.num_residual_blocks
+        kernels: int = self.model.num_residual_blocks
         hidden = self._decibels(mel)[:, :, None].to(self._dtype)
         hidden = self._pre(hidden.contiguous(memory_format=torch.channels_last))
         for index, upsample in enumerate(self._ups):
             source = upsample(hidden)
-            hidden = sum(self._residual(block, source) for block in self._blocks[index * kernels :][:kernels])
+            first, *others = self._blocks[index * kernels :][:kernels]
+            hidden = self._residual(first, source)
+            for block in others:
+                hidden = hidden + self._residual(block, source)
             hidden = hidden / kernels
         hidden = self._post(self._activate_post(hidden))
         return hidden.float().clamp(-1.0, 1.0)[:, 0, 0]
 
     @staticmethod
-    def _residual(block: Sequence[tuple[Any, ...]], hidden: torch.Tensor) -> torch.Tensor:
+    def _residual(block: Sequence[_Layer], hidden: torch.Tensor) -> torch.Tensor:
         for act1, conv1, act2, conv2 in block:
             hidden = hidden + conv2(act2(conv1(act1(hidden))))
         return hidden

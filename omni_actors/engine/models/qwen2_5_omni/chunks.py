@@ -65,8 +65,8 @@ class DecodeOptions:
         name = options.get("policy") or "chunks"
         if name not in ("chunks", "whole"):
             raise ConfigError(f"decode.policy is {name!r}; it must be 'chunks' or 'whole'.")
-        given = {field: options.get(f"{field}_blocks") for field in ("first", "largest", "look_ahead")}
-        given = {field: value for field, value in given.items() if value is not None}
+        named = {field: options.get(f"{field}_blocks") for field in ("first", "largest", "look_ahead")}
+        given = {field: value for field, value in named.items() if value is not None}
         if name == "whole":
             if given:
                 names = ", ".join(f"{field}_blocks" for field in given)

@@ -25,8 +25,10 @@ from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk, Reach, l
 from omni_actors.engine.models.qwen2_5_omni.kernels import MIN_HALF_HEAD, block_attention, modulated_norm
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniDiTConfig
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTDecoderLayer, Qwen2_5OmniToken2WavDiTModel
 
+_Affine = tuple[torch.Tensor, torch.Tensor]  # weight [outputs, inputs] and bias [outputs]
 _Window = tuple[torch.Tensor, torch.Tensor]  # `keys` and `valid` of `block_attention`
 
 EVALUATIONS = 4  # of the network per interval
@@ -74,7 +76,7 @@ class _Rows:
 class _Layer:
     """Weights of one layer, in as few matrices as possible."""
 
-    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, layer: DiTDecoderLayer, dtype: torch.dtype) -> None:
         attention = layer.attn
         # The checkpoint interleaves its rotary pairs; half-split heads, which a kernel reads in order, give the same
         # products.
@@ -83,11 +85,11 @@ class _Layer:
         order = torch.cat([order[:, 0::2], order[:, 1::2]], dim=1).flatten().to(attention.to_q.weight.device)
         weight = [attention.to_q.weight[order], attention.to_k.weight[order], attention.to_v.weight]
         bias = [attention.to_q.bias[order], attention.to_k.bias[order], attention.to_v.bias]
-        self.qkv = torch.cat(weight).to(dtype), torch.cat(bias).to(dtype)
-        self.out = attention.to_out[0].weight.to(dtype), attention.to_out[0].bias.to(dtype)
-        self.up = layer.ff.ff[0].weight.to(dtype), layer.ff.ff[0].bias.to(dtype)
-        self.down = layer.ff.ff[3].weight.to(dtype), layer.ff.ff[3].bias.to(dtype)
-        self.modulation = layer.attn_norm.linear.weight, layer.attn_norm.linear.bias
+        self.qkv: _Affine = torch.cat(weight).to(dtype), torch.cat(bias).to(dtype)
+        self.out: _Affine = attention.to_out[0].weight.to(dtype), attention.to_out[0].bias.to(dtype)
+        self.up: _Affine = layer.ff.ff[0].weight.to(dtype), layer.ff.ff[0].bias.to(dtype)
+        self.down: _Affine = layer.ff.ff[3].weight.to(dtype), layer.ff.ff[3].bias.to(dtype)
+        self.modulation: _Affine = layer.attn_norm.linear.weight, layer.attn_norm.linear.bias
         self.back: int = layer.look_backward_block
         self.ahead: int = layer.look_ahead_block
 
@@ -102,23 +104,25 @@ class Dit:
         max_requests: maximum of chunks in a batch.
     """
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype, precise: bool, max_requests: int) -> None:
+    def __init__(
+        self, model: Qwen2_5OmniToken2WavDiTModel, *, dtype: torch.dtype, precise: bool, max_requests: int
+    ) -> None:
         config = model.config
         self.dtype, self.precise, self.max_requests = dtype, precise, max_requests
-        self.device = model.proj_out.weight.device
+        self.device: torch.device = model.proj_out.weight.device
         self.frames: int = config.block_size
         self.mel_dim: int = config.mel_dim
         self.width: int = config.hidden_size
         self.heads: int = config.num_attention_heads
         self.inner: int = config.head_dim * config.num_attention_heads
         self.repeats: int = config.repeats
-        self.fused = self.device.type == "cuda" and config.head_dim // 2 >= MIN_HALF_HEAD
+        self.fused: bool = self.device.type == "cuda" and config.head_dim // 2 >= MIN_HALF_HEAD
         self.layers = [_Layer(layer, dtype) for layer in model.transformer_blocks]
         self.reaches = sorted({(layer.back, layer.ahead) for layer in self.layers})
         self.kept_layers = [index for index, layer in enumerate(self.layers) if layer.back]
-        self._time_embed = model.time_embed
-        self._final_modulation = model.norm_out.linear.weight, model.norm_out.linear.bias
-        self._proj_out = model.proj_out.weight.to(dtype), model.proj_out.bias.to(dtype)
+        self._time_embed: torch.nn.Module = model.time_embed
+        self._final_modulation: _Affine = model.norm_out.linear.weight, model.norm_out.linear.bias
+        self._proj_out: _Affine = model.proj_out.weight.to(dtype), model.proj_out.bias.to(dtype)
         self._split_input(model, config)
         self._rotary = {reach: self._rotary_table(model, *reach) for reach in self.reaches}
         self._modulations: OrderedDict[tuple[float, float], torch.Tensor] = OrderedDict()
@@ -126,7 +130,7 @@ class Dit:
         self._static: _Rows | None = None
         self._results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def _split_input(self, model: nn.Module, config: object) -> None:
+    def _split_input(self, model: Qwen2_5OmniToken2WavDiTModel, config: Qwen2_5OmniDiTConfig) -> None:
         """Split the linear input projection into parts that change at different times: latents, code, voice."""
         weight, bias = model.input_embed.proj.weight, model.input_embed.proj.bias
         widths = [self.mel_dim, config.enc_dim, config.emb_dim, config.enc_emb_dim]
@@ -134,7 +138,9 @@ class Dit:
         self._voice_weight = torch.cat([voice, conditioning], dim=1)
         self._code_table = model.text_embed.codec_embed.weight @ code.T + bias  # [codes, width]
 
-    def _rotary_table(self, model: nn.Module, back: int, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotary_table(
+        self, model: Qwen2_5OmniToken2WavDiTModel, back: int, ahead: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines by position in a window: only differences of positions matter."""
         positions = torch.arange((back + 1 + ahead) * self.frames, device=self.device)
         angles = positions[:, None].float() * model.rotary_embed.inv_freq.to(self.device)
@@ -186,7 +192,7 @@ class Dit:
         rows = sum(chunk.fixed.shape[0] for chunk in chunks)
         size = next((size for size in self._graphs if size >= rows), None)
         entries = sum(chunk.branches for chunk in chunks)
-        if size is not None and len(chunks) <= self.max_requests:
+        if self._static is not None and size is not None and len(chunks) <= self.max_requests:
             batch = self._view(self._static, size)
             self._fill(batch, chunks, size)
             self._graphs[size].replay()
@@ -285,10 +291,10 @@ class Dit:
             dtype=self.dtype,
             device=self.device,
         )
-        windows = {
-            reach: tuple(table[number, :, : sum(reach) + 1].contiguous() for table in (batch.keys, batch.valid))
-            for number, reach in enumerate(self.reaches)
-        }
+        windows: dict[Reach, _Window] = {}
+        for number, reach in enumerate(self.reaches):
+            seen = slice(sum(reach) + 1)
+            windows[reach] = (batch.keys[number, :, seen].contiguous(), batch.valid[number, :, seen].contiguous())
 
         def slope(evaluation: int, at: torch.Tensor) -> torch.Tensor:
             return self._slope(batch, evaluation, at, windows, kept[evaluation])
@@ -350,7 +356,7 @@ class Dit:
             return F.gelu(F.linear(hidden, weight, bias), approximate="tanh")
         # The same in the epilogue of the product, which saves reading and writing the widest activation.
         flat = torch._addmm_activation(bias, hidden.flatten(0, 1), weight.T, use_gelu=True)
-        return flat.unflatten(0, hidden.shape[:2])
+        return flat.view(*hidden.shape[:2], -1)
 
     # ---------------------------------------------------------------------------------------------------------- graphs
 

@@ -4,7 +4,9 @@ The kernels save memory traffic and launches, not arithmetic. Triton's interpret
 compare both forms without a GPU.
 """
 
-# ruff: noqa: ANN001, ANN202 - Triton decides the types of its functions' arguments
+# Triton decides the types of its functions' arguments:
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
@@ -68,10 +70,11 @@ def modulated_norm(
     """Add `gate * update` to `residual` in place; return its layer norm `* (1 + scale) + shift` in `dtype`.
 
     Shapes: `residual` f32 and `update` [rows, frames, width]; `gate`, `scale`, `shift` f32 [slots, width], views with
-    the same stride; `slot` i64 [rows] is the index into them for each row.
+    the same stride; `slot` i64 [rows] is the index into them for each row. `update` and `gate` are given together or
+    not at all.
     """
     if not fused:
-        if update is not None:
+        if update is not None and gate is not None:
             residual += gate[slot][:, None] * update
         normed = F.layer_norm(residual, residual.shape[-1:], eps=EPSILON)
         return (normed * (1 + scale[slot][:, None]) + shift[slot][:, None]).to(dtype)
@@ -244,7 +247,7 @@ def _block_attention_torch(
         key_value = qkv[..., width:]
 
     def split(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return tensor.view(*tensor.shape[:-1], heads, -1).transpose(1, 2)
 
     query, key, value = split(query), split(key_value[..., :width]), split(key_value[..., width:])
     cosine, sine = rotary
