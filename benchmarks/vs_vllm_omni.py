@@ -151,8 +151,10 @@ def main(options: argparse.Namespace) -> None:
     if options.deployment:
         print(json.dumps(asyncio.run(drive(options))))
         return
-    result = start(options)
-    print(f"ready after {result['ready_s']} s\n{workload.table(result['rows'])}")
+    with workload.DeviceMemory() as memory:
+        result = start(options)
+    result["peak_device_memory_gib"] = [round(gib, 1) for gib in memory.peak_gib]
+    print(f"ready after {result['ready_s']} s, peak memory: {memory}\n{workload.table(result['rows'])}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
 
