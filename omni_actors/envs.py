@@ -13,6 +13,8 @@ from omni_actors.errors import ConfigError
 
 
 class Variable(NamedTuple):
+    """One environment variable that the package reads."""
+
     name: str
     config_key: str  # the configuration value that it sets, "" for none
     help: str
@@ -57,6 +59,7 @@ def allowed_import_prefixes() -> tuple[str, ...]:
 
 
 def log_level() -> str:
+    """Name of the level for all of the package's loggers, in capitals."""
     return os.environ.get("OMNI_ACTORS_LOG_LEVEL", "info").upper()
 
 

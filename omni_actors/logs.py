@@ -55,6 +55,7 @@ def say(text: str) -> None:
 
 
 def get_logger(name: str) -> logging.Logger:
+    """The logger of a module, below that of the package."""
     return logging.getLogger(name if name.startswith("omni_actors") else f"omni_actors.{name}")
 
 

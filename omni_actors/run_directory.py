@@ -54,6 +54,7 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
+        """The folder for the logs of replicas."""
         return self.path / "logs"
 
     def endpoint(self, name: str) -> str:
@@ -61,6 +62,7 @@ class RunDirectory:
         return f"ipc://{self.path / name}"
 
     def log_file(self, replica: str) -> Path:
+        """Path of the log of a replica, named as talker/0."""
         return self.logs / f"{replica.replace('/', '-')}.log"
 
     def _make_private(self) -> None:

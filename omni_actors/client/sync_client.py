@@ -112,10 +112,12 @@ class SyncRequestStream:
 
     @property
     def request_id(self) -> str:
+        """The id under which logs and timelines know the request."""
         return self._stream.request_id
 
     @property
     def usage(self) -> dict[str, StageUsage]:
+        """By stage; complete once the stream has ended."""
         return self._stream.usage
 
     def __iter__(self) -> Iterator[StreamItem]:

@@ -182,6 +182,7 @@ def _check_memory_shares(pipeline: PipelineConfig, devices: int) -> None:
 
 
 def device_name(pipeline: PipelineConfig, rank: int, device: int) -> str:
+    """A GPU as errors name it; without the node if there is only one."""
     return f"GPU {device} of node {rank}" if pipeline.cluster.nnodes > 1 else f"GPU {device}"
 
 

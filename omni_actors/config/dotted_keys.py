@@ -56,6 +56,7 @@ def _inner_struct(annotation: Any) -> tuple[type[Struct] | None, bool]:
 
 
 def join(path: str, key: str) -> str:
+    """The dotted key of `key` below `path`, which is empty at the top."""
     return f"{path}.{key}" if path else key
 
 

@@ -44,6 +44,8 @@ PARAMS_BY_KIND = {
 
 
 class Modality(enum.StrEnum):
+    """What clients can get out of a pipeline."""
+
     TEXT = "text"
     AUDIO = "audio"
 
@@ -78,6 +80,7 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
 
     @property
     def source_names(self) -> tuple[str, ...]:
+        """Names of the source stages, in the order of `from`."""
         return (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
 
 
@@ -155,10 +158,12 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def source_names(self) -> tuple[str, ...]:
+        """Names of the stages whose output it takes; none for the first stage."""
         return self.inputs.source_names if self.inputs is not None else ()
 
     @property
     def nodes(self) -> tuple[int, ...]:
+        """Ranks of its nodes; replica i runs on the i-th, cyclically."""
         return (self.node,) if isinstance(self.node, int) else tuple(self.node)
 
     def node_of(self, index: int) -> int:
@@ -340,6 +345,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     cluster: ClusterConfig = ClusterConfig()
 
     def stage(self, name: str) -> StageConfig:
+        """The stage of this name. Raises `ConfigError` if there is none."""
         for stage in self.stages:
             if stage.name == name:
                 return stage

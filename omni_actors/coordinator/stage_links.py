@@ -71,10 +71,12 @@ class StageLinks:
             link.close()
 
     def close_all(self) -> None:
+        """Close the links to all replicas."""
         for replica_id in list(self._links):
             self.close(replica_id)
 
     def find(self, replica_id: ReplicaId) -> Link | None:
+        """The open link to a replica; None if there is none."""
         return self._links.get(replica_id)
 
     def metrics(self) -> dict[str, EdgeMetrics]:

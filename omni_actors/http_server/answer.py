@@ -125,6 +125,7 @@ class AnswerResponse(Response):
         self._write_timeout = write_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the headers and the pieces; close the answer at the end, and when the client stops reading."""
         about = {"request_id": scope["state"]["request_id"]}
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -61,12 +61,15 @@ class PcmEncoder:
         self._header = wav_header(rate, None) if wav else b""
 
     def begin(self) -> bytes:
+        """The WAV header with an unknown length, or nothing."""
         return self._header
 
     def feed(self, samples: Samples) -> bytes:
+        """Samples f32 [n] as 16-bit PCM."""
         return pcm16(samples)
 
     def finish(self) -> bytes:
+        """Nothing: no sample is held back."""
         return b""
 
 
@@ -101,13 +104,16 @@ class FileEncoder:
         self._file = soundfile.SoundFile(self._sink, "w", rate, 1, subtype, format=container, **mode)
 
     def begin(self) -> bytes:
+        """Nothing: libsndfile writes its header with the first samples."""
         return b""
 
     def feed(self, samples: Samples) -> bytes:
+        """Bytes that are complete after samples f32 [n]; may be none."""
         self._file.write(samples)
         return self._sink.take()
 
     def finish(self) -> bytes:
+        """The last frames of the file."""
         self._file.close()
         return self._sink.take()
 

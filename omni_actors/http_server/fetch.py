@@ -61,6 +61,12 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
+        """Connect to the address that was checked, so that no second look-up can give another.
+
+        Raises:
+            AddressRefused: one of the host's addresses is not allowed.
+            httpcore.ConnectError: the name does not resolve.
+        """
         try:
             addresses = await self._resolve(host, port)
         except OSError as error:
@@ -73,9 +79,11 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
     async def connect_unix_socket(
         self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
     ) -> httpcore.AsyncNetworkStream:
+        """Raise `AddressRefused`: no URL may reach a local socket."""
         raise AddressRefused(path)
 
     async def sleep(self, seconds: float) -> None:
+        """Wait between attempts, in seconds."""
         await self._backend.sleep(seconds)
 
 

@@ -45,6 +45,7 @@ class RequestMiddleware:
         self._reserved_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; websockets and lifespan events pass through untouched."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -35,47 +35,65 @@ class Strict(BaseModel):
 
 
 class TextPart(Strict):
+    """Text in a message."""
+
     type: Literal["text"]
     text: Text
 
 
 class InputAudio(Strict):
+    """A sound in the body itself."""
+
     data: str  # base64 of a file
     format: Literal["wav", "mp3", "flac", "ogg", "opus"]
 
 
 class AudioPart(Strict):
+    """A sound in a message, as OpenAI's clients send it."""
+
     type: Literal["input_audio"]
     input_audio: InputAudio
 
 
 class Url(Strict):
+    """Where a medium lies."""
+
     url: str  # data: URI, or https: of an allowed host
     detail: str | None = None  # of OpenAI's images; ignored
 
 
 class ImageUrlPart(Strict):
+    """A picture in a message."""
+
     type: Literal["image_url"]
     image_url: Url
 
 
 class AudioUrlPart(Strict):
+    """A sound in a message, by URL."""
+
     type: Literal["audio_url"]
     audio_url: Url
 
 
 class VideoUrlPart(Strict):
+    """A video in a message."""
+
     type: Literal["video_url"]
     video_url: Url
 
 
 class FileReference(Strict):
+    """A file that was uploaded before (`file_id`) or is in the body itself (`file_data`)."""
+
     file_id: str | None = None
     file_data: str | None = None  # data: URI
     filename: str | None = None
 
 
 class FilePart(Strict):
+    """A file in a message; its content decides what it is."""
+
     type: Literal["file"]
     file: FileReference
 
@@ -88,18 +106,24 @@ TextContent = Annotated[str, Field(max_length=MAX_TEXT)] | Annotated[list[TextPa
 
 
 class UserMessage(Strict):
+    """What the user says: text, or parts with media."""
+
     role: Literal["user"]
     content: UserContent
     name: str | None = None
 
 
 class SystemMessage(Strict):
+    """Instructions to the model, text only."""
+
     role: Literal["system", "developer"]
     content: TextContent
     name: str | None = None
 
 
 class AudioReference(Strict):
+    """The audio of an earlier answer, by the id that came with it."""
+
     id: str
 
 
@@ -121,15 +145,21 @@ Message = Annotated[UserMessage | SystemMessage | AssistantMessage, Field(discri
 
 
 class VoiceId(Strict):
+    """A voice as an object, as OpenAI's newer clients send it."""
+
     id: str
 
 
 class AudioParameters(Strict):
+    """Voice and format of a spoken answer."""
+
     voice: str | VoiceId | None = None
     format: AudioFormat | None = None
 
 
 class StreamOptions(Strict):
+    """What a streamed answer contains besides the tokens."""
+
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # ignored: nothing is obfuscated
 
@@ -212,6 +242,8 @@ class Sampling(Strict):
 
 
 class ChatRequest(Sampling):
+    """Body of POST /v1/chat/completions."""
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     modalities: Annotated[list[str], Field(min_length=1, max_length=8)] | None = None
     audio: AudioParameters | None = None
@@ -237,6 +269,7 @@ class ChatRequest(Sampling):
     }
 
     def stage_fields(self) -> dict[str, Any]:
+        """Parameters for the stages; `max_completion_tokens` wins over the older `max_tokens`."""
         fields = super().stage_fields()
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
@@ -244,6 +277,8 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
+    """Body of POST /v1/completions: one prompt, as text or token ids."""
+
     prompt: (
         Annotated[str, Field(max_length=MAX_TEXT)]
         | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_TOKENS)]
@@ -258,6 +293,8 @@ class CompletionRequest(Sampling):
 
 
 class SpeechRequest(Strict):
+    """Body of POST /v1/audio/speech."""
+
     model: str
     input: Annotated[str, Field(min_length=1, max_length=MAX_SPEECH_TEXT)]
     voice: str | VoiceId | None = None

@@ -68,6 +68,7 @@ class CoordinatorChild:
 
     @property
     def client_endpoint(self) -> str:
+        """Where clients connect; the same after every restart."""
         return self._spec.client
 
     async def start(self) -> None:

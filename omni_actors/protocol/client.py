@@ -37,6 +37,7 @@ class Submit(Body, tag="submit", frozen=True):
     sent: Moment = 0.0
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
         return self.prompt.tensor_refs()
 
 
@@ -88,6 +89,8 @@ class Description(Body, tag="description", frozen=True):
 
 
 class Operation(enum.StrEnum):
+    """What an operator can ask for."""
+
     STATUS = "status"
     DRAIN = "drain"  # the replica takes no new requests and finishes those it holds
     RESTART = "restart"  # drain it, then start it again
@@ -146,6 +149,8 @@ class Report(Body, tag="report", frozen=True):
 
 
 class Subject(enum.StrEnum):
+    """What a client can ask about."""
+
     METRICS = "metrics"  # Prometheus text
     TIMELINE = "timeline"  # of the request `request_id`
     RECENT = "recent"  # timelines of the last `count` requests that ended, the newest first

@@ -72,6 +72,7 @@ class Peer(Struct, frozen=True, array_like=True):
 
     @property
     def replica_id(self) -> ReplicaId:
+        """Identity of the replica in the epoch in which it listens at this address."""
         return ReplicaId(self.stage, self.replica, self.epoch)
 
 

@@ -36,6 +36,7 @@ class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forb
     entries: Annotated[dict[Name, AdditionalInformationEntry], Meta(max_length=64)] = {}
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
         return tuple(entry.tensor for entry in self.entries.values() if entry.tensor is not None)
 
     def scalar(self, name: str) -> Scalar:
@@ -110,6 +111,8 @@ DIFFUSION_PARAMS = frozenset({"num_steps", "guidance_scale", "sway_coefficient",
 
 
 class MediaEncoding(enum.StrEnum):
+    """How the bytes of a medium are to be read."""
+
     ARRAY = "array"  # audio f32 [samples]; image u8 [height, width, 3]; video u8 [frames, height, width, 3]
     FILE = "file"  # u8 [bytes] of a WAV/FLAC/OGG/MP3 or PNG/JPEG/WEBP file
 
@@ -162,4 +165,5 @@ class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
                     raise InvalidPayload(f"A content part names media {part.media}; only {len(self.media)} were sent.")
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
         return tuple(item.tensor for item in self.media)

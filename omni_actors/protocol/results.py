@@ -37,10 +37,13 @@ class AudioChunk(Body, tag="audio", frozen=True):
             )
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
         return (self.samples,)
 
 
 class FinishReason(enum.StrEnum):
+    """Why a stage ended a request: the model's own end, or the limit of tokens."""
+
     STOP = "stop"
     LENGTH = "length"
 

@@ -30,6 +30,7 @@ class OpenRequest(Body, tag="open_request", frozen=True):
     prompt: Prompt | None = None
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
         return self.prompt.tensor_refs() if self.prompt is not None else ()
 
 
@@ -58,6 +59,7 @@ class Chunk(Body, tag="chunk", frozen=True):
             raise InvalidPayload(f"{ROWS!r} is a field of its own and cannot be one of the tensors.")
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
         rows = (self.rows.tensor,) if self.rows is not None else ()
         more = self.information.tensor_refs() if self.information is not None else ()
         return (*rows, *self.tensors.values(), *more)

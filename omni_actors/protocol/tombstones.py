@@ -28,6 +28,7 @@ class Tombstones:
         return request_id in self._ended and attempt <= self._ended[request_id][1]
 
     def add(self, request_id: str, now: float, attempt: int = 0) -> None:
+        """Remember an end; the oldest is forgotten when there are too many."""
         _, before = self._ended.pop(request_id, (0.0, 0))
         self._ended[request_id] = (now, max(before, attempt))
         while len(self._ended) > self._maximum:

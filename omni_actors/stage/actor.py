@@ -163,6 +163,7 @@ class StageActor:
         return messages
 
     def runnable(self) -> bool:
+        """Whether there is output to send again, or the engine can do a step."""
         return bool(self._resending) or self._engine.runnable()
 
     @property

@@ -20,6 +20,8 @@ from omni_actors.transitions import advance
 
 
 class AttemptState(enum.StrEnum):
+    """Where an attempt is between its announcement and its end."""
+
     OPEN = "open"  # announced; the engine does not have it yet
     RUNNING = "running"  # in the engine, and more input will come
     INPUT_COMPLETE = "input_complete"  # in the engine, which has all of its input
@@ -28,6 +30,8 @@ class AttemptState(enum.StrEnum):
 
 
 class AttemptEvent(enum.StrEnum):
+    """What can happen to an attempt."""
+
     STARTED = "started"
     INPUT_ENDED = "input_ended"
     FINISHED = "finished"
@@ -132,13 +136,16 @@ class Attempts:
         return self._by_engine_id.get(engine_id)
 
     def all_live(self) -> Iterable[Attempt]:
+        """Attempts that this stage still has to finish."""
         return self._by_engine_id.values()
 
     def count(self, state: AttemptState) -> int:
+        """How many attempts are in a state."""
         return self._in_state[state]
 
     @property
     def live_count(self) -> int:
+        """How many attempts this stage still has to finish."""
         return len(self._by_engine_id)
 
     def __iter__(self) -> Iterator[Attempt]:

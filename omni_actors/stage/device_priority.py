@@ -31,6 +31,7 @@ SEARCH_SECONDS = 1.0  # between two searches for flags that were not there
 
 
 def flag_path(folder: Path, stage: str, replica: int) -> Path:
+    """Path of a replica's demand flag in the run directory."""
     return folder / f"{DEMAND_PREFIX}{stage}-{replica}"
 
 

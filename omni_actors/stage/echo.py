@@ -95,6 +95,7 @@ class EchoEngine(StageEngine):
 
     @property
     def facts(self) -> EngineFacts:
+        """Voices and sample rate if the stage makes sound, and the limit of the options."""
         return EngineFacts(
             voices=tuple(self._options.voices) if self._sounds else (),
             sample_rate=SAMPLE_RATE if self._sounds else 0,
@@ -102,6 +103,7 @@ class EchoEngine(StageEngine):
         )
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        """Take tokens, or a prompt's text as bytes. Raises `InvalidRequest` if there are none."""
         tokens = list(inputs.token_ids)
         if inputs.prompt is not None:
             tokens = unpack_token_ids(inputs.prompt.token_ids)
@@ -123,15 +125,19 @@ class EchoEngine(StageEngine):
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
     ) -> None:
+        """Raise `InvalidRequest`: all input comes with `start`."""
         raise InvalidRequest("An echo stage takes its input at once.")
 
     def abort(self, request_id: str) -> None:
+        """Forget a request. Unknown ids are ignored."""
         self._active.pop(request_id, None)
 
     def runnable(self) -> bool:
+        """Whether a request is left."""
         return bool(self._active)
 
     def step(self) -> Sequence[EngineEvent]:
+        """Advance the oldest requests, up to `max_num_seqs`, by one token each."""
         time.sleep(self._options.step_seconds)
         events: list[EngineEvent] = []
         for echo in list(self._active.values())[: self._options.max_num_seqs or None]:
@@ -173,9 +179,11 @@ class EchoEngine(StageEngine):
         return events
 
     def counts(self) -> dict[str, int]:
+        """Requests that have not ended."""
         return {"requests": len(self._active)}
 
     def shutdown(self) -> None:
+        """Forget all requests. Raises `EngineError` if the options ask for a failure."""
         self._active.clear()
         if self._options.fail_shutdown:
             raise EngineError(self._options.fail_shutdown)

@@ -35,6 +35,7 @@ class StageRequest:
 
     @property
     def effective_seed(self) -> int:
+        """The seed to sample with."""
         return self.params.seed if self.params.seed is not None else self.seed
 
 
@@ -141,7 +142,8 @@ class StageEngine(ABC):
 
     @property
     @abstractmethod
-    def facts(self) -> EngineFacts: ...
+    def facts(self) -> EngineFacts:
+        """What the coordinator learns when the stage is ready."""
 
     @abstractmethod
     def start(self, request: StageRequest, inputs: StageInputs) -> None:

@@ -44,6 +44,8 @@ class Undelivered:
 
 @dataclass(frozen=True, slots=True)
 class Control:
+    """A message of the coordinator's control connection."""
+
     body: CoordinatorToStage
 
 

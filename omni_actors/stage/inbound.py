@@ -94,11 +94,13 @@ class Inbound(threading.Thread):
         return dict(self._decoder.rejected)
 
     def rejected(self) -> dict[str, int]:
+        """Messages that were rejected, by reason, and all that were received."""
         return {f"rejected_{reason}": count for reason, count in self.rejected_by_reason().items()} | {
             "total_received": self._received
         }
 
     def run(self) -> None:
+        """Serve the connections until the stage ends. A failure ends the process."""
         try:
             self._run()
         except Exception as error:

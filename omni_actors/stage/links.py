@@ -143,6 +143,7 @@ class Links:
         return closed | {name: link.metrics() for name, link in {COORDINATOR: self._coordinator, **links}.items()}
 
     def close(self) -> None:
+        """Close the sockets to the coordinator, to receivers and to sources."""
         self._disconnects.close()
         for link in self._all():
             link.close()

@@ -170,6 +170,7 @@ class Outbound(threading.Thread):
         return self._queued_bytes + self._links.waiting_bytes > self._flow.outbox_bytes
 
     def counts(self) -> dict[str, int]:
+        """Messages, blocks and connections held, and totals of what was dropped."""
         unknown = {"dropped_credit_of_unknown_peer": self._unknown_peers} if self._unknown_peers else {}
         return {"outbox": self.waiting, **self.publications.counts(), **unknown, **self._arenas.counts()}
 
@@ -181,6 +182,7 @@ class Outbound(threading.Thread):
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Send until `finish` and the queue is empty. A failure ends the process."""
         try:
             while not self._finishing or self._queue:
                 self._wait()

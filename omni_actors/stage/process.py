@@ -55,6 +55,7 @@ class ReplicaSpec(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Its name in logs and commands, as talker/0."""
         return f"{self.stage}/{self.replica}"
 
 

@@ -105,6 +105,7 @@ class Passthrough(StreamProcessor):
         self._open = set(sources)
 
     def feed(self, source: str, piece: Piece) -> list[Action]:
+        """Collect the piece; start when every source has sent its last."""
         tokens = self._token_ids[source]
         tokens.extend(_unseen_tokens(piece, len(tokens)))
         self._tensors.update(piece.tensors)
@@ -134,6 +135,7 @@ class Thinker2Talker(StreamProcessor):
         self._started = False
 
     def feed(self, source: str, piece: Piece) -> list[Action]:
+        """Collect rows until the talker can start, then pass on those that it has not had."""
         if "prompt_tokens" in piece.scalars:
             self._prompt_tokens = _whole_number(piece.scalars["prompt_tokens"], "prompt_tokens")
         self._mrope_positions = piece.tensors.get("mrope_positions", self._mrope_positions)
@@ -193,6 +195,7 @@ class Talker2Code2Wav(StreamProcessor):
         self._started = False
 
     def feed(self, source: str, piece: Piece) -> list[Action]:
+        """Collect codec tokens until the vocoder can start, then pass on those that it has not had."""
         tokens = _unseen_tokens(piece, self._received)
         self._received += len(tokens)
         if self._started:

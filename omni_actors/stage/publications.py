@@ -94,10 +94,12 @@ class Publications:
             self._arena.forget(receiver)
 
     def expire(self) -> None:
+        """Free blocks whose receivers have not given them back in time."""
         if self._arena is not None:
             self._arena.expire(time.time())
 
     def counts(self) -> dict[str, int]:
+        """Blocks in use, and totals of those published and of buffers that did not fit; empty without an arena."""
         if self._arena is None:
             return {}
         totals = {"total_blocks": self._arena.publications, "dropped_arena_full": self._arena.fallbacks}

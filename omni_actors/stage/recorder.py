@@ -59,14 +59,17 @@ class Recorder:
         self._write(RecordingHeader(FORMAT, msgspec.json.encode(own), identity))
 
     def received(self, envelope: Envelope[Any]) -> None:
+        """Write a message that came in."""
         self._message(INBOUND, envelope.header, envelope.body, envelope.buffers)
 
     def sent(self, messages: Iterable[Outgoing]) -> None:
+        """Write messages that go out, under the stage that they go to."""
         for message in messages:
             stage = message.destination.stage if message.destination is not None else ""
             self._message(stage, message.header, message.body, message.buffers)
 
     def close(self) -> None:
+        """Write what is left to disk."""
         try:
             self._file.close()
         except OSError as error:  # the last records did not fit on the disk

@@ -17,6 +17,7 @@ class AnchoredClock:
         self._anchor = wall() - monotonic()
 
     def __call__(self) -> float:
+        """Seconds since the epoch, never less than at the call before."""
         return self._anchor + self._monotonic()
 
     def of(self, monotonic: float) -> float:

@@ -25,7 +25,8 @@ logger = get_logger(__name__)
 class Exporter(Protocol):
     """Takes requests that have ended, for instance to an OpenTelemetry collector."""
 
-    def export(self, finished: Finished) -> None: ...
+    def export(self, finished: Finished) -> None:
+        """Take one finished request, without waiting."""
 
     def close(self) -> None:
         """Send what is left. May take seconds."""

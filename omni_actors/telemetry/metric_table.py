@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 
 class Kind(enum.StrEnum):
+    """How the values of a metric are merged and exposed."""
+
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"

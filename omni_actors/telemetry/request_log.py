@@ -104,9 +104,11 @@ class RequestLog(Observer):
     # -- the coordinator's core ---------------------------------------------------------------------------------------
 
     def refused(self, error: OmniError) -> None:
+        """Count a refusal by its error code; it has no timeline."""
         self._meters.count(table.REQUESTS, "refused", error.code.value)
 
     def admitted(self, request_id: str, submit: Submit) -> None:
+        """Begin a timeline, in the caller's trace if the request names one."""
         now = self._clock()
         trace_id, parent_id, flags = secrets.token_hex(16), "", "01"
         if submit.traceparent is not None:
@@ -117,6 +119,7 @@ class RequestLog(Observer):
         self._running[request_id] = _RunningRequest(trace_id, parent_id, bool(int(flags, 16) & 1), now, events)
 
     def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
+        """Note the route of an attempt, and when the stages that begin with it were told."""
         request = self._running.get(request_id)
         if request is not None:
             now = self._clock()
@@ -126,12 +129,14 @@ class RequestLog(Observer):
             request.events.append(TimelineEvent("bound", now, names[:1024]))
 
     def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
+        """Note a replay; `counts` is false for a consequence of one that was counted."""
         self._meters.count(table.REPLAYS, by=int(counts))
         request = self._running.get(request_id)
         if request is not None:
             request.events.append(TimelineEvent("replayed", self._clock(), error.code.value))
 
     def came(self, header: Header, body: TextDelta | AudioChunk) -> None:
+        """Add the transfer from the stage to the coordinator."""
         request = self._running.get(header.request_id)
         if request is None:
             return
@@ -140,6 +145,7 @@ class RequestLog(Observer):
         track.add(body.sent, self._clock(), _payload(body), self.offset(source))
 
     def delivered(self, request_id: str, body: TextDelta | AudioChunk) -> None:
+        """Count tokens and samples, and note the first of each."""
         request = self._running.get(request_id)
         if request is None:
             return
@@ -159,6 +165,7 @@ class RequestLog(Observer):
             self._first_audio.observe(request.first_audio - request.arrived)
 
     def stage_done(self, header: Header, body: StageDone) -> None:
+        """Take over the stage's own timeline of the request."""
         request = self._running.get(header.request_id)
         if request is None or body.timeline is None:
             return
@@ -167,6 +174,7 @@ class RequestLog(Observer):
         self._add_stage(request, header.stage, header.replica, body.timeline)
 
     def ended(self, request_id: str, error: OmniError | None) -> None:
+        """Complete the timeline and keep it among the last ones; `error` is None if the request is done."""
         request = self._running.pop(request_id, None)
         if request is None:
             return

@@ -196,6 +196,7 @@ class ArenaReader:
                     self._maps[owner] = _map(address)
 
     def is_mapped(self, owner: ReplicaId) -> bool:
+        """Whether blocks of this process can be opened here."""
         return owner in self._maps
 
     def open(self, header: Header, block: Block) -> memoryview:
@@ -239,6 +240,7 @@ class ArenaReader:
         return released
 
     def counts(self) -> dict[str, int]:
+        """Blocks of other processes that are in use here; zero when idle."""
         return {"leases": len(self._leases)}
 
 

@@ -66,13 +66,16 @@ class Window:
 
     @property
     def messages_left(self) -> int:
+        """Messages that may be sent without more credit, if their bytes allow it."""
         return max(0, self._messages - self.messages_out)
 
     @property
     def exhausted(self) -> bool:
+        """Whether nothing more may be sent before credit comes."""
         return self.messages_out >= self._messages or self.bytes_out >= self._size
 
     def sent(self, size: int) -> None:
+        """Count a message of `size` bytes as out."""
         self.messages_out += 1
         self.bytes_out += size
 

@@ -49,5 +49,6 @@ class DisconnectDetector(Generic[Name]):
         return [name for name, since in self._since.items() if since + GRACE_SECONDS <= now]
 
     def close(self) -> None:
+        """Stop watching all sockets, which are still open."""
         for name in list(self._watched):
             self.forget(name)

@@ -112,6 +112,7 @@ class HandshakeMonitor:
         self.verdict.on(int(parse_monitor_message(list(frames))["event"]), self._clock())
 
     def close(self) -> None:
+        """Stop monitoring. The monitored socket stays open."""
         if not self._monitored.closed:
             self._monitored.disable_monitor()
         self.socket.close()

@@ -165,6 +165,7 @@ class Link:
         )
 
     def close(self) -> None:
+        """Close the socket. What waits in the link is lost."""
         self.socket.close()
 
     def _left(self, waiting: Waiting) -> None:

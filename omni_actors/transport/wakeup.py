@@ -19,9 +19,11 @@ class Wakeup:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
+        """The descriptor to poll for reading."""
         return self._event
 
     def set(self) -> None:
+        """Make the descriptor readable."""
         os.eventfd_write(self._event, 1)
 
     def clear(self) -> bool:
@@ -44,9 +46,11 @@ class WakeableQueue(Generic[T]):
         self._wakeup = Wakeup()
 
     def fileno(self) -> int:
+        """The descriptor to poll for reading."""
         return self._wakeup.fileno()
 
     def put(self, item: T) -> None:
+        """Append an item and wake the reader."""
         self._items.put(item)
         self._wakeup.set()
 

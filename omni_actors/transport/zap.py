@@ -100,6 +100,7 @@ class ZapAuthenticator(threading.Thread):
         self._socket.bind(ZAP_ENDPOINT)  # before any endpoint: no peer is refused for lack of an answer
 
     def run(self) -> None:
+        """Answer questions until the context ends. Called by `Thread.start`."""
         try:
             while True:
                 self._socket.send_multipart(self.answer(self._socket.recv_multipart()))

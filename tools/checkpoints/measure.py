@@ -67,6 +67,7 @@ class GapRecorder:
         self.smallest = float("inf")
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Take the logits [1, vocabulary] of a step and return them unchanged."""
         best, second = scores.topk(2, dim=-1).values[0].tolist()
         self.smallest = min(self.smallest, best - second)
         return scores

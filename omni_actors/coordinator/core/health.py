@@ -19,6 +19,7 @@ class HealthPolicy:
         self._backoffs: dict[tuple[str, int], Backoff] = {}
 
     def spawned(self, replica: Replica, now: float) -> None:
+        """Start all clocks of a process that was started now."""
         replica.spawned = replica.heard = replica.moved = now
 
     def beat(self, replica: Replica, progress: int, now: float) -> None:
@@ -28,6 +29,7 @@ class HealthPolicy:
             replica.progress, replica.moved = progress, now
 
     def ready(self, replica: Replica, now: float) -> None:
+        """Start the clocks for heartbeat and progress of a replica that has become ready."""
         replica.heard = replica.moved = now
 
     def plan(self, replica: Replica, now: float) -> bool:

@@ -50,6 +50,7 @@ class Launch:
 
     @property
     def starting(self) -> bool:
+        """Whether the first start is still going on."""
         return self.state is LaunchState.STARTING
 
     @property
@@ -72,6 +73,7 @@ class Launch:
         self.state = advance(LAUNCH_TRANSITIONS, self.state, event)
 
     def fail(self, reason: str) -> None:
+        """End the launch; `reason` is what the launcher prints."""
         self.on(LaunchEvent.FAIL)
         self.failure = reason
 

@@ -70,6 +70,7 @@ class RequestMachine:
 
     @property
     def in_flight(self) -> int:
+        """Requests that were admitted and have not ended."""
         return len(self.active)
 
     def clients(self) -> set[bytes]:

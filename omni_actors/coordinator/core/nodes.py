@@ -48,6 +48,7 @@ class Node:
 
     @property
     def present(self) -> bool:
+        """Whether its agent is there."""
         return self.state is NodeState.PRESENT
 
     def on(self, event: NodeEvent) -> None:
@@ -73,6 +74,7 @@ class NodeTable:
         self._nodes = {rank: Node(rank, heard=now) for rank in placement.ranks(pipeline)}
 
     def find(self, rank: int) -> Node | None:
+        """The node of this rank; None if the pipeline has none."""
         return self._nodes.get(rank)
 
     def __len__(self) -> int:
@@ -83,9 +85,11 @@ class NodeTable:
         return self._nodes[replica.node]
 
     def present(self) -> list[Node]:
+        """Nodes whose agents are there."""
         return [node for node in self._nodes.values() if node.present]
 
     def absent(self) -> list[Node]:
+        """Nodes that have not come yet or are away."""
         return [node for node in self._nodes.values() if not node.present]
 
     def on(self, node: Node) -> list[Replica]:

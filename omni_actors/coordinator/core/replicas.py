@@ -33,6 +33,7 @@ class ProcessOrders:
 
     @property
     def killed(self) -> bool:
+        """Whether the process was killed and its end has not been reported."""
         return self.kill_until < math.inf
 
     def kill(self, reason: str, until: float) -> None:
@@ -98,10 +99,12 @@ class Replica:
 
     @property
     def replica_id(self) -> ReplicaId:
+        """Its identity in its present epoch."""
         return ReplicaId(self.stage, self.index, self.epoch)
 
     @property
     def name(self) -> str:
+        """Its name in logs and commands, as talker/0."""
         return f"{self.stage}/{self.index}"
 
     @property
@@ -116,10 +119,12 @@ class Replica:
 
     @property
     def ready(self) -> bool:
+        """Whether its model is loaded and it is not draining."""
         return self.state is ReplicaState.READY
 
     @property
     def takes_requests(self) -> bool:
+        """Whether any request may be bound to it."""
         return self.state is ReplicaState.READY and not self.reserved_for
 
     @property
@@ -132,12 +137,14 @@ class Replica:
         self.state = advance(REPLICA_TRANSITIONS, self.state, event)
 
     def become_ready(self, facts: Ready) -> None:
+        """Take what a replica reports when its model is loaded."""
         self.on(ReplicaEvent.READY)
         self.phase, self.seconds = "ready", facts.seconds
         self.voices, self.sample_rate = facts.voices, facts.sample_rate
         self.max_input_tokens = facts.max_input_tokens
 
     def hold(self, request_id: str) -> None:
+        """Bind a request to it."""
         self.requests.add(request_id)
         self.computing.add(request_id)
         self._changed()
@@ -147,16 +154,19 @@ class Replica:
         self.computing.discard(request_id)
 
     def release(self, request_id: str) -> None:
+        """Unbind a request. Unknown ids are ignored."""
         self.requests.discard(request_id)
         self.computing.discard(request_id)
         self._changed()
 
     def release_all(self) -> None:
+        """Unbind all requests."""
         self.requests.clear()
         self.computing.clear()
         self._changed()
 
     def status(self) -> StageStatus:
+        """What operators see of it."""
         return StageStatus(
             self.stage, self.index, self.epoch, self.state, self.pid, len(self.requests), dict(self.counts)
         )
@@ -221,6 +231,7 @@ class ReplicaTable:
         return self._replicas.get((stage, index))
 
     def is_current(self, replica: Replica) -> bool:
+        """Whether this object still stands for its place in the pipeline."""
         return self._replicas.get((replica.stage, replica.index)) is replica
 
     def find(self, stage: str, index: int, epoch: int) -> Replica | None:
@@ -257,6 +268,7 @@ class ReplicaTable:
 
     @property
     def sample_rate(self) -> int:
+        """Hz of the pipeline's audio; 0 while no stage that makes sound is loaded."""
         return self._facts()[1]
 
     def _facts(self) -> tuple[tuple[str, ...], int]:

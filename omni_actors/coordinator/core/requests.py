@@ -85,9 +85,11 @@ class ActiveRequest:
         return sum(loss.replica_id.stage == stage and loss.computing for loss in self.losses)
 
     def replica_id(self, stage: str) -> ReplicaId | None:
+        """The replica that it is bound to in a stage; None while there is none."""
         return self.bound.get(stage)
 
     def history(self) -> str:
+        """All losses in one line, for errors and operators."""
         return "; ".join(str(loss) for loss in self.losses)
 
     def lost_before(self) -> str:
@@ -95,6 +97,7 @@ class ActiveRequest:
         return f" It was lost before: {self.history()}." if self.losses else ""
 
     def status(self, now: float) -> RequestStatus:
+        """What operators see of it."""
         return RequestStatus(
             self.request_id,
             self.state,
@@ -128,15 +131,18 @@ class RequestBook:
         return self._all[request_id]
 
     def get(self, request_id: str) -> ActiveRequest | None:
+        """The active request with this id; None if it has ended or never was."""
         return self._all.get(request_id)
 
     def add(self, request: ActiveRequest) -> None:
+        """Add a request that was just admitted; it waits."""
         self._all[request.request_id] = request
         self._by_client.setdefault(request.client, {})[request.request_id] = None
         self._waiting[request.request_id] = None
         heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
     def remove(self, request: ActiveRequest) -> None:
+        """Forget a request that has ended."""
         request_id = request.request_id
         del self._all[request_id]
         self._waiting.pop(request_id, None)
@@ -161,12 +167,15 @@ class RequestBook:
         return [self._all[request_id] for request_id in self._by_client.get(client, ())]
 
     def ids_of(self, client: bytes) -> tuple[str, ...]:
+        """Ids of a client's requests, the oldest first."""
         return tuple(self._by_client.get(client, ()))
 
     def clients(self) -> set[bytes]:
+        """Addresses of clients with active requests."""
         return set(self._by_client)
 
     def oldest(self, count: int) -> list[ActiveRequest]:
+        """The first `count` requests in order of admission."""
         return list(itertools.islice(self._all.values(), count))
 
     def waiting(self) -> list[ActiveRequest]:

@@ -9,6 +9,8 @@ import enum
 
 
 class ReplicaState(enum.StrEnum):
+    """Where a replica is between the start of its process and the end of its last restart."""
+
     STARTING = "starting"  # spawned, has not said hello
     LOADING = "loading"  # said hello, loads its model
     READY = "ready"
@@ -18,6 +20,8 @@ class ReplicaState(enum.StrEnum):
 
 
 class ReplicaEvent(enum.StrEnum):
+    """What can happen to a replica."""
+
     HELLO = "hello"
     READY = "ready"
     DRAIN = "drain"
@@ -42,12 +46,16 @@ REPLICA_TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
 
 
 class NodeState(enum.StrEnum):
+    """Whether a node's agent is there."""
+
     EXPECTED = "expected"  # the pipeline needs it; it has not said hello to this coordinator
     PRESENT = "present"
     AWAY = "away"  # it left or fell silent; its replicas count as dead until it is back
 
 
 class NodeEvent(enum.StrEnum):
+    """What can happen to a node."""
+
     HELLO = "hello"
     LOST = "lost"
 
@@ -59,6 +67,8 @@ NODE_TRANSITIONS: dict[tuple[NodeState, NodeEvent], NodeState] = {
 
 
 class LaunchState(enum.StrEnum):
+    """Where the whole pipeline is between its start and its end."""
+
     STARTING = "starting"
     LAUNCHED = "launched"  # every replica has been ready, under this coordinator or one before it
     DRAINING = "draining"  # no new requests; those in flight may finish
@@ -67,6 +77,8 @@ class LaunchState(enum.StrEnum):
 
 
 class LaunchEvent(enum.StrEnum):
+    """What can happen to the pipeline."""
+
     ALL_READY = "all_ready"
     STOP = "stop"  # a signal or an operator's shutdown
     FAIL = "fail"
@@ -85,6 +97,8 @@ LAUNCH_TRANSITIONS: dict[tuple[LaunchState, LaunchEvent], LaunchState] = {
 
 
 class RequestState(enum.StrEnum):
+    """Where a request is between its admission and its terminal message."""
+
     WAITING = "waiting"  # admitted; a stage that it needs is not ready
     RUNNING = "running"  # bound to one replica of every stage of its route
     DONE = "done"
@@ -92,6 +106,8 @@ class RequestState(enum.StrEnum):
 
 
 class RequestEvent(enum.StrEnum):
+    """What can happen to a request."""
+
     OPENED = "opened"
     REPLAYED = "replayed"  # a replica of its route was lost: a new attempt
     COMPLETED = "completed"

@@ -50,6 +50,7 @@ def clear_others(culprit: ActiveRequest, others: Iterable[ActiveRequest]) -> lis
 
 
 def poison(request: ActiveRequest, stage: str) -> Poison:
+    """The error of a request that is blamed for the deaths of a stage's replicas."""
     text = f"{request.losses_of(stage)} replicas died while they computed this request: {request.history()}."
     return Poison(text, stage=stage)
 
@@ -89,4 +90,5 @@ class IsolationRuns:
 
     @property
     def running(self) -> bool:
+        """Whether a replica is reserved for a suspect."""
         return bool(self._reserved)
