@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from omni_actors.config import PipelineConfig, replica_devices
+from omni_actors.config import PipelineConfig, StageKind, replica_devices
+
+MODEL_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)  # those whose engines use vLLM
 
 
 def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
@@ -13,6 +15,11 @@ def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
         for index in range(stage.replicas)
         if stage.node_of(index) == rank
     ]
+
+
+def runs_models(pipeline: PipelineConfig, rank: int) -> bool:
+    """Whether one node runs a stage whose engine uses vLLM."""
+    return any(pipeline.stage(name).kind in MODEL_KINDS for name, _ in replicas_of(pipeline, rank))
 
 
 def ranks(pipeline: PipelineConfig) -> list[int]:

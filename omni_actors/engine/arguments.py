@@ -13,8 +13,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 from omni_actors.engine.executor import executor_backend
 from omni_actors.engine.models import ModelKind, ModelSpec, checkpoint_architecture, find_model_spec, register_models
-from omni_actors.engine.platform import Platform, prepare
+from omni_actors.engine.platform import prepare
 from omni_actors.errors import ConfigError
+from omni_actors.vllm_version import Platform
 
 GIB = 1 << 30
 

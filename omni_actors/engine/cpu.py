@@ -38,9 +38,10 @@ class CPUSampler(Sampler):
         pos: torch.Tensor,
         top_k: torch.Tensor | None,
         top_p: torch.Tensor | None,
-        use_fused_sampler: bool,
+        *flags: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        del expanded_idx_mapping, use_fused_sampler  # without drafts there is one row of logits per request
+        # Without drafts there is one row of logits per request. The flags choose among kernels; vLLM 0.33 has one more.
+        del expanded_idx_mapping, flags
         if top_k is not None or top_p is not None:
             processed_logits = apply_top_k_top_p_pytorch(processed_logits, top_k, top_p)
         noisy = processed_logits

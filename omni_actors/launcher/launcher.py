@@ -25,6 +25,7 @@ from omni_actors.logs import say
 from omni_actors.processes import EXIT_FAILED
 from omni_actors.run_directory import RunDirectory
 from omni_actors.telemetry.endpoint import MetricsEndpoint
+from omni_actors.vllm_version import check_installed
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_STOP_SECONDS = 0.5  # scancel signals both the job script and the nodes; treat signals this close together as one
@@ -58,11 +59,16 @@ class Launcher:
     """Runs one host's part of a pipeline: its stages under an agent and, on node 0, the coordinator and HTTP server.
 
     In this order: `open`, `start_metrics` and `start_http` if wanted, `start`, `serve` or `until_stopped`, `close`.
+
+    Raises:
+        ConfigError: stages of this host need vLLM, and it is missing or of a version that is not supported.
     """
 
     def __init__(self, pipeline: PipelineConfig, addresses: Addresses = ON_ONE_HOST) -> None:
         self._pipeline = pipeline
         self._rank = pipeline.cluster.node_rank
+        if placement.runs_models(pipeline, self._rank):
+            check_installed()
         self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
         self._control = addresses.control or self._run_directory.endpoint("control")
         self._processes = ReplicaProcesses(pipeline, self._run_directory, self._control, addresses.own)

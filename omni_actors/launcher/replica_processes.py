@@ -17,8 +17,15 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 import msgspec
 import psutil
 
-from omni_actors.config import PipelineConfig, StageKind, host_devices, replica_devices, visible_devices
-from omni_actors.config.placement import is_reached_from_afar, priority_replicas, replicas_of, threads_of
+from omni_actors.config import PipelineConfig, host_devices, replica_devices, visible_devices
+from omni_actors.config.placement import (
+    MODEL_KINDS,
+    is_reached_from_afar,
+    priority_replicas,
+    replicas_of,
+    runs_models,
+    threads_of,
+)
 from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger
 from omni_actors.processes import describe_exit
@@ -28,7 +35,6 @@ from omni_actors.stage.process import ReplicaSpec, main
 
 logger = get_logger(__name__)
 
-MODEL_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)
 SERVER_MODULE = "omni_actors.launcher.fork_server"
 MODEL_PRELOAD = "omni_actors.engine.preload"  # torch and vLLM
 LIGHT_PRELOAD = "omni_actors.stage.process"
@@ -61,8 +67,8 @@ class ReplicaProcesses:
         self._none_left.set()
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         self._here = replicas_of(pipeline, pipeline.cluster.node_rank)
-        needs_models = any(pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here)
-        self._context.set_forkserver_preload([MODEL_PRELOAD if needs_models else LIGHT_PRELOAD, SERVER_MODULE])
+        preload = MODEL_PRELOAD if runs_models(pipeline, pipeline.cluster.node_rank) else LIGHT_PRELOAD
+        self._context.set_forkserver_preload([preload, SERVER_MODULE])
 
     async def warm_up(self) -> None:
         """Start the fork server ahead of time: its imports take a while, and the first `start` waits for them."""

