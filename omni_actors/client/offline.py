@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -10,15 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from omni_actors.client import AsyncOmniClient, OmniClient, Prompting, RequestStream
+from omni_actors.client import OmniClient, Prompting
+from omni_actors.client.arguments import OneStageParams, PipelineParams, params_of_prompts, spread_options
+from omni_actors.client.batch import PromptCall, answer_all
 from omni_actors.client.outputs import OmniRequestOutput
-from omni_actors.errors import ConfigError, OmniError, Overloaded, RequestTimeout, StartupError
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.client.progress import ProgressBar, progress_bar
+from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, StartupError
 from omni_actors.run_directory import short_temporary_folder
 
 STOP_SECONDS = 15.0
@@ -100,21 +101,47 @@ class OmniLLM:
     def generate(
         self,
         prompts: Prompting | Sequence[Prompting],
-        sampling_params: Mapping[str, StageParams | Mapping[str, Any]] | None = None,
+        sampling_params: PipelineParams | None = None,
+        *,
+        sampling_params_list: Sequence[OneStageParams] | None = None,
+        params_per_prompt: Sequence[PipelineParams | None] | None = None,
+        use_tqdm: bool | Callable[..., ProgressBar] = True,
         **options: Any,
     ) -> list[OmniRequestOutput]:
         """Answer all prompts at once: the stages work on different prompts at the same time.
 
+        Parameters of one stage are a mapping such as `{"max_tokens": 64}`, a `StageParams`, or `None` for the stage's
+        defaults. A list of them has one entry for each stage that takes parameters, in the pipeline's order; a stage of
+        kind `prompt` takes none. For Qwen2.5-Omni that is thinker, talker, code2wav.
+
         Args:
             prompts: one or more prompts, as for `AsyncOmniClient.submit`; a list of chat messages is one prompt.
-            sampling_params: parameters by stage name, for all prompts.
-            options: modalities, voice, seed, timeout, as for `AsyncOmniClient.submit`.
+            sampling_params: parameters for all prompts: a mapping by stage name, or a list by stage.
+            sampling_params_list: the list by stage, under the name that it has in vllm-omni.
+            params_per_prompt: parameters of each prompt: a list with one mapping by stage name, list by stage, or
+                `None` per prompt.
+            use_tqdm: shows a progress bar if standard error is a terminal; `False` never does. A class such as `tqdm`
+                makes the bar: it is called with `total`, `desc` and `dynamic_ncols`.
+            options: modalities, voice, seed, priority, timeout, request_id and traceparent, as for
+                `AsyncOmniClient.submit`, each one value for all prompts or a list with one per prompt; audios, images
+                and videos for all. Of prompts that the pipeline does not admit yet, those with a lower `priority` go
+                first.
 
         Returns:
             One output per prompt, in order. A prompt that failed has its `error` set; the others are complete.
+
+        Raises:
+            InvalidRequest: an argument has the wrong form or length, or an option is unknown; nothing was sent.
+            RequestTimeout: the pipeline does not answer.
         """
-        many, params = as_prompts(prompts), sampling_params or {}
-        return self.client.run(lambda client: _generate_all(client, many, params, options))
+        many = as_prompts(prompts)
+        pipeline = self.client.describe()
+        params = params_of_prompts(
+            len(many), pipeline.sampling_stages, sampling_params, sampling_params_list, params_per_prompt
+        )
+        calls = [PromptCall(*call) for call in zip(many, params, spread_options(options, len(many)), strict=True)]
+        with contextlib.closing(progress_bar(len(many), use_tqdm)) as bar:
+            return self.client.run(lambda client: answer_all(client, calls, pipeline.max_in_flight, bar.update))
 
     def close(self) -> None:
         """Stop the pipeline and remove its files. Idempotent."""
@@ -141,32 +168,18 @@ class OmniLLM:
         self.close()
 
 
-async def _generate_all(
-    client: AsyncOmniClient, prompts: Sequence[Prompting], params: Mapping[str, Any], options: Mapping[str, Any]
-) -> list[OmniRequestOutput]:
-    # Prompts beyond what the coordinator admits at once wait here.
-    slots = asyncio.Semaphore((await client.describe()).max_in_flight)
-
-    async def answer(prompt: Prompting) -> OmniRequestOutput:
-        stream: RequestStream | None = None
-        try:
-            while True:
-                try:
-                    async with slots:
-                        stream = await client.submit(prompt, params=params, **options)
-                        return await stream.result()
-                except Overloaded as error:  # another client of this pipeline has requests, too
-                    await asyncio.sleep(error.retry_after or POLL_SECONDS)
-        except OmniError as error:
-            return OmniRequestOutput(stream.request_id if stream is not None else "", error=error)
-
-    return list(await asyncio.gather(*(answer(prompt) for prompt in prompts)))
-
-
 def as_prompts(prompts: Prompting | Sequence[Prompting]) -> list[Prompting]:
-    """Return a single prompt as a list of one. A list of messages (mappings with a role) is one prompt."""
+    """Return a single prompt as a list of one. A list of messages (mappings with a role) is one prompt.
+
+    Raises:
+        InvalidRequest: it is neither a prompt nor a list of prompts.
+    """
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and all(isinstance(item, Mapping) and "role" in item for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    try:
+        many: list[Any] = list(prompts)
+    except TypeError as error:
+        raise InvalidRequest(f"A {type(prompts).__name__} is neither a prompt nor a list of prompts.") from error
+    if many and all(isinstance(item, Mapping) and "role" in item for item in many):
+        return [many]
+    return many

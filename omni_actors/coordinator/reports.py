@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from omni_actors.config import PipelineConfig
+from omni_actors.config import PARAMS_BY_KIND, PipelineConfig
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.core.replicas import Replica
@@ -68,6 +68,7 @@ class Reports:
             requests=requests.requests_of(client),
             counts=self._counts(),
             outputs={modality: stage.name for stage in self._pipeline.stages for modality in stage.outputs},
+            sampling_stages=tuple(stage.name for stage in self._pipeline.stages if PARAMS_BY_KIND[stage.kind]),
         )
 
     def _counts(self) -> dict[str, int]:

@@ -72,6 +72,7 @@ class Description(Body, tag="description", frozen=True):
         requests: the asking client's own requests in flight; one that it waits for and does not find here is lost.
         counts: what the coordinator refused or dropped, by reason.
         outputs: the stage that produces each modality.
+        sampling_stages: stages for which a request may set parameters, in the pipeline's order.
     """
 
     pipeline: str
@@ -86,6 +87,7 @@ class Description(Body, tag="description", frozen=True):
     requests: tuple[str, ...] = ()
     counts: dict[str, int] = {}
     outputs: dict[str, str] = {}
+    sampling_stages: tuple[str, ...] = ()
 
 
 class Operation(enum.StrEnum):

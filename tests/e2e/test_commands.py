@@ -39,11 +39,12 @@ def test_offline_generation_keeps_order_and_fails_one_alone(tiny_checkpoint: Pat
     prompts = ["Hi", "What is the capital of France?", "word " * 3000, "Hi"]
     with OmniLLM(REPOSITORY / CONFIG, {"model": str(tiny_checkpoint)}) as llm:
         outputs = llm.generate(prompts, params, seed=4)
-        again = llm.generate(prompts[1], params, seed=4)
+        again = llm.generate(prompts[1], sampling_params_list=[{"max_tokens": 6}, {"max_tokens": 9}, None], seed=4)
         wrong = llm.generate("Hi", params, voice="Nobody")
     assert [output.error is None for output in outputs] == [True, True, False, True]
     assert outputs[0].token_ids == outputs[3].token_ids != outputs[1].token_ids
-    assert again[0].token_ids == outputs[1].token_ids
+    assert again[0].token_ids == outputs[1].token_ids, "the list leaves out the prompt stage, which takes no parameters"
+    assert len(again[0].audio) == 9 * 480
     for output in (outputs[0], outputs[1]):
         assert output.audio is not None
         assert len(output.audio) == 9 * 480

@@ -17,19 +17,9 @@ import pytest
 import soundfile
 
 from omni_actors.client import AsyncOmniClient, OmniClient
-from omni_actors.client import offline as llm
-from omni_actors.client.offline import OmniLLM
-from omni_actors.errors import (
-    ConfigError,
-    EngineError,
-    OmniError,
-    RequestTimeout,
-    StageLost,
-    StageUnavailable,
-    StartupError,
-)
+from omni_actors.errors import OmniError, RequestTimeout, StageLost, StageUnavailable
 from omni_actors.launcher import launcher as launcher_module
-from omni_actors.stage.echo import CRASH_TOKEN, FAIL_TOKEN
+from omni_actors.stage.echo import CRASH_TOKEN
 from omni_actors.stage.process import EXIT_GRACE_SECONDS
 from tests.support.builders import chain, write
 from tests.support.launcher import EchoLauncher
@@ -399,46 +389,6 @@ async def test_launcher_killed_while_a_request_runs(launch: Launch) -> None:
         launcher.end(signal.SIGKILL)
         with pytest.raises(StageUnavailable, match="shutting down"):  # from the coordinator, before it ends, too
             await asyncio.wait_for(stream.result(), 2)
-
-
-# -- offline ----------------------------------------------------------------------------------------------------------
-
-
-def test_offline_answers_in_order_with_one_failing(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "short_temporary_folder", lambda: str(short_path))
-    prompts = ["first", {"prompt_token_ids": [65, FAIL_TOKEN]}, "third", [{"role": "user", "content": "fourth"}]]
-    prompts += [f"more {i}" for i in range(40)]
-    with OmniLLM(write(short_path, chain()), {"coordinator.max_in_flight": 8}, startup_timeout=30) as omni:
-        outputs = omni.generate(prompts, {"talker": {"max_tokens": 2}}, seed=1)
-        assert omni.client.describe().in_flight == 0
-        assert omni.generate("alone", modalities=["text"])[0].text == "alone"
-    omni.close()
-    assert isinstance(outputs[1].error, EngineError)
-    assert [output.text for output in outputs[:1] + outputs[2:]] == [
-        "first",
-        "third",
-        "fourth",
-        *(f"more {i}" for i in range(40)),
-    ]
-    assert all(len(output.audio) == 960 and output.error is None for output in outputs[:1] + outputs[2:])
-    with pytest.raises(StartupError, match="closed"):
-        omni.generate("x")
-    assert_nothing_left(short_path)
-    assert [entry.name for entry in short_path.iterdir()] == ["pipeline.yaml"]
-
-
-@pytest.mark.parametrize(
-    ("data", "kind", "word"),
-    [(slow(1, fail_start="cheese"), StartupError, "cheese"), ({"nme": "x"}, ConfigError, "Did you mean 'name'")],
-)
-def test_offline_start_that_fails(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict, kind: type[OmniError], word: str
-) -> None:
-    monkeypatch.setattr(llm, "short_temporary_folder", lambda: str(short_path))
-    with pytest.raises(kind, match=word):
-        OmniLLM(write(short_path, data), startup_timeout=30)
-    assert_nothing_left(short_path)
-    assert [entry.name for entry in short_path.iterdir()] == ["pipeline.yaml"]
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------

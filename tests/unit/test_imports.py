@@ -20,7 +20,7 @@ ONLY_IN = {  # third-party module -> who may import it
     "transformers": {"engine"},
     "prometheus_client": {"telemetry", "cli"},
     "opentelemetry": {"telemetry"},
-    "rich": {"cli"},
+    "rich": {"cli", "client"},
     "pickle": set(),
     "cloudpickle": set(),
     "marshal": set(),
