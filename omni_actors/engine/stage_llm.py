@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
+from numpy.typing import NDArray
 
+from omni_actors.client.arguments import OneStageParams, is_list, params_by_stage, spread
 from omni_actors.client.outputs import OmniRequestOutput, OmniTokensPrompt
+from omni_actors.config import PARAMS_BY_KIND, StageKind
 from omni_actors.engine.factory import OmniEngineArgs, build_engine
-from omni_actors.errors import InvalidRequest, OmniError
+from omni_actors.errors import EngineError, InvalidRequest, OmniError
+from omni_actors.protocol.fields import Priority
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.results import StageUsage
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import (
     AudioEvent,
@@ -31,6 +37,9 @@ StagePrompt = StageInputs | OmniTokensPrompt
 class StageLLM:
     """A loaded stage. `generate` batches its prompts. Use it as a context manager, or call `shutdown`.
 
+    It runs in the caller's process, with the same engine as in a pipeline, but without what surrounds it there: no
+    deadline, no flow control, no restart.
+
     Args:
         arguments: model, stage and vLLM's engine arguments.
 
@@ -42,69 +51,96 @@ class StageLLM:
     def __init__(self, arguments: OmniEngineArgs) -> None:
         self.stage = arguments.model_config.model_stage
         self.engine = build_engine(arguments)
+        self._takes_params = bool(PARAMS_BY_KIND[StageKind(arguments.kind)])
         self._numbers = itertools.count()
 
     def generate(
         self,
         prompts: Sequence[StagePrompt],
-        params: StageParams | Sequence[StageParams] | None = None,
+        params: OneStageParams | Sequence[OneStageParams] = None,
         *,
-        seed: int = 0,
-        voice: str | None = None,
+        seed: int | Sequence[int] = 0,
+        voice: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
         streams: bool = True,
     ) -> list[OmniRequestOutput]:
-        """Return one result per prompt, in order. A prompt that is refused sets its own result's `error` only.
+        """Return one result per prompt, in order. A prompt that is refused or fails sets its own result's `error` only.
+
+        A request whose inputs are not complete (`StageInputs.complete`) runs as far as they reach. If it cannot end
+        with them, its result keeps what was made until then, with an `InvalidRequest` as `error`.
 
         Args:
-            prompts: token ids with named tensors and scalars, or complete stage inputs.
-            params: sampling parameters for all prompts, or one for each.
-            seed: prompt i gets `seed + i`, unless its parameters name a seed.
-            voice: speaker of all prompts.
+            prompts: token ids with named tensors and scalars, or stage inputs.
+            params: sampling parameters for all prompts, or a list with those of each: a `StageParams`, a mapping of its
+                fields, or `None` for the model's defaults.
+            seed: prompt i gets `seed + i`, or the i-th of a list; a seed in its parameters wins.
+            voice: speaker of all prompts, or a list with one for each.
+            priority: of all prompts, or a list with one for each; the engine takes lower values first where it cannot
+                take all at once.
             streams: whether to compute and return what the next stage would receive (`OmniRequestOutput.tensors`).
 
         Raises:
-            InvalidRequest: the number of parameters is not the number of prompts.
+            InvalidRequest: an argument has the wrong form, or another number of values than there are prompts.
+            EngineError: the engine is lost; make a new one.
         """
-        if params is None or isinstance(params, StageParams):
-            params = [params or StageParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts but {len(params)} parameters.")
-        results: dict[str, OmniRequestOutput] = {}
-        pieces: dict[tuple[str, str], list[HostTensor]] = defaultdict(list)
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            result = OmniRequestOutput(f"{self.stage}-{next(self._numbers)}")
-            results[result.request_id] = result
-            request = StageRequest(result.request_id, own, seed=seed + index, voice=voice, streams=streams)
+        if not is_list(prompts):
+            raise InvalidRequest(f"prompts is a list of prompts; got a {type(prompts).__name__}.")
+        count = len(prompts)
+        own_params = self._spread_params(params, count)
+        seeds = spread("seed", seed, int, count)
+        if not is_list(seed):
+            seeds = [first + index for index, first in enumerate(seeds)]
+        voices = spread("voice", voice, str | None, count)
+        if any(voices) and not self.engine.facts.voices:
+            raise InvalidRequest(f"The stage {self.stage!r} has no voices.", hint="Leave out voice.")
+        priorities = spread("priority", priority, Priority, count)
+        answers: dict[str, _Answer] = {}
+        for prompt, *rest in zip(prompts, own_params, seeds, voices, priorities, strict=True):
+            request = StageRequest(f"{self.stage}-{next(self._numbers)}", *rest, streams=streams)
+            answer = answers[request.request_id] = _Answer(self.stage, request.request_id)
             try:
                 self.engine.start(request, as_inputs(prompt))
             except OmniError as error:
-                result.error = error
-        while self.engine.runnable():
-            for event in self.engine.step():
-                self._collect(results[event.request_id], event, pieces)
-        for (request_id, name), parts in pieces.items():
-            results[request_id].tensors[name] = join(parts)
-        return list(results.values())
+                answer.fail(error)
+        self._run(answers)
+        return [answer.result() for answer in answers.values()]
 
-    def _collect(
-        self, result: OmniRequestOutput, event: EngineEvent, pieces: dict[tuple[str, str], list[HostTensor]]
-    ) -> None:
-        match event:
-            case TextEvent():
-                result.text += event.text
-                result.token_ids.extend(event.token_ids)
-            case AudioEvent():
-                samples = np.frombuffer(event.samples.data, dtype=np.float32)
-                result.audio = samples if result.audio is None else np.concatenate([result.audio, samples])
-                result.sample_rate = event.sample_rate
-            case StreamEvent():
-                result.token_ids.extend(event.token_ids)
-                for name, tensor in event.tensors.items():
-                    pieces[result.request_id, name].append(tensor)
-            case FinishedEvent():
-                result.finish_reasons[self.stage] = event.reason.value
-            case ErrorEvent():
-                result.error = event.error
+    def _spread_params(self, given: OneStageParams | Sequence[OneStageParams], count: int) -> list[StageParams]:
+        entries = list(given) if is_list(given) else [given] * count
+        if len(entries) != count:
+            raise InvalidRequest(f"params has {len(entries)} entries for {count} prompts.")
+        params = [params_by_stage("params", {self.stage: entry}, [self.stage]) for entry in entries]
+        if any(params) and not self._takes_params:
+            raise InvalidRequest(f"The stage {self.stage!r} takes no parameters.", hint="Leave out params.")
+        return [own.get(self.stage, StageParams()) for own in params]
+
+    def _run(self, answers: Mapping[str, _Answer]) -> None:
+        """Step until the engine holds none of the requests, whatever happens."""
+        try:
+            while self.engine.runnable() or self._end_what_waits(answers):
+                for event in self.engine.step():
+                    answers[event.request_id].take(event)
+        finally:
+            for request_id, answer in answers.items():
+                if not answer.ended:
+                    self.engine.abort(request_id)
+
+    def _end_what_waits(self, answers: Mapping[str, _Answer]) -> bool:
+        """End requests that nothing can bring forward; return whether there were any, as their end may free others."""
+        left = [request_id for request_id, answer in answers.items() if not answer.ended]
+        starving = [request_id for request_id in left if self.engine.waits_for_input(request_id)]
+        for request_id in starving or left:
+            self.engine.abort(request_id)
+            if starving:
+                error: OmniError = InvalidRequest(
+                    "The inputs are not complete, and a stage that runs alone receives no more.",
+                    hint="Pass StageInputs with complete=True.",
+                    stage=self.stage,
+                )
+            else:
+                error = EngineError("The engine stopped before the request was complete.", stage=self.stage)
+            answers[request_id].fail(error)
+        return bool(left)
 
     def shutdown(self) -> None:
         """Free the engine. The object is not used afterwards."""
@@ -117,6 +153,55 @@ class StageLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+class _Answer:
+    """The result of one request while it is made."""
+
+    def __init__(self, stage: str, request_id: str) -> None:
+        self.ended = False
+        self._stage = stage
+        self._output = OmniRequestOutput(request_id)
+        self._opened = time.monotonic()
+        self._first_output: float | None = None
+        self._audio: list[NDArray[np.float32]] = []
+        self._tensors: dict[str, list[HostTensor]] = defaultdict(list)
+
+    def fail(self, error: OmniError) -> None:
+        self._output.error = error
+        self.ended = True
+
+    def take(self, event: EngineEvent) -> None:
+        """Add what an event says."""
+        since = time.monotonic() - self._opened
+        if self._first_output is None and not isinstance(event, FinishedEvent | ErrorEvent):
+            self._first_output = since
+        match event:
+            case TextEvent():
+                self._output.text += event.text
+                self._output.token_ids.extend(event.token_ids)
+            case AudioEvent():
+                self._audio.append(np.frombuffer(event.samples.data, dtype=np.float32))
+                self._output.sample_rate = event.sample_rate
+            case StreamEvent():
+                self._output.token_ids.extend(event.token_ids)
+                for name, tensor in event.tensors.items():
+                    self._tensors[name].append(tensor)
+            case FinishedEvent():
+                self._output.finish_reasons[self._stage] = event.reason.value
+                self._output.usage[self._stage] = StageUsage(
+                    event.reason, event.input_tokens, event.output_tokens, self._first_output or 0.0, since
+                )
+                self.ended = True
+            case ErrorEvent():
+                self.fail(event.error)
+
+    def result(self) -> OmniRequestOutput:
+        """The result, with its pieces joined."""
+        if self._audio:
+            self._output.audio = np.concatenate(self._audio)
+        self._output.tensors = {name: join(parts) for name, parts in self._tensors.items()}
+        return self._output
 
 
 def as_inputs(prompt: StagePrompt) -> StageInputs:

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.common import Abort, Credit, Failed
-from omni_actors.protocol.fields import TRACEPARENT, Moment, Name, ReplicaIndex, Seed, StageNameOrEmpty
+from omni_actors.protocol.fields import TRACEPARENT, Moment, Name, Priority, ReplicaIndex, Seed, StageNameOrEmpty
 from omni_actors.protocol.header import Body
 from omni_actors.protocol.payloads import Prompt, StageParams
 from omni_actors.protocol.results import AudioChunk, StageUsage, TextDelta
@@ -32,7 +32,7 @@ class Submit(Body, tag="submit", frozen=True):
     voice: str | None = None
     params: Annotated[dict[Name, StageParams], Meta(max_length=64)] = {}
     seed: Seed | None = None
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    priority: Priority = 0
     traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None
     sent: Moment = 0.0
 

@@ -24,6 +24,7 @@ Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
 Endpoint = Annotated[str, Meta(min_length=1, max_length=256)]
 Moment = Annotated[float, Meta(ge=0.0, le=1e11)]  # Unix time in seconds by the sender's clock; 0: it did not happen
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Priority = Annotated[int, Meta(ge=-1000, le=1000)]  # lower values come first
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 PositiveInt = Annotated[int, Meta(ge=1, le=1_000_000)]
 Dimension = Annotated[int, Meta(ge=0, le=2**40)]

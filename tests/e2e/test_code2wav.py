@@ -33,8 +33,8 @@ from omni_actors.errors import (  # noqa: E402
 from omni_actors.protocol.payloads import StageParams  # noqa: E402
 from omni_actors.protocol.tensors import DType, HostTensor  # noqa: E402
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest  # noqa: E402
-from tests.support.code2wav import arguments, codec_tokens, difference  # noqa: E402
-from tests.support.reference import InjectedNoise, Reference, one_thread, vocoder_noise  # noqa: E402
+from tests.support.code2wav import arguments, codec_tokens, difference, expected  # noqa: E402
+from tests.support.reference import Reference  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -106,21 +106,6 @@ def drain(engine: DiffusionEngine, at_step: dict[int, Any] | None = None) -> tup
     else:
         pytest.fail("the engine does not become idle")
     return waveforms, others
-
-
-def expected(reference: Reference, spec: tuple[int, int, str, float], seed: int) -> np.ndarray:
-    tokens, points, voice, guidance = spec
-    speaker = reference.voices[voice]
-    noise = InjectedNoise(lambda frames, mel: vocoder_noise(seed, frames, mel))
-    with torch.no_grad(), one_thread(), noise:
-        waveform = reference.model.token2wav(
-            torch.tensor([codec_tokens(tokens, seed)]),
-            conditioning=speaker["cond"].float(),
-            reference_mel=speaker["ref_mel"].float(),
-            num_steps=points,
-            guidance_scale=guidance,
-        )
-    return waveform.reshape(-1).numpy()
 
 
 def test_mixed_batch_equals_transformers_and_each_request_alone(

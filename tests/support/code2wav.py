@@ -1,4 +1,4 @@
-"""Arguments and inputs of the vocoder stage, and how far two waveforms are apart."""
+"""Arguments and inputs of the vocoder stage, what transformers answers, and how far two waveforms are apart."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from tests.support.reference import InjectedNoise, Reference, one_thread, vocoder_noise
 
 WHOLE = {"policy": "whole"}
 
@@ -28,3 +29,19 @@ def difference(waveform: np.ndarray, other: np.ndarray) -> float:
     """Largest difference, relative to the peak of `other`."""
     assert waveform.shape == other.shape
     return float(np.abs(waveform - other).max() / np.abs(other).max())
+
+
+def expected(reference: Reference, spec: tuple[int, int, str, float], seed: int) -> np.ndarray:
+    """What transformers answers to a request of tokens, points in time, voice and guidance, with our noise."""
+    tokens, points, voice, guidance = spec
+    speaker = reference.voices[voice]
+    noise = InjectedNoise(lambda frames, mel: vocoder_noise(seed, frames, mel))
+    with torch.no_grad(), one_thread(), noise:
+        waveform = reference.model.token2wav(
+            torch.tensor([codec_tokens(tokens, seed)]),
+            conditioning=speaker["cond"].float(),
+            reference_mel=speaker["ref_mel"].float(),
+            num_steps=points,
+            guidance_scale=guidance,
+        )
+    return waveform.reshape(-1).numpy()
