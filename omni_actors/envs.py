@@ -26,6 +26,7 @@ VARIABLES = (
     Variable("OMNI_ACTORS_LISTEN", "coordinator.listen", "client endpoint: 'ipc', or tcp://ADDRESS:PORT"),
     Variable("OMNI_ACTORS_KEYS", "coordinator.keys_dir", "folder of CURVE keys, from omni-actors keys"),
     Variable("OMNI_ACTORS_STARTUP_TIMEOUT", "coordinator.startup_timeout", "seconds until every stage must be ready"),
+    Variable("OMNI_ACTORS_MPS", "mps", "auto or off: CUDA MPS where replicas share a GPU"),
     Variable("OMNI_ACTORS_MAX_IN_FLIGHT", "coordinator.max_in_flight", "requests admitted at once"),
     Variable("OMNI_ACTORS_NNODES", "cluster.nnodes", "hosts that the pipeline is spread over"),
     Variable("OMNI_ACTORS_NODE_RANK", "cluster.node_rank", "rank of this host, from 0"),

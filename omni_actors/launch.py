@@ -26,6 +26,7 @@ CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets
     "keys": "coordinator.keys_dir",
     "record": "coordinator.record_dir",
     "startup_timeout": "coordinator.startup_timeout",
+    "mps": "mps",
     "nnodes": "cluster.nnodes",
     "node_rank": "cluster.node_rank",
     "master_addr": "cluster.master_addr",
@@ -74,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
         "--record", metavar="DIR", type=Path, help="record every stage's messages, for omni-actors replay"
     )
     parser.add_argument("--startup-timeout", type=float, help="seconds until every stage must be ready")
+    parser.add_argument("--mps", choices=["auto", "off"], help="CUDA MPS where replicas share a GPU (default: auto)")
     parser.add_argument(
         "--set",
         action="append",

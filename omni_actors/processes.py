@@ -7,7 +7,7 @@ import ctypes
 import math
 import signal
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -20,6 +20,11 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     that is already dead sends nothing: callers that cannot rely on another sign compare `os.getppid()` afterwards.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parent dies, so that they are found among the children."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def describe_exit(code: int | None) -> str:

@@ -17,6 +17,7 @@ LONGEST_SOCKET_NAME = 60
 LOCK = "lock"
 LOCK_SECONDS = 0.5  # the stages of a killed launcher hold its lock for a moment while they clean up
 DEMAND_PREFIX = "demand-"  # of the stages' demand flags (stage/device_priority.py)
+MPS_PREFIX = "mps-"  # of the folder with the pipes of an MPS daemon (launcher/mps.py)
 
 
 class RunDirectory:
@@ -133,11 +134,11 @@ def _try_lock(path: Path, create: bool) -> IO[str] | None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove the sockets, including the fork server's, and the stages' demand flags."""
+    """Remove the sockets, including those of the fork server and of MPS, and the stages' demand flags."""
     for entry in path.iterdir():
         if entry.is_socket() or entry.name.startswith(DEMAND_PREFIX):
             entry.unlink(missing_ok=True)
-        elif entry.name.startswith("pymp-"):
+        elif entry.name.startswith(("pymp-", MPS_PREFIX)):
             shutil.rmtree(entry, ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from omni_actors.config.checks import device_name
-from omni_actors.config.devices import host_devices, memory_plan, replica_devices
+from omni_actors.config.devices import host_devices, memory_plan, replica_devices, shared_devices
 from omni_actors.config.dotted_keys import flatten
 from omni_actors.config.loading import LoadedConfig
 
@@ -47,6 +47,9 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
         total = sum(share for _, share in shares)
         name = device_name(pipeline, rank, device)
         lines.append(f"memory of {name}: " + " + ".join(f"{n} {s:g}" for n, s in shares) + f" = {total:.2f}")
+    for device, replicas in shared_devices(pipeline, cluster.node_rank, devices).items():
+        how = "under CUDA MPS, where that works" if pipeline.mps == "auto" else "in turns (mps: off)"
+        lines.append(f"GPU {device} is shared, {how}: {', '.join(f'{stage}/{index}' for stage, index in replicas)}")
     return "\n".join(lines)
 
 

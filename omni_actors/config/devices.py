@@ -12,6 +12,9 @@ from pathlib import Path
 from omni_actors.config.schema import DEFAULT_GPU_MEMORY_UTILIZATION, PipelineConfig, StageConfig, StageKind
 from omni_actors.errors import ConfigError
 
+DEVICE_FILES = Path("/dev")
+COMPUTING_KINDS = (StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION, StageKind.CUSTOM)  # those that may use a GPU
+
 
 def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int], list[tuple[str, float]]]:
     """Map each (node, GPU) to [(stage, share of the memory)], for stages that vLLM sizes by `gpu_memory_utilization`.
@@ -61,9 +64,24 @@ def stage_devices(stage: StageConfig, devices: int) -> list[int]:
     return list(range(gpus_of_replica(stage))) if devices and needs_device else []
 
 
+def shared_devices(pipeline: PipelineConfig, rank: int, devices: int) -> dict[int, list[tuple[str, int]]]:
+    """Map each GPU of a node on which several replicas compute to these replicas, (stage, index), in pipeline order.
+
+    Args:
+        devices: number of GPUs of that node.
+    """
+    users: dict[int, list[tuple[str, int]]] = {}
+    for stage in pipeline.stages:
+        for index in range(stage.replicas):
+            if stage.kind in COMPUTING_KINDS and stage.node_of(index) == rank:
+                for device in replica_devices(stage, index, devices):
+                    users.setdefault(device, []).append((stage.name, index))
+    return {device: replicas for device, replicas in sorted(users.items()) if len(replicas) > 1}
+
+
 def host_devices() -> int:
     """Count the NVIDIA GPUs that this process may use, without initialising CUDA."""
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    present = len(list(DEVICE_FILES.glob("nvidia[0-9]*")))
     visible = _visible()
     return present if visible is None else min(present, len(visible))
 

@@ -51,6 +51,8 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
         _set_value(data, key, value, sources, f"env {variable}")
     for key, value in (overrides or {}).items():
         _set_value(data, key, value, sources, "command line")
+    if data.get("mps") is False:
+        data["mps"] = "off"  # which YAML reads as false
     refuse_unknown_keys(data, PipelineConfig, "")
     try:
         pipeline = msgspec.convert(data, PipelineConfig, strict=True)

@@ -332,6 +332,8 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         http: the HTTP server.
         plugins: modules with your own models, from allowed prefixes; see docs/extending.md.
         cluster: the hosts, if there is more than one.
+        mps: `auto` runs the replicas that share a GPU under a private CUDA MPS daemon, so that they compute at the same
+            time; `off` starts none, so that they take turns.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -343,6 +345,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     http: HttpConfig = HttpConfig()
     plugins: Annotated[list[str], Meta(max_length=64)] = []
     cluster: ClusterConfig = ClusterConfig()
+    mps: Literal["auto", "off"] = "auto"
 
     def stage(self, name: str) -> StageConfig:
         """The stage of this name. Raises `ConfigError` if there is none."""
@@ -379,5 +382,5 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
             self.coordinator, run_dir=None, record_dir=None, keys_dir=None, listen="ipc"
         )
         cluster = msgspec.structs.replace(self.cluster, node_rank=0, node_addr=None, master_addr="-")
-        shared = msgspec.structs.replace(self, coordinator=coordinator, cluster=cluster)
+        shared = msgspec.structs.replace(self, coordinator=coordinator, cluster=cluster, mps="auto")
         return hashlib.sha256(msgspec.json.encode(shared, order="deterministic")).hexdigest()[:16]

@@ -19,6 +19,7 @@ from omni_actors.errors import ConfigError, StartupError
 from omni_actors.http_server.settings import parse_address, server_settings
 from omni_actors.launcher.coordinator_child import CoordinatorChild
 from omni_actors.launcher.http_child import HttpChild
+from omni_actors.launcher.mps import MpsChild
 from omni_actors.launcher.node_agent import NodeAgent
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.logs import say
@@ -78,6 +79,7 @@ class Launcher:
             self._coordinator = CoordinatorChild(
                 pipeline, self._run_directory, self._control, results, self._on_coordinator_end, say
             )
+        self._mps = MpsChild(pipeline, self._run_directory, say)
         self._agent: NodeAgent | None = None
         self._http: HttpChild | None = None
         self._metrics: MetricsEndpoint | None = None
@@ -111,7 +113,7 @@ class Launcher:
             signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._on_signal, signal.Signals(number)))
 
     async def open(self) -> None:
-        """Start the coordinator (on node 0) and, at the same time, the imports that the stages need.
+        """Start the coordinator (on node 0), MPS if it is of use and, at the same time, the stages' imports.
 
         Raises:
             OmniError: the coordinator cannot start, for instance because its address is taken.
@@ -123,6 +125,8 @@ class Launcher:
         if self._coordinator is not None:
             await self._coordinator.start()
             on_silence = self._coordinator.kill_if_silent
+        await self._unless_stopped(self._mps.start())
+        self._processes.mps = self._mps.clients
         self._agent = NodeAgent(self._pipeline, self._control, self._processes, self._on_shutdown, on_silence)
 
     async def start_metrics(self, address: str, insecure: bool) -> None:
@@ -238,6 +242,7 @@ class Launcher:
         if self._http is not None:
             stops.append(self._http.stop())
         await asyncio.gather(*stops)
+        await self._mps.stop()  # after its clients
         if not self._owns_process:
             self._run_directory.close()
             return

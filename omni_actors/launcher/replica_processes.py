@@ -27,6 +27,7 @@ from omni_actors.config.placement import (
     threads_of,
 )
 from omni_actors.errors import StartupError
+from omni_actors.launcher.mps import NO_MPS
 from omni_actors.logs import get_logger
 from omni_actors.processes import describe_exit
 from omni_actors.protocol.header import ReplicaId
@@ -61,6 +62,7 @@ class ReplicaProcesses:
         self._run_directory = run_directory
         self._control_endpoint = control_endpoint
         self.on_exit: Callable[[ReplicaId, str], None] = lambda identity, how: None
+        self.mps = NO_MPS  # set before the first start
         self._processes: dict[ReplicaId, ForkServerProcess] = {}
         self._stopping = False
         self._none_left = asyncio.Event()
@@ -119,6 +121,8 @@ class ReplicaProcesses:
         model_replicas = sum(self._pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here)
         afar = is_reached_from_afar(self._pipeline, identity.stage, identity.replica)
         inbox = self._run_directory.endpoint(f"{identity.stage}-{identity.replica}")
+        environment = {name: str(value) for name, value in stage.environment.items()}
+        visible, environment = self.mps.apply((identity.stage, identity.replica), visible_devices(placed), environment)
         return ReplicaSpec(
             pipeline_json=msgspec.json.encode(self._pipeline),
             stage=identity.stage,
@@ -126,14 +130,14 @@ class ReplicaProcesses:
             epoch=identity.epoch,
             control_endpoint=self._control_endpoint,
             inbox_endpoint=f"tcp://{self._address}:0" if afar else inbox,
-            devices=tuple(visible_devices(placed)),
+            devices=tuple(visible),
             threads=threads_of(bool(placed), model_replicas, os.cpu_count() or 1) if stage.kind in MODEL_KINDS else 0,
             launcher_pid=os.getpid(),
             log_file=str(self._run_directory.log_file(identity.name)),
             run_dir=str(self._run_directory.path),
             run_dir_is_temporary=self._run_directory.temporary,
             yields_to=tuple(priority_replicas(self._pipeline, identity.stage, identity.replica, devices)),
-            environment=tuple((name, str(value)) for name, value in stage.environment.items()),
+            environment=tuple(environment.items()),
         )
 
     def _ended(self, identity: ReplicaId) -> None:

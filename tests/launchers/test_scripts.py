@@ -18,7 +18,6 @@ import pytest
 from tests.support.builders import chain, write
 from tests.support.paths import REPOSITORY
 from tests.support.scripts import STUBS, Started
-from tests.support.waiting import until
 
 BATS = REPOSITORY / "tests/launchers/launchers.bats"
 PATTERNS = ("launch/*.sh", "launch/*.sbatch", "scripts/*.sh", "tests/launchers/*.bats", "tests/launchers/stubs/*")
@@ -133,53 +132,6 @@ def test_a_command_that_cannot_run_gives_a_shells_exit_code(arguments: list[str]
     done = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.PIPE, capture_output=True, timeout=20, check=False)
     assert done.returncode == code
     assert done.stderr
-
-
-# -- MPS --------------------------------------------------------------------------------------------------------------
-
-
-def with_commands(folder: Path, commands: dict[str, str]) -> dict[str, str]:
-    """An environment in which these bash scripts are commands, and all GPUs are visible."""
-    for name, body in commands.items():
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (folder / name).chmod(0o755)
-    others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return {**others, "PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder)}
-
-
-@pytest.mark.parametrize(("devices", "seen"), [("2,3", "GPU-of-2,GPU-of-3"), ("GPU-a", "GPU-a"), (None, "all")])
-def test_a_command_under_mps(tmp_path: Path, devices: str | None, seen: str) -> None:
-    """Daemon and command name the same GPUs, the command gets its signals, and the daemon ends after it."""
-    said = tmp_path / "said"
-    commands = {
-        "nvidia-smi": 'echo "GPU-of-${!##--id=}"',
-        "nvidia-cuda-mps-control": f'echo "daemon ${{CUDA_VISIBLE_DEVICES-all}} ${{1-$(cat)}}" >> {said}',
-    }
-    environment = with_commands(tmp_path, commands)
-    if devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = devices
-    inner = 'trap "exit 7" TERM; echo "${CUDA_VISIBLE_DEVICES-all}"; ls -d "$CUDA_MPS_PIPE_DIRECTORY"; sleep 60 & wait'
-    command = [str(REPOSITORY / "scripts/with_mps.sh"), "bash", "-c", inner]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        assert running.stdout.readline().strip() == seen
-        folder = Path(running.stdout.readline().strip())
-        assert folder.parent == tmp_path
-        assert said.read_text() == f"daemon {seen} -d\n"
-        running.terminate()
-        running.stdout.close()
-        assert running.wait(20) == 7
-    until(lambda: not folder.exists(), 10, "the daemon's folder is gone")
-    assert said.read_text() == f"daemon {seen} -d\ndaemon {seen} quit\n"
-
-
-def test_mps_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    commands = {"nvidia-smi": "echo No devices were found; exit 6", "nvidia-cuda-mps-control": "exit 9"}
-    environment = {**with_commands(tmp_path, commands), "CUDA_VISIBLE_DEVICES": "7"}
-    command = [str(REPOSITORY / "scripts/with_mps.sh"), "true"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
-    assert done.returncode == 1
-    assert done.stderr == "GPU 7: No devices were found\n"
 
 
 # -- slurm ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,136 @@
+"""Which replicas run under MPS, what their processes get for it, and how a user says so."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_actors import config
+from omni_actors.errors import ConfigError
+from omni_actors.launcher.mps import NO_MPS, MpsClients, find_control, plan
+from omni_actors.launcher.replica_processes import ReplicaProcesses
+from omni_actors.protocol.header import ReplicaId
+from omni_actors.run_directory import RunDirectory
+from tests.support.builders import chain, load
+
+KINDS = {"thinker": "autoregressive", "talker": "autoregressive", "code2wav": "diffusion"}
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMNI_ACTORS_MPS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def models(**stages: dict[str, Any]) -> dict[str, Any]:
+    """The chain with models that fit on one GPU, and further fields by stage."""
+    data = chain()
+    for stage in data["stages"]:
+        stage["kind"] = KINDS.get(stage["name"], "prompt")
+        if stage["kind"] == "autoregressive":
+            stage["engine"] = {"gpu_memory_utilization": 0.2}
+        stage.update(stages.get(stage["name"], {}))
+    return data
+
+
+def shared(folder: Path, data: dict[str, Any], devices: int = 2, rank: int = 0) -> dict[int, list[tuple[str, int]]]:
+    return dict(plan(load(folder, data, devices=devices).pipeline, rank, devices).shared)
+
+
+def test_stages_on_one_gpu_share_it(tmp_path: Path) -> None:
+    found = plan(load(tmp_path, models(), devices=2).pipeline, 0, 2)
+    assert found.shared == {0: [("thinker", 0), ("talker", 0), ("code2wav", 0)]}
+    assert found.devices == (0,)
+    assert str(found) == "GPU 0: thinker/0, talker/0, code2wav/0"
+
+
+def test_what_computes_alone_or_on_no_gpu_shares_nothing(tmp_path: Path) -> None:
+    assert shared(tmp_path, models(), devices=0) == {}
+    apart = models(talker={"devices": [1]}, code2wav={"devices": [2]})
+    assert shared(tmp_path, apart, devices=3) == {}
+    echo = chain()
+    for stage in echo["stages"]:
+        stage["devices"] = [0]
+    assert shared(tmp_path, echo) == {}, "echo stages never touch it"
+    only_one = models(code2wav={"devices": [1]}, talker={"kind": "echo", "devices": [0], "engine": {}})
+    only_one["stages"][0]["devices"] = [0]  # the prompt stage computes on the CPU
+    assert shared(tmp_path, only_one) == {}
+
+
+def test_replicas_of_one_stage_share_a_gpu(tmp_path: Path) -> None:
+    data = models(talker={"devices": [1], "replicas": 2}, code2wav={"devices": [1]})
+    assert shared(tmp_path, data) == {1: [("talker", 0), ("talker", 1), ("code2wav", 0)]}
+
+
+def test_custom_stages_with_devices_count(tmp_path: Path) -> None:
+    custom = {"kind": "custom", "engine_class": "omni_actors.stage.echo.EchoEngine"}
+    assert shared(tmp_path, models(code2wav={**custom, "devices": [0]}))[0][-1] == ("code2wav", 0)
+    assert ("code2wav", 0) not in shared(tmp_path, models(code2wav=custom))[0]
+
+
+def test_each_node_counts_its_own(tmp_path: Path) -> None:
+    data = models(code2wav={"node": 1, "replicas": 2, "devices": [0]}, talker={"node": [0, 1], "replicas": 2})
+    data["cluster"] = {"nnodes": 2}
+    assert shared(tmp_path, data) == {0: [("thinker", 0), ("talker", 0)]}
+    assert shared(tmp_path, data, rank=1) == {0: [("talker", 1), ("code2wav", 0), ("code2wav", 1)]}
+
+
+def test_the_daemon_gets_all_gpus_of_a_replica_that_shares_one(tmp_path: Path) -> None:
+    wide = {"devices": [0, 1], "engine": {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.2}}
+    data = models(thinker=wide, talker={"devices": [1]}, code2wav={"devices": [2]})
+    found = plan(load(tmp_path, data, devices=3).pipeline, 0, 3)
+    assert dict(found.shared) == {1: [("thinker", 0), ("talker", 0)]}
+    assert found.devices == (0, 1)
+    assert found.replicas == {("thinker", 0), ("talker", 0)}
+
+
+def test_only_replicas_that_share_a_gpu_get_the_pipes(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omni_actors.launcher.replica_processes.host_devices", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    theirs = {"environment": {"CUDA_MPS_CLIENT_PRIORITY": 1}, "devices": [0]}
+    pipeline = load(short_path, models(talker=theirs, code2wav={"devices": [1]}), devices=2).pipeline
+    with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
+        processes = ReplicaProcesses(pipeline, run, "ipc:///control")
+        assert processes.mps == NO_MPS
+        assert processes.spec(ReplicaId("talker", 0, 7)).devices == ("4",)
+        processes.mps = MpsClients(frozenset({("talker", 0)}), "/run/pipes", {"4": "GPU-d"})
+        talker, code2wav = (processes.spec(ReplicaId(stage, 0, 7)) for stage in ("talker", "code2wav"))
+    assert talker.devices == ("GPU-d",)
+    expected = {"CUDA_MPS_PIPE_DIRECTORY": "/run/pipes", "CUDA_MPS_CLIENT_PRIORITY": "1"}
+    assert dict(talker.environment) == expected
+    assert code2wav.devices == ("5",)
+    assert code2wav.environment == ()
+
+
+def test_it_is_switched_off_in_the_yaml_the_environment_or_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load(tmp_path, chain()).pipeline.mps == "auto"
+    assert load(tmp_path, {**chain(), "mps": False}).pipeline.mps == "off", "as YAML reads `off`"
+    assert load(tmp_path, {**chain(), "mps": "off"}).pipeline.mps == "off"
+    monkeypatch.setenv("OMNI_ACTORS_MPS", "off")
+    off = load(tmp_path, chain()).pipeline
+    assert off.mps == "off"
+    auto = load(tmp_path, chain(), {"mps": "auto"}).pipeline
+    assert auto.mps == "auto"
+    assert auto.digest() == off.digest(), "each host may choose"
+    for wrong in ("on", True, 1):
+        with pytest.raises(ConfigError, match="mps"):
+            load(tmp_path, chain(), {"mps": str(wrong)})
+
+
+def test_check_shows_what_shares_a_gpu(tmp_path: Path) -> None:
+    data = models()
+    line = "GPU 0 is shared, {}: thinker/0, talker/0, code2wav/0"
+    assert line.format("under CUDA MPS, where that works") in config.describe(load(tmp_path, data, devices=1), 1)
+    assert line.format("in turns (mps: off)") in config.describe(load(tmp_path, data, {"mps": "off"}, devices=1), 1)
+    assert "is shared" not in config.describe(load(tmp_path, data, devices=0), 0)
+
+
+def test_the_daemons_program_is_found(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.touch(mode=0o755)
+    assert find_control([str(tmp_path / "nothing"), str(tmp_path)]) == str(program)
