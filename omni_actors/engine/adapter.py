@@ -51,6 +51,7 @@ class AutoregressiveAdapter(ABC):
 
     @property
     def facts(self) -> EngineFacts:
+        """What the coordinator learns when the stage is ready."""
         return EngineFacts(max_input_tokens=self.max_model_len - 1)
 
     @abstractmethod

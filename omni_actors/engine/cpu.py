@@ -65,6 +65,7 @@ class OmniCPURunner(OmniRunnerMixin, CPUModelRunner):
     """vLLM's V2 runner on the CPU with rows in and out."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's `load_model`, then our sampler in place of the one it made."""
         super().load_model(*args, **kwargs)
         if self.sampler is not None:  # only where the last layers are
             self.sampler = CPUSampler(self.sampler)
@@ -74,6 +75,7 @@ class OmniCPUWorker(OmniWorkerBase, CPUWorker):
     """vLLM's CPU worker with our runner."""
 
     def init_device(self) -> None:
+        """vLLM's `init_device`, then our runner in place of the one it made."""
         # This also makes vLLM's own runner, which only allocates small buffers on the CPU.
         super().init_device()  # type: ignore[no-untyped-call]
         # Declared for the V1 runner; vLLM assigns its V2 runner just so.

@@ -106,7 +106,8 @@ class DiffusionModelRunner(OmniRunnerBase):
 
     @property
     @abstractmethod
-    def facts(self) -> EngineFacts: ...
+    def facts(self) -> EngineFacts:
+        """What the coordinator learns when the stage is ready; read after `load`."""
 
     @abstractmethod
     def load(self, *, dummy: bool) -> None:

@@ -58,6 +58,7 @@ class DiffusionOutput(AttachedOutput):
             self._computed.record()
 
     def attachments(self) -> list[dict[str, Any] | None]:
+        """Wait for the step and its copies; give every request its own tensors."""
         if self._computed is not None:
             self._computed.synchronize()
         host = self._copy.wait()
@@ -87,6 +88,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
     device: torch.device
 
     def init_device(self) -> None:
+        """Choose the device; on CUDA also make the stream for copies to the host."""
         kind = self.device_config.device_type
         self._copy_stream: torch.cuda.Stream | None = None
         self._output: DiffusionOutput | None = None
@@ -102,6 +104,11 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
             self.device = torch.device(kind)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Make and load the runner.
+
+        Raises:
+            ConfigError: `additional_config` names none, or a class that is no `DiffusionModelRunner`.
+        """
         path = omni_options(self.vllm_config).get("runner")
         if not path:
             raise ConfigError("additional_config['omni']['runner'] names no diffusion model runner.")
@@ -112,6 +119,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         self.model_runner.load(dummy=load_dummy_weights or self.load_config.load_format == "dummy")
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Warm up. The times are zero: vLLM only logs them."""
         self.model_runner.warm_up()
         return CompilationTimes(0.0, 0.0)
 
@@ -123,6 +131,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         """Do nothing: there is no KV cache to allocate."""
 
     def get_supported_tasks(self) -> tuple[str, ...]:
+        """The task whose requests vLLM's scheduler steps token by token."""
         return ("generate",)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -146,6 +155,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         return None
 
     def sample_tokens(self, grammar_output: Any) -> DiffusionOutput:
+        """The output of the step that `execute_model` computed. Raises `EngineError` if there was none."""
         output, self._output = self._output, None
         if output is None:
             raise EngineError("sample_tokens was called without a step.")
@@ -195,6 +205,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         return {**super().omni_counts(), "failed": len(self._failed)}
 
     def omni_reset(self) -> None:
+        """Forget a step that failed halfway, with its output."""
         super().omni_reset()
         self._output = None
 
@@ -202,6 +213,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         """Do nothing: a diffusion stage has no data-parallel peers."""
 
     def shutdown(self) -> None:
+        """Drop the runner, and with it the model's memory. Idempotent."""
         runner = self.__dict__.pop("model_runner", None)
         self._output = None
         del runner

@@ -37,9 +37,11 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         return ErrorEvent(request_id, error)
 
     def runnable(self) -> bool:
+        """Whether the core would do something in a step."""
         return self.core.runnable()
 
     def counts(self) -> dict[str, int]:
+        """Requests here, in vLLM's scheduler and in its worker, and what each holds for them."""
         running, waiting = self.core.scheduler.get_request_counts()
         return {
             "requests": len(self._requests),
@@ -50,14 +52,18 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         }
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
+        """Requests that vLLM scheduled for the first time, and when."""
         return self.core.statistics.take_scheduled()
 
     def statistics(self) -> EngineStatistics:
+        """Totals of vLLM's scheduler."""
         return self.core.statistics.now(self.core.scheduler)
 
     def device_bytes(self) -> int:
+        """Bytes that torch's allocator has reserved in this process."""
         return torch.cuda.memory_reserved() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
 
     def shutdown(self) -> None:
+        """Drop all requests and shut the core down."""
         self._requests.clear()
         self.core.shutdown()

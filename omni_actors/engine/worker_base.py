@@ -112,6 +112,7 @@ class AttachedOutput(AsyncModelRunnerOutput):
         """One entry per request, in the order of the batch."""
 
     def get_output(self) -> ModelRunnerOutput:
+        """vLLM's output, with the attachments once they have arrived."""
         inner = self._inner
         output = inner.get_output() if isinstance(inner, AsyncModelRunnerOutput) else inner
         # Declared for tensors, but passed on untouched.

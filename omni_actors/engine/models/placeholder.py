@@ -27,12 +27,15 @@ class PlaceholderModel(nn.Module):
         raise ConfigError("A diffusion stage got a worker for language models; this is an error in its configuration.")
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Never called."""
         raise NotImplementedError
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Never called."""
         raise NotImplementedError
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Never called."""
         raise NotImplementedError
 
 

@@ -134,6 +134,7 @@ class FusedVocoder(Vocoder):
 
     @torch.inference_mode()
     def __call__(self, mel: torch.Tensor) -> torch.Tensor:
+        """Decode `mel` f32 [requests, mel_dim, frames] to f32 [requests, samples] on the same device."""
         kernels: int = self.model.num_residual_blocks
         hidden = self._decibels(mel)[:, :, None].to(self._dtype)
         hidden = self._pre(hidden.contiguous(memory_format=torch.channels_last))

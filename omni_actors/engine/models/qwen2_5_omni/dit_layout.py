@@ -36,10 +36,12 @@ class DitChunk:
 
     @property
     def blocks(self) -> int:
+        """Blocks of the chunk, those of the look-ahead included."""
         return self.state.shape[0]
 
     @property
     def branches(self) -> int:
+        """2 with guidance, otherwise 1."""
         return self.fixed.shape[0] // self.blocks
 
 

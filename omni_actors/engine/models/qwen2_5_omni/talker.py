@@ -87,13 +87,15 @@ class TalkerDecoder(LlamaModel):
         config = vllm_config.model_config.hf_config
         self.text_projection = ReplicatedLinear(config.embedding_size, config.hidden_size, bias=True, return_bias=False)
 
-    def forward(
+    # Narrower than a Llama's, which also passes keyword arguments for draft models to its layers.
+    def forward(  # type: ignore[override]
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor | IntermediateTensors:
+    ) -> torch.Tensor | IntermediateTensors | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Hidden states [tokens, width] of input rows [tokens, H], or what the next pipeline rank needs."""
         if inputs_embeds is not None:
             inputs_embeds = self.text_projection(inputs_embeds)
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
@@ -101,6 +103,9 @@ class TalkerDecoder(LlamaModel):
 
 class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
     """The talker as a vLLM model."""
+
+    text_rows: torch.Tensor
+    unspeakable: torch.Tensor
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
@@ -144,6 +149,7 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
 
     @staticmethod
     def get_model_state_cls() -> type[TalkerModelState]:
+        """The class by which vLLM's runner prepares this model's inputs."""
         return TalkerModelState
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
@@ -158,7 +164,9 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
         return torch.cat([given, tail], dim=1), following - given.shape[1]
 
     def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.codec_embedding(input_ids)
+        """Codec embeddings [tokens, H]; the text side comes later, from `TalkerModelState`."""
+        embeddings: torch.Tensor = self.codec_embedding(input_ids)
+        return embeddings
 
     def forward(
         self,
@@ -168,17 +176,24 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | IntermediateTensors:
+        """Hidden states [tokens, width] at M-RoPE positions [3, tokens], or what the next pipeline rank needs."""
         if inputs_embeds is None and intermediate_tensors is None:
             inputs_embeds = self.codec_embedding(input_ids)
-        return self.decoder(None, positions, intermediate_tensors, inputs_embeds=inputs_embeds)
+        hidden: torch.Tensor | IntermediateTensors = self.decoder(
+            None, positions, intermediate_tensors, inputs_embeds=inputs_embeds
+        )
+        return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        logits = self.logits_processor(self.codec_head, hidden_states)
+        """Logits [tokens, vocabulary], minus infinity for what must not be spoken; None where they are not gathered."""
+        logits: torch.Tensor | None = self.logits_processor(self.codec_head, hidden_states)
         if logits is not None:
             logits.masked_fill_(self.unspeakable, float("-inf"))
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the talker's part of the whole checkpoint; return the names of the parameters that were set."""
+
         def talker_weights() -> Iterable[tuple[str, torch.Tensor]]:
             for name, weight in weights:
                 if name == "thinker.model.embed_tokens.weight":
@@ -229,6 +244,8 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
     """
 
     supports_prompt_embeds = True
+    model: Qwen2_5OmniTalker
+    dtype: torch.dtype  # declared as a name, too; vLLM has resolved it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -237,6 +254,7 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
         self._pad_row = self.model.text_rows[_TEXT_PAD].to(self.dtype)  # on the device
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Take a new request, or one that resumes after preemption, into slot `req_index`."""
         payload = payload_of(new_req_data)
         if not isinstance(payload, TalkerPayload):  # vLLM's own warm-up requests carry none
             super().add_request(req_index, new_req_data)
@@ -252,6 +270,7 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
             self.model.next_positions = None
 
     def push_rows(self, request_id: str, update: RowUpdate) -> None:
+        """Append reply rows. Ignores unknown ids."""
         text = self._text.get(request_id)
         if text is None:
             return
@@ -260,14 +279,17 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
         text.complete = update.complete
 
     def drop_request(self, request_id: str) -> None:
+        """Forget the rows of a request that has ended."""
         self._text.pop(request_id, None)
 
     def omni_counts(self) -> dict[str, int]:
+        """Rows in host memory."""
         return {"worker_rows": sum(len(text.rows) for text in self._text.values())}
 
     def prepare_inputs_embeds(
         self, scheduled_encoder_inputs: dict[str, list[int]], input_batch: InputBatch, req_states: Any
     ) -> torch.Tensor:
+        """Codec embeddings plus text side, [tokens of the step, H]."""
         embeddings = super().prepare_inputs_embeds(scheduled_encoder_inputs, input_batch, req_states)
         starts = input_batch.num_computed_tokens_np[: input_batch.num_reqs].tolist()
         offsets = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.v1.engine import EngineCoreOutput
@@ -39,6 +39,7 @@ class CodecOutputs(RequestOutputs):
         self._held: list[int] = []
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
+        """One event per block of codec tokens, and the rest with the last; an end token is left out."""
         tokens = list(output.new_token_ids)
         finished = output.finish_reason is not None
         if output.finish_reason is VllmFinishReason.STOP and tokens and tokens[-1] in self._end_token_ids:
@@ -60,7 +61,8 @@ class TalkerAdapter(AutoregressiveAdapter):
         config = self.vllm_config.model_config.hf_config
         self._voices = tuple(load_voices(self.model_config.model))
         self.row_width: int = config.embedding_size
-        self.row_dtype: torch.dtype = self.vllm_config.model_config.dtype
+        # Declared as a name, too; vLLM has resolved it.
+        self.row_dtype = cast("torch.dtype", self.vllm_config.model_config.dtype)
         self._mask: int = config.tts_codec_mask_token_id
         self._block: int = config.vocoder_block
         self._start: tuple[int, int] = (config.tts_codec_pad_token_id, config.tts_codec_start_token_id)
@@ -71,9 +73,11 @@ class TalkerAdapter(AutoregressiveAdapter):
 
     @property
     def facts(self) -> EngineFacts:
+        """The checkpoint's voices, and the longest prompt that leaves room for an answer."""
         return EngineFacts(voices=self._voices, max_input_tokens=self.max_model_len - 3)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
+        """Check rows, positions and voice; the prompt is a mask token per row, then the start."""
         voice = self._voice_index(request.voice)
         given = dict(inputs.tensors)
         prompt = self._tensor(given, "prompt_rows", minimum=2)
@@ -110,10 +114,12 @@ class TalkerAdapter(AutoregressiveAdapter):
         return Admission(core_request, CodecOutputs(request.request_id, self.end_token_ids, self._block), stream)
 
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
+        """Reply rows [n, H] on the CPU in the model's dtype. Raises `InvalidPayload`."""
         check_rows(rows, self.row_width, "reply rows")
         return to_torch(rows).to(self.row_dtype)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
+        """Rows of zeros for `length` positions and the first decode steps."""
         rows = torch.zeros(length, self.row_width, dtype=self.row_dtype)
         return StageInputs(tensors={"prompt_rows": to_host(rows), "reply_rows": to_host(rows[:4])})
 
