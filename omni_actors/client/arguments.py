@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -27,7 +27,7 @@ _PER_PROMPT: dict[str, Any] = {
 _FOR_ALL = ("audios", "images", "videos")  # lists already; media of single prompts belong into their messages
 
 
-def is_list(value: Any) -> bool:
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether a value is a list or a tuple, and not a text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 

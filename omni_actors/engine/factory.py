@@ -10,9 +10,14 @@ import msgspec
 
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.models import load_plugins
+from omni_actors.engine.models import ModelKind, load_plugins
 from omni_actors.stage.engine_interface import StageEngine
 
+ENGINE_KINDS: dict[StageKind, ModelKind] = {
+    StageKind.PROMPT: "prompt",
+    StageKind.AUTOREGRESSIVE: "autoregressive",
+    StageKind.DIFFUSION: "diffusion",
+}
 # vLLM and Triton have separate code for one request, for few, and for multiples of 16.
 WARM_UP_BATCHES = (1, 2, 9, 16, 17)
 
@@ -43,7 +48,7 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         latent_budget_bytes=stage.budget_bytes,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
     )
-    return OmniEngineArgs(model, stage.kind.value, engine)
+    return OmniEngineArgs(model, ENGINE_KINDS[stage.kind], engine)
 
 
 def build_engine(arguments: OmniEngineArgs) -> StageEngine:

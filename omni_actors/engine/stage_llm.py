@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from omni_actors.client.arguments import OneStageParams, is_list, params_by_stage, spread
 from omni_actors.client.outputs import OmniRequestOutput, OmniTokensPrompt
 from omni_actors.config import PARAMS_BY_KIND, StageKind
-from omni_actors.engine.factory import OmniEngineArgs, build_engine
+from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.factory import build_engine
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.protocol.fields import Priority
 from omni_actors.protocol.payloads import StageParams
@@ -95,8 +97,8 @@ class StageLLM:
             raise InvalidRequest(f"The stage {self.stage!r} has no voices.", hint="Leave out voice.")
         priorities = spread("priority", priority, Priority, count)
         answers: dict[str, _Answer] = {}
-        for prompt, *rest in zip(prompts, own_params, seeds, voices, priorities, strict=True):
-            request = StageRequest(f"{self.stage}-{next(self._numbers)}", *rest, streams=streams)
+        for prompt, own, start, speaker, rank in zip(prompts, own_params, seeds, voices, priorities, strict=True):
+            request = StageRequest(f"{self.stage}-{next(self._numbers)}", own, start, speaker, rank, streams)
             answer = answers[request.request_id] = _Answer(self.stage, request.request_id)
             try:
                 self.engine.start(request, as_inputs(prompt))
@@ -106,7 +108,7 @@ class StageLLM:
         return [answer.result() for answer in answers.values()]
 
     def _spread_params(self, given: OneStageParams | Sequence[OneStageParams], count: int) -> list[StageParams]:
-        entries = list(given) if is_list(given) else [given] * count
+        entries: list[Any] = list(given) if is_list(given) else [given] * count  # checked below
         if len(entries) != count:
             raise InvalidRequest(f"params has {len(entries)} entries for {count} prompts.")
         params = [params_by_stage("params", {self.stage: entry}, [self.stage]) for entry in entries]
