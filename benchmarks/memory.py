@@ -5,7 +5,8 @@
 
 Prints a JSON object per measurement to stderr while it runs, and one table at the end. `tokens` are those of a
 request's input (of the prompt, or codec tokens), `requests` run at a time; 0 is the idle stage after its warm-up.
-`embeddings` are the rows that the thinker sends and the talker takes, of all requests together. Of a stage's share of
+`embeddings` are the rows that the thinker sends and the talker takes, of all requests together; `held` is the most that
+a diffusion stage's budget counted as held for them. Of a stage's share of
 the GPU (`gpu_memory_utilization`) vLLM gives `kv_cache` what is left after the weights and `profile`: the activations
 of its profile run, CUDA's context and graphs. `weights` of a diffusion stage are all that it has allocated when idle.
 `allocated` and `reserved` are the peaks of torch's allocator during the load, `device_bytes` is what the stage itself
@@ -36,6 +37,7 @@ COLUMNS = {
     "tokens": "tokens",
     "requests": "requests",
     "embeddings_mib": "embeddings MiB",
+    "held_mib": "held MiB",
     "weights_gib": "weights GiB",
     "kv_cache_gib": "KV cache GiB",
     "profile_gib": "profile GiB",
@@ -109,7 +111,7 @@ class Stage:
 
         count = self._output_tokens
         params = StageParams() if self.diffusion else StageParams(max_tokens=count, min_tokens=count)
-        embeddings = 0
+        embeddings = held = 0
         with Peak() as peak:
             for index in range(requests):
                 inputs, size = self.inputs(tokens)
@@ -124,8 +126,11 @@ class Stage:
                     if isinstance(event, StreamEvent):
                         embeddings += len(event.tensors["rows"].data) if "rows" in event.tensors else 0
                 peak.sample()
+                if (budget := self.engine.statistics().budget) is not None:
+                    held = max(held, budget.held_bytes)
         row = {"stage": self.name, "tokens": tokens, "requests": requests, **peak.figures(self.engine.device_bytes())}
-        return row if self.diffusion else {**row, "embeddings_mib": round(embeddings / MIB, 2)}
+        own = {"held_mib": held} if self.diffusion else {"embeddings_mib": embeddings}
+        return {**row, **{name: round(count / MIB, 2) for name, count in own.items()}}
 
     def idle(self) -> dict[str, Any]:
         """What the stage holds after its start."""

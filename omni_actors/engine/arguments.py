@@ -43,7 +43,7 @@ class OmniModelConfig:
         model: folder or hub name of the checkpoint, with all its stages.
         model_stage: the stage of it, for example "talker".
         row_budget_bytes: bytes of embedding rows that an autoregressive stage may hold at a time.
-        latent_budget_bytes: bytes of latents and conditions that a diffusion stage computes at a time.
+        latent_budget_bytes: bytes of device memory that a diffusion stage holds for its requests and computes with.
         decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore, make_request
+from omni_actors.engine.diffusion_budget import Claim
 from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, DiffusionModelRunner, DiffusionStream
 from omni_actors.engine.tensors import to_host
 from omni_actors.engine.vllm_engine import VllmEngine
@@ -21,6 +22,7 @@ from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
     EngineFacts,
+    EngineStatistics,
     ErrorEvent,
     StageInputs,
     StageRequest,
@@ -32,10 +34,14 @@ MAX_CHUNK_RANK = 1024  # from this chunk on, all chunks of a request have the sa
 
 @dataclass(slots=True)
 class _Running:
-    """A request; `job_id` is the job in the core, if there is one, `jobs` and `steps` count those submitted so far."""
+    """A request; `job_id` is the job in the core, if there is one, `jobs` and `steps` count those submitted so far.
+
+    `claim` is what it takes of the stage's budget, known with its first job.
+    """
 
     request: StageRequest
     stream: DiffusionStream
+    claim: Claim | None = None
     job_id: str | None = None
     jobs: int = 0
     steps: int = 0
@@ -91,16 +97,20 @@ class DiffusionEngine(VllmEngine[_Running]):
 
     def _submit(self, running: _Running) -> None:
         """Add the next job of a request to the core, if its input has arrived."""
-        job = running.stream.next_job()
+        stream = running.stream
+        job = stream.next_job()
         if job is None:
             return
+        if running.claim is None:
+            largest = max(stream.job_bytes, job.held_bytes + job.most_bytes)
+            running.claim = Claim(running.request.request_id, stream.held_bytes, largest)
         # One prompt token, and one sampled token per step: vLLM's scheduler then counts the steps.
         parameters = SamplingParams(
             max_tokens=job.num_steps,
             temperature=0.0,
             detokenize=False,
             stop_token_ids=[FAILED_TOKEN],
-            extra_args={"omni": {"diffusion": job}},
+            extra_args={"omni": {"diffusion": job, "claim": running.claim}},
         )
         job_id = f"{running.request.request_id}/{running.jobs}"
         # Among requests of one priority early chunks go first: their clients hear nothing yet.
@@ -118,7 +128,12 @@ class DiffusionEngine(VllmEngine[_Running]):
         if running.job_id is not None:
             del self._jobs[running.job_id]
             self.core.abort([running.job_id])
+        self._release(running)
+
+    def _release(self, running: _Running) -> None:
+        """Free the device memory of a request that has ended, and its claim."""
         running.stream.close()
+        self.core.scheduler.release(running.request.request_id)
 
     def step(self) -> Sequence[EngineEvent]:
         try:
@@ -127,7 +142,7 @@ class DiffusionEngine(VllmEngine[_Running]):
             error = EngineError(f"A step of the model failed: {failure}")
             ended = [self._jobs.pop(job_id) for job_id in failure.request_ids if job_id in self._jobs]
             for request_id in ended:
-                self._requests.pop(request_id).stream.close()
+                self._release(self._requests.pop(request_id))
             return [ErrorEvent(request_id, error) for request_id in ended]
         events: list[EngineEvent] = []
         for output in outputs:
@@ -150,6 +165,7 @@ class DiffusionEngine(VllmEngine[_Running]):
                 raise EngineError("The model ended the request without a waveform.")
         except OmniError as error:
             return [self._failed(request_id, error)]
+        self._release(running)
         done = self._finished(request_id, FinishReason.STOP, running.stream.input_tokens, running.steps)
         return [*events, done]
 
@@ -163,6 +179,9 @@ class DiffusionEngine(VllmEngine[_Running]):
             raise EngineError("The model's waveform holds NaN or infinite samples.")
         running.sounded = True
         return [AudioEvent(request_id, to_host(audio), self._facts.sample_rate)]
+
+    def statistics(self) -> EngineStatistics:
+        return replace(super().statistics(), budget=self.core.scheduler.budget.statistics())
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
         """Requests whose first job was scheduled since the last call, and when (monotonic clock, seconds)."""

@@ -33,14 +33,21 @@ class DiffusionJob:
     Args:
         payload: input of the model's runner, opaque to everything else.
         num_steps: denoise steps to schedule, at least 1; the output comes with the last one.
-        step_bytes: device memory in bytes that it needs during a step (latents, embeddings, activations).
+        step_bytes: device memory in bytes that it needs during a step (activations).
         final_bytes: the same for its last step, which also decodes the latents.
+        held_bytes: device memory in bytes that it holds from `add` to `remove` (latents, conditions), in a step or not.
     """
 
     payload: Any
     num_steps: int
     step_bytes: int = 0
     final_bytes: int = 0
+    held_bytes: int = 0
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes needed by its most expensive step, in addition to those held."""
+        return max(self.step_bytes, self.final_bytes)
 
     def bytes_at(self, step: int) -> int:
         """Bytes needed by step number `step`, counted from 1."""
@@ -72,16 +79,31 @@ class DiffusionStream(ABC):
     def finished(self) -> bool:
         """Whether all jobs have been returned."""
 
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Upper bound of the device memory in bytes that is kept from one job for the next, as known now."""
+
+    @property
+    @abstractmethod
+    def job_bytes(self) -> int:
+        """Upper bound of the device memory in bytes that a job to come holds and needs in a step; 0 if none comes."""
+
     @abstractmethod
     def close(self) -> None:
         """Free the stream's device memory. None of its jobs is running any more."""
 
 
+def diffusion_entry(sampling_params: SamplingParams | None) -> Mapping[str, Any]:
+    """Our part of a request's parameters: `diffusion` and, from the engine, `claim`. Empty for other requests."""
+    if sampling_params is None or not sampling_params.extra_args:
+        return {}
+    return sampling_params.extra_args.get("omni") or {}
+
+
 def diffusion_job(sampling_params: SamplingParams | None) -> DiffusionJob | None:
     """The job of a diffusion request; None for every other request."""
-    if sampling_params is None or not sampling_params.extra_args:
-        return None
-    return (sampling_params.extra_args.get("omni") or {}).get("diffusion")
+    return diffusion_entry(sampling_params).get("diffusion")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 vLLM's scheduler then provides continuous batching of denoise steps: every step serves all running requests whatever
 their step counts, finished requests leave and waiting ones join between any two steps, and a request of one step ends
-after one. This module adds a budget of bytes per step. Requests without a `DiffusionJob` (see diffusion_runner.py) are
+after one. This module adds a budget of device memory. Requests without a `DiffusionJob` (see diffusion_runner.py) are
 scheduled as vLLM would.
 """
 
@@ -15,69 +15,75 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from omni_actors.engine.diffusion_runner import DiffusionJob, diffusion_job
+from omni_actors.engine.diffusion_budget import DeviceBudget
+from omni_actors.engine.diffusion_runner import diffusion_entry, diffusion_job
 from omni_actors.engine.worker_base import omni_options
 
 NO_LIMIT = 1 << 62
 
 
 class DiffusionMixin:
-    """Defers diffusion requests whose next step does not fit the byte budget of this step.
+    """Defers diffusion requests for which the device memory of the stage's budget has no room.
 
-    First come, first served, without starvation: running requests are considered in the order of their admission, so
-    only older requests overtake a deferred one; new requests are admitted in order, and none while an older request is
-    deferred. A request that exceeds the budget by itself runs alone: the budget is an estimate, and refusing the
-    request would not make it smaller.
+    Jobs in progress go first, in order of priority (the engine ranks early chunks before late ones) and then of their
+    admission; vLLM asks for those that wait in the order of its queue. `DeviceBudget` decides.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.latent_budget_bytes: int = omni_options(self.vllm_config).get("latent_budget_bytes", NO_LIMIT)
-        self.latent_bytes = 0  # needed by the diffusion requests of the step that is being scheduled
-        self.deferred = 0  # diffusion requests deferred so far, for metrics and tests
-        self._admitting = True
+        self.budget = DeviceBudget(omni_options(self.vllm_config).get("latent_budget_bytes", NO_LIMIT))
+        self._stalled = False  # the last schedule() found nothing to do, and nothing has happened since
+
+    def release(self, request_id: str) -> None:
+        """Release what a request, of one job or several, has claimed of the budget. Idempotent; ignores unknown ids."""
+        self.budget.request_ended(request_id)
+        self._stalled = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self.latent_bytes = 0
-        self._admitting = True
-        for request in self.running:
+        self.budget.begin_step()
+        for request in sorted(self.running, key=lambda request: request.priority):
             job = diffusion_job(request.sampling_params)
-            if job is not None and not self._fits(job, _next_step(request)):
+            if job is not None and not self.budget.takes(job, _next_step(request)):
                 # schedule() advances current_step before it compares, so +2 skips exactly this call. vLLM's own
                 # scheduler for diffusion language models defers in the same way.
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
-        return super().schedule(*args, **kwargs)
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        self._stalled = output.total_num_scheduled_tokens == 0
+        return output
+
+    def add_request(self, request: Request) -> None:
+        self._stalled = False
+        super().add_request(request)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            self._stalled = False
+        return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM calls this for every waiting request that it could admit; False leaves it waiting for this step."""
-        job = diffusion_job(request.sampling_params)
-        if job is None:
-            return super()._handle_blocked_waiting_request(request)
-        if not self._admitting or not super()._handle_blocked_waiting_request(request):
+        if not super()._handle_blocked_waiting_request(request):
             return False
-        return self._fits(job, _next_step(request))
+        entry = diffusion_entry(request.sampling_params)
+        job = entry.get("diffusion")
+        return job is None or self.budget.admits(request.request_id, job, entry.get("claim"))
 
-    def _fits(self, job: DiffusionJob, step: int) -> bool:
-        """Reserve what `job` needs in this step; if it does not fit, admit no new request in this step."""
-        needed = job.bytes_at(step)
-        if step > job.num_steps:
-            # Asynchronous scheduling: its last step is still in flight and the latents are still held.
-            self.latent_bytes += job.step_bytes
-            return True
-        if self.latent_bytes and self.latent_bytes + needed > self.latent_budget_bytes:
-            self._admitting = False
-            self.deferred += 1
-            return False
-        self.latent_bytes += needed
-        return True
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        # Every job ends here, whether finished, aborted or failed. The worker frees it before it computes again.
+        self.budget.job_ended(request.request_id)
+        self._stalled = False
+        return super()._free_request(request, *args, **kwargs)
 
     def has_runnable(self) -> bool:
-        """Whether a step would do something: compute an unfinished request, or free a finished one in the worker."""
-        return self.has_requests()
+        """Whether a step would do something: compute an unfinished request, or free a finished one in the worker.
+
+        False while requests wait for the budget, and what uses it up waits for input.
+        """
+        return not self._stalled and self.has_requests()
 
     def omni_counts(self) -> dict[str, int]:
-        """Nothing is held in addition to vLLM's own state."""
-        return {}
+        budget = self.budget
+        return {"held_bytes": budget.held_bytes, "step_bytes": budget.step_bytes, "deferred": budget.deferred}
 
 
 def _next_step(request: Request) -> int:

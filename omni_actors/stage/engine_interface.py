@@ -110,8 +110,28 @@ EngineEvent = TextEvent | AudioEvent | StreamEvent | FinishedEvent | ErrorEvent
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetStatistics:
+    """The memory that an engine accounts for its requests, in bytes.
+
+    Args:
+        limit_bytes: the budget.
+        held_bytes: held for requests, in a step or not.
+        step_bytes: needed by the latest step in addition.
+        deferrals: how often, since the engine was made, work was left out of a step because the budget was used up.
+    """
+
+    limit_bytes: int
+    held_bytes: int
+    step_bytes: int
+    deferrals: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Statistics of vLLM's scheduler and cache since the engine was made; `kv_usage` from 0 to 1."""
+    """Statistics of vLLM's scheduler and cache since the engine was made; `kv_usage` from 0 to 1.
+
+    `budget` is set by engines that account for the memory of their requests.
+    """
 
     running: int
     waiting: int
@@ -119,6 +139,7 @@ class EngineStatistics:
     preemptions: int
     prefix_queries: int
     prefix_hits: int
+    budget: BudgetStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,12 @@ class Baseline:
         now, before = self.engine.statistics(), self._before
         if now is None or before is None:
             return now
+        budget = now.budget
+        if budget is not None and before.budget is not None:
+            budget = replace(budget, deferrals=budget.deferrals - before.budget.deferrals)
         return replace(
             now,
+            budget=budget,
             preemptions=now.preemptions - before.preemptions,
             prefix_queries=now.prefix_queries - before.prefix_queries,
             prefix_hits=now.prefix_hits - before.prefix_hits,
@@ -97,3 +101,8 @@ def _engine_metrics(meters: Meters, labels: tuple[str, ...], baseline: Baseline)
     meters.set(table.VLLM_PREEMPTIONS, *labels, to=statistics.preemptions)
     meters.set(table.VLLM_QUERIES, *labels, to=statistics.prefix_queries)
     meters.set(table.VLLM_HITS, *labels, to=statistics.prefix_hits)
+    if (budget := statistics.budget) is not None:
+        meters.set(table.BUDGET_BYTES, *labels, to=budget.limit_bytes)
+        meters.set(table.BUDGET_HELD, *labels, to=budget.held_bytes)
+        meters.set(table.BUDGET_STEP, *labels, to=budget.step_bytes)
+        meters.set(table.BUDGET_DEFERRALS, *labels, to=budget.deferrals)

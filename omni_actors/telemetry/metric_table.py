@@ -146,6 +146,22 @@ RESIDENT = _gauge("omni_process_resident_bytes", _REPLICA, "Resident memory of a
 CPU_SECONDS = _counter("omni_process_cpu_seconds_total", _REPLICA, "Processor time of a process.")
 DEVICE_BYTES = _gauge("omni_device_memory_bytes", _REPLICA, "Device memory reserved by a stage's allocator.")
 
+# Reported by stages that account for the memory of their requests.
+BUDGET_BYTES = _gauge("omni_stage_budget_bytes", _REPLICA, "The stage's `budget_bytes`.")
+BUDGET_HELD = _gauge(
+    "omni_stage_budget_held_bytes",
+    _REPLICA,
+    "Memory that the budget counts for requests from their admission to their end, whether they are computed or not.",
+)
+BUDGET_STEP = _gauge(
+    "omni_stage_budget_step_bytes", _REPLICA, "Memory that the budget counts for the latest step in addition."
+)
+BUDGET_DEFERRALS = _counter(
+    "omni_stage_budget_deferrals_total",
+    _REPLICA,
+    "How often work was left out of a step because the budget was used up.",
+)
+
 # Reported by vLLM.
 VLLM_RUNNING = _gauge("omni_vllm_running_requests", _REPLICA, "Requests in vLLM's batch.")
 VLLM_WAITING = _gauge("omni_vllm_waiting_requests", _REPLICA, "Requests in vLLM's queue.")

@@ -36,5 +36,7 @@ def test_memory_of_a_stage_by_load(tiny_checkpoint: Path, tmp_path: Path) -> Non
     # A row for each token of the prompt, for the first of the reply and for each that the talker makes.
     assert embeddings["talker", 3] == pytest.approx(3 * (40 + 1 + 4) * width * 4 / 2**20, abs=0.006)
     assert embeddings["code2wav", 3] is None
+    held = [row["held_mib"] for row in rows if "held_mib" in row]
+    assert 0 < held[0] < held[1]
     table = run.stdout[run.stdout.index("| stage |") :].splitlines()
     assert len(table) == 2 + len(rows), "the table comes last"

@@ -17,15 +17,9 @@ import torch  # noqa: E402
 from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong  # noqa: E402
 from omni_actors.protocol.payloads import StageParams  # noqa: E402
-from omni_actors.stage.engine_interface import (  # noqa: E402
-    AudioEvent,
-    EngineEvent,
-    ErrorEvent,
-    FinishedEvent,
-    StageInputs,
-    StageRequest,
-)
+from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest  # noqa: E402
 from tests.support.code2wav import WHOLE, arguments, codec_tokens, difference  # noqa: E402
+from tests.support.speech import STEPS, Spec, Speech  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -34,9 +28,6 @@ BLOCK = 12  # codec tokens
 LENGTHS = (1, 11, 12, 13, 24, 25, 37, 48, 61, 100)
 # Against the whole decode, of the peak and in decibel; measured 3.1e-3, 2.4e-4 and 0.002 (docs/benchmarks.md).
 PEAK_ERROR, RMS_ERROR, SPECTRAL_DISTANCE = 0.01, 0.001, 0.02
-STEPS = 4
-
-Spec = tuple[int, str, float, int]  # tokens, voice, guidance, seed
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
@@ -62,63 +53,6 @@ def whole_engine(tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
     engine = DiffusionEngine(arguments(tiny_checkpoint, decode=WHOLE))
     yield engine
     engine.shutdown()
-
-
-class Speech:
-    """Requests whose tokens come a few at a time, as a talker sends them, and what was heard of each."""
-
-    def __init__(self, engine: DiffusionEngine) -> None:
-        self.engine = engine
-        self.waiting: dict[str, list[int]] = {}
-        self.heard: dict[str, list[np.ndarray]] = {}
-        self.when: dict[str, list[int]] = {}  # tokens given when a chunk was heard
-        self.given: dict[str, int] = {}
-        self.finished: dict[str, FinishedEvent] = {}
-        self.errors: dict[str, ErrorEvent] = {}
-
-    def start(self, name: str, spec: Spec, first: int = 1) -> None:
-        count, voice, guidance, seed = spec
-        tokens = codec_tokens(count, seed)
-        request = StageRequest(name, StageParams(num_steps=STEPS, guidance_scale=guidance), seed, voice)
-        self.heard[name], self.when[name], self.given[name] = [], [], min(first, count)
-        self.waiting[name] = tokens[first:]
-        self.engine.start(request, StageInputs(token_ids=tokens[:first], complete=False))
-
-    def feed(self, name: str, count: int) -> None:
-        """More tokens; the end comes after the last of them, on its own, as the talker's does."""
-        tokens, self.waiting[name] = self.waiting[name][:count], self.waiting[name][count:]
-        self.given[name] += len(tokens)
-        self.engine.extend(name, token_ids=tokens, complete=not tokens)
-        if not tokens:
-            del self.waiting[name]
-
-    def step(self) -> None:
-        for event in self.engine.step():
-            self._hear(event)
-
-    def _hear(self, event: EngineEvent) -> None:
-        name = event.request_id
-        if isinstance(event, AudioEvent):
-            assert name not in self.finished
-            self.heard[name].append(np.frombuffer(event.samples.data, np.float32))
-            self.when[name].append(self.given[name])
-        elif isinstance(event, FinishedEvent):
-            self.finished[name] = event
-        else:
-            assert isinstance(event, ErrorEvent)
-            self.errors[name] = event
-
-    def run(self, per_step: int = 5) -> None:
-        for _ in range(5000):
-            for name in list(self.waiting):
-                self.feed(name, per_step)
-            if not self.waiting and not self.engine.runnable():
-                return
-            self.step()
-        pytest.fail("the engine does not become idle")
-
-    def wave(self, name: str) -> np.ndarray:
-        return np.concatenate(self.heard[name])
 
 
 def whole(engine: DiffusionEngine, spec: Spec) -> np.ndarray:

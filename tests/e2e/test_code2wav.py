@@ -1,4 +1,4 @@
-"""The vocoder stage in a real EngineCore, compared with transformers: batches of mixed requests, budget, failures."""
+"""The vocoder stage in a real EngineCore, compared with transformers: batches of mixed requests, failures."""
 
 from __future__ import annotations
 
@@ -154,33 +154,6 @@ def test_seed_and_voice_decide_the_waveform(engine: DiffusionEngine):
     # The seed among the parameters wins, and the first voice is the default.
     engine.start(StageRequest("r", StageParams(num_steps=3, seed=1), 77), StageInputs(token_ids=codec_tokens(10, 0)))
     assert np.array_equal(drain(engine)[0]["r"], waveforms[0])
-
-
-def test_budget_defers_and_serves_in_order(
-    engine: DiffusionEngine, batches: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-):
-    runner = engine.core.worker.model_runner
-    inputs = StageInputs(token_ids=codec_tokens(12, 0))
-    job = runner.open(StageRequest("", StageParams(num_steps=4), 0), inputs).next_job()
-    assert 0 < job.step_bytes <= job.final_bytes
-    monkeypatch.setattr(engine.core.scheduler, "latent_budget_bytes", 2 * job.final_bytes)
-    for index in range(5):
-        start(engine, f"r{index}", (12, 4, "Ethan", 0.5), seed=index)
-    limited, _ = drain(engine)
-    assert max(map(len, batches)) >= 2
-    assert all(len(batch) * job.step_bytes <= 2 * job.final_bytes for batch in batches)
-    finished_in_order = list(limited)
-    assert finished_in_order == [f"r{index}" for index in range(5)]
-    assert engine.core.scheduler.deferred > 0
-    # Smaller than any request: they run one at a time instead of never.
-    batches.clear()
-    monkeypatch.setattr(engine.core.scheduler, "latent_budget_bytes", 1)
-    for index in range(3):
-        start(engine, f"r{index}", (12, 4, "Ethan", 0.5), seed=index)
-    alone, _ = drain(engine)
-    assert {len(batch) for batch in batches} == {1}
-    for index in range(3):
-        assert difference(alone[f"r{index}"], limited[f"r{index}"]) <= BATCH_TOLERANCE
 
 
 def test_a_failing_request_ends_alone(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch):

@@ -68,3 +68,19 @@ async def test_metrics_that_vllm_reports(tiny_pipeline: RunningPipeline) -> None
             await stream.abort()
         idle = await scrape_until(client, lambda now: now.value(table.VLLM_RUNNING, "thinker", "0") == 0)
         assert idle.value(table.VLLM_KV, "thinker", "0") == 0
+
+
+async def test_metrics_of_the_vocoders_budget(tiny_pipeline: RunningPipeline) -> None:
+    long = {"thinker": {"max_tokens": 32}, "talker": {"max_tokens": 400}}
+    async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
+        streams = [await client.submit("Tell me a long story.", params=long) for _ in range(2)]
+        busy = await scrape_until(client, lambda now: now.value(table.BUDGET_HELD, "code2wav", "0") > 0)
+        assert busy.value(table.BUDGET_BYTES, "code2wav", "0") == 2 << 30
+        assert busy.value(table.BUDGET_HELD, "code2wav", "0") < 2 << 30
+        assert busy.value(table.BUDGET_DEFERRALS, "code2wav", "0") == 0
+        for stream in streams:
+            await stream.abort()
+        await scrape_until(
+            client,
+            lambda now: not any(now.value(each, "code2wav", "0") for each in (table.BUDGET_HELD, table.BUDGET_STEP)),
+        )

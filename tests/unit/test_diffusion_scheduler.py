@@ -1,4 +1,4 @@
-"""The byte budget of diffusion requests, on a scheduler reduced to the three things the mixin uses of vLLM's."""
+"""The byte budget of diffusion requests, on a scheduler reduced to what the mixin uses of vLLM's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
+from omni_actors.engine.diffusion_budget import Claim  # noqa: E402
 from omni_actors.engine.diffusion_runner import DiffusionJob, diffusion_job  # noqa: E402
 from omni_actors.engine.diffusion_scheduler import DiffusionMixin  # noqa: E402
 
@@ -23,18 +24,28 @@ class FakeRequest:
     num_prompt_tokens: int = 1
     num_computed_tokens: int = 0
     next_decode_eligible_step: int = 0
+    priority: int = 0
+
+
+@dataclass
+class FakeOutput:
+    scheduled: list[str]
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return len(self.scheduled)
 
 
 @dataclass
 class FakeScheduler:
-    """Does what vLLM's scheduler does around the two hooks: advance, run the eligible, then admit in order."""
+    """Does what vLLM's scheduler does around the hooks: advance, run the eligible, then admit in order."""
 
     vllm_config: Any
     running: list[FakeRequest] = field(default_factory=list)
     waiting: list[FakeRequest] = field(default_factory=list)
     current_step: int = 0
 
-    def schedule(self) -> list[str]:
+    def schedule(self) -> FakeOutput:
         self.current_step += 1
         chosen = [request for request in self.running if self.current_step >= request.next_decode_eligible_step]
         for request in list(self.waiting):
@@ -44,10 +55,18 @@ class FakeScheduler:
                 chosen.append(request)
         for request in chosen:
             request.num_computed_tokens += 1
-        self.running = [
-            request for request in self.running if request.num_computed_tokens < request.sampling_params.max_tokens
-        ]
-        return [request.request_id for request in chosen]
+            if request.num_computed_tokens == request.sampling_params.max_tokens:
+                self._free_request(request)
+        return FakeOutput([request.request_id for request in chosen])
+
+    def add_request(self, request: FakeRequest) -> None:
+        self.waiting.append(request)
+
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def _free_request(self, request: FakeRequest) -> None:
+        self.running.remove(request)
 
     def _handle_blocked_waiting_request(self, request: FakeRequest) -> bool:
         return True
@@ -76,7 +95,7 @@ def run(budget: int, *requests: FakeRequest, arrivals: dict[int, FakeRequest] | 
             scheduler.waiting.append(arrivals[number])
         if not scheduler.running and not scheduler.waiting:
             return steps
-        steps.append(scheduler.schedule())
+        steps.append(scheduler.schedule().scheduled)
     pytest.fail(f"starved: {steps}")
 
 
@@ -102,6 +121,33 @@ def test_running_request_waits_for_its_expensive_last_step():
     assert steps == [["a", "b"], ["a", "b"], ["a"], ["b"]]
 
 
+def test_of_two_jobs_in_progress_the_more_urgent_takes_the_step_that_has_room_for_one():
+    patient, urgent = diffusion("patient", 3, 2, 9), diffusion("urgent", 3, 2, 9)
+    patient.priority, urgent.priority = 5, 1
+    steps = run(10, patient, urgent)
+    assert steps == [["patient", "urgent"], ["patient", "urgent"], ["urgent"], ["patient"]]
+
+
+def test_while_requests_wait_for_memory_that_waits_for_input_there_is_nothing_to_do():
+    scheduler = Scheduler(SimpleNamespace(additional_config={"omni": {"latent_budget_bytes": 10}}))
+    first, second = diffusion("a/0", 1, 1), diffusion("b/0", 1, 1)
+    for request, name in ((first, "a"), (second, "b")):
+        request.sampling_params.extra_args["omni"]["claim"] = Claim(name, 6, 1)
+        scheduler.add_request(request)
+    assert scheduler.has_runnable()
+    assert scheduler.schedule().scheduled == ["a/0"]
+    assert scheduler.schedule().scheduled == []
+    assert not scheduler.has_runnable(), "the first has no job now, and the second no room"
+    scheduler.add_request(diffusion("c/0", 1, 1))
+    assert scheduler.has_runnable()
+    scheduler.schedule()
+    scheduler.schedule()
+    assert not scheduler.has_runnable()
+    scheduler.release("a")
+    assert scheduler.has_runnable()
+    assert scheduler.schedule().scheduled == ["b/0"]
+
+
 def test_stream_of_small_requests_does_not_starve_a_large_one():
     arrivals = {number: diffusion(f"small{number}", 3, 4) for number in range(20)}
     steps = run(10, diffusion("first", 3, 4), diffusion("large", 2, 9), arrivals=arrivals)
@@ -123,5 +169,5 @@ def test_only_the_request_decides_that_it_is_diffusion():
 def test_without_a_budget_nothing_is_deferred():
     scheduler = Scheduler(SimpleNamespace(additional_config={}))
     scheduler.waiting = [diffusion(str(index), 1, 1 << 50) for index in range(5)]
-    assert len(scheduler.schedule()) == 5
-    assert scheduler.deferred == 0
+    assert len(scheduler.schedule().scheduled) == 5
+    assert scheduler.budget.deferrals == 0

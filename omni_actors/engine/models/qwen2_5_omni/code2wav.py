@@ -73,7 +73,8 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         self.config = Qwen2_5OmniConfig.from_pretrained(self.model_name).token2wav_config
         options = DecodeOptions.from_mapping(omni_options(vllm_config).get("decode") or {}, CHUNKS)
         self.precision = options.precision if options.precision != "auto" else AUTO_PRECISION[device.type]
-        self.geometry = Geometry(self.config, options.policy)
+        self._dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        self.geometry = Geometry(self.config, options.policy, self._dtype.itemsize)
         self._max_requests: int = vllm_config.scheduler_config.max_num_seqs
         self._requests: dict[str, _Latents] = {}
         self._voices: dict[str, _Voice] = {}
@@ -107,12 +108,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             torch.backends.cudnn.allow_tf32 = self.precision != "float32"
             torch.backends.cuda.matmul.allow_tf32 = self.precision != "float32"
         dit = model.code2wav_dit_model
-        self.dit = Dit(
-            dit,
-            dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32,
-            precise=self.precision == "float32",
-            max_requests=self._max_requests,
-        )
+        self.dit = Dit(dit, dtype=self._dtype, precise=self.precision == "float32", max_requests=self._max_requests)
         bigvgan = model.code2wav_bigvgan_model
         if self.device.type == "cuda" and self.precision != "float32":
             self.vocoder = FusedVocoder(bigvgan, torch.float16 if self.precision == "bf16" else torch.float32)
@@ -184,14 +180,22 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         """Copy through pinned memory: any other copy would wait for all the work queued on the device."""
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.to(self.device, non_blocking=True, copy=True)
 
     def remove(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
     def omni_counts(self) -> dict[str, int]:
-        carried = sum(carry.left is not None or carry.mel is not None for carry in self._carries)
-        return {"latents": len(self._requests), "carried": carried}
+        """`allocated_bytes` are those of the memory behind all that is held, shared memory counted once."""
+        carried = [[carry.left, carry.mel] for carry in self._carries]
+        held = [[latents.state, latents.fixed, latents.keep] for latents in self._requests.values()]
+        tensors = [tensor for group in carried + held for tensor in group if tensor is not None]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return {
+            "latents": len(self._requests),
+            "carried": sum(any(tensor is not None for tensor in group) for group in carried),
+            "allocated_bytes": sum(storages.values()),
+        }
 
     # -- stepping
 
@@ -205,8 +209,9 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         done = [key for key, request in requests.items() if request.interval >= request.payload.intervals - 1]
         waveforms, carries = self._decode({key: states[key] for key in done})
         # Nothing may fail from here on: a raised error means that no request has advanced.
+        if moving:  # a copy: each of the new states is a view that would keep the whole batch's alive
+            torch._foreach_copy_([requests[key].state for key in moving], [states[key] for key in moving])
         for request_id, request in requests.items():
-            request.state = states[request_id]
             request.interval += 1
             if request_id in carries:
                 request.payload.carry.left, request.payload.carry.mel = carries[request_id]

@@ -35,6 +35,11 @@ DIT_COPIES = 4
 VOCODER_COPIES = 12
 
 
+def branches_of(guidance_scale: float) -> int:
+    """Number of branches that the network computes: with guidance, the unconditional one, too."""
+    return 2 if guidance_scale >= MIN_GUIDANCE else 1
+
+
 @dataclass(eq=False)
 class Carry:
     """What a chunk leaves on the device for the next one of its request.
@@ -80,7 +85,17 @@ class Code2WavPayload:
 
     @property
     def branches(self) -> int:
-        return 2 if self.guidance_scale >= MIN_GUIDANCE else 1
+        return branches_of(self.guidance_scale)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What decides a job's memory: blocks of its window, frames of BigVGAN's, solver intervals, guidance branches."""
+
+    blocks: int
+    vocoder_frames: int
+    intervals: int
+    branches: int
 
 
 class Geometry:
@@ -88,9 +103,10 @@ class Geometry:
 
     Args:
         policy: where to cut; None decodes whole utterances.
+        kept_itemsize: bytes of an element of the keys and values that a chunk leaves for the next one.
     """
 
-    def __init__(self, config: Qwen2_5OmniToken2WavConfig, policy: ChunkPolicy | None) -> None:
+    def __init__(self, config: Qwen2_5OmniToken2WavConfig, policy: ChunkPolicy | None, kept_itemsize: int = 4) -> None:
         dit = config.dit_config
         self.config = config
         self.policy = policy
@@ -101,24 +117,55 @@ class Geometry:
         self.codec_tokens: int = dit.num_embeds + 1
         self.max_tokens: int = dit.max_position_embeddings // dit.repeats
         self.context: int = receptive_frames(config.bigvgan_config)
+        self._kept_itemsize = kept_itemsize
 
-    def bytes_of(self, payload: Code2WavPayload) -> tuple[int, int]:
-        """Estimates of the device memory, in bytes, that a chunk takes in a step and in its last step."""
+    def kept_bytes(self, intervals: int, branches: int) -> int:
+        """Bytes of the keys and values that a chunk leaves for the next one (`Dit.kept_shape`)."""
+        dit = self.config.dit_config
+        layers, inner = len(dit.look_backward_layers), dit.head_dim * dit.num_attention_heads
+        return EVALUATIONS * intervals * layers * branches * dit.block_size * 2 * inner * self._kept_itemsize
+
+    def carried_bytes(self, intervals: int, branches: int) -> int:
+        """Upper bound of the bytes of a `Carry`: at most twice BigVGAN's context is kept of the mel frames."""
+        return self.kept_bytes(intervals, branches) + 4 * 2 * self.context * self.mel_dim
+
+    def job(self, payload: Code2WavPayload) -> DiffusionJob:
+        """The job of a chunk, with its device memory: exact for what it holds, an estimate for its steps."""
+        frames = 2 * self.context + payload.emit[1] - payload.emit[0]
+        window = _Window(len(payload.noise), frames, payload.intervals, payload.branches)
+        held = self._latent_bytes(window)
+        if not payload.last:
+            held += self.kept_bytes(payload.intervals, payload.branches)
+        return DiffusionJob(payload, max(1, payload.intervals), *self._step_bytes(window), held)
+
+    def largest_job_bytes(self, intervals: int, branches: int) -> int:
+        """Upper bound of what any chunk of the policy holds and needs in a step, in bytes."""
+        if self.policy is None:
+            return 0
+        # A chunk also sends the frames that its predecessor held back, at most one context.
+        frames = 3 * self.context + self.policy.largest * self.frames_per_block
+        window = _Window(self.policy.largest + self.policy.look_ahead, frames, intervals, branches)
+        return self._latent_bytes(window) + self.kept_bytes(intervals, branches) + max(self._step_bytes(window))
+
+    def _latent_bytes(self, window: _Window) -> int:
+        """Bytes of the latents, and of the condition of each branch."""
+        frames = window.blocks * self.frames_per_block
+        return 4 * frames * (self.mel_dim + window.branches * self.config.dit_config.hidden_size)
+
+    def _step_bytes(self, window: _Window) -> tuple[int, int]:
+        """Estimates of the bytes that a chunk takes in a step, and in its last step."""
         dit, vocoder = self.config.dit_config, self.config.bigvgan_config
-        frames = len(payload.noise) * dit.block_size
+        frames = window.blocks * self.frames_per_block
         # The solver keeps the state, its four slopes and a probe; the network its input and some activations.
         network = 2 * dit.hidden_size + DIT_COPIES * dit.hidden_size * max(3, dit.ff_mult)
-        step_bytes = 4 * frames * (6 * dit.mel_dim + payload.branches * network)
-        if self.policy is not None:  # what is carried from chunk to chunk, once old and once new
-            back = len(dit.look_backward_layers)
-            kept = EVALUATIONS * payload.intervals * back * payload.branches * dit.block_size
-            step_bytes += 2 * 4 * kept * 2 * dit.head_dim * dit.num_attention_heads
+        step_bytes = 4 * frames * (6 * self.mel_dim + window.branches * network)
+        if self.policy is not None:  # keys and values of one interval: those of the chunk before, and its own
+            step_bytes += 2 * self.kept_bytes(1, window.branches)
         widest, rate, channels = 0, 1, vocoder.upsample_initial_channel
         for factor in vocoder.upsample_rates:
             rate, channels = rate * factor, channels // 2
             widest = max(widest, rate * channels)
-        window = payload.context + payload.emit[1] - payload.emit[0] + self.context
-        return step_bytes, max(step_bytes, 4 * window * VOCODER_COPIES * widest)
+        return step_bytes, max(step_bytes, 4 * window.vocoder_frames * VOCODER_COPIES * widest)
 
 
 class NoiseBlocks:
@@ -153,6 +200,7 @@ class Code2WavStream(DiffusionStream):
         self._voice = voice
         self._params = params
         self._times = tuple(solver_times(params.num_steps, params.sway_coefficient).tolist())
+        self._sizes = len(self._times) - 1, branches_of(params.guidance_scale)
         self._noise = NoiseBlocks(seed, geometry.frames_per_block, geometry.mel_dim)
         self._tokens: list[int] = []
         self._complete = False
@@ -167,6 +215,14 @@ class Code2WavStream(DiffusionStream):
     @property
     def finished(self) -> bool:
         return self._finished
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._finished or self._geometry.policy is None else self._geometry.carried_bytes(*self._sizes)
+
+    @property
+    def job_bytes(self) -> int:
+        return 0 if self._finished else self._geometry.largest_job_bytes(*self._sizes)
 
     def close(self) -> None:
         self._carry.left = self._carry.mel = None
@@ -224,5 +280,4 @@ class Code2WavStream(DiffusionStream):
             carry=self._carry,
         )
         self._block, self._emitted, self._finished = end, emit_to, last
-        step_bytes, final_bytes = geometry.bytes_of(payload)
-        return DiffusionJob(payload, max(1, payload.intervals), step_bytes, final_bytes)
+        return geometry.job(payload)
