@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import msgspec
 
+from omni_actors.client.async_client import AsyncOmniClient
 from omni_actors.client.prompts import to_params
 from omni_actors.config import suggest
 from omni_actors.errors import InvalidRequest
@@ -24,7 +26,8 @@ _PER_PROMPT: dict[str, Any] = {
     "timeout": float | None,
     "request_id": str | None,
 }
-_FOR_ALL = ("audios", "images", "videos")  # lists already; media of single prompts belong into their messages
+# Media and the like are one value for all prompts: they are lists already. Those of single prompts go in the prompts.
+_FOR_ALL = frozenset(inspect.signature(AsyncOmniClient.submit).parameters) - {"self", "prompt", "params", *_PER_PROMPT}
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import soundfile
 
 from omni_actors.engine.stage_llm import StageLLM
 from omni_actors.errors import InvalidRequest, UnknownVoice
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, StageInputs
 from tests.support.code2wav import arguments, codec_tokens, difference, expected
+from tests.support.paths import REPOSITORY
 from tests.support.reference import Reference
 
 pytestmark = pytest.mark.e2e
@@ -92,6 +96,18 @@ def test_every_prompt_has_its_own_parameters_and_refusals(vocoder: StageLLM) -> 
     assert isinstance(foreign.error, InvalidRequest)
     (unknown,) = vocoder.generate([tokens], voice="Nobody")
     assert isinstance(unknown.error, UnknownVoice)
+
+
+def test_the_example_speaks(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wav = tmp_path / "sound.wav"
+    monkeypatch.setattr(sys, "argv", ["one_stage.py", str(tiny_checkpoint), "--voice", "Ethan", "--answer", str(wav)])
+    runpy.run_path(str(REPOSITORY / "examples" / "one_stage.py"), run_name="__main__")
+    samples, rate = soundfile.read(wav)
+    assert rate == 24_000
+    assert len(samples) == 50 * SAMPLES
+    assert f"1 s of sound in {wav}: 9 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, picture, sound
 
 EXAMPLES = REPOSITORY / "examples"
-ELSEWHERE = {"openai_chat.py", "openai_audio.py"}  # tests/http/test_tiny.py
+ELSEWHERE = {"openai_chat.py", "openai_audio.py", "one_stage.py"}  # tests/http/test_tiny.py and tests/e2e
 
 
 def run(folder: Path, *command: object, **environment: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from omni_actors.client import offline as llm
@@ -120,6 +121,13 @@ def test_every_prompt_may_have_parameters_and_options_of_its_own(one_at_a_time: 
     assert isinstance(outputs[2].error, UnknownVoice)
 
 
+def test_media_are_for_all_prompts(one_at_a_time: OmniLLM) -> None:
+    outputs = one_at_a_time.generate(["a", "b"], images=[numpy.zeros((2, 2, 3), numpy.uint8)], traceparent=None)
+    assert [output.text for output in outputs] == ["a", "b"]
+    (wrong,) = one_at_a_time.generate(["a"], images=["not a picture"])
+    assert isinstance(wrong.error, OmniError)
+
+
 def test_urgent_prompts_do_not_wait_behind_others(one_at_a_time: OmniLLM) -> None:
     names = ["late", "middle", "urgent", "middle too"]
     outputs = one_at_a_time.generate(["x"] * 4, request_id=names, priority=[7, 0, -7, 0])
@@ -170,6 +178,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {}, "params_per_prompt": [None] * 3}, "exclude one another"),
     ({"voise": "Ethan"}, "no option 'voise'. Did you mean 'voice'"),
     ({"py_generator": True}, "no option 'py_generator'"),
+    ({"params": {}}, "no option 'params'"),
     ({"voice": ["Ethan"]}, "voice has 1 values for 3 prompts"),
     ({"voice": 3}, "voice: Expected `str | null`"),
     ({"seed": [1, 2, "x"]}, "seed: Expected `int | null`, got `str`"),

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from omni_actors.cli.main import SUBCOMMANDS
-from omni_actors.config import HttpConfig
-from omni_actors.errors import ErrorCode
+from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig
+from omni_actors.errors import ERROR_CLASSES, ErrorCode
 from scripts import docs_hooks, reference_docs
 from tests.support.paths import REPOSITORY
 
@@ -82,6 +82,17 @@ def test_every_error_code_has_a_cure() -> None:
     assert all(len(cure.split()) >= 10 for cure in sections.values())
 
 
+def test_the_protocol_says_who_acts_on_an_error_as_its_class_does() -> None:
+    section = (DOCS / "protocol.md").read_text().partition("## Errors\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \| (yes|no) \|$", section, re.M)
+    listed = {code: (fault, retry) for codes, fault, retry in rows for code in re.findall(r"`(\w+)`", codes)}
+    assert set(listed) == set(ErrorCode)
+    for code, (fault, retry) in listed.items():
+        kind = ERROR_CLASSES[ErrorCode(code)]
+        assert fault.startswith(kind.fault), code
+        assert (retry == "yes") == kind.retryable, code
+
+
 def test_every_route_and_flag_of_the_server_is_described() -> None:
     from omni_actors.http_server import __main__ as server
     from omni_actors.http_server.app import create_routes
@@ -127,6 +138,7 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "launch" / "README.md", *sorted(
 PATH = re.compile(r"(?<![\w./:@$-])((?:[\w-]+/)+[\w-]+\.(?:py|sh|sbatch|yaml|service|md|json))(?![\w/])")
 FOLDERS = [REPOSITORY, REPOSITORY / "omni_actors", DOCS]  # a path may be relative to any of these
 ELSEWHERE = {"deploy/MODEL.yaml", "stage_configs/MODEL.yaml"}  # vllm-omni's, in migrating.md
+DEFAULT = re.compile(r"`(coordinator|flow|http)\.(\w+)` \(([\d.]+) s\)")
 MODULE = re.compile(r"python -m ((?:omni_actors|tools|custom_model)[\w.]*)")
 COMMAND = re.compile(r"(?:^|[`$ ])omni-actors (\w+)", re.M)
 
@@ -142,6 +154,19 @@ def test_files_and_commands_that_a_page_names_exist(page: Path) -> None:
         found = base.joinpath(*name.split("."))
         assert found.with_suffix(".py").exists() or (found / "__main__.py").exists(), f"python -m {name}"
     assert set(COMMAND.findall(text)) <= set(SUBCOMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_a_default_named_in_passing_is_the_default(page: Path) -> None:
+    sections = {"coordinator": CoordinatorConfig(), "flow": FlowConfig(), "http": HttpConfig()}
+    for section, key, value in DEFAULT.findall(page.read_text()):
+        assert float(value) == getattr(sections[section], key), f"`{section}.{key}`"
+
+
+def test_the_pattern_for_defaults_finds_them() -> None:
+    assert DEFAULT.findall("the `coordinator.reconnect_timeout` (300 s) and") == [
+        ("coordinator", "reconnect_timeout", "300")
+    ]
 
 
 def test_the_pattern_for_paths_finds_them() -> None:

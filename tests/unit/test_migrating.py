@@ -1,0 +1,92 @@
+"""docs/migrating.md: every name in its table can be imported and has the arguments shown, and its YAML is valid."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+import typing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from omni_actors import config
+from tests.support.paths import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "migrating.md").read_text()
+DOTTED = re.compile(r"`(omni_actors(?:\.\w+)+)`")
+KNOWN_THERE = """
+    OmniLLM StageLLM Stage OmniEngineArgs OmniModelConfig OmniScheduler DiffusionScheduler GPUARWorker GPUARModelRunner
+    GPUDiffusionWorker GPUDiffusionModelRunner OmniModelRunnerOutput OmniTokensPrompt OmniRequestOutput Omni AsyncOmni
+    PromptEmbedsPayload AdditionalInformationPayload AdditionalInformationEntry OmniEngineDeadError
+"""
+
+
+class Row(NamedTuple):
+    """A row of the table of classes."""
+
+    theirs: str
+    ours: str
+    arguments: str
+    differs: str
+
+
+def rows() -> list[Row]:
+    section = PAGE.partition("## Classes and functions")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [Row(*(cell.strip() for cell in line.split("|")[1:-1])) for line in lines]
+
+
+def shown(default: Any) -> str:
+    return repr(default) if type(default) in (type(None), bool, int, float, str, tuple) else "..."
+
+
+def arguments_of(found: Any) -> str:
+    """The arguments as the table shows them: names and simple defaults."""
+    if typing.is_typeddict(found):
+        return "{" + ", ".join(found.__annotations__) + "}"
+    parts, named = [], False
+    for parameter in inspect.signature(found).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not named:
+            parts.append("*")
+        named = named or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = "" if parameter.default is parameter.empty else f"={shown(parameter.default)}"
+        parts.append(f"{star}{parameter.name}{default}")
+    return f"({', '.join(parts)})"
+
+
+def test_every_name_that_they_know_is_in_the_table() -> None:
+    named = {name for row in rows() for name in re.findall(r"`(\w+)`", row.theirs)}
+    assert set(KNOWN_THERE.split()) <= named
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.theirs)
+def test_a_counterpart_has_the_arguments_shown(row: Row) -> None:
+    paths = DOTTED.findall(row.ours)
+    assert row.differs, "what differs"
+    if not paths:
+        assert row.ours == "none"
+        assert row.arguments == ""
+    for path in paths:
+        assert row.arguments == f"`{arguments_of(pkgutil.resolve_name(path))}`"
+
+
+@pytest.mark.parametrize("path", sorted(set(DOTTED.findall(PAGE))))
+def test_a_dotted_name_on_the_page_exists(path: str) -> None:
+    assert pkgutil.resolve_name(path) is not None
+
+
+def test_the_yaml_after_the_move_is_valid_and_keeps_the_values(tmp_path: Path) -> None:
+    before, after = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(after)
+    pipeline = config.load(file, devices=1).pipeline
+    assert [stage.name for stage in pipeline.stages] == ["prompt", "thinker", "talker", "code2wav"]
+    assert set(pipeline.modalities) == {"text", "audio"}
+    for name, value in re.findall(r"(gpu_memory_utilization|temperature|top_k|top_p): ([\d.]+)", before):
+        if value != "0.15":  # the vocoder's share, which has no counterpart
+            assert f"{name}: {value}" in after
