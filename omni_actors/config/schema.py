@@ -287,8 +287,11 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP server: limits, TLS, CORS. Each key is also a flag: `body_bytes` is `--http-body-bytes`.
 
     Args:
+        connections: connections at a time; fewer if the limit of open files is lower.
+        head_bytes: largest head of a request: its first line and headers.
+        head_timeout: seconds for a request's head to arrive.
         body_bytes: largest request body.
-        bodies_bytes: all request bodies being handled at a time.
+        bodies_bytes: all request bodies that arrive or are handled at a time.
         media_parts: number of media in one request.
         media_bytes: largest audio, image or video.
         audio_seconds: longest audio.
@@ -305,6 +308,9 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         key: PEM file with the certificate's private key, without a password.
     """
 
+    connections: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
+    head_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 20)] = 64 << 10
+    head_timeout: Seconds = 10.0
     body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 34)] = 64 << 20
     bodies_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 40)] = 512 << 20
     media_parts: Annotated[int, Meta(ge=0, le=256)] = 16

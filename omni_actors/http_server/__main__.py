@@ -18,6 +18,7 @@ import uvicorn
 from omni_actors import envs, logs
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app
+from omni_actors.http_server.connections import bounded_protocol, raise_file_limit
 from omni_actors.http_server.settings import (
     SPEC_FLAG,
     HttpServerSpec,
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _join_logs()
     config = uvicorn.Config(
         create_app(settings),
+        http=bounded_protocol(settings, raise_file_limit()),
         log_config=None,
         access_log=False,  # the middleware logs each request with its id
         ws="none",

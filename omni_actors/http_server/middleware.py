@@ -42,7 +42,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        self._reserved_bytes = 0
+        self._bodies = _BodyBytes(settings.bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; websockets and lifespan events pass through untouched."""
@@ -80,28 +80,29 @@ class RequestMiddleware:
             )
 
     async def _check_and_run(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        size = 0
+        reservation = _Reservation(self._bodies)
         try:
             try:
                 self._check_host(headers)
+                self._check_origin(scope, headers)
                 self._check_key(scope["path"], headers)
                 body = b""
                 if scope["method"] in ("POST", "PUT", "PATCH"):
                     self._check_type(scope["path"], headers)
-                    body = await self._read(headers, receive)
-                    size = len(body)
-                    self._reserve(size)
+                    body = await self._read(headers, receive, reservation)
             except HttpError as error:
                 await error.response()(scope, receive, send)
                 return
             await self._app(scope, _ReceiveAgain(body, receive), send)
         finally:
-            self._reserved_bytes -= size
+            reservation.release()
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _check_host(self, headers: Headers) -> None:
         """Refuse a foreign page whose name resolves to this machine: its requests have its own name as Host."""
+        if len(headers.getlist("host")) > 1:
+            raise HttpError(400, "The request has more than one Host header.", code="invalid_http")
         if not self._settings.check_host:
             return
         host = headers.get("host", "")
@@ -114,6 +115,28 @@ class RequestMiddleware:
                 403,
                 "This server has no API key, so it answers only to loopback names such as 127.0.0.1 and localhost.",
                 code="host_not_allowed",
+            )
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        """Refuse what the page of another site sends to a server without a key.
+
+        Browsers ask in advance before they send JSON to another site, but not before forms and files.
+        """
+        if self._settings.api_key is not None:
+            return
+        origin = headers.get("origin")
+        allowed = self._settings.cors_origins
+        if origin is not None and (origin in allowed or "*" in allowed):
+            return
+        own = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+        # A link on another site may lead to the page.
+        linked = scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
+        if not own or (headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not linked):
+            raise HttpError(
+                403,
+                "This server has no API key, so it answers no web page of another site; the section http of the "
+                "configuration can name the site in cors_origins.",
+                code="origin_not_allowed",
             )
 
     def _check_key(self, path: str, headers: Headers) -> None:
@@ -137,13 +160,12 @@ class RequestMiddleware:
 
     # -- body ---------------------------------------------------------------------------------------------------------
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, reservation: _Reservation) -> bytes:
         limit = self._settings.body_bytes
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:
             raise _too_large(limit)
         pieces: list[bytes] = []
-        size = 0
         try:
             async with asyncio.timeout(self._settings.read_timeout):
                 more = True
@@ -152,8 +174,8 @@ class RequestMiddleware:
                     if message["type"] == "http.disconnect":
                         raise HttpError(400, "The connection ended before the body did.", code="incomplete_body")
                     pieces.append(message.get("body", b""))
-                    size += len(pieces[-1])
-                    if size > limit:
+                    reservation.add(len(pieces[-1]))
+                    if reservation.size > limit:
                         raise _too_large(limit)
                     more = message.get("more_body", False)
         except TimeoutError:
@@ -163,9 +185,25 @@ class RequestMiddleware:
             ) from None
         return b"".join(pieces)
 
-    def _reserve(self, size: int) -> None:
-        if self._reserved_bytes + size > self._settings.bodies_bytes:
-            self._reserved_bytes += size  # released by the caller, as for every body
+
+class _BodyBytes:
+    """Bytes of all bodies that arrive or are handled."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+
+class _Reservation:
+    """What one body takes of them."""
+
+    def __init__(self, bodies: _BodyBytes) -> None:
+        self._bodies = bodies
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        """Count a piece. Raises `HttpError` 503 if all bodies together are too large."""
+        if self._bodies.used + size > self._bodies.limit:
             raise HttpError(
                 503,
                 "The server holds too many bytes of other requests: try again.",
@@ -173,7 +211,13 @@ class RequestMiddleware:
                 kind="service_unavailable_error",
                 retry_after=1.0,
             )
-        self._reserved_bytes += size
+        self.size += size
+        self._bodies.used += size
+
+    def release(self) -> None:
+        """Give all of it back."""
+        self._bodies.used -= self.size
+        self.size = 0
 
 
 def _too_large(limit: int) -> HttpError:

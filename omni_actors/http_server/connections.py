@@ -1,0 +1,189 @@
+"""Bounds on connections: how many there are, and how large and how slow the head of a request may be.
+
+uvicorn's parser keeps whatever a head holds, before anything could check a key. Here bytes are counted before they are
+parsed, so that a connection costs at most one head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from asyncio.events import TimerHandle
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.logs import get_logger
+
+logger = get_logger(__name__)
+
+FILES = 65_536  # open files to ask for; each connection is one
+RESERVED_FILES = 64  # for all but connections: logs, sockets to the pipeline, media that are fetched
+LINGER_SECONDS = 1.0  # for which more of a head that is too large is read and discarded, so that its sender sees why
+PIPELINED_REQUESTS = 16  # that may wait for the answer to an earlier one on the same connection
+REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files towards the hard one; return how many connections then fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard > FILES:
+        hard = max(soft, FILES)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return max(1, hard - RESERVED_FILES)
+
+
+def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio.Protocol]:
+    """Make uvicorn's protocol class for one server, with at most `connections` at a time."""
+
+    limits = {
+        "head_limit": settings.head_bytes,
+        "head_seconds": settings.head_timeout,
+        "connection_limit": min(settings.connections, connections),
+        "idle": {},
+    }
+    return type("Protocol", (BoundedProtocol,), limits)  # uvicorn makes one for each connection, without arguments
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Refuses what exceeds its limits, with 400, 408, 431 or 503, and closes the connection.
+
+    A head lasts from the start of the connection, or the first byte after the request before, to its empty line. If
+    there are too many connections, the one that has been without a request for longest is closed for the new one.
+    """
+
+    head_limit: int
+    head_seconds: float
+    connection_limit: int
+    idle: dict[BoundedProtocol, None]  # connections without a request, the oldest first
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_head = True
+        self._head_bytes = self._trailer_bytes = 0
+        self._clock: TimerHandle | None = None
+        self._refused = False
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make room for the connection, and start the clock for its first head."""
+        super().connection_made(transport)
+        if len(self.connections) > self.connection_limit:
+            if not self.idle:
+                self._refuse(503, f"All {self.connection_limit} connections are in use: try again.", "overloaded")
+                return
+            oldest = next(iter(self.idle))
+            oldest._refuse(408, "The server needs this connection for another client.", "head_timeout")
+        self.idle[self] = None
+        self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._leave_idle()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse no more of a head than it may have."""
+        while data and not self._refused and not self.transport.is_closing():
+            if not self._in_head:
+                super().data_received(data)
+                return
+            if self._clock is None:
+                self._start_clock()
+            room = self.head_limit - self._head_bytes
+            piece, data = data[:room], data[room:]
+            self._head_bytes += len(piece)
+            super().data_received(piece)
+            if self._in_head and self._head_bytes >= self.head_limit:
+                self._refuse(431, f"The head of a request is limited to {self.head_limit} bytes.", "head_too_large")
+
+    # -- callbacks of the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header. The trailer of a chunked body, which nothing here reads, is only counted."""
+        if self._in_head:
+            super().on_header(name, value)
+            return
+        self._trailer_bytes += len(name) + len(value)
+        if self._trailer_bytes > self.head_limit:
+            self._refuse(431, f"The trailer of a request is limited to {self.head_limit} bytes.", "head_too_large")
+
+    def on_headers_complete(self) -> None:
+        """Stop the clock and run the request, unless too many wait for its turn."""
+        self._in_head = False
+        self._head_bytes = self._trailer_bytes = 0
+        self._leave_idle()
+        if len(self.pipeline) >= PIPELINED_REQUESTS:
+            self._refuse(400, f"At most {PIPELINED_REQUESTS} requests may wait on one connection.", "too_many_requests")
+        if not self._refused:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Take what follows as the next head."""
+        super().on_message_complete()
+        self._in_head = True
+
+    def on_response_complete(self) -> None:
+        """Mark the connection as one without a request, if that was its last."""
+        super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self.idle[self] = None
+
+    # -- the clock, and refusals
+
+    def _start_clock(self) -> None:
+        self._clock = self.loop.call_later(self.head_seconds, self._too_slow)
+
+    def _leave_idle(self) -> None:
+        self.idle.pop(self, None)
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _too_slow(self) -> None:
+        if self._answering():  # reading may be paused, so that the rest of the next head cannot arrive
+            self._start_clock()
+            return
+        self._clock = None
+        message = f"The head of the request did not arrive completely within {self.head_seconds:g} s."
+        self._refuse(408, message, "head_timeout")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; uvicorn calls this."""
+        self._refuse(400, msg, "invalid_http")
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer in place of the application, and close."""
+        self._leave_idle()
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        logger.debug("connection refused: %d %s", status, message)
+        if self._answering():  # bytes written now would become part of that answer
+            self.transport.close()
+            return
+        body = msgspec.json.encode(HttpError(status, message, code=code).body())
+        head = (
+            f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        if status == 431 and self.transport.can_write_eof():
+            # To close while the client still sends would reset the connection, and the answer could be lost.
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()

@@ -1,0 +1,238 @@
+"""Bounds before a request is read: heads, trailers, connections, bodies that arrive, pages of other sites."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.connections import PIPELINED_REQUESTS, bounded_protocol, raise_file_limit
+from omni_actors.http_server.settings import ServerSettings
+from tests.support.servers import HttpPipeline, serving
+from tests.support.waiting import until
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+HEAD_BYTES = 8192
+
+
+@contextlib.contextmanager
+def server(connections: int = 64, **limits: object) -> Iterator[tuple[str, int]]:
+    """A server whose pipeline does not answer; gives its host and port."""
+    settings = ServerSettings(endpoint="ipc:///nowhere", head_bytes=HEAD_BYTES, **limits)
+    with serving(create_app(settings), http=bounded_protocol(settings, connections)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        yield host, int(port)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, int]]:
+    with server(head_timeout=30.0) as found:
+        yield found
+
+
+def connect(address: tuple[str, int], sent: bytes = b"") -> socket.socket:
+    made = socket.create_connection(address, timeout=10)
+    made.sendall(sent)
+    return made
+
+
+def next_answer(made: socket.socket) -> tuple[int, str]:
+    """Status and error code of the next answer, whose body is a JSON object."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while not received.endswith(b"}") and (piece := made.recv(65536)):
+            received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body).get("error", {}).get("code", "")
+
+
+def answer_to(address: tuple[str, int], sent: bytes) -> tuple[int, str]:
+    with connect(address) as made:
+        with contextlib.suppress(ConnectionError):  # it closes while we still send
+            made.sendall(sent)
+        return next_answer(made)
+
+
+def closed(made: socket.socket) -> bool:
+    try:
+        while made.recv(65536):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        GET + b"A: b\r\n" * HEAD_BYTES,
+        GET + b"A: " + b"b" * 10 * HEAD_BYTES,
+        b"GET /" + b"a" * 10 * HEAD_BYTES,
+        GET + b"A" * 10 * HEAD_BYTES,
+    ],
+    ids=["many headers", "a long value", "a long path", "a long name"],
+)
+def test_a_head_past_its_limit_is_refused(address: tuple[str, int], head: bytes) -> None:
+    status, code = answer_to(address, head)
+    assert status == 431
+    assert code == "head_too_large"
+
+
+def test_a_head_just_within_its_limit_is_answered(address: tuple[str, int]) -> None:
+    padding = HEAD_BYTES - len(GET) - len(b"A: \r\n\r\n") - 1
+    status, _ = answer_to(address, GET + b"A: " + b"b" * padding + b"\r\n\r\n")
+    assert status == 503  # of /health, since there is no pipeline
+
+
+def test_the_head_of_a_later_request_has_the_same_limit(address: tuple[str, int]) -> None:
+    with connect(address, GET + b"\r\n") as made:
+        assert next_answer(made)[0] == 503
+        with contextlib.suppress(ConnectionError):
+            made.sendall(GET + b"A: " + b"b" * 10 * HEAD_BYTES)
+        assert next_answer(made)[0] == 431
+
+
+def test_an_endless_trailer_ends_the_connection(address: tuple[str, int]) -> None:
+    sent = POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n" + b"A: b\r\n" * 4 * HEAD_BYTES
+    with connect(address) as made:
+        with contextlib.suppress(ConnectionError):
+            made.sendall(sent)
+        assert closed(made)
+
+
+def test_requests_that_wait_for_their_turn_on_a_connection_are_bounded(address: tuple[str, int]) -> None:
+    with connect(address) as made:
+        with contextlib.suppress(ConnectionError):
+            made.sendall((GET + b"\r\n") * (PIPELINED_REQUESTS + 8))
+        assert closed(made)
+
+
+def test_what_is_not_http_is_refused_in_the_format_of_all_errors(address: tuple[str, int]) -> None:
+    status, code = answer_to(address, b"\x16\x03\x01 this is TLS\r\n\r\n")
+    assert status == 400
+    assert code == "invalid_http"
+
+
+def test_two_hosts_are_refused(address: tuple[str, int]) -> None:
+    status, code = answer_to(address, GET + b"Host: evil.example\r\n\r\n")
+    assert status == 400
+    assert code == "invalid_http"
+
+
+def test_a_head_that_does_not_arrive_is_given_up() -> None:
+    with server(head_timeout=0.2) as address:
+        with connect(address) as silent, connect(address, GET) as half:
+            assert next_answer(silent)[1] == "head_timeout"
+            assert next_answer(half)[1] == "head_timeout"
+        with connect(address, GET + b"\r\n") as made:
+            assert next_answer(made)[0] == 503
+            made.sendall(GET)  # half of the next one
+            assert next_answer(made)[1] == "head_timeout"
+
+
+def test_a_new_client_takes_the_place_of_one_that_has_sent_no_request() -> None:
+    with server(connections=4, head_timeout=30.0) as address:
+        half = [connect(address, GET) for _ in range(12)]
+        status, _ = answer_to(address, GET + b"\r\n")
+        assert status == 503  # of /health: it was answered
+        for made in half[:8]:
+            assert closed(made)
+            made.close()
+        for made in half[8:]:
+            made.close()
+
+
+def test_a_connection_with_a_request_keeps_its_place() -> None:
+    with server(connections=2, read_timeout=30.0) as address:
+        busy = [connect(address, POST + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n") for _ in range(2)]
+        for made in busy:
+            assert made.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"  # its body is awaited
+        assert answer_to(address, GET + b"\r\n") == (503, "overloaded")
+        for made in busy:
+            made.sendall(b"hello")
+            assert next_answer(made)[0] == 400  # no multipart form, but it was read
+            made.close()
+
+
+def test_the_file_limit_is_raised_as_far_as_it_may_be() -> None:
+    code = "from omni_actors.http_server.connections import raise_file_limit as f; print(f())"
+    limited = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert int(limited.stdout) == 512 - 64
+    assert raise_file_limit() <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_bodies_that_arrive_count_towards_the_limit_of_all() -> None:
+    with server(body_bytes=40_000, bodies_bytes=100_000, read_timeout=30.0) as address:
+        held = [connect(address, POST + b"Content-Length: 40000\r\n\r\n" + b"x" * 39_000) for _ in range(2)]
+        sent = POST + b"Content-Length: 30000\r\n\r\n" + b"x" * 30_000
+        until(lambda: answer_to(address, sent) == (503, "overloaded"), 10, "the bodies to be counted")
+        for made in held:
+            made.close()
+        until(lambda: answer_to(address, sent)[0] == 400, 10, "what they held to be given back")
+
+
+# -- pages of other sites
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:1"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+        ({"origin": "http://evil.example", "sec-fetch-site": "same-origin"}, 403),
+        ({}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"origin": "OWN", "sec-fetch-site": "same-origin"}, 200),
+    ],
+)
+def test_a_page_of_another_site_cannot_use_a_server_without_a_key(
+    address: tuple[str, int], headers: dict[str, str], status: int
+) -> None:
+    url = f"http://{address[0]}:{address[1]}"
+    sent = {name: url if value == "OWN" else value for name, value in headers.items()}
+    answer = httpx.post(f"{url}/v1/files", files={"file": b"x"}, headers=sent)
+    assert answer.status_code == status
+    assert httpx.get(f"{url}/v1/files", headers=sent).status_code == status
+
+
+def test_a_link_on_another_site_may_lead_to_the_page(address: tuple[str, int]) -> None:
+    headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert httpx.get(f"http://{address[0]}:{address[1]}/", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "settings", [{"cors_origins": ["http://friend.example"]}, {"api_key": "secret"}, {"cors_origins": ["*"]}], ids=str
+)
+def test_named_sites_and_those_with_the_key_may_use_it(settings: dict[str, object]) -> None:
+    with server(**settings) as (host, port):
+        headers = {"origin": "http://friend.example", "authorization": "Bearer secret", "sec-fetch-site": "cross-site"}
+        answer = httpx.post(f"http://{host}:{port}/v1/files", files={"file": b"x"}, headers=headers)
+        assert answer.status_code == 200
+
+
+def test_the_server_of_a_pipeline_has_these_bounds(echo: HttpPipeline) -> None:
+    host, port = echo.url.removeprefix("http://").split(":")
+    status, code = answer_to((host, int(port)), GET + b"A: b\r\n" * 100_000)
+    assert status == 431
+    assert code == "head_too_large"
