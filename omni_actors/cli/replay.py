@@ -58,8 +58,11 @@ class Output:
                 self._append(name, buffers[ref.buffer])
             if body.rows is not None:
                 self._append("rows", buffers[body.rows.tensor.buffer])
-            if body.information is not None:
-                self.scalars |= {name: entry.scalar for name, entry in body.information.entries.items()}
+            for name, entry in body.information.entries.items() if body.information is not None else ():
+                if entry.tensor is not None:
+                    self._append(name, buffers[entry.tensor.buffer])
+                else:
+                    self.scalars[name] = entry.scalar if entry.list is None else list(entry.list)
             self.final |= body.final
         elif isinstance(body, StageDone):
             usage: StageUsage = body.usage

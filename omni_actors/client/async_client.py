@@ -131,13 +131,14 @@ class AsyncOmniClient:
         images: Sequence[ImageInput] = (),
         videos: Sequence[VideoInput] = (),
         traceparent: str | None = None,
+        additional_information: Mapping[str, Any] | None = None,
     ) -> RequestStream:
         """Send a request and return the stream of its answer.
 
         Args:
             prompt: a user's text, chat messages (`[{"role": ..., "content": str | [parts]}]` with parts
                 `{"type": "text", "text": ...}`, `{"type": "audio", "audio": AudioInput}`, and likewise `image` and
-                `video`), or `{"prompt_token_ids": [...]}`.
+                `video`), or a mapping: an `OmniTokensPrompt`, or `{"messages": [...]}`.
             modalities: `["text"]`, `["text", "audio"]` or `["audio"]`; `None` for all that the pipeline has.
             voice: a speaker from `describe().voices`.
             params: parameters by stage name, for instance `{"thinker": {"max_tokens": 64, "temperature": 0.7}}`.
@@ -145,10 +146,13 @@ class AsyncOmniClient:
             timeout: seconds after which the request ends with `DeadlineExceeded`.
             priority: waiting requests with a lower value go first.
             request_id: name of the request in all logs; `None` makes a new one.
-            audios: audio placed before a text prompt: (f32 [samples], Hz), a file's bytes, or a path.
+            audios: audio placed before a text prompt, or for the placeholders of token ids: (f32 [samples], Hz), a
+                file's bytes, or a path.
             images: images placed likewise: u8 [height, width, 3], a file's bytes, or a path.
             videos: videos placed likewise: (u8 [frames, height, width, 3], frames per second).
             traceparent: the caller's span (W3C Trace Context), which becomes the parent of the request's spans.
+            additional_information: values by name for the stages that want them: numbers, texts, lists of these, and
+                arrays. A name that no stage of the request wants is refused.
 
         Raises:
             InvalidRequest, InvalidPayload, MalformedMedia: the request is wrong; nothing was sent.
@@ -156,7 +160,7 @@ class AsyncOmniClient:
         """
         buffers = BufferList()
         try:
-            message = to_prompt(prompt, audios, images, videos, buffers)
+            message, information = to_prompt(prompt, audios, images, videos, additional_information, buffers)
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidRequest(f"The prompt does not have the documented form: {error}.") from error
         body = Submit(
@@ -168,6 +172,7 @@ class AsyncOmniClient:
             priority=priority,
             traceparent=_checked_traceparent(traceparent),
             sent=time.time(),
+            information=information,
         )
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._streams:

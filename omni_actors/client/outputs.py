@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Required, TypedDict
+from typing import Any, TypedDict
 
 import numpy
 from numpy.typing import NDArray
@@ -16,15 +16,27 @@ from omni_actors.protocol.tensors import HostTensor
 
 
 class OmniTokensPrompt(TypedDict, total=False):
-    """A tokenised prompt.
+    """A tokenised prompt. An unknown key is an error that names the nearest known one.
 
-    `tensors` and `scalars` are a single stage's inputs besides tokens, by name, such as the talker's "prompt_rows". A
-    whole pipeline takes token ids only.
+    Args:
+        prompt_token_ids: the tokens, with one placeholder for each medium.
+        multi_modal_data: by modality ("audio", "image", "video") one medium or a list of them, in the forms that
+            `AsyncOmniClient.submit` takes.
+        prompt_embeds: an array [positions, width] that stands in for the tokens' embeddings. Without
+            `prompt_token_ids`, sampling that looks at the prompt's tokens (`repetition_penalty`) sees none.
+        additional_information: values by name for the stages that want them.
+        tensors: for `StageLLM` only: tensors of a single stage's input by name, such as the talker's "prompt_rows".
+        scalars: for `StageLLM` only, likewise.
+        lists: for `StageLLM` only, likewise.
     """
 
-    prompt_token_ids: Required[Sequence[int]]
+    prompt_token_ids: Sequence[int]
+    multi_modal_data: Mapping[str, Any]
+    prompt_embeds: Any
+    additional_information: Mapping[str, Any]
     tensors: Mapping[str, HostTensor]
     scalars: Mapping[str, Scalar]
+    lists: Mapping[str, Sequence[Scalar]]
 
 
 @dataclass(slots=True)

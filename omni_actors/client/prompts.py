@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy
 from numpy.typing import NDArray
 
 from omni_actors.client.outputs import OmniTokensPrompt
+from omni_actors.client.tensors import information_values, prompt_embeds
+from omni_actors.config import suggest
 from omni_actors.errors import InvalidRequest, MalformedMedia
 from omni_actors.protocol.codec import BufferList
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
+from omni_actors.protocol.fields import TOKEN_BYTES, pack_token_ids
+from omni_actors.protocol.payloads import (
+    ADDITIONAL_INFORMATION,
+    MEDIA_MODALITIES,
+    PROMPT_EMBEDS,
+    AdditionalInformationPayload,
+    ChatMessage,
+    ContentPart,
+    Media,
+    MediaEncoding,
+    Prompt,
+    PromptEmbedsPayload,
+    StageParams,
+)
 from omni_actors.protocol.tensors import DType, HostTensor
 
-Prompting = str | Sequence[Mapping[str, Any]] | OmniTokensPrompt
+MULTI_MODAL_DATA = "multi_modal_data"
+PROMPT_KEYS = ("prompt_token_ids", PROMPT_EMBEDS, "messages", MULTI_MODAL_DATA, ADDITIONAL_INFORMATION)
+STAGE_KEYS = ("tensors", "scalars", "lists")  # of an `OmniTokensPrompt` for a single stage
+PART_KINDS = ("text", *MEDIA_MODALITIES)
+
+Prompting = str | Sequence[Mapping[str, Any]] | OmniTokensPrompt | Mapping[str, Any]
 AudioInput = tuple[NDArray[Any], int] | bytes | Path
 ImageInput = NDArray[numpy.uint8] | bytes | Path
 VideoInput = tuple[NDArray[numpy.uint8], float]
@@ -40,55 +59,122 @@ def to_prompt(
     audios: Sequence[AudioInput],
     images: Sequence[ImageInput],
     videos: Sequence[VideoInput],
+    information: Mapping[str, Any] | None,
     buffers: BufferList,
-) -> Prompt:
-    """Convert a prompt and add the data of its media to `buffers`.
+) -> tuple[Prompt, AdditionalInformationPayload | None]:
+    """Convert a prompt and its additional information, and add the data of media and tensors to `buffers`.
 
     Raises:
         InvalidRequest, MalformedMedia: the prompt does not have one of the documented forms.
     """
-    media: list[Media] = []
-    if isinstance(prompt, str):
-        if not prompt and not (audios or images or videos):
-            raise InvalidRequest("The prompt is empty.")
-        content: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
-        content += [{"type": "video", "video": video} for video in videos]
-        content += [{"type": "audio", "audio": audio} for audio in audios]
-        content += [{"type": "text", "text": prompt}] if prompt else []
-        prompt = [{"role": "user", "content": content}]
-    elif audios or images or videos:
-        raise InvalidRequest("audios, images and videos go with a text prompt only; put them into the messages.")
+    given: dict[str, list[Any]] = {"image": list(images), "video": list(videos), "audio": list(audios)}
     if isinstance(prompt, Mapping):
-        token_ids = prompt.get("prompt_token_ids") or ()
-        if not token_ids:
-            raise InvalidRequest("The prompt is empty: prompt_token_ids has no tokens.")
-        try:
-            return Prompt(token_ids=pack_token_ids(token_ids))
-        except (TypeError, OverflowError) as error:
-            raise InvalidRequest(f"prompt_token_ids must be 32-bit integers: {error}.") from error
-    messages = tuple(_message(message, media, buffers) for message in prompt)
-    if not messages:
+        refuse_unknown_keys(prompt, PROMPT_KEYS)
+        if (of_prompt := prompt.get(ADDITIONAL_INFORMATION)) is not None:
+            if information is not None:
+                raise InvalidRequest(f"{ADDITIONAL_INFORMATION} is given twice: in the prompt and as an argument.")
+            information = cast(Mapping[str, Any], of_prompt)
+        converted = _prompt_of_mapping(prompt, given, buffers)
+    else:
+        converted = _chat(_messages_of(prompt, given), buffers)
+    values = information_values(information) if information is not None else {}
+    return converted, AdditionalInformationPayload.of(values, buffers.add) if values else None
+
+
+def refuse_unknown_keys(given: Mapping[str, Any], known: Collection[str], what: str = "A prompt") -> None:
+    """Raise `InvalidRequest` for a key that is none of `known`, naming the nearest one."""
+    for key in given:
+        if key in known:
+            continue
+        if key in STAGE_KEYS:
+            raise InvalidRequest(f"{what} for a pipeline has no {key!r}; it is input of a single stage (StageLLM).")
+        hint = "Pass a text as it is, or as messages; the chat template is applied to it." if key == "prompt" else ""
+        raise InvalidRequest(f"{what} has no {key!r}.{suggest(str(key), known)}", hint=hint)
+
+
+def _prompt_of_mapping(prompt: Mapping[str, Any], given: dict[str, list[Any]], buffers: BufferList) -> Prompt:
+    token_ids, embeds, messages = (prompt.get(key) for key in ("prompt_token_ids", PROMPT_EMBEDS, "messages"))
+    if messages is not None:
+        if token_ids is not None or embeds is not None:
+            raise InvalidRequest(f"A prompt has either messages, or prompt_token_ids and {PROMPT_EMBEDS}.")
+        if prompt.get(MULTI_MODAL_DATA) is not None or isinstance(messages, str | Mapping):
+            raise InvalidRequest("messages must be a list of chat messages, which hold their media themselves.")
+        return _chat(_messages_of(messages, given), buffers)
+    if embeds is None and (token_ids is None or not len(token_ids)):
+        raise InvalidRequest("The prompt is empty: prompt_token_ids has no tokens.")
+    for modality, items in _multi_modal_data(prompt.get(MULTI_MODAL_DATA)).items():
+        if items and given[modality]:
+            raise InvalidRequest(f"{modality} is given twice: in {MULTI_MODAL_DATA} and as an argument.")
+        given[modality] += items
+    if embeds is not None and any(given.values()):
+        raise InvalidRequest(f"{PROMPT_EMBEDS} stand in for a whole prompt and cannot go with media.")
+    media = [MAKERS[modality](item, buffers) for modality, items in given.items() for item in items]
+    try:
+        packed = pack_token_ids(token_ids) if token_ids is not None else b""
+    except (TypeError, OverflowError) as error:
+        raise InvalidRequest(f"prompt_token_ids must be 32-bit integers: {error}.") from error
+    if embeds is None:
+        return Prompt(token_ids=packed, media=tuple(media))
+    tensor = prompt_embeds(embeds)
+    if packed and len(packed) // TOKEN_BYTES != tensor.shape[0]:
+        raise InvalidRequest(
+            f"{PROMPT_EMBEDS} have {tensor.shape[0]} positions, but there are {len(packed) // TOKEN_BYTES} "
+            "prompt_token_ids."
+        )
+    return Prompt(token_ids=packed, embeds=PromptEmbedsPayload(buffers.add(tensor)))
+
+
+def _multi_modal_data(data: Any) -> dict[str, list[Any]]:
+    """The media of each modality, of which one may be given without a list."""
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping):
+        raise InvalidRequest(f"{MULTI_MODAL_DATA} must be a mapping of {', '.join(MEDIA_MODALITIES)} to media.")
+    refuse_unknown_keys(data, MEDIA_MODALITIES, MULTI_MODAL_DATA)
+    return {modality: item if isinstance(item, list) else [item] for modality, item in data.items() if item is not None}
+
+
+def _messages_of(prompt: str | Sequence[Mapping[str, Any]], given: Mapping[str, list[Any]]) -> Sequence[Any]:
+    if not isinstance(prompt, str):
+        if any(given.values()):
+            raise InvalidRequest("audios, images and videos go with a text or tokens; put them into the messages.")
+        return prompt
+    if not prompt and not any(given.values()):
+        raise InvalidRequest("The prompt is empty.")
+    content = [{"type": modality, modality: item} for modality, items in given.items() for item in items]
+    content += [{"type": "text", "text": prompt}] if prompt else []
+    return [{"role": "user", "content": content}]
+
+
+def _chat(messages: Sequence[Mapping[str, Any]], buffers: BufferList) -> Prompt:
+    media: list[Media] = []
+    converted = tuple(_message(message, media, buffers) for message in messages)
+    if not converted:
         raise InvalidRequest("The prompt is empty: there are no messages.")
-    return Prompt(messages=messages, media=tuple(media))
+    return Prompt(messages=converted, media=tuple(media))
 
 
 def _message(message: Mapping[str, Any], media: list[Media], buffers: BufferList) -> ChatMessage:
-    unknown = set(message) - {"role", "content"}
-    if unknown or "role" not in message:
-        raise InvalidRequest(f"A chat message has role and content; this one has {sorted(message)}.")
-    content = message.get("content", "")
+    refuse_unknown_keys(message, ("role", "content"), "A chat message")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or content is None:
+        raise InvalidRequest(f"A chat message has role, a text, and content; this one has {sorted(message)}.")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return ChatMessage(str(message["role"]), tuple(_part(part, media, buffers) for part in parts))
+    return ChatMessage(role, tuple(_part(part, media, buffers) for part in parts))
 
 
 def _part(part: Mapping[str, Any], media: list[Media], buffers: BufferList) -> ContentPart:
     kind = part.get("type")
+    if kind not in PART_KINDS:
+        raise InvalidRequest(f"The type of a content part cannot be {kind!r}.{suggest(str(kind), PART_KINDS)}")
+    refuse_unknown_keys(part, ("type", kind), f"A content part of the type {kind}")
+    if kind not in part:
+        raise InvalidRequest(f"A content part of the type {kind} needs its data under the key {kind!r}.")
     if kind == "text":
-        return ContentPart(text=str(part.get("text", "")))
-    makers: dict[str, Callable[[Any, BufferList], Media]] = {"audio": _audio, "image": _image, "video": _video}
-    if not isinstance(kind, str) or kind not in makers or kind not in part:
-        raise InvalidRequest(f"A content part is text, audio, image or video with its data; got {sorted(part)}.")
-    media.append(makers[kind](part[kind], buffers))
+        if not isinstance(part["text"], str):
+            raise InvalidRequest(f"The text of a content part must be a string; got {type(part['text']).__name__}.")
+        return ContentPart(text=part["text"])
+    media.append(MAKERS[kind](part[kind], buffers))
     return ContentPart(media=len(media) - 1)
 
 
@@ -132,3 +218,6 @@ def _host(array: NDArray[Any], kind: type[numpy.generic], dtype: DType) -> HostT
         array = array.astype(kind)
     array = numpy.ascontiguousarray(array)
     return HostTensor(dtype, array.shape, array.tobytes())
+
+
+MAKERS: dict[str, Callable[[Any, BufferList], Media]] = {"audio": _audio, "image": _image, "video": _video}

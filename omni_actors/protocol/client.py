@@ -11,7 +11,7 @@ from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.fields import TRACEPARENT, Moment, Name, Priority, ReplicaIndex, Seed, StageNameOrEmpty
 from omni_actors.protocol.header import Body
-from omni_actors.protocol.payloads import Prompt, StageParams
+from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, StageParams
 from omni_actors.protocol.results import AudioChunk, StageUsage, TextDelta
 from omni_actors.protocol.telemetry import RequestTimeline
 from omni_actors.protocol.tensors import TensorRef
@@ -25,6 +25,7 @@ class Submit(Body, tag="submit", frozen=True):
         seed: chosen at random if `None`.
         priority: for the engines' schedulers; lower values come first.
         traceparent: the caller's span (W3C Trace Context).
+        information: for the stages that want it, by name. Its tensors are in the buffers after those of the prompt.
     """
 
     prompt: Prompt
@@ -35,10 +36,18 @@ class Submit(Body, tag="submit", frozen=True):
     priority: Priority = 0
     traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None
     sent: Moment = 0.0
+    information: AdditionalInformationPayload | None = None
+
+    def __post_init__(self) -> None:
+        of_prompt = len(self.prompt.tensor_refs())
+        information = self.information.tensor_refs() if self.information is not None else ()
+        if any(ref.buffer < of_prompt for ref in information):
+            raise InvalidPayload("The tensors of additional information come after those of the prompt.")
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
-        return self.prompt.tensor_refs()
+        information = self.information.tensor_refs() if self.information is not None else ()
+        return (*self.prompt.tensor_refs(), *information)
 
 
 class Done(Body, tag="done", frozen=True):

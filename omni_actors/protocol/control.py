@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from omni_actors.protocol.fields import Count, Endpoint, Moment
+from omni_actors.protocol.fields import Count, Endpoint, Moment, Name
 from omni_actors.protocol.header import Body, ReplicaId
 from omni_actors.protocol.telemetry import Snapshot
 
@@ -51,14 +51,15 @@ class Loading(Body, tag="loading", frozen=True):
 class Ready(Body, tag="ready", frozen=True):
     """Stage -> coordinator: the engine takes requests, `seconds` after its start-up began.
 
-    The rest are facts about the model, empty or 0 where they do not apply: voices, `sample_rate` in Hz, and the longest
-    input in tokens.
+    The rest are facts about the model, empty or 0 where they do not apply: voices, `sample_rate` in Hz, the longest
+    input in tokens, and the names of the additional information that this stage wants.
     """
 
     seconds: float
     voices: tuple[str, ...] = ()
     sample_rate: int = 0
     max_input_tokens: int = 0
+    wants_information: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
 
 
 class Peer(Struct, frozen=True, array_like=True):

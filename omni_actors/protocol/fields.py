@@ -11,6 +11,7 @@ from msgspec import Meta
 from omni_actors.errors import InvalidPayload
 
 MAX_ATTEMPT = 255
+TOKEN_BYTES = 4  # token ids travel as int32
 TRACEPARENT = r"^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}$"
 
 Scalar = int | float | str | bool

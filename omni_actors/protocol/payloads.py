@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.protocol.fields import Name, PositiveInt, Scalar, Seed, TokenId, check_token_ids
-from omni_actors.protocol.tensors import DType, TensorRef
+from omni_actors.protocol.fields import TOKEN_BYTES, Name, PositiveInt, Scalar, Seed, TokenId, check_token_ids
+from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
+
+PROMPT_EMBEDS = "prompt_embeds"  # name of a prompt's embeddings among an engine's tensors
+ADDITIONAL_INFORMATION = "additional_information"  # the client's name for named values that go with a request
+NUMBER_BYTES = 8
+
+InformationValue = Scalar | Sequence[Scalar] | HostTensor
 
 
 class AdditionalInformationEntry(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -34,6 +41,41 @@ class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forb
     """Named values that travel with a stage's input, at most 64."""
 
     entries: Annotated[dict[Name, AdditionalInformationEntry], Meta(max_length=64)] = {}
+
+    @classmethod
+    def of(
+        cls, values: Mapping[str, InformationValue], add: Callable[[HostTensor], TensorRef]
+    ) -> AdditionalInformationPayload:
+        """Make the payload of named values; `add` makes a tensor's data a buffer of the message."""
+        entries = {}
+        for name, value in values.items():
+            if isinstance(value, HostTensor):
+                entries[name] = AdditionalInformationEntry(tensor=add(value))
+            elif isinstance(value, Scalar):
+                entries[name] = AdditionalInformationEntry(scalar=value)
+            else:
+                entries[name] = AdditionalInformationEntry(list=tuple(value))
+        return cls(entries)
+
+    def values(self, tensor: Callable[[TensorRef], HostTensor]) -> dict[str, InformationValue]:
+        """Return the values by name: scalars, lists and tensors. `tensor` finds a tensor's data in the message."""
+        values: dict[str, InformationValue] = {}
+        for name, entry in self.entries.items():
+            if entry.tensor is not None:
+                values[name] = tensor(entry.tensor)
+            elif entry.list is not None:
+                values[name] = list(entry.list)
+            elif entry.scalar is not None:
+                values[name] = entry.scalar
+        return values
+
+    @property
+    def size(self) -> int:
+        """Bytes of the scalars and lists, roughly; those of tensors are in the buffers."""
+        values = [
+            value for entry in self.entries.values() for value in (entry.list or (entry.scalar,)) if value is not None
+        ]
+        return sum(len(value) if isinstance(value, str) else NUMBER_BYTES for value in values)
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
@@ -149,21 +191,44 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Either chat `messages`, to which the chat template is applied, or `token_ids` (int32 bytes), used as they are."""
+    """Chat `messages`, to which the chat template is applied, or `token_ids` (int32 bytes), used as they are.
+
+    `embeds` stand in for all tokens of a prompt without media; `token_ids` may then be left out, or name a token for
+    each position.
+    """
 
     messages: Annotated[tuple[ChatMessage, ...], Meta(max_length=1024)] = ()
     token_ids: bytes = b""
     media: Annotated[tuple[Media, ...], Meta(max_length=256)] = ()
+    embeds: PromptEmbedsPayload | None = None
 
     def __post_init__(self) -> None:
-        if bool(self.messages) == bool(self.token_ids):
-            raise InvalidPayload("A prompt must hold exactly one of messages and token_ids, and not an empty one.")
         check_token_ids(self.token_ids)
+        if self.embeds is not None:
+            self._check_embeds(self.embeds)
+        elif bool(self.messages) == bool(self.token_ids):
+            raise InvalidPayload("A prompt must hold exactly one of messages and token_ids, and not an empty one.")
         for message in self.messages:
             for part in message.content:
                 if part.media is not None and part.media >= len(self.media):
                     raise InvalidPayload(f"A content part names media {part.media}; only {len(self.media)} were sent.")
 
+    def _check_embeds(self, embeds: PromptEmbedsPayload) -> None:
+        if self.messages or self.media:
+            raise InvalidPayload("prompt_embeds stand in for a whole prompt and cannot go with messages or media.")
+        if self.token_ids and self.length != embeds.tensor.shape[0]:
+            raise InvalidPayload(
+                f"prompt_embeds have {embeds.tensor.shape[0]} positions, but there are {self.length} token ids."
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens or embeddings; 0 for messages, whose tokens are not known yet."""
+        if self.token_ids or self.embeds is None:
+            return len(self.token_ids) // TOKEN_BYTES
+        return self.embeds.tensor.shape[0]
+
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
-        return tuple(item.tensor for item in self.media)
+        media = tuple(item.tensor for item in self.media)
+        return media if self.embeds is None else (*media, self.embeds.tensor)

@@ -20,7 +20,10 @@ MAX_ENDED = 4096
 
 
 class OpenRequest(Body, tag="open_request", frozen=True):
-    """Coordinator -> every stage of the route: a request will come. The entry stage receives its `prompt` here."""
+    """Coordinator -> every stage of the route: a request will come.
+
+    The entry stage receives its `prompt` here, and every stage the `information` that it wants.
+    """
 
     route: Annotated[tuple[ReplicaId, ...], Meta(min_length=1, max_length=64)]
     params: StageParams
@@ -28,10 +31,13 @@ class OpenRequest(Body, tag="open_request", frozen=True):
     voice: str | None = None
     priority: int = 0
     prompt: Prompt | None = None
+    information: AdditionalInformationPayload | None = None
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
-        return self.prompt.tensor_refs() if self.prompt is not None else ()
+        prompt = self.prompt.tensor_refs() if self.prompt is not None else ()
+        information = self.information.tensor_refs() if self.information is not None else ()
+        return (*prompt, *information)
 
 
 class Chunk(Body, tag="chunk", frozen=True):

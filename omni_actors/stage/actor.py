@@ -9,6 +9,7 @@ has to start again (`resend_buffer.py`).
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -30,14 +31,13 @@ from omni_actors.stage.engine_interface import (
     ErrorEvent,
     FinishedEvent,
     StageEngine,
-    StageInputs,
     StageRequest,
     StreamEvent,
     TextEvent,
 )
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing, chunk_of, result_of
-from omni_actors.stage.processors import Action, Extend, Piece, Skip, Start, StreamProcessor
+from omni_actors.stage.processors import Action, Extend, Piece, Skip, Start, StreamProcessor, start_of
 from omni_actors.stage.resend_buffer import Budget, Receiver, ResendBuffer
 
 logger = get_logger(__name__)
@@ -223,23 +223,23 @@ class StageActor:
             return self._refuse(header, ProtocolError(text))
         if (held := self._attempts.live_count) >= 2 * self._bounds.max_in_flight:  # ended ones may overlap with new
             return self._refuse(header, Overloaded(f"This stage has {held} open requests and takes no more."))
-        attempt = self._attempt(header, request, now)
+        attempt = self._attempt(header, request, envelope, now)
         self._attempts.open(attempt)
         logger.debug("request opened", extra={"request_id": request_id})
-        if request.prompt is not None:
-            media = [envelope.tensor(item.tensor) for item in request.prompt.media]
-            start = Start(StageInputs(prompt=request.prompt, media=media))
-            return self._apply(attempt, lambda: [start])
+        if (prompt := request.prompt) is not None:
+            return self._apply(attempt, lambda: [start_of(prompt, envelope, self._engine.facts)])
         messages = []
         for early in self._early.take(request_id):  # those of an earlier attempt are dropped there
             messages += self.receive(early)
         return messages
 
-    def _attempt(self, header: Header, request: OpenRequest, now: float) -> Attempt:
+    def _attempt(self, header: Header, request: OpenRequest, envelope: Envelope[IntoStage], now: float) -> Attempt:
         receivers = [replica_id for replica_id in request.route if replica_id.stage in self._downstream]
+        information = request.information.values(envelope.tensor) if request.information is not None else {}
         processor = None
         if self._processor_class is not None and self._stage.inputs is not None:
             processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
+            processor.information = information
         return Attempt(
             header.request_id,
             StageRequest(
@@ -249,6 +249,7 @@ class StageActor:
                 voice=request.voice,
                 priority=request.priority,
                 streams=bool(receivers),
+                information=information,
             ),
             request.route,
             header.attempt,
@@ -377,6 +378,7 @@ class StageActor:
         timeline = self._meter.done(attempt.track, event.input_tokens, event.output_tokens)
         messages.append(self._result(attempt, StageDone(usage=usage, timeline=timeline)))
         attempt.processor = None
+        attempt.request = dataclasses.replace(attempt.request, information={})  # may be large; its output is kept on
         self._attempts.advance(attempt, AttemptEvent.FINISHED)
         self._bury(attempt.request_id, attempt.number)
         if attempt.output is None:

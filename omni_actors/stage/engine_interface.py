@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from omni_actors.errors import OmniError
 from omni_actors.protocol.fields import Scalar
-from omni_actors.protocol.payloads import Prompt, StageParams
+from omni_actors.protocol.payloads import InformationValue, Prompt, StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
 
@@ -24,6 +24,8 @@ class StageRequest:
         params: the stage's defaults with the request's own values over them.
         seed: seed of this request; `params.seed` wins where it is set.
         streams: whether a later stage takes this stage's rows or tokens (false for text-only requests).
+        information: additional information of the client, by name: scalars, lists and tensors. Only names that the
+            engine (`EngineFacts.wants_information`) or the input processor wants.
     """
 
     request_id: str
@@ -32,6 +34,7 @@ class StageRequest:
     voice: str | None = None
     priority: int = 0
     streams: bool = True
+    information: Mapping[str, InformationValue] = field(default_factory=dict)
 
     @property
     def effective_seed(self) -> int:
@@ -43,8 +46,9 @@ class StageRequest:
 class StageInputs:
     """The input with which a request starts in an engine.
 
-    `prompt` is set for the prompt stage only; other stages get `token_ids`, `tensors` and `scalars` from their input
-    processor. `complete` says that no `extend` will follow.
+    `prompt` is set for the entry stage only, whose `tensors` hold the prompt's embeddings, if it has any
+    (`PROMPT_EMBEDS`); other stages get `token_ids`, `tensors`, `scalars` and `lists` from their input processor.
+    `complete` says that no `extend` will follow.
     """
 
     token_ids: Sequence[int] = ()
@@ -53,6 +57,7 @@ class StageInputs:
     prompt: Prompt | None = None
     media: Sequence[HostTensor] = ()  # one per prompt.media, in order
     complete: bool = True
+    lists: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ class StreamEvent:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     start: int = 0
     final: bool = False
+    lists: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +150,19 @@ class EngineStatistics:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Properties of a loaded engine, against which the coordinator checks requests."""
+    """Properties of a loaded engine, against which requests are checked before the engine sees them.
+
+    Args:
+        max_input_tokens: longest input in tokens, 0 for unknown.
+        embeds_width: width of the prompt embeddings that it takes as the entry stage; 0 if it takes none.
+        wants_information: names of the additional information that a client may send to it.
+    """
 
     voices: tuple[str, ...] = ()
     sample_rate: int = 0
     max_input_tokens: int = 0
+    embeds_width: int = 0
+    wants_information: tuple[str, ...] = ()
 
 
 class StageEngine(ABC):

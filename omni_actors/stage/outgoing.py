@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from omni_actors.protocol.codec import BufferList, Frame
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Body, Header, ReplicaId
-from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, PromptEmbedsPayload
+from omni_actors.protocol.payloads import AdditionalInformationPayload, PromptEmbedsPayload
 from omni_actors.protocol.results import AudioChunk, TextDelta
 from omni_actors.protocol.stage import ROWS, Chunk
 from omni_actors.stage.engine_interface import AudioEvent, StreamEvent, TextEvent
@@ -39,10 +39,8 @@ def chunk_of(event: StreamEvent, sent: float) -> tuple[Chunk, Sequence[Frame]]:
     tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
     rows = tensors.pop(ROWS, None)
     information = None
-    if event.scalars:
-        information = AdditionalInformationPayload(
-            {name: AdditionalInformationEntry(scalar=value) for name, value in event.scalars.items()}
-        )
+    if event.scalars or event.lists:
+        information = AdditionalInformationPayload.of({**event.scalars, **event.lists}, buffers.add)
     chunk = Chunk(
         token_ids=pack_token_ids(event.token_ids),
         rows=PromptEmbedsPayload(rows) if rows is not None else None,

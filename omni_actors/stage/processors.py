@@ -9,14 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from omni_actors.errors import InvalidPayload
+from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import Scalar, unpack_token_ids
+from omni_actors.protocol.payloads import PROMPT_EMBEDS, InformationValue, Prompt
 from omni_actors.protocol.stage import ROWS, Chunk
 from omni_actors.protocol.tensors import HostTensor
-from omni_actors.stage.engine_interface import StageInputs
+from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +29,32 @@ class Piece:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     start: int = 0
     final: bool = False
+    lists: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, chunk: Chunk, envelope: Envelope[Any]) -> Piece:
-        """Decode `envelope`, whose body is `chunk`. Raises `InvalidPayload` for information that is not a scalar."""
-        scalars = {}
-        if chunk.information is not None:
-            for name, entry in chunk.information.entries.items():
-                if entry.scalar is None:
-                    raise InvalidPayload(f"The additional information {name!r} must be a scalar here.")
-                scalars[name] = entry.scalar
+        """Decode `envelope`, whose body is `chunk`. Raises `InvalidPayload` if two of its tensors have one name."""
         tensors = {name: envelope.tensor(ref) for name, ref in chunk.tensors.items()}
         if chunk.rows is not None:
             tensors[ROWS] = envelope.tensor(chunk.rows.tensor)
+        scalars: dict[str, Scalar] = {}
+        lists: dict[str, Sequence[Scalar]] = {}
+        for name, value in chunk.information.values(envelope.tensor).items() if chunk.information is not None else ():
+            if isinstance(value, HostTensor):
+                if name in tensors:
+                    raise InvalidPayload(f"Two tensors of a chunk are called {name!r}.")
+                tensors[name] = value
+            elif isinstance(value, Scalar):
+                scalars[name] = value
+            else:
+                lists[name] = value
         return cls(
             token_ids=unpack_token_ids(chunk.token_ids),
             tensors=tensors,
             scalars=scalars,
             start=chunk.start,
             final=chunk.final,
+            lists=lists,
         )
 
 
@@ -74,13 +82,40 @@ class Skip:
 Action = Start | Extend | Skip
 
 
+def start_of(prompt: Prompt, envelope: Envelope[Any], facts: EngineFacts) -> Start:
+    """Start the entry stage with `prompt`, which came in `envelope`.
+
+    Raises:
+        InvalidRequest: the prompt has embeddings, and the engine takes none or those of another width.
+    """
+    media = [envelope.tensor(item.tensor) for item in prompt.media]
+    tensors: dict[str, HostTensor] = {}
+    if prompt.embeds is not None:
+        width = prompt.embeds.tensor.shape[1]
+        if not facts.embeds_width:
+            raise InvalidRequest(f"{PROMPT_EMBEDS}: this stage takes no prompt embeddings.", hint="Send token ids.")
+        if width != facts.embeds_width:
+            raise InvalidRequest(
+                f"{PROMPT_EMBEDS} have {width} values per position; this model takes {facts.embeds_width}."
+            )
+        tensors[PROMPT_EMBEDS] = envelope.tensor(prompt.embeds.tensor)
+    return Start(StageInputs(prompt=prompt, media=media, tensors=tensors))
+
+
 class StreamProcessor(ABC):
     """Turns the chunks of one request into engine input. The YAML names a subclass by name or by dotted path.
 
     Args:
         start_after: steps of the source to wait for before the stage starts; 0 for all of them.
         sources: names of the source stages.
+
+    Attributes:
+        wants_information: names of the additional information that a client may send to this class.
+        information: what the client sent for this stage: scalars, lists and tensors, set before the first `feed`.
     """
+
+    wants_information: ClassVar[tuple[str, ...]] = ()
+    information: Mapping[str, InformationValue] = {}
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
         self.start_after = start_after
@@ -94,7 +129,7 @@ class StreamProcessor(ABC):
 class Passthrough(StreamProcessor):
     """Waits for the final piece of every source, then starts with the tokens of all of them in the order of `from`.
 
-    Tensors and scalars go by name: a later piece replaces what an earlier one sent under the same name.
+    Tensors, scalars and lists go by name: a later piece replaces what an earlier one sent under the same name.
     """
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
@@ -102,6 +137,7 @@ class Passthrough(StreamProcessor):
         self._token_ids: dict[str, list[int]] = {source: [] for source in sources}
         self._tensors: dict[str, HostTensor] = {}
         self._scalars: dict[str, Scalar] = {}
+        self._lists: dict[str, Sequence[Scalar]] = {}
         self._open = set(sources)
 
     def feed(self, source: str, piece: Piece) -> list[Action]:
@@ -110,12 +146,13 @@ class Passthrough(StreamProcessor):
         tokens.extend(_unseen_tokens(piece, len(tokens)))
         self._tensors.update(piece.tensors)
         self._scalars.update(piece.scalars)
+        self._lists.update(piece.lists)
         if piece.final:
             self._open.discard(source)
         if self._open:
             return []
         joined = [token for source in self.sources for token in self._token_ids[source]]
-        return [Start(StageInputs(token_ids=joined, tensors=self._tensors, scalars=self._scalars))]
+        return [Start(StageInputs(joined, self._tensors, self._scalars, lists=self._lists))]
 
 
 class Thinker2Talker(StreamProcessor):

@@ -169,12 +169,14 @@ class Session:
             raise ProtocolError("The stage cannot serve: no coordinator has welcomed it.")
         self._actor = StageActor(self._pipeline, self._stage, self._identity, engine, processor, time.time, self._meter)
         facts = engine.facts
+        wants = (*facts.wants_information, *(processor.wants_information if processor is not None else ()))
         self.tell(
             Ready(
                 seconds=seconds,
                 voices=facts.voices,
                 sample_rate=facts.sample_rate,
                 max_input_tokens=facts.max_input_tokens,
+                wants_information=tuple(dict.fromkeys(wants)),
             )
         )
         loop = EngineLoop(

@@ -273,8 +273,8 @@ def test_payload_that_the_processor_refuses() -> None:
         ErrorCode.INVALID_PAYLOAD
     )
     stage.expect("r2")
-    information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(list=(1,))})
-    assert "scalar" in failed(stage.chunk("r2", information=information)).message
+    information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(scalar="1")})
+    assert "whole number" in failed(stage.chunk("r2", information=information)).message
 
 
 def test_streamed_rows_extend_a_running_request() -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from omni_actors.config import PARAMS_BY_KIND, CoordinatorConfig, PipelineConfig, suggest
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.payloads import StageParams
-
-TOKEN_BYTES = 4  # token ids travel as int32
+from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, StageParams
 
 
 class AdmittedRequest(NamedTuple):
@@ -42,7 +40,7 @@ def admit(
             )
     if submit.voice is not None and voices and submit.voice not in voices:
         raise UnknownVoice(f"There is no voice {submit.voice!r}; the voices are {_listed(voices)}.")
-    tokens = len(submit.prompt.token_ids) // TOKEN_BYTES
+    tokens = submit.prompt.length
     if 0 < max_input_tokens < tokens:
         raise PromptTooLong(f"The prompt has {tokens} tokens; at most {max_input_tokens} are allowed.")
     stages = pipeline.route(submit.modalities)
@@ -68,9 +66,24 @@ def deadline_of(coordinator: CoordinatorConfig, given: float, now: float) -> flo
 
 
 def size_of(submit: Submit, buffers: Sequence[Frame]) -> int:
-    """Bytes of a request's prompt and media, roughly."""
+    """Bytes of a request's prompt, media and additional information, roughly."""
     texts = sum(len(part.text or "") for message in submit.prompt.messages for part in message.content)
-    return texts + len(submit.prompt.token_ids) + sum(memoryview(buffer).nbytes for buffer in buffers)
+    information = submit.information.size if submit.information is not None else 0
+    return texts + len(submit.prompt.token_ids) + information + sum(memoryview(buffer).nbytes for buffer in buffers)
+
+
+def unwanted_information(
+    names: Iterable[str], wanted: Collection[str], stages: tuple[str, ...]
+) -> InvalidRequest | None:
+    """The refusal of additional information that no stage of the route wants; `None` if each name is wanted."""
+    for name in sorted(names):
+        if name not in wanted:
+            return InvalidRequest(
+                f"{ADDITIONAL_INFORMATION}: none of the stages {_listed(stages)} wants {name!r}."
+                f"{suggest(name, wanted)}",
+                hint="A stage names what it wants in EngineFacts or in its StreamProcessor (docs/extending.md).",
+            )
+    return None
 
 
 def _stage_params(pipeline: PipelineConfig, given: Mapping[str, StageParams]) -> dict[str, StageParams]:

@@ -126,7 +126,7 @@ class RequestMachine:
                 f"{self.in_flight} requests are in flight, the limit is {limit}.", retry_after=RETRY_AFTER_SECONDS
             )
         deadline = deadline_of(self.pipeline.coordinator, header.deadline, now)
-        longest = self.max_input_tokens if submit.prompt.token_ids else 0
+        longest = self.max_input_tokens if submit.prompt.length else 0
         admitted = admit(self.pipeline, submit, self.replicas.voices, longest)
         size = size_of(submit, buffers)
         for stage in admitted.stages:
@@ -141,7 +141,8 @@ class RequestMachine:
             seed=submit.seed if submit.seed is not None else self._new_seed(),
             voice=submit.voice,
             priority=submit.priority,
-            retained=Retained(submit.prompt, buffers, size),
+            retained=Retained(submit.prompt, buffers, size, submit.information),
+            information=frozenset(submit.information.entries) if submit.information is not None else frozenset(),
         )
         self.retained_bytes += size
         self.active.add(request)
@@ -183,17 +184,25 @@ class RequestMachine:
         return instructions
 
     def _open_stage(self, request: ActiveRequest, stage: str) -> ToStage:
-        """Announce a request to a stage; the entry stage gets the prompt."""
-        retained = request.retained if stage == self._entry else None
+        """Announce a request to a stage. The entry stage gets the prompt, each stage the information that it wants."""
+        retained, prompt, information = request.retained, None, None
+        buffers: list[Frame] = []
+        if retained is not None and stage == self._entry:
+            prompt, buffers = retained.prompt, [*retained.prompt_buffers]
+        replica = self.replicas.at(request.bound[stage])
+        if retained is not None and replica is not None:
+            information, more = retained.select_information(replica.wants_information, len(buffers))
+            buffers += more
         body = OpenRequest(
             route=request.route,
             params=request.params[stage],
             seed=request.seed,
             voice=request.voice,
             priority=request.priority,
-            prompt=retained.prompt if retained is not None else None,
+            prompt=prompt,
+            information=information,
         )
-        return self._to_stage(request, stage, body, retained.buffers if retained is not None else ())
+        return self._to_stage(request, stage, body, buffers)
 
     def _resends(self, request: ActiveRequest, opened: Sequence[str]) -> list[Instruction]:
         """Ask the stages that went on to send those that start again their input."""

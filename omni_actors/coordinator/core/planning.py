@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omni_actors.config import LossPolicy, PipelineConfig
+from omni_actors.coordinator.core.admission import unwanted_information
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.requests import ActiveRequest
 from omni_actors.coordinator.core.restart_scope import StageGraph
@@ -49,7 +51,7 @@ class Planner:
         """Choose the least loaded replica of every stage that the request still needs."""
         missing = request.missing
         if self._entry in missing and request.retained is None:
-            return Unavailable(StageLost("What it takes to run the request again was not kept."))
+            return Unavailable(_not_kept())
         chosen = []
         # The stage that suspects it last: no replica is emptied for a request that has to wait for another one.
         for stage in sorted(missing, key=lambda stage: stage == request.suspected_by):
@@ -58,7 +60,19 @@ class Planner:
             if replica is None:
                 return Wait(stage) if self._replicas.recoverable(stage) else Unavailable(_unavailable(request, stage))
             chosen.append(replica)
-        return Route(tuple(chosen))
+        error = self._information_error(request, chosen)
+        return Route(tuple(chosen)) if error is None else Unavailable(error)
+
+    @staticmethod
+    def _information_error(request: ActiveRequest, chosen: Sequence[Replica]) -> OmniError | None:
+        """Why these replicas cannot run a request for the sake of its additional information."""
+        if not request.information:
+            return None
+        wanted = {name for replica in chosen for name in replica.wants_information}
+        if request.retained is None and not request.information.isdisjoint(wanted):
+            return _not_kept()
+        whole_route = len(chosen) == len(request.stages)
+        return unwanted_information(request.information, wanted, request.stages) if whole_route else None
 
     def replays(self, stage: str) -> bool:
         """Whether work that a stage loses runs again, as configured."""
@@ -96,6 +110,10 @@ class Planner:
         """
         needed = {stage, *self.graph.downstream[stage]} & set(request.stages)
         return needed <= set(request.usage)
+
+
+def _not_kept() -> StageLost:
+    return StageLost("What it takes to run the request again was not kept.")
 
 
 def _unavailable(request: ActiveRequest, stage: str) -> StageUnavailable:

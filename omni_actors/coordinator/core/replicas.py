@@ -69,6 +69,7 @@ class Replica:
     voices: tuple[str, ...] = ()
     sample_rate: int = 0
     max_input_tokens: int = 0
+    wants_information: tuple[str, ...] = ()
     progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
@@ -142,6 +143,7 @@ class Replica:
         self.phase, self.seconds = "ready", facts.seconds
         self.voices, self.sample_rate = facts.voices, facts.sample_rate
         self.max_input_tokens = facts.max_input_tokens
+        self.wants_information = facts.wants_information
 
     def hold(self, request_id: str) -> None:
         """Bind a request to it."""

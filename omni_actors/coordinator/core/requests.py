@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from omni_actors.coordinator.core.delivery import Delivery
 from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, RequestEvent, RequestState
 from omni_actors.protocol.client import RequestStatus
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.header import ReplicaId
-from omni_actors.protocol.payloads import Prompt, StageParams
+from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, Prompt, StageParams
 from omni_actors.protocol.results import StageUsage
 from omni_actors.transitions import advance
 
@@ -33,11 +35,33 @@ class Loss:
 
 @dataclass(frozen=True)
 class Retained:
-    """The input of the entry stage, kept to run a request again."""
+    """What the client sent for the stages, kept to run a request again."""
 
     prompt: Prompt
-    buffers: Sequence[Frame]
+    buffers: Sequence[Frame]  # those of the prompt, then those of the information
     size: int  # bytes that count for the budget
+    information: AdditionalInformationPayload | None = None
+
+    @property
+    def prompt_buffers(self) -> Sequence[Frame]:
+        of_information = len(self.information.tensor_refs()) if self.information is not None else 0
+        return self.buffers[: len(self.buffers) - of_information]
+
+    def select_information(
+        self, names: Collection[str], first: int
+    ) -> tuple[AdditionalInformationPayload | None, list[Frame]]:
+        """Return the information with these names and its buffers, which are numbered from `first`."""
+        buffers: list[Frame] = []
+        entries = {}
+        for name, entry in self.information.entries.items() if self.information is not None else ():
+            if name not in names:
+                continue
+            if entry.tensor is not None:
+                buffers.append(self.buffers[entry.tensor.buffer])
+                place = msgspec.structs.replace(entry.tensor, buffer=first + len(buffers) - 1)
+                entry = AdditionalInformationEntry(tensor=place)
+            entries[name] = entry
+        return (AdditionalInformationPayload(entries), buffers) if entries else (None, [])
 
 
 @dataclass
@@ -58,6 +82,7 @@ class ActiveRequest:
     voice: str | None = None
     priority: int = 0
     retained: Retained | None = None
+    information: frozenset[str] = frozenset()  # names of what the client sent, also when it is no longer kept
     state: RequestState = RequestState.WAITING
     bound: dict[str, ReplicaId] = field(default_factory=dict)  # by stage; not all of them while it waits
     attempt: int = 0
