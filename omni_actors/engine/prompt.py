@@ -24,10 +24,10 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.media import DecodedMedia, MediaLimits, check_media, decode_media
-from omni_actors.engine.tensors import FRAME_PREFIX
+from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, OmniError, PromptTooLong
 from omni_actors.protocol.fields import unpack_token_ids
-from omni_actors.protocol.payloads import MEDIA_MODALITIES, Prompt
+from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, Prompt
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import (
@@ -84,6 +84,7 @@ class PromptEngine(StageEngine):
         self.processor = self.renderer.get_mm_processor().info.get_hf_processor()
         self._tokenizer = self.processor.tokenizer
         self._vocabulary: int = config.model_config.get_vocab_size()
+        self._embeds_width = embeds_width(config.model_config)
         self._max_tokens: int = config.model_config.max_model_len - 1  # leaves room for one token of reply
         self.placeholders: dict[str, int] = {
             modality: self._tokenizer.convert_tokens_to_ids(getattr(self.processor, f"{modality}_token"))
@@ -100,7 +101,7 @@ class PromptEngine(StageEngine):
 
     @property
     def facts(self) -> EngineFacts:
-        return EngineFacts(max_input_tokens=self._max_tokens)
+        return EngineFacts(max_input_tokens=self._max_tokens, embeds_width=self._embeds_width)
 
     @property
     def limits(self) -> MediaLimits:
@@ -120,7 +121,8 @@ class PromptEngine(StageEngine):
         for index, (media, tensor) in enumerate(zip(prompt.media, inputs.media, strict=True)):
             check_media(media, tensor, self._limits, index)
         self._check_prompt(prompt)
-        self._waiting.append((request, prompt, inputs.media))
+        tensors = [*inputs.media, *self._embeds(prompt, inputs)]
+        self._waiting.append((request, prompt, tensors))
 
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
@@ -155,7 +157,7 @@ class PromptEngine(StageEngine):
             return [ErrorEvent(request.request_id, failure)]
         return [
             StreamEvent(request.request_id, token_ids=token_ids, tensors=tensors, start=0, final=True),
-            FinishedEvent(request.request_id, FinishReason.STOP, 0, len(token_ids)),
+            FinishedEvent(request.request_id, FinishReason.STOP, 0, max(len(token_ids), prompt.length)),
         ]
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
@@ -176,7 +178,8 @@ class PromptEngine(StageEngine):
             token_ids = unpack_token_ids(prompt.token_ids)
             if wrong := [token for token in token_ids if not 0 <= token < self._vocabulary]:
                 raise InvalidPayload(f"Token id {wrong[0]} is outside the vocabulary 0..{self._vocabulary - 1}.")
-            self._check_length(len(token_ids))
+        if prompt.length:
+            self._check_length(prompt.length)
             return
         parts = [part for message in prompt.messages for part in message.content]
         if not any(part.media is not None or (part.text and part.text.strip()) for part in parts):
@@ -184,6 +187,16 @@ class PromptEngine(StageEngine):
         named = {part.media for part in parts}
         if unused := [index for index in range(len(prompt.media)) if index not in named]:
             raise InvalidRequest(f"No message refers to media {unused}.")
+
+    def _embeds(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
+        """The embeddings of a prompt, if it came as such. The thinker checks their values."""
+        if prompt.embeds is None:
+            return []
+        if PROMPT_EMBEDS not in inputs.tensors or not self._embeds_width:
+            raise InvalidRequest(f"{PROMPT_EMBEDS}: this stage takes none.", hint="Set engine.enable_prompt_embeds.")
+        embeds = inputs.tensors[PROMPT_EMBEDS]
+        check_rows(embeds, self._embeds_width, PROMPT_EMBEDS, minimum=1)
+        return [embeds]
 
     def _check_length(self, n_tokens: int) -> None:
         if n_tokens > self._max_tokens:
@@ -208,6 +221,8 @@ class PromptEngine(StageEngine):
     def _process(
         self, request_id: str, prompt: Prompt, tensors: Sequence[HostTensor]
     ) -> tuple[list[int], dict[str, HostTensor]]:
+        if prompt.embeds is not None:  # nothing to process: there are neither texts nor media
+            return unpack_token_ids(prompt.token_ids), {PROMPT_EMBEDS: tensors[0]}
         decoded = [
             decode_media(media, tensor, self._limits, index)
             for index, (media, tensor) in enumerate(zip(prompt.media, tensors, strict=True))

@@ -89,9 +89,9 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
     """Mixin, in front of vLLM's V2 `GPUModelRunner` (the base class of the CPU runner, too).
 
     Rows out: in every step, requests with an `EmitRows` payload get one row [width] for each position computed in it:
-    last hidden state + token embedding, without the embedding at multimodal positions of the prompt. That is the input
-    of Qwen2.5-Omni's talker. Rows in: `SchedulerOutput.omni_row_updates` goes to the ModelState, if it is a
-    `StreamedInputState`.
+    last hidden state + token embedding, without the embedding at multimodal positions of the prompt, and with the given
+    embedding where a prompt came as embeddings. That is the input of Qwen2.5-Omni's talker. Rows in:
+    `SchedulerOutput.omni_row_updates` goes to the ModelState, if it is a `StreamedInputState`.
 
     Under pipeline parallelism the last rank has the hidden states and emits the rows, the first one takes rows in; the
     model must be able to embed tokens on both.
@@ -100,6 +100,7 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._emitting: dict[str, list[Any]] = {}  # request that emits rows -> its media
+        self._given: dict[str, torch.Tensor] = {}  # request that emits rows -> its prompt's embeddings, on the CPU
 
     @property
     def _streamed_input(self) -> StreamedInputState | None:
@@ -112,6 +113,8 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
         for request in scheduler_output.scheduled_new_reqs:
             if isinstance(payload_of(request), EmitRows):
                 self._emitting[request.req_id] = request.mm_features
+                if request.prompt_embeds is not None:
+                    self._given[request.req_id] = request.prompt_embeds
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().update_requests(scheduler_output)
@@ -124,6 +127,7 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
         # vLLM treats preempted requests as finished too; only these have really ended.
         for request_id in scheduler_output.finished_req_ids:
             self._emitting.pop(request_id, None)
+            self._given.pop(request_id, None)
             if self._streamed_input is not None:
                 self._streamed_input.drop_request(request_id)
         super().finish_requests(scheduler_output)
@@ -148,6 +152,7 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
         embeddings = cast("VllmModel", self.model).embed_input_ids(batch.input_ids[:n_tokens])
         if get_tp_group().rank_in_group:
             return output
+        self._put_given(embeddings, batch, starts, offsets)
         media = self._media_positions(batch, starts, offsets)
         if media is not None:
             embeddings = embeddings.masked_fill(media.unsqueeze(-1), 0)
@@ -164,6 +169,15 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
             if spans[index] is not None and starts[index] == 0 and self._emitting[request_id]
         }
         return EmittedRows(output, HostCopy({"rows": rows}, stream), spans, positions)
+
+    def _put_given(self, embeddings: torch.Tensor, batch: InputBatch, starts: list[int], offsets: list[int]) -> None:
+        """Put embeddings that came with a prompt in the place of those of its tokens, in `embeddings` [n_tokens, H]."""
+        for index, request_id in enumerate(batch.req_ids if self._given else ()):
+            given = self._given.get(request_id)
+            if given is not None and starts[index] < len(given):
+                rows = given[starts[index] : starts[index] + offsets[index + 1] - offsets[index]]
+                on_device = async_tensor_h2d(rows, device=embeddings.device, dtype=embeddings.dtype)
+                embeddings[offsets[index] : offsets[index] + len(rows)] = on_device
 
     def _media_positions(self, batch: InputBatch, starts: list[int], offsets: list[int]) -> torch.Tensor | None:
         """Mask bool [n_tokens] of positions that media fill, or None. Generated tokens are never among them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from vllm.config import ModelConfig
 
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.tensors import DType, HostTensor
@@ -46,6 +47,11 @@ def to_host(tensor: torch.Tensor) -> HostTensor:
     contiguous = tensor.detach().contiguous()
     data = contiguous.view(-1).view(torch.uint8).numpy().data if contiguous.numel() else memoryview(b"")
     return HostTensor(dtype, tuple(contiguous.shape), data)
+
+
+def embeds_width(config: ModelConfig) -> int:
+    """The width of the prompt embeddings that a model takes; 0 if they are turned off."""
+    return config.get_inputs_embeds_size() if config.enable_prompt_embeds else 0
 
 
 def check_rows(tensor: HostTensor, width: int, what: str, *, minimum: int = 0) -> None:

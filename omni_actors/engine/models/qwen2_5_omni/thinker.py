@@ -27,14 +27,18 @@ from omni_actors.engine.core import make_request
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.runner import EmitRows
 from omni_actors.engine.sampling import make_sampling_params
-from omni_actors.engine.tensors import FRAME_PREFIX, to_host
+from omni_actors.engine.scheduler import RowStream
+from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width, to_host, to_torch
 from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest
-from omni_actors.protocol.payloads import MEDIA_MODALITIES, StageParams
+from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, StreamEvent, TextEvent
 
 ARCHITECTURE = "OmniActorsQwen2_5OmniThinker"
 MAX_FRAMES = 4096
+# Of a value in prompt embeddings; the checkpoint's own are below 1. Far larger ones overflow inside the model, and the
+# NaN that follow could reach other requests through the key/value cache.
+MAX_EMBEDDING = 1e4
 
 
 def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -111,11 +115,15 @@ class ThinkerAdapter(AutoregressiveAdapter):
         self.end_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
         self._merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
         self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._embeds_width = embeds_width(model_config)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         token_ids = list(inputs.token_ids)
         features: list[MultiModalFeatureSpec] = []
-        if inputs.tensors:
+        embeds: torch.Tensor | None = None
+        if PROMPT_EMBEDS in inputs.tensors:
+            token_ids, embeds = self.read_embeds(inputs.tensors, token_ids)
+        elif inputs.tensors:
             token_ids, features = self.decode(inputs.tensors, token_ids)
         if not token_ids:
             raise InvalidRequest("The prompt is empty.")
@@ -131,16 +139,45 @@ class ThinkerAdapter(AutoregressiveAdapter):
             read_prefix_cache=not request.streams,  # cached positions are not computed and give no rows
         )
         core_request = make_request(
-            request.request_id, token_ids, sampling, mm_features=features or None, priority=request.priority
+            request.request_id,
+            token_ids,
+            sampling,
+            prompt_embeds=embeds,
+            mm_features=features or None,
+            priority=request.priority,
         )
         detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, core_request)
-        return Admission(core_request, ThinkerOutputs(request.request_id, len(token_ids), detokenizer, request.streams))
+        outputs = ThinkerOutputs(request.request_id, len(token_ids), detokenizer, request.streams)
+        # Embeddings are held as long as the request, on the device too: they count for the budget.
+        stream = RowStream(0, complete=True, held_bytes=embeds.nbytes) if embeds is not None else None
+        return Admission(core_request, outputs, stream)
 
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
         raise InvalidPayload("The thinker takes no streamed rows.")
 
     def warm_up_inputs(self, length: int) -> StageInputs:
-        return StageInputs(token_ids=[0] * length)
+        tensors = {}
+        if self._embeds_width:  # adds one kernel to those that token ids need
+            zeros = torch.zeros(length, self._embeds_width, dtype=self.vllm_config.model_config.dtype)
+            tensors[PROMPT_EMBEDS] = to_host(zeros)
+        return StageInputs(token_ids=[0] * length, tensors=tensors)
+
+    def read_embeds(self, tensors: Mapping[str, HostTensor], token_ids: list[int]) -> tuple[list[int], torch.Tensor]:
+        """Token ids of the prompt and the embeddings that stand in for theirs, in the model's dtype on the CPU."""
+        if not self._embeds_width:
+            raise InvalidRequest(f"{PROMPT_EMBEDS}: this stage takes none.", hint="Set engine.enable_prompt_embeds.")
+        if len(tensors) > 1:
+            raise InvalidPayload(f"{PROMPT_EMBEDS} stand alone; there are the tensors {sorted(tensors)[:8]}.")
+        given = tensors[PROMPT_EMBEDS]
+        check_rows(given, self._embeds_width, PROMPT_EMBEDS, minimum=1)
+        if token_ids and len(token_ids) != given.shape[0]:
+            raise InvalidPayload(f"{PROMPT_EMBEDS} have {given.shape[0]} positions for {len(token_ids)} token ids.")
+        self.check_length(given.shape[0])
+        rows = to_torch(given, PROMPT_EMBEDS)
+        if not bool((rows.abs() <= MAX_EMBEDDING).all()):  # false for NaN, too
+            raise InvalidPayload(f"{PROMPT_EMBEDS} must be finite and at most {MAX_EMBEDDING:g} in magnitude.")
+        # Without ids the prompt counts as repetitions of a row of the embedding table that no text uses.
+        return token_ids or [self.vocabulary - 1] * len(rows), rows.to(self.vllm_config.model_config.dtype)
 
     def decode(
         self, tensors: Mapping[str, HostTensor], token_ids: list[int]
@@ -220,7 +257,8 @@ SPEC = ModelSpec(
     kind="autoregressive",
     hf_overrides=thinker_config,
     vllm_models={ARCHITECTURE: Qwen2_5OmniThinker},
-    engine={"enable_prefix_caching": True},  # for requests that emit no rows
+    # Prefix caching is for requests that emit no rows.
+    engine={"enable_prefix_caching": True, "enable_prompt_embeds": True},
     # The defaults of transformers' Qwen2_5OmniForConditionalGeneration.generate.
     params=StageParams(max_tokens=1024, temperature=0.0),
     adapter="omni_actors.engine.models.qwen2_5_omni.thinker.ThinkerAdapter",
