@@ -14,7 +14,7 @@ from omni_actors.client.prompts import to_params
 from omni_actors.config import suggest
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.client import Submit
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, StageParams
 
 OneStageParams = StageParams | Mapping[str, Any] | None
 PipelineParams = Mapping[str, OneStageParams] | Sequence[OneStageParams]
@@ -25,6 +25,7 @@ _PER_PROMPT: dict[str, Any] = {
     "modalities": _SUBMIT["modalities"] | None,
     "timeout": float | None,
     "request_id": str | None,
+    ADDITIONAL_INFORMATION: dict[str, Any] | None,
 }
 # Media and the like are one value for all prompts: they are lists already. Those of single prompts go in the prompts.
 _FOR_ALL = frozenset(inspect.signature(AsyncOmniClient.submit).parameters) - {"self", "prompt", "params", *_PER_PROMPT}

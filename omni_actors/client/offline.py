@@ -122,10 +122,10 @@ class OmniLLM:
                 `None` per prompt.
             use_tqdm: shows a progress bar if standard error is a terminal; `False` never does. A class such as `tqdm`
                 makes the bar: it is called with `total`, `desc` and `dynamic_ncols`.
-            options: modalities, voice, seed, priority, timeout, request_id and traceparent, as for
-                `AsyncOmniClient.submit`, each one value for all prompts or a list with one per prompt; audios, images
-                and videos for all. Of prompts that the pipeline does not admit yet, those with a lower `priority` go
-                first.
+            options: modalities, voice, seed, priority, timeout, request_id, traceparent and additional_information, as
+                for `AsyncOmniClient.submit`, each one value for all prompts or a list with one per prompt; audios,
+                images and videos for all. Of prompts that the pipeline does not admit yet, those with a lower
+                `priority` go first.
 
         Returns:
             One output per prompt, in order. A prompt that failed has its `error` set; the others are complete.

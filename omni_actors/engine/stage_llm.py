@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections import defaultdict
@@ -13,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_actors.client.arguments import OneStageParams, is_list, params_by_stage, spread
-from omni_actors.client.outputs import OmniRequestOutput, OmniTokensPrompt
+from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.config import PARAMS_BY_KIND, StageKind
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.factory import build_engine
+from omni_actors.engine.stage_prompts import StagePrompt, StagePrompts
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.protocol.fields import Priority
 from omni_actors.protocol.payloads import StageParams
@@ -27,13 +29,10 @@ from omni_actors.stage.engine_interface import (
     EngineEvent,
     ErrorEvent,
     FinishedEvent,
-    StageInputs,
     StageRequest,
     StreamEvent,
     TextEvent,
 )
-
-StagePrompt = StageInputs | OmniTokensPrompt
 
 
 class StageLLM:
@@ -53,6 +52,7 @@ class StageLLM:
     def __init__(self, arguments: OmniEngineArgs) -> None:
         self.stage = arguments.model_config.model_stage
         self.engine = build_engine(arguments)
+        self._prompts = StagePrompts(arguments, self.engine.facts)
         self._takes_params = bool(PARAMS_BY_KIND[StageKind(arguments.kind)])
         self._numbers = itertools.count()
 
@@ -72,7 +72,8 @@ class StageLLM:
         with them, its result keeps what was made until then, with an `InvalidRequest` as `error`.
 
         Args:
-            prompts: token ids with named tensors and scalars, or stage inputs.
+            prompts: an `OmniTokensPrompt`, or stage inputs. The media of a prompt are processed here, as a pipeline's
+                prompt stage does.
             params: sampling parameters for all prompts, or a list with those of each: a `StageParams`, a mapping of its
                 fields, or `None` for the model's defaults.
             seed: prompt i gets `seed + i`, or the i-th of a list; a seed in its parameters wins.
@@ -101,7 +102,8 @@ class StageLLM:
             request = StageRequest(f"{self.stage}-{next(self._numbers)}", own, start, speaker, rank, streams)
             answer = answers[request.request_id] = _Answer(self.stage, request.request_id)
             try:
-                self.engine.start(request, as_inputs(prompt))
+                inputs, information = self._prompts.read(prompt)
+                self.engine.start(dataclasses.replace(request, information=information), inputs)
             except OmniError as error:
                 answer.fail(error)
         self._run(answers)
@@ -146,6 +148,7 @@ class StageLLM:
 
     def shutdown(self) -> None:
         """Free the engine. The object is not used afterwards."""
+        self._prompts.close()
         self.engine.shutdown()
 
     def __enter__(self) -> StageLLM:
@@ -204,15 +207,6 @@ class _Answer:
             self._output.audio = np.concatenate(self._audio)
         self._output.tensors = {name: join(parts) for name, parts in self._tensors.items()}
         return self._output
-
-
-def as_inputs(prompt: StagePrompt) -> StageInputs:
-    """Convert a prompt in either form to stage inputs."""
-    if isinstance(prompt, StageInputs):
-        return prompt
-    return StageInputs(
-        token_ids=prompt["prompt_token_ids"], tensors=prompt.get("tensors", {}), scalars=prompt.get("scalars", {})
-    )
 
 
 def join(parts: Sequence[HostTensor]) -> HostTensor:

@@ -16,13 +16,12 @@ from omni_actors.engine.models.qwen2_5_omni.thinker import check_feature
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import OmniSchedulerInterface, OmniSchedulerMixin, RowStream
-from omni_actors.engine.stage_llm import as_inputs, join
+from omni_actors.engine.stage_llm import join
 from omni_actors.engine.tensors import check_rows, to_host, to_torch
 from omni_actors.engine.worker_base import HostCopy
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, Overloaded
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.stage.engine_interface import StageInputs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tensors
@@ -418,13 +417,6 @@ def test_codec_tokens_leave_by_blocks_of_the_vocoder(count: int, ends: bool) -> 
     assert [event.start for event in events] == list(range(0, max(spoken, 1), 12))[: len(events)] or spoken % 12 == 0
     assert [event.final for event in events] == [False] * (len(events) - 1) + [True]
     assert all(len(event.token_ids) == 12 for event in events[:-1])
-
-
-def test_stage_llm_takes_prompts_in_both_forms():
-    inputs = StageInputs(token_ids=[1])
-    assert as_inputs(inputs) is inputs
-    expected = StageInputs(token_ids=[1, 2], scalars={"a": 1})
-    assert as_inputs({"prompt_token_ids": [1, 2], "scalars": {"a": 1}}) == expected
 
 
 def test_stage_llm_joins_streamed_tensors():
