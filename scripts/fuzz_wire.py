@@ -28,10 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from omni_actors.client import AsyncOmniClient, OmniClient
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.client import StageStatus
-from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, Frame, encode
+from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, Frame, encode
 from omni_actors.protocol.common import Credit
 from omni_actors.protocol.header import Block, Header, Limits
-from omni_actors.protocol.stage import IntoStage
+from omni_actors.protocol.payloads import AdditionalInformationPayload
+from omni_actors.protocol.stage import Chunk, IntoStage, OpenRequest
+from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.recorder import INBOUND, read
 from omni_actors.transport.sockets import Socket, Sockets, try_send
 from tests.support.builders import chain
@@ -75,10 +77,28 @@ def captured(folder: Path) -> tuple[list[list[bytes]], int]:
     recording = max((folder / "recording").glob(f"{TARGET}-*"), key=lambda path: path.stat().st_size)
     origin, entries = read(recording)
     messages = [entry.frames for entry in entries if entry.direction == INBOUND]
+    messages += with_information(messages)
     credit = Credit(messages=3, bytes=1000, released=(1, 2, 3), mapped=True)
     sender = Header("", stage="code2wav", epoch=origin.stage.epoch)
     messages.append([bytes(frame) for frame in encode(sender, credit)])
     return messages, origin.stage.epoch
+
+
+def with_information(messages: list[list[bytes]]) -> list[list[bytes]]:
+    """The first announcement and the first chunk again, with a scalar, a list and a tensor of information."""
+    decoder: Decoder[IntoStage] = Decoder(IntoStage)
+    made: dict[type, list[bytes]] = {}
+    for envelope in map(decoder.decode, messages):
+        if isinstance(envelope.body, OpenRequest | Chunk) and type(envelope.body) not in made:
+            buffers = BufferList()
+            buffers.buffers += envelope.buffers
+            table = HostTensor(DType.U8, (64,), bytes(64))
+            values = {"speed": 1.5, "names": ["a", 2], "table": table}
+            body = msgspec.structs.replace(
+                envelope.body, information=AdditionalInformationPayload.of(values, buffers.add)
+            )
+            made[type(body)] = [bytes(frame) for frame in encode(envelope.header, body, buffers.buffers)]
+    return list(made.values())
 
 
 def of_epoch(messages: list[list[bytes]], old: int, new: int) -> list[list[bytes]]:

@@ -241,6 +241,24 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         ),
         [],
     ),
+    (
+        Submit(
+            prompt=Prompt(embeds=PromptEmbedsPayload(TensorRef(DType.F16, (1, 2), 0)), token_ids=pack_token_ids([7])),
+            information=INFORMATION,
+        ),
+        [bytes(4), b"x"],
+    ),
+    (
+        OpenRequest(
+            route=(REPLICA,),
+            params=StageParams(),
+            seed=9,
+            prompt=Prompt(embeds=PromptEmbedsPayload(TensorRef(DType.BF16, (1, 2), 0))),
+            information=INFORMATION,
+        ),
+        [bytes(4), b"x"],
+    ),
+    (Ready(seconds=1.5, wants_information=("speed", "names")), []),
 ]
 HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 
