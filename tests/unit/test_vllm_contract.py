@@ -1,171 +1,159 @@
-"""The names and signatures of vLLM that the engine package relies on. A vLLM bump is judged here first."""
+"""The names and signatures of vLLM that the engine package relies on, in every supported release.
+
+The installed release is described as it is; the others were recorded from their wheels (`scripts/vllm_signatures.py`).
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import pytest
+from packaging.version import Version
 
-pytest.importorskip("omni_actors.engine")  # prepares the process, which must precede vLLM
+from omni_actors.vllm_version import SUPPORTED
+from tests.support import vllm_contract
+from tests.support.vllm_contract import Own, Release, problems
+from tests.support.vllm_release import describe, recorded
 
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models.llama import LlamaModel
-from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import (
-    EngineCoreEvent,
-    EngineCoreEventType,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-)
-from vllm.v1.engine.core import EngineCore
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.mm.rope import RopeState
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-from vllm.v1.worker.gpu.model_states.interface import ModelState
-from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu_worker import Worker
-from vllm.v1.worker.worker_base import WorkerBase
-
-# (function, the parameters that we pass or receive by name or position)
-SIGNATURES = [
-    (EngineCore.__init__, ["vllm_config", "executor_class", "log_stats"]),
-    (EngineCore.preprocess_add_request, ["request"]),
-    (EngineCore.add_request, ["request", "request_wave"]),
-    (EngineCore.abort_requests, ["request_ids"]),
-    (EngineCore.step, []),
-    (EngineCore.step_with_batch_queue, []),
-    (EngineCore.post_step, ["model_executed"]),
-    (EngineCore.shutdown, []),
-    (Scheduler.schedule, ["throttle_prefills"]),
-    (Scheduler.add_request, ["request"]),
-    (Scheduler.finish_requests, ["request_ids", "finished_status"]),
-    (Scheduler.update_from_output, ["scheduler_output", "model_runner_output"]),
-    (Scheduler._free_request, ["request"]),
-    (Scheduler._handle_blocked_waiting_request, ["request"]),
-    (Scheduler.get_request_counts, []),
-    (GPUModelRunner.__init__, ["vllm_config", "device"]),
-    (GPUModelRunner.load_model, ["load_dummy_weights"]),
-    (GPUModelRunner.add_requests, ["scheduler_output"]),
-    (GPUModelRunner.update_requests, ["scheduler_output"]),
-    (GPUModelRunner.finish_requests, ["scheduler_output"]),
-    (GPUModelRunner.sample_tokens, ["grammar_output"]),
-    (ModelState.add_request, ["req_index", "new_req_data"]),
-    (DefaultModelState.prepare_inputs_embeds, ["scheduled_encoder_inputs", "input_batch", "req_states"]),
-    (RopeState.read_prefill_positions, ["req_idx", "length"]),
-    (
-        Sampler._sample_random,
-        ["processed_logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "top_k", "top_p", "use_fused_sampler"],
-    ),
-    (Worker._make_model_runner, []),
-    (Worker.load_model, ["load_dummy_weights"]),
-    (Worker.determine_available_memory, []),
-    (WorkerBase.init_device, []),
-    (UniProcExecutor.supports_async_scheduling, []),
-    (Scheduler.make_stats, []),
-    (AsyncModelRunnerOutput.get_output, []),
-    (LlamaModel.forward, ["input_ids", "positions", "intermediate_tensors", "inputs_embeds"]),
-    (Qwen2_5OmniThinkerForConditionalGeneration.embed_input_ids, ["input_ids"]),
-]
+STATE = "vllm.v1.core.sched.scheduler:Scheduler"
+AGAIN = "run python scripts/vllm_signatures.py WHEEL"
 
 
-@pytest.mark.parametrize(("function", "expected"), SIGNATURES, ids=lambda value: getattr(value, "__qualname__", ""))
-def test_signature(function, expected):
-    names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
-    assert [name for name in names if name in expected] == expected
+@pytest.fixture(scope="module")
+def described() -> tuple[Release, Own]:
+    return describe()
+
+
+@pytest.fixture
+def installed(described: tuple[Release, Own]) -> Release:
+    return copy.deepcopy(described[0])
+
+
+@pytest.fixture
+def own(described: tuple[Release, Own]) -> Own:
+    return described[1]
+
+
+def read(path: Path) -> Release:
+    return msgspec.json.decode(path.read_bytes(), type=Release)
+
+
+def test_the_installed_release_has_what_the_engine_relies_on(installed: Release, own: Own) -> None:
+    assert problems(installed, own, list(installed.overridden)) == []
+    assert len(installed.overridden) > 30
+    assert vllm_contract.untested(installed) == {}
+
+
+@pytest.mark.parametrize("path", recorded(), ids=lambda path: path.stem)
+def test_a_recorded_release_has_what_the_engine_relies_on(path: Path, installed: Release, own: Own) -> None:
+    release = read(path)
+    assert vllm_contract.untested(release) == {}, AGAIN
+    assert problems(release, own, list(installed.overridden)) == []
+
+
+def test_every_supported_minor_release_is_checked(installed: Release) -> None:
+    checked = {Version(version).release[:2] for version in (installed.version, *(path.stem for path in recorded()))}
+    minors = {(0, minor) for minor in range(100) if SUPPORTED.contains(f"0.{minor}.0")}
+    assert checked == minors
+    assert len(minors) == 2
+
+
+@pytest.mark.skipif("OMNI_TEST_VLLM_WHEEL" not in os.environ, reason="OMNI_TEST_VLLM_WHEEL names no wheel of vLLM")
+def test_a_wheel_is_what_was_recorded_of_it(installed: Release, own: Own) -> None:
+    release, own_there = describe(Path(os.environ["OMNI_TEST_VLLM_WHEEL"]))
+    assert own_there == own
+    if release.version != installed.version:
+        (path,) = (path for path in recorded() if path.stem == release.version)
+        assert release == read(path), AGAIN
+    assert problems(release, own, list(installed.overridden)) == []
+
+
+# -- what a release can change, and the problem that it makes
+
+
+def lose_a_function(release: Release) -> str:
+    del release.callables[f"{STATE}.make_stats"]
+    return "make_stats is missing"
+
+
+def lose_an_argument(release: Release) -> str:
+    release.callables["vllm.sampling_params:SamplingParams"].remove("extra_args=")
+    return "SamplingParams takes no extra_args"
+
+
+def want_another_argument(release: Release) -> str:
+    release.callables[f"{STATE}.finish_requests"].append("reason")
+    return "finish_requests needs reason, which we do not pass"
+
+
+def lose_a_field(release: Release) -> str:
+    release.fields["vllm.v1.engine:EngineCoreOutput"].remove("pooling_output")
+    return "EngineCoreOutput has no pooling_output"
+
+
+def lose_an_attribute(release: Release) -> str:
+    release.contains["vllm.v1.request:Request.__init__"].remove("self.num_computed_tokens")
+    return "Request.__init__ does not contain 'self.num_computed_tokens'"
+
+
+def change_an_order(release: Release) -> str:
+    release.contains[f"{STATE}.schedule"].reverse()
+    return "schedule has another order"
+
+
+def pass_more_to_an_override(release: Release) -> str:
+    release.overridden["DiffusionWorker.execute_model"].append("randomize_inputs")
+    return "DiffusionWorker.execute_model['scheduler_output'] does not take what vLLM passes"
+
+
+def rename_what_is_overridden(release: Release) -> str:
+    del release.overridden["DiffusionScheduler._handle_blocked_waiting_request"]
+    return "DiffusionScheduler._handle_blocked_waiting_request overrides nothing any more"
+
+
+def add_an_abstract_method(release: Release) -> str:
+    release.abstract["EmittedRows"].append("get_timing")
+    return "EmittedRows does not define get_timing, which is abstract"
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"),
+    "change",
     [
-        (
-            EngineCoreRequest,
-            "request_id prompt_token_ids mm_features sampling_params pooling_params arrival_time lora_request "
-            "cache_salt data_parallel_rank prompt_embeds prompt_is_token_ids priority",
-        ),
-        (EngineCoreOutput, "request_id new_token_ids finish_reason pooling_output events"),
-        (EngineCoreOutputs, "outputs scheduler_stats"),
-        (EngineCoreEvent, "type timestamp"),
-        (SamplingParams, "extra_args skip_reading_prefix_cache stop_token_ids seed ignore_eos min_tokens"),
+        lose_a_function,
+        lose_an_argument,
+        want_another_argument,
+        lose_a_field,
+        lose_an_attribute,
+        change_an_order,
+        pass_more_to_an_override,
+        rename_what_is_overridden,
+        add_an_abstract_method,
     ],
 )
-def test_struct_fields(kind, fields):
-    assert set(fields.split()) <= set(kind.__struct_fields__)
+def test_what_a_release_changes_is_one_problem_with_its_name(
+    change: Callable[[Release], str], installed: Release, own: Own
+) -> None:
+    overridden = list(installed.overridden)
+    expected = change(installed)
+    (problem,) = problems(installed, own, overridden)
+    assert expected in problem
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"),
+    ("ours", "theirs", "fits"),
     [
-        (NewRequestData, "req_id sampling_params mm_features prefill_token_ids prompt_embeds"),
-        (SchedulerOutput, "scheduled_new_reqs num_scheduled_tokens total_num_scheduled_tokens finished_req_ids"),
-        (ModelRunnerOutput, "pooler_output req_ids sampled_token_ids"),
-        (InputBatch, "req_ids num_reqs num_tokens idx_mapping_np query_start_loc_np num_computed_tokens_np input_ids"),
-        (SchedulerStats, "kv_cache_usage prefix_cache_stats"),
-        (PrefixCacheStats, "queries hits"),
-        (MultiModalFeatureSpec, "data modality identifier mm_position"),
-        (PlaceholderRange, "offset length is_embed"),
-        (
-            EngineArgs,
-            "model worker_cls scheduler_cls distributed_executor_backend hf_overrides additional_config "
-            "async_scheduling generation_config mm_processor_cache_gb kernel_config enable_prompt_embeds "
-            "skip_tokenizer_init enable_prefix_caching skip_mm_profiling",
-        ),
+        (["a", "b"], ["a", "b"], True),
+        (["a", "b="], ["a"], True),
+        (["*args", "**kwargs"], ["a", "b="], True),
+        (["a", "*rest"], ["a", "b", "c"], True),
+        (["a"], ["a", "b="], False),
+        (["b", "a"], ["a", "b"], False),
+        (["a", "b"], ["a"], False),
     ],
 )
-def test_dataclass_fields(kind, fields):
-    assert set(fields.split()) <= {field.name for field in dataclasses.fields(kind)}
-
-
-def test_attributes_read_in_methods():
-    """Instance attributes have no signature; the source must at least set them where we expect it."""
-    expected = {
-        Scheduler.__init__: ("self.current_step", "self.running", "self.requests", "self.finished_req_ids"),
-        Request.__init__: ("self.next_decode_eligible_step", "self.num_computed_tokens", "self.num_prompt_tokens"),
-        EngineCore.__init__: ("self.batch_queue", "self.step_fn", "self.scheduler", "self.model_executor"),
-        GPUModelRunner.__init__: ("self.output_copy_stream", "self.encoder_cache", "self.req_states"),
-        GPUModelRunner.execute_model: ("self.execute_model_state = ",),
-        DefaultModelState.__init__: ("self.rope_state", "self.prompt_embeds_state"),
-    }
-    for function, names in expected.items():
-        source = inspect.getsource(function)
-        assert not [name for name in names if name not in source], function.__qualname__
-
-
-def test_a_held_request_is_skipped_and_the_step_advances_first():
-    source = inspect.getsource(Scheduler.schedule)
-    advance = source.index("self.current_step += 1")
-    assert advance < source.index("self.current_step < request.next_decode_eligible_step")
-
-
-def test_every_waiting_request_is_asked_about_before_it_is_admitted():
-    """The budget of diffusion stages answers False for a request that must wait."""
-    source = inspect.getsource(Scheduler.schedule)
-    asked = source.index("ready_to_schedule = self._handle_blocked_waiting_request(request)")
-    assert "if not ready_to_schedule:" in source[asked:].splitlines()[1]
-    assert asked < source.index("request.status = RequestStatus.RUNNING")
-
-
-def test_any_output_with_an_attachment_reaches_the_engine():
-    source = inspect.getsource(Scheduler.update_from_output)
-    assert "pooling_output=pooler_output" in source
-    assert "new_token_ids or pooler_output is not None or stopped" in source
-
-
-def test_enumerations():
-    assert {reason.name for reason in FinishReason} >= {"STOP", "LENGTH", "ABORT", "ERROR", "REPETITION"}
-    assert RequestStatus.FINISHED_ERROR in RequestStatus
-    assert RequestStatus.FINISHED_ABORTED in RequestStatus
-    assert {event.name for event in EngineCoreEventType} >= {"SCHEDULED", "PREEMPTED"}
-    assert issubclass(AsyncScheduler, Scheduler)
+def test_an_override_fits_if_it_takes_every_call(ours: list[str], theirs: list[str], fits: bool) -> None:
+    assert vllm_contract.takes(ours, theirs) is fits

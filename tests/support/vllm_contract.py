@@ -1,0 +1,235 @@
+"""What the engine package relies on in vLLM, as a table, and the check of a release against it.
+
+`vllm_release.py` describes a release in the same terms. Names are `module:attribute`. What our classes override is not
+in the table: the description finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+_CORE = "vllm.v1.engine.core:EngineCore"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_STATE = "vllm.v1.worker.gpu.model_states.default:DefaultModelState"
+_LAYERS = "vllm.model_executor.layers"
+_MODELS = "vllm.model_executor.models"
+
+# Functions and classes that we call -> the arguments that we pass, by position or name.
+CALLED: dict[str, str] = {
+    _CORE: "vllm_config executor_class log_stats",
+    f"{_CORE}.preprocess_add_request": "request",
+    f"{_CORE}.add_request": "request request_wave",
+    f"{_CORE}.abort_requests": "request_ids",
+    f"{_CORE}.step": "",
+    f"{_CORE}.step_with_batch_queue": "",
+    f"{_CORE}.post_step": "model_executed",
+    f"{_CORE}.shutdown": "",
+    f"{_SCHEDULER}.finish_requests": "request_ids finished_status",
+    f"{_SCHEDULER}.get_request_counts": "",
+    f"{_SCHEDULER}.has_requests": "",
+    f"{_SCHEDULER}.make_stats": "",
+    "vllm.v1.executor:Executor.get_class": "vllm_config",
+    "vllm.v1.executor:Executor.collective_rpc": "method",
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor.supports_async_scheduling": "",
+    _RUNNER: "vllm_config device",
+    "vllm.v1.worker.gpu.mm.rope:RopeState.read_prefill_positions": "req_idx length",
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "",
+    "vllm.v1.engine.input_processor:InputProcessor": "vllm_config",
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "request_id prompt params supported_tasks",
+    "vllm.renderers.base:BaseRenderer.render_cmpl": "prompts",
+    "vllm.renderers.base:BaseRenderer.get_mm_processor": "",
+    "vllm.renderers.base:BaseRenderer.shutdown": "",
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer.from_new_request": "tokenizer request",
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer.update": "new_token_ids stop_terminated",
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer.get_next_output_text": "finished delta",
+    "vllm.v1.serial_utils:MsgpackEncoder.encode": "obj",
+    "vllm.v1.serial_utils:MsgpackDecoder": "t",
+    "vllm.v1.serial_utils:MsgpackDecoder.decode": "bufs",
+    "vllm.tokenizers:cached_tokenizer_from_config": "model_config",
+    "vllm.utils.import_utils:resolve_obj_by_qualname": "qualname",
+    "vllm.utils.torch_utils:async_tensor_h2d": "data dtype device",
+    "vllm.distributed.parallel_state:get_tp_group": "",
+    "vllm.distributed.parallel_state:get_pp_group": "",
+    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_pytorch": "logits k p",
+    f"{_LAYERS}.linear:ReplicatedLinear": "input_size output_size bias return_bias",
+    f"{_LAYERS}.logits_processor:LogitsProcessor": "vocab_size",
+    f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding": "num_embeddings embedding_dim",
+    f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead": "num_embeddings embedding_dim prefix",
+    f"{_MODELS}.registry:ModelRegistry.register_model": "model_arch model_cls",
+    f"{_MODELS}.utils:AutoWeightsLoader.load_weights": "weights mapper",
+    f"{_MODELS}.utils:WeightsMapper": "orig_to_new_prefix",
+    f"{_MODELS}.utils:maybe_prefix": "prefix name",
+    f"{_MODELS}.llama:LlamaModel": "vllm_config prefix",
+    f"{_MODELS}.qwen2_5_omni_thinker:Qwen2_5OmniThinkerForConditionalGeneration.embed_input_ids": "input_ids",
+    "vllm.compilation.decorators:support_torch_compile": "dynamic_arg_dims",
+    "vllm.v1.worker.worker_base:CompilationTimes": "language_model encoder",
+    "vllm.v1.outputs:ModelRunnerOutput": "req_ids req_id_to_index sampled_token_ids",
+    "vllm.v1.engine:EngineCoreRequest": "request_id prompt_token_ids mm_features sampling_params pooling_params "
+    "arrival_time lora_request cache_salt data_parallel_rank prompt_embeds prompt_is_token_ids priority",
+    "vllm.sampling_params:SamplingParams": "max_tokens min_tokens temperature top_p top_k min_p repetition_penalty "
+    "seed stop_token_ids ignore_eos skip_reading_prefix_cache extra_args",
+    "vllm.engine.arg_utils:EngineArgs": "model worker_cls scheduler_cls distributed_executor_backend hf_overrides "
+    "additional_config async_scheduling generation_config mm_processor_cache_gb kernel_config enable_prompt_embeds "
+    "skip_tokenizer_init enable_prefix_caching tensor_parallel_size pipeline_parallel_size",
+}
+
+# Structs, dataclasses, named tuples and enumerations -> the fields or members that we read.
+READ: dict[str, str] = {
+    "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids finish_reason pooling_output events",
+    "vllm.v1.engine:EngineCoreOutputs": "outputs scheduler_stats",
+    "vllm.v1.engine:EngineCoreEvent": "type timestamp",
+    "vllm.v1.engine:FinishReason": "STOP LENGTH ABORT ERROR REPETITION",
+    "vllm.v1.engine:EngineCoreEventType": "SCHEDULED PREEMPTED",
+    "vllm.v1.request:RequestStatus": "FINISHED_ERROR FINISHED_ABORTED",
+    "vllm.v1.core.sched.output:NewRequestData": "req_id sampling_params mm_features prefill_token_ids prompt_embeds",
+    "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs num_scheduled_tokens total_num_scheduled_tokens "
+    "finished_req_ids",
+    "vllm.v1.outputs:ModelRunnerOutput": "pooler_output req_ids sampled_token_ids",
+    "vllm.v1.worker.gpu.input_batch:InputBatch": "req_ids num_reqs num_tokens idx_mapping_np query_start_loc_np "
+    "num_computed_tokens_np input_ids",
+    "vllm.v1.worker.gpu.model_runner:ExecuteModelState": "input_batch hidden_states",
+    "vllm.v1.metrics.stats:SchedulerStats": "kv_cache_usage prefix_cache_stats",
+    "vllm.v1.metrics.stats:PrefixCacheStats": "queries hits",
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": "data modality identifier mm_position",
+    "vllm.multimodal.inputs:PlaceholderRange": "offset length is_embed",
+}
+
+# Functions -> what their source must contain: attributes that we read or set, which have no signature, and, as a list,
+# steps in the order that our hooks count on.
+CONTAINS: dict[str, set[str] | list[str]] = {
+    f"{_SCHEDULER}.__init__": {"self.current_step", "self.running", "self.requests", "self.finished_req_ids"},
+    "vllm.v1.request:Request.__init__": {
+        "self.next_decode_eligible_step",
+        "self.num_computed_tokens",
+        "self.num_prompt_tokens",
+    },
+    f"{_CORE}.__init__": {"self.batch_queue", "self.step_fn", "self.scheduler", "self.model_executor"},
+    f"{_RUNNER}.__init__": {"self.output_copy_stream", "self.encoder_cache", "self.req_states"},
+    f"{_RUNNER}.execute_model": {"self.execute_model_state = "},
+    f"{_STATE}.__init__": {"self.rope_state", "self.prompt_embeds_state"},
+    # schedule() advances the step before it skips the requests that are held back.
+    f"{_SCHEDULER}.schedule": ["self.current_step += 1", "self.current_step < request.next_decode_eligible_step"],
+    # An attachment reaches the engine with any output.
+    f"{_SCHEDULER}.update_from_output": {
+        "pooling_output=pooler_output",
+        "new_token_ids or pooler_output is not None or stopped",
+    },
+}
+
+# Our classes that vLLM calls: their methods must take what vLLM passes, and leave none of its abstract ones open.
+OURS = (
+    "omni_actors.engine.scheduler:OmniScheduler",
+    "omni_actors.engine.scheduler:OmniAsyncScheduler",
+    "omni_actors.engine.diffusion_scheduler:DiffusionScheduler",
+    "omni_actors.engine.diffusion_scheduler:DiffusionAsyncScheduler",
+    "omni_actors.engine.executor:OmniUniProcExecutor",
+    "omni_actors.engine.gpu:OmniGPUWorker",
+    "omni_actors.engine.gpu:OmniGPURunner",
+    "omni_actors.engine.cpu:OmniCPUWorker",
+    "omni_actors.engine.cpu:OmniCPURunner",
+    "omni_actors.engine.cpu:CPUSampler",
+    "omni_actors.engine.diffusion_worker:DiffusionWorker",
+    "omni_actors.engine.diffusion_worker:DiffusionOutput",
+    "omni_actors.engine.runner:EmittedRows",
+    "omni_actors.engine.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
+    "omni_actors.engine.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
+    "omni_actors.engine.models.qwen2_5_omni.talker:TalkerDecoder",
+    "omni_actors.engine.models.qwen2_5_omni.talker:TalkerModelState",
+)
+
+Signature = list[str]  # names; "name=" has a default, "*name" and "**name" take the rest
+
+
+class Release(msgspec.Struct):
+    """A release of vLLM in the terms of the table; a name that it lacks is missing.
+
+    Args:
+        callables: signatures of what we call: the arguments that we pass, and those that must be passed.
+        fields: fields and members by class, only those that we read.
+        contains: phrases by function, only those of the table, in their order in the source.
+        overridden: `OurClass.method` -> the signature of vLLM's method of that name.
+        abstract: our class -> vLLM's abstract methods that it has to define.
+    """
+
+    version: str
+    callables: dict[str, Signature]
+    fields: dict[str, list[str]]
+    contains: dict[str, list[str]]
+    overridden: dict[str, Signature]
+    abstract: dict[str, list[str]]
+
+
+class Own(msgspec.Struct):
+    """Our classes, which are the same on every release: `OurClass.method` -> its signature."""
+
+    methods: dict[str, Signature]
+
+
+def problems(release: Release, own: Own, overridden: Sequence[str]) -> list[str]:
+    """What the engine package relies on and a release does not have; `overridden` in another release that works."""
+    return [*_calls(release), *_reads(release), *_classes(release, own, overridden)]
+
+
+def _calls(release: Release) -> Iterator[str]:
+    for name, passed in CALLED.items():
+        signature = release.callables.get(name)
+        if signature is None:
+            yield f"{name} is missing"
+            continue
+        known = {item.rstrip("=") for item in signature}
+        open_ended = any(item.startswith("*") for item in signature)
+        for argument in passed.split():
+            if argument not in known and not open_ended:
+                yield f"{name} takes no {argument}: {signature}"
+        for item in signature:
+            if not item.startswith("*") and not item.endswith("=") and item not in passed.split():
+                yield f"{name} needs {item}, which we do not pass"
+
+
+def _reads(release: Release) -> Iterator[str]:
+    for name, fields in READ.items():
+        for field in fields.split():
+            if field not in release.fields.get(name, ()):
+                yield f"{name} has no {field}"
+    for name, phrases in CONTAINS.items():
+        found = release.contains.get(name, [])
+        for phrase in phrases:
+            if phrase not in found:
+                yield f"{name} does not contain {phrase!r}"
+        if isinstance(phrases, list) and set(found) == set(phrases) and found != phrases:
+            yield f"{name} has another order: {found}"
+
+
+def _classes(release: Release, own: Own, overridden: Sequence[str]) -> Iterator[str]:
+    for name in overridden:
+        if name not in release.overridden:
+            yield f"{name} overrides nothing any more"
+    for name, theirs in release.overridden.items():
+        if name in own.methods and not takes(own.methods[name], theirs):
+            yield f"{name}{own.methods[name]} does not take what vLLM passes: {theirs}"
+    for kind, methods in release.abstract.items():
+        for method in methods:
+            if f"{kind}.{method}" not in own.methods:
+                yield f"{kind} does not define {method}, which is abstract"
+
+
+def takes(ours: Signature, theirs: Signature) -> bool:
+    """Whether every call that fits `theirs` fits `ours`, as far as names and order tell."""
+    names = [item.rstrip("=") for item in theirs if not item.startswith("*")]
+    own_names = [item.rstrip("=") for item in ours if not item.startswith("*")]
+    rest = any(item.startswith("*") and not item.startswith("**") for item in ours)
+    any_keyword = any(item.startswith("**") for item in ours)
+    if own_names[: len(names)] == names[: len(own_names)] and (len(own_names) >= len(names) or rest or any_keyword):
+        extra = ours[len(names) :]
+        return all(item.startswith("*") or item.endswith("=") for item in extra)
+    return rest and not own_names
+
+
+def untested(release: Release) -> Mapping[str, list[str]]:
+    """Names of the table that a recorded release says nothing about: it was recorded for an older table."""
+    known = {"callables": release.callables, "fields": release.fields, "contains": release.contains}
+    table = {"callables": CALLED, "fields": READ, "contains": CONTAINS}
+    return {kind: sorted(set(table[kind]) - set(known[kind])) for kind in table if set(table[kind]) - set(known[kind])}

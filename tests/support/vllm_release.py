@@ -1,0 +1,170 @@
+"""Describes a release of vLLM in the terms of `vllm_contract.py`.
+
+`describe` runs in a process of its own, in which the release is the first one on the path: its Python files are enough,
+neither its extensions nor its dependencies have to fit this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from enum import EnumMeta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_actors.engine.platform import prepare
+from tests.support.paths import REPOSITORY
+from tests.support.vllm_contract import CALLED, CONTAINS, OURS, READ, Own, Release, Signature
+
+RECORDED = REPOSITORY / "tests" / "unit" / "vllm_releases"
+DESCRIBE_SECONDS = 240
+
+
+def recorded() -> list[Path]:
+    """The recorded releases."""
+    return sorted(RECORDED.glob("*.json"))
+
+
+def describe(vllm: Path | None = None) -> tuple[Release, Own]:
+    """Describe the release in `vllm`, a wheel or a folder with the package, or else the installed one."""
+    if vllm is not None and vllm.suffix == ".whl":
+        with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(vllm) as wheel:
+            wanted = [name for name in wheel.namelist() if name.endswith(".py") or ".dist-info/" in name]
+            wheel.extractall(folder, wanted)
+            return describe(Path(folder))
+    path = [str(vllm)] if vllm is not None else []
+    path += [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    with tempfile.NamedTemporaryFile(suffix=".json") as answer:
+        subprocess.run(
+            [sys.executable, "-m", __name__, answer.name],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "VLLM_LOGGING_LEVEL": "ERROR"},
+            cwd=REPOSITORY,
+            check=True,
+            timeout=DESCRIBE_SECONDS,
+        )
+        return msgspec.json.decode(Path(answer.name).read_bytes(), type=tuple[Release, Own])
+
+
+# -- in the process that imports the release
+
+
+def describe_imported() -> tuple[Release, Own]:
+    """Describe the release that this process imports."""
+    prepare()  # must precede vLLM
+    import vllm
+
+    kinds = {name.partition(":")[2]: find(name) for name in OURS}
+    release = Release(
+        version=vllm.__version__,
+        callables={name: called_part(found, CALLED[name]) for name in CALLED if (found := find(name)) is not None},
+        fields={name: sorted(set(fields_of(find(name))) & set(READ[name].split())) for name in READ},
+        contains={name: phrases_in(find(name), CONTAINS[name]) for name in CONTAINS},
+        overridden={name: signature_of(method) for name, method in sorted(overridden_methods(kinds))},
+        abstract={name: left for name, kind in kinds.items() if (left := sorted(open_methods(kind)))},
+    )
+    own = {
+        f"{name}.{method}": signature_of(function)
+        for name, kind in kinds.items()
+        for method, function in sorted(own_methods(kind).items())
+    }
+    return release, Own(own)
+
+
+def find(name: str) -> Any:
+    """The object called `module:attribute`; None if there is none."""
+    module, _, attributes = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for attribute in attributes.split("."):
+            found = inspect.getattr_static(found, attribute)
+    except (ModuleNotFoundError, AttributeError):
+        return None
+    return found
+
+
+def signature_of(function: Any) -> Signature:
+    """The parameters that a caller gives: `self` and `cls` are left out."""
+    if isinstance(function, classmethod | staticmethod):
+        function = function.__func__
+    if isinstance(function, property):
+        return []
+    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return [
+        f"{marks.get(item.kind, '')}{name}{'' if item.default is item.empty else '='}"
+        for name, item in inspect.signature(function).parameters.items()
+        if name not in ("self", "cls")
+    ]
+
+
+def called_part(function: Any, passed: str) -> Signature:
+    """The part of a signature that decides whether it takes our call: our arguments, and those that it needs."""
+    ours = passed.split()
+    return [item for item in signature_of(function) if item.rstrip("=") in ours or not item.endswith("=")]
+
+
+def fields_of(kind: Any) -> Iterator[str]:
+    """Fields of a struct, dataclass or named tuple; members of an enumeration."""
+    if isinstance(kind, EnumMeta):
+        yield from kind.__members__
+    elif dataclasses.is_dataclass(kind):
+        yield from (field.name for field in dataclasses.fields(kind))
+    else:
+        yield from getattr(kind, "__struct_fields__", getattr(kind, "_fields", ()))
+
+
+def phrases_in(function: Any, phrases: set[str] | list[str]) -> list[str]:
+    """Those of the phrases that occur in the source, in the order of their first occurrence."""
+    source = inspect.getsource(function) if function is not None else ""
+    return sorted((phrase for phrase in phrases if phrase in source), key=source.index)
+
+
+def is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("omni_actors.")
+
+
+def is_theirs(kind: type) -> bool:
+    return kind.__module__.startswith("vllm.")
+
+
+def own_methods(kind: type) -> dict[str, Any]:
+    """Methods that our part of a class defines, apart from constructors and other special ones."""
+    found: dict[str, Any] = {}
+    for base in reversed([base for base in kind.__mro__ if is_ours(base)]):
+        found |= {name: value for name, value in vars(base).items() if callable(unwrapped(value))}
+    return {name: value for name, value in found.items() if not name.startswith("__")}
+
+
+def unwrapped(value: Any) -> Any:
+    return getattr(value, "__func__", value)
+
+
+def overridden_methods(kinds: dict[str, type]) -> Iterator[tuple[str, Any]]:
+    """`OurClass.method` with the method of vLLM that it overrides."""
+    for name, kind in kinds.items():
+        for method in own_methods(kind):
+            for base in kind.__mro__:
+                if is_theirs(base) and method in vars(base):
+                    yield f"{name}.{method}", vars(base)[method]
+                    break
+
+
+def open_methods(kind: type) -> Iterator[str]:
+    """Abstract methods of vLLM's part of a class that no class of vLLM defines."""
+    theirs = [base for base in kind.__mro__ if is_theirs(base)]
+    for method in {name for base in theirs for name in getattr(base, "__abstractmethods__", ())}:
+        first = next(vars(base)[method] for base in theirs if method in vars(base))
+        if getattr(first, "__isabstractmethod__", False):
+            yield method
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode(describe_imported()))
