@@ -28,7 +28,7 @@ def main() -> int:
     path = RECORDED / f"{release.version}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(release, order="deterministic"), indent=1) + b"\n")
     installed, _ = describe()
-    missing = problems(release, own, list(installed.overridden))
+    missing = problems(release, own, installed)
     print(f"wrote {path}; " + ("\n".join(["the engine misses:", *missing]) if missing else "the engine misses nothing"))
     return 1 if missing else 0
 

@@ -6,7 +6,7 @@ in the table: the description finds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -140,45 +140,48 @@ OURS = (
     "omni_actors.engine.models.qwen2_5_omni.talker:TalkerModelState",
 )
 
-Signature = list[str]  # names; "name=" has a default, "*name" and "**name" take the rest
-
 
 class Release(msgspec.Struct):
     """A release of vLLM in the terms of the table; a name that it lacks is missing.
+
+    A signature is text: names with spaces between, `name=` with a default, `*name` and `**name` for the rest.
 
     Args:
         callables: signatures of what we call: the arguments that we pass, and those that must be passed.
         fields: fields and members by class, only those that we read.
         contains: phrases by function, only those of the table, in their order in the source.
-        overridden: `OurClass.method` -> the signature of vLLM's method of that name.
+        bases: our class -> its bases in vLLM, in the order in which Python looks for methods.
+        methods: base -> its methods and their signatures.
         abstract: our class -> vLLM's abstract methods that it has to define.
     """
 
     version: str
-    callables: dict[str, Signature]
+    callables: dict[str, str]
     fields: dict[str, list[str]]
     contains: dict[str, list[str]]
-    overridden: dict[str, Signature]
+    bases: dict[str, list[str]]
+    methods: dict[str, dict[str, str]]
     abstract: dict[str, list[str]]
 
-
-class Own(msgspec.Struct):
-    """Our classes, which are the same on every release: `OurClass.method` -> its signature."""
-
-    methods: dict[str, Signature]
+    def overridden(self, kind: str, method: str) -> str | None:
+        """The signature of vLLM's method that one of our classes overrides; None if it is only ours."""
+        return next((self.methods[base][method] for base in self.bases[kind] if method in self.methods[base]), None)
 
 
-def problems(release: Release, own: Own, overridden: Sequence[str]) -> list[str]:
-    """What the engine package relies on and a release does not have; `overridden` in another release that works."""
-    return [*_calls(release), *_reads(release), *_classes(release, own, overridden)]
+Own = dict[str, dict[str, str]]  # our classes, the same on every release: class -> method -> signature
+
+
+def problems(release: Release, own: Own, other: Release) -> list[str]:
+    """What the engine package relies on and a release does not have; `other` is one on which the engine works."""
+    return [*_calls(release), *_reads(release), *_classes(release, own, other)]
 
 
 def _calls(release: Release) -> Iterator[str]:
     for name, passed in CALLED.items():
-        signature = release.callables.get(name)
-        if signature is None:
+        if name not in release.callables:
             yield f"{name} is missing"
             continue
+        signature = release.callables[name].split()
         known = {item.rstrip("=") for item in signature}
         open_ended = any(item.startswith("*") for item in signature)
         for argument in passed.split():
@@ -203,29 +206,29 @@ def _reads(release: Release) -> Iterator[str]:
             yield f"{name} has another order: {found}"
 
 
-def _classes(release: Release, own: Own, overridden: Sequence[str]) -> Iterator[str]:
-    for name in overridden:
-        if name not in release.overridden:
-            yield f"{name} overrides nothing any more"
-    for name, theirs in release.overridden.items():
-        if name in own.methods and not takes(own.methods[name], theirs):
-            yield f"{name}{own.methods[name]} does not take what vLLM passes: {theirs}"
-    for kind, methods in release.abstract.items():
-        for method in methods:
-            if f"{kind}.{method}" not in own.methods:
+def _classes(release: Release, own: Own, other: Release) -> Iterator[str]:
+    for kind, methods in own.items():
+        for method, ours in methods.items():
+            theirs = release.overridden(kind, method)
+            if theirs is not None and not takes(ours, theirs):
+                yield f"{kind}.{method}({ours}) does not take what vLLM passes: ({theirs})"
+            if theirs is None and other.overridden(kind, method) is not None:
+                yield f"{kind}.{method} overrides nothing any more"
+        for method in release.abstract.get(kind, ()):
+            if method not in methods:
                 yield f"{kind} does not define {method}, which is abstract"
 
 
-def takes(ours: Signature, theirs: Signature) -> bool:
+def takes(ours: str, theirs: str) -> bool:
     """Whether every call that fits `theirs` fits `ours`, as far as names and order tell."""
-    names = [item.rstrip("=") for item in theirs if not item.startswith("*")]
-    own_names = [item.rstrip("=") for item in ours if not item.startswith("*")]
-    rest = any(item.startswith("*") and not item.startswith("**") for item in ours)
-    any_keyword = any(item.startswith("**") for item in ours)
-    if own_names[: len(names)] == names[: len(own_names)] and (len(own_names) >= len(names) or rest or any_keyword):
-        extra = ours[len(names) :]
-        return all(item.startswith("*") or item.endswith("=") for item in extra)
-    return rest and not own_names
+    names = [item.rstrip("=") for item in theirs.split() if not item.startswith("*")]
+    given = ours.split()
+    own_names = [item.rstrip("=") for item in given if not item.startswith("*")]
+    if own_names[: len(names)] != names[: len(own_names)]:
+        return False
+    if len(own_names) < len(names):
+        return len(own_names) < len(given)  # the rest goes to *args or **kwargs
+    return all(item.startswith("*") or item.endswith("=") for item in given[len(names) :])
 
 
 def untested(release: Release) -> Mapping[str, list[str]]:

@@ -23,7 +23,7 @@ import msgspec
 
 from omni_actors.engine.platform import prepare
 from tests.support.paths import REPOSITORY
-from tests.support.vllm_contract import CALLED, CONTAINS, OURS, READ, Own, Release, Signature
+from tests.support.vllm_contract import CALLED, CONTAINS, OURS, READ, Own, Release
 
 RECORDED = REPOSITORY / "tests" / "unit" / "vllm_releases"
 DESCRIBE_SECONDS = 240
@@ -63,20 +63,22 @@ def describe_imported() -> tuple[Release, Own]:
     import vllm
 
     kinds = {name.partition(":")[2]: find(name) for name in OURS}
+    bases = {name: [base for base in kind.__mro__ if is_theirs(base)] for name, kind in kinds.items()}
     release = Release(
         version=vllm.__version__,
         callables={name: called_part(found, CALLED[name]) for name in CALLED if (found := find(name)) is not None},
         fields={name: sorted(set(fields_of(find(name))) & set(READ[name].split())) for name in READ},
         contains={name: phrases_in(find(name), CONTAINS[name]) for name in CONTAINS},
-        overridden={name: signature_of(method) for name, method in sorted(overridden_methods(kinds))},
-        abstract={name: left for name, kind in kinds.items() if (left := sorted(open_methods(kind)))},
+        bases={name: list(map(full_name, found)) for name, found in bases.items()},
+        methods={full_name(base): methods_of(base) for found in bases.values() for base in found},
+        abstract={name: left for name, found in bases.items() if (left := sorted(open_methods(found)))},
     )
-    own = {
-        f"{name}.{method}": signature_of(function)
-        for name, kind in kinds.items()
-        for method, function in sorted(own_methods(kind).items())
-    }
-    return release, Own(own)
+    own: Own = {}
+    for name, kind in kinds.items():
+        own[name] = {}
+        for base in reversed([base for base in kind.__mro__ if base.__module__.startswith("omni_actors.")]):
+            own[name] |= methods_of(base)
+    return release, own
 
 
 def find(name: str) -> Any:
@@ -91,24 +93,21 @@ def find(name: str) -> Any:
     return found
 
 
-def signature_of(function: Any) -> Signature:
+def signature_of(function: Any) -> str:
     """The parameters that a caller gives: `self` and `cls` are left out."""
-    if isinstance(function, classmethod | staticmethod):
-        function = function.__func__
-    if isinstance(function, property):
-        return []
+    function = getattr(function, "__func__", function)  # of a class method or a static method
     marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return [
+    return " ".join(
         f"{marks.get(item.kind, '')}{name}{'' if item.default is item.empty else '='}"
         for name, item in inspect.signature(function).parameters.items()
         if name not in ("self", "cls")
-    ]
+    )
 
 
-def called_part(function: Any, passed: str) -> Signature:
+def called_part(function: Any, passed: str) -> str:
     """The part of a signature that decides whether it takes our call: our arguments, and those that it needs."""
     ours = passed.split()
-    return [item for item in signature_of(function) if item.rstrip("=") in ours or not item.endswith("=")]
+    return " ".join(item for item in signature_of(function).split() if item.rstrip("=") in ours or item[-1] != "=")
 
 
 def fields_of(kind: Any) -> Iterator[str]:
@@ -127,41 +126,27 @@ def phrases_in(function: Any, phrases: set[str] | list[str]) -> list[str]:
     return sorted((phrase for phrase in phrases if phrase in source), key=source.index)
 
 
-def is_ours(kind: type) -> bool:
-    return kind.__module__.startswith("omni_actors.")
-
-
 def is_theirs(kind: type) -> bool:
     return kind.__module__.startswith("vllm.")
 
 
-def own_methods(kind: type) -> dict[str, Any]:
-    """Methods that our part of a class defines, apart from constructors and other special ones."""
-    found: dict[str, Any] = {}
-    for base in reversed([base for base in kind.__mro__ if is_ours(base)]):
-        found |= {name: value for name, value in vars(base).items() if callable(unwrapped(value))}
-    return {name: value for name, value in found.items() if not name.startswith("__")}
+def full_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def unwrapped(value: Any) -> Any:
-    return getattr(value, "__func__", value)
+def methods_of(kind: type) -> dict[str, str]:
+    """The methods that a class itself defines, with their signatures; no special ones."""
+    return {
+        name: signature_of(value)
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and inspect.isfunction(getattr(value, "__func__", value))
+    }
 
 
-def overridden_methods(kinds: dict[str, type]) -> Iterator[tuple[str, Any]]:
-    """`OurClass.method` with the method of vLLM that it overrides."""
-    for name, kind in kinds.items():
-        for method in own_methods(kind):
-            for base in kind.__mro__:
-                if is_theirs(base) and method in vars(base):
-                    yield f"{name}.{method}", vars(base)[method]
-                    break
-
-
-def open_methods(kind: type) -> Iterator[str]:
-    """Abstract methods of vLLM's part of a class that no class of vLLM defines."""
-    theirs = [base for base in kind.__mro__ if is_theirs(base)]
-    for method in {name for base in theirs for name in getattr(base, "__abstractmethods__", ())}:
-        first = next(vars(base)[method] for base in theirs if method in vars(base))
+def open_methods(bases: list[type]) -> Iterator[str]:
+    """Abstract methods of these bases that none of them defines."""
+    for method in {name for base in bases for name in getattr(base, "__abstractmethods__", ())}:
+        first = next(vars(base)[method] for base in bases if method in vars(base))
         if getattr(first, "__isabstractmethod__", False):
             yield method
 
