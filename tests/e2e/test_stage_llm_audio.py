@@ -71,6 +71,19 @@ def test_incomplete_inputs_end_with_what_they_suffice_for_and_an_error(vocoder: 
     assert whole.error is None
 
 
+def test_what_an_incomplete_request_held_is_free_for_others(vocoder: StageLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocoder.engine.core.scheduler.budget, "limit_bytes", 1)  # room for one request at a time
+    part, whole = vocoder.generate(
+        [StageInputs(token_ids=codec_tokens(40, 1), complete=False), StageInputs(token_ids=codec_tokens(40, 2))],
+        PARAMS,
+        priority=[0, 1],
+    )
+    assert isinstance(part.error, InvalidRequest)
+    assert whole.error is None
+    assert len(whole.audio) == 40 * SAMPLES
+    assert whole.finish_reasons == {"code2wav": "stop"}
+
+
 def test_the_engine_takes_urgent_prompts_first(vocoder: StageLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     original = vocoder.engine.step
