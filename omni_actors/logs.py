@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 
 from omni_actors import envs
 from omni_actors.errors import ConfigError
@@ -57,6 +58,23 @@ def say(text: str) -> None:
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module, below that of the package."""
     return logging.getLogger(name if name.startswith("omni_actors") else f"omni_actors.{name}")
+
+
+def trace_of(error: BaseException) -> str:
+    """The type of an exception and of those that led to it, and where each was raised; lines for a log.
+
+    Without their messages, which may quote the input: use it where an exception's text can come from a user's.
+    """
+    lines: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        lines.append(f"{'because of ' if lines else ''}{type(cause).__module__}.{type(cause).__qualname__}")
+        lines += [
+            f"  {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+            for frame, line in traceback.walk_tb(cause.__traceback__)
+        ]
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "\n".join(lines)
 
 
 def is_worth_a_line(count: int) -> bool:

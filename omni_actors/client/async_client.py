@@ -144,7 +144,7 @@ class AsyncOmniClient:
             params: parameters by stage name, for instance `{"thinker": {"max_tokens": 64, "temperature": 0.7}}`.
             seed: makes sampling and the vocoder's noise repeatable.
             timeout: seconds after which the request ends with `DeadlineExceeded`.
-            priority: waiting requests with a lower value go first.
+            priority: from -1000 to 1000; in every stage, waiting requests with a lower value go first.
             request_id: name of the request in all logs; `None` makes a new one.
             audios: audio placed before a text prompt, or for the placeholders of token ids: (f32 [samples], Hz), a
                 file's bytes, or a path.

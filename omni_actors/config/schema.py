@@ -120,10 +120,10 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
             ones for stages with a model. The replicas of a node take them in turn, each one GPU or as many as
             `engine.tensor_parallel_size` and `pipeline_parallel_size` say.
         startup_timeout: seconds until a replica must be ready; default: the coordinator's.
-        budget_bytes: bytes that the stage holds for its requests at a time; the others wait. Embedding rows in an
-            autoregressive stage; in a diffusion stage the device memory of a request from its first chunk to its end,
-            with what a step needs. At the sizes of Qwen2.5-Omni the vocoder keeps 14.2 MB for a request, and the
-            default admits 140 requests.
+        budget_bytes: bytes that the stage's requests may hold when one more is admitted; it waits until it fits or is
+            alone, and whatever comes for admitted requests is taken. Embedding rows in an autoregressive stage; in a
+            diffusion stage the device memory of a request from its first chunk to its end, with what a step needs. At
+            the sizes of Qwen2.5-Omni the vocoder keeps 14.2 MB for a request, and the default admits 140 requests.
         restarts: how often a lost replica is restarted within `coordinator.restart_window`.
         restart_backoff: seconds before the second restart, doubled each time; the first is immediate.
         stall_timeout: seconds after which a replica that holds requests, but whose engine loop makes no progress, is

@@ -30,6 +30,8 @@ _DEFAULTS: dict[str, Any] = {
     # The prompt stage sends whole features; vLLM's cache protocol would leave out tensors it has sent before.
     "mm_processor_cache_gb": 0,
     "enable_prefix_caching": False,
+    # Requests carry a priority, which must mean the same in every stage.
+    "scheduling_policy": "priority",
     # It takes 32-70 s per stage on a GPU, for kernels that our own warm-up compiles faster.
     "kernel_config": {"enable_jit_warmup": False},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine import EngineCoreOutput
@@ -18,7 +18,14 @@ from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniErr
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
-from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, ErrorEvent, StageInputs, StageRequest
+from omni_actors.stage.engine_interface import (
+    EngineEvent,
+    EngineFacts,
+    EngineStatistics,
+    ErrorEvent,
+    StageInputs,
+    StageRequest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +119,13 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         except OmniError:
             self.abort(request_id)  # without these rows it could never end
             raise
+
+    def over_budget(self) -> bool:
+        budget = self.core.scheduler.budget
+        return bool(budget.held_bytes > budget.limit_bytes)
+
+    def statistics(self) -> EngineStatistics:
+        return replace(super().statistics(), budget=self.core.scheduler.budget.statistics())
 
     def waits_for_input(self, request_id: str) -> bool:
         return bool(self.core.scheduler.waits_for_input(request_id))

@@ -109,7 +109,7 @@ class DeviceBudget:
 
     def statistics(self) -> BudgetStatistics:
         """The figures for the metrics."""
-        return BudgetStatistics(self.limit_bytes, self.held_bytes, self.step_bytes, self.deferrals)
+        return BudgetStatistics(self.limit_bytes, self.held_bytes, self.step_bytes, self.deferred, self.deferrals)
 
     def _fits_request(self, claim: Claim) -> bool:
         claims = [*self._claims.values(), claim]

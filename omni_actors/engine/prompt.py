@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.media import DecodedMedia, MediaLimits, check_media, decode_media
 from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, OmniError, PromptTooLong
+from omni_actors.logs import trace_of
 from omni_actors.protocol.fields import unpack_token_ids
 from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, Prompt
 from omni_actors.protocol.results import FinishReason
@@ -64,8 +64,15 @@ def seconds_per_patch(seconds: float, patches: int, positions_per_second: int) -
     return min(torch.tensor(seconds, dtype=torch.float32).item(), seconds, key=misses)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Waiting:
+    request: StageRequest
+    prompt: Prompt
+    tensors: Sequence[HostTensor]  # of its media, and then the embeddings that it has instead of tokens
+
+
 class PromptEngine(StageEngine):
-    """Turns prompts into token ids and encoded features, one request per step, in order of arrival.
+    """Turns prompts into token ids and encoded features, one request per step, in order of priority and arrival.
 
     Args:
         arguments: of kind "prompt"; the vLLM fields are those of the thinker that takes the result.
@@ -96,7 +103,7 @@ class PromptEngine(StageEngine):
         seconds = min(limits.audio_seconds, float(self.processor.feature_extractor.chunk_length))
         self._limits = dataclasses.replace(limits, audio_seconds=seconds)
         self._encoder = MsgpackEncoder()
-        self._waiting: deque[tuple[StageRequest, Prompt, Sequence[HostTensor]]] = deque()
+        self._waiting: dict[str, _Waiting] = {}  # by request, in order of arrival
         self._scheduled: list[tuple[str, float]] = []
 
     @property
@@ -114,7 +121,7 @@ class PromptEngine(StageEngine):
         prompt = inputs.prompt
         if prompt is None:
             raise InvalidRequest("The prompt stage needs a prompt.")
-        if any(waiting.request_id == request.request_id for waiting, _, _ in self._waiting):
+        if request.request_id in self._waiting:
             raise InvalidRequest(f"Request {request.request_id!r} is already running.")
         if len(inputs.media) != len(prompt.media):
             raise InvalidPayload(f"The prompt names {len(prompt.media)} media, but has {len(inputs.media)} tensors.")
@@ -122,7 +129,7 @@ class PromptEngine(StageEngine):
             check_media(media, tensor, self._limits, index)
         self._check_prompt(prompt)
         tensors = [*inputs.media, *self._embeds(prompt, inputs)]
-        self._waiting.append((request, prompt, tensors))
+        self._waiting[request.request_id] = _Waiting(request, prompt, tensors)
 
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
@@ -132,32 +139,35 @@ class PromptEngine(StageEngine):
             raise InvalidRequest(f"Request {request_id!r} got more input; a prompt comes as a whole.")
 
     def abort(self, request_id: str) -> None:
-        self._waiting = deque(entry for entry in self._waiting if entry[0].request_id != request_id)
+        self._waiting.pop(request_id, None)
 
     def runnable(self) -> bool:
         return bool(self._waiting)
 
     def step(self) -> Sequence[EngineEvent]:
-        """Process the oldest request."""
+        """Process the most urgent request, the oldest of several."""
         if not self._waiting:
             return []
-        request, prompt, media = self._waiting.popleft()
+        # A search through all is cheap compared to the processing, and needs no second index that aborts must update.
+        first = min(self._waiting.values(), key=lambda waiting: waiting.request.priority)
+        request = first.request
+        del self._waiting[request.request_id]
         self._scheduled = [(request.request_id, time.monotonic())]
         try:
-            token_ids, tensors = self._process(request.request_id, prompt, media)
+            token_ids, tensors = self._process(request.request_id, first.prompt, first.tensors)
         except OmniError as error:
             return [ErrorEvent(request.request_id, error)]
         except (ValueError, VLLMClientError, jinja2.TemplateError) as error:
             # That is how the processors of vLLM and transformers report what they cannot take.
-            logger.info("request %s refused by the processor", request.request_id, exc_info=error)
+            logger.info("request %s refused by the processor: %s", request.request_id, trace_of(error))
             return [ErrorEvent(request.request_id, InvalidRequest(f"The prompt cannot be processed: {error}"))]
-        except Exception as error:
-            logger.exception("request %s failed in the processor", request.request_id)
+        except Exception as error:  # noqa: BLE001 - reported as this request's error
+            logger.error("request %s failed in the processor: %s", request.request_id, trace_of(error))
             failure = EngineError(f"The prompt's processing failed: {type(error).__name__}: {error}")
             return [ErrorEvent(request.request_id, failure)]
         return [
             StreamEvent(request.request_id, token_ids=token_ids, tensors=tensors, start=0, final=True),
-            FinishedEvent(request.request_id, FinishReason.STOP, 0, max(len(token_ids), prompt.length)),
+            FinishedEvent(request.request_id, FinishReason.STOP, 0, max(len(token_ids), first.prompt.length)),
         ]
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:

@@ -4,6 +4,11 @@ A talker request starts with a few rows of the thinker's output; the rest arrive
 the rows until the worker knows the request, sends them with the SchedulerOutput, and leaves a request out of the batch
 while its next row is missing. Payloads of *new* requests need nothing here: they travel in
 `SamplingParams.extra_args["omni"]`, which vLLM passes to the worker untouched.
+
+Requests wait for a place in the order of vLLM's queue, by priority and arrival, and no admitted request is interrupted
+for another one. If the KV cache runs out of blocks, the least urgent of the running requests goes back to the queue and
+computes everything again later; its rows stay with the worker meanwhile. Admission also waits for the budget of rows
+(`row_budget.py`), in the same order.
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from omni_actors.engine.row_budget import RowBudget
 from omni_actors.engine.worker_base import omni_options
-from omni_actors.errors import InvalidRequest, Overloaded
+from omni_actors.errors import InvalidRequest
 
 
 @runtime_checkable
@@ -49,7 +55,7 @@ class RowStream:
     Args:
         received: decode rows so far, those of the request itself included (row k feeds decode step k).
         complete: whether no more will come.
-        held_bytes: bytes of all its embeddings, held until the request ends.
+        held_bytes: bytes of the embeddings with which it starts, held until the request ends.
         pending: rows that the worker does not have yet.
     """
 
@@ -64,8 +70,7 @@ class OmniSchedulerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.row_budget_bytes: int = omni_options(self.vllm_config).get("row_budget_bytes", 2 << 30)
-        self.held_row_bytes = 0
+        self.budget = RowBudget(omni_options(self.vllm_config).get("row_budget_bytes", 2 << 30))
         self.held_steps = 0  # how often a request was left out of a batch because its input was missing
         self._streams: dict[str, RowStream] = {}
         self._stalled = False  # the last schedule() found nothing to do, and nothing has happened since
@@ -77,11 +82,10 @@ class OmniSchedulerMixin:
 
         Raises:
             InvalidRequest: the id is in use.
-            Overloaded: the stream does not fit the budget for embedding rows at the moment.
         """
         if request_id in self._streams or request_id in self.requests:
             raise InvalidRequest(f"Request {request_id!r} is already running.")
-        self._charge(stream.held_bytes)
+        self.budget.open(request_id, stream.held_bytes)
         self._streams[request_id] = stream
 
     def push_rows(self, request_id: str, rows: torch.Tensor | None, *, complete: bool) -> None:
@@ -89,45 +93,37 @@ class OmniSchedulerMixin:
 
         Raises:
             InvalidRequest: the input was complete already.
-            Overloaded: the budget for embedding rows is used up.
         """
         stream = self._streams.get(request_id)
         if stream is None:
             return
         if stream.complete:
             raise InvalidRequest(f"Request {request_id!r} got rows after its input was complete.")
-        n_bytes = 0 if rows is None else rows.nbytes
-        self._charge(n_bytes)
-        stream.held_bytes += n_bytes
+        if self.budget.has_admitted(request_id):  # otherwise it waits for others, and rows do not change that
+            self._stalled = False
         stream.complete = complete
-        self._stalled = False
         stream.pending = stream.pending or RowUpdate()
         stream.pending.complete = complete
         if rows is not None and len(rows):
+            self.budget.add(request_id, rows.nbytes)
             stream.received += len(rows)
             stream.pending.rows.append(rows)
 
     def close_stream(self, request_id: str) -> None:
         """Forget a request's rows. Idempotent."""
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            self.held_row_bytes -= stream.held_bytes
-
-    def _charge(self, n_bytes: int) -> None:
-        if self.held_row_bytes + n_bytes > self.row_budget_bytes:
-            raise Overloaded(
-                f"The embedding rows of this stage's requests would take {self.held_row_bytes + n_bytes} bytes; "
-                f"the budget is {self.row_budget_bytes}.",
-                retry_after=1.0,
-            )
-        self.held_row_bytes += n_bytes
+        if self._streams.pop(request_id, None) is not None:
+            self.budget.close(request_id)
 
     def _ready(self, request: Request) -> bool:
-        """Whether the input of the request's next step has arrived. Computed tokens include those in flight."""
+        """Whether the input of the request's next step has arrived. Computed tokens include those in flight.
+
+        A preempted request has no computed tokens, and its next step computes all tokens that it has, again.
+        """
         stream = self._streams.get(request.request_id)
         if stream is None or stream.complete:
             return True
-        return request.num_computed_tokens - request.num_prompt_tokens < stream.received
+        last = max(request.num_computed_tokens, request.num_tokens - 1)
+        return last - request.num_prompt_tokens < stream.received
 
     def waits_for_input(self, request_id: str) -> bool:
         """Whether a request waits for rows. False for unknown ids."""
@@ -143,7 +139,10 @@ class OmniSchedulerMixin:
                 # its KV blocks but takes no place and no tokens in the batch.
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
                 self.held_steps += 1
+        self.budget.begin_step()
         output = super().schedule(*args, **kwargs)
+        for admitted in output.scheduled_new_reqs:
+            self.budget.admit(admitted.req_id)
         self._stalled = output.total_num_scheduled_tokens == 0
         updates: dict[str, RowUpdate] = {}
         for request_id, stream in self._streams.items():
@@ -154,6 +153,12 @@ class OmniSchedulerMixin:
                 stream.pending = None
         output.omni_row_updates = updates  # a plain dataclass: the attribute is kept in process and when pickled
         return output
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """vLLM calls this for every waiting request that it could admit; False leaves it waiting for this step."""
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        return self._ready(request) and self.budget.admits(request.request_id)
 
     def add_request(self, request: Request) -> None:
         self._stalled = False
@@ -186,11 +191,12 @@ class OmniSchedulerMixin:
     def omni_counts(self) -> dict[str, int]:
         return {
             "streams": len(self._streams),
-            "held": sum(not self._ready(request) for request in self.running),
+            "held": sum(not self._ready(request) for request in self.requests.values()),
             "pending_rows": sum(
                 len(rows) for stream in self._streams.values() if stream.pending for rows in stream.pending.rows
             ),
-            "row_bytes": self.held_row_bytes,
+            "row_bytes": self.budget.held_bytes,
+            "waiting_for_budget": self.budget.waiting,
         }
 
 

@@ -142,7 +142,7 @@ class AnswerResponse(Response):
             logger.warning("the client does not read; its request is aborted", extra=about)
         except HttpError as error:
             if error.code != Aborted.code:
-                logger.warning("response cut short: %s", error.message, extra=about)
+                logger.warning("response cut short: %s", error.code, extra=about)
         finally:
             await self._answer.close()
 

@@ -22,7 +22,7 @@ from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.middleware import RequestMiddleware
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
-from omni_actors.logs import get_logger
+from omni_actors.logs import get_logger, trace_of
 
 logger = get_logger(__name__)
 
@@ -133,7 +133,8 @@ async def _on_routing(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    logger.error("a request failed", exc_info=error, extra={"request_id": getattr(request.state, "request_id", "")})
+    about = {"request_id": getattr(request.state, "request_id", "")}
+    logger.error("a request failed: %s", trace_of(error), extra=about)
     failure = HttpError(500, "Internal error: see the server's log.", kind="server_error", code="internal_error")
     return failure.response()
 

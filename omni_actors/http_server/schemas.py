@@ -305,6 +305,7 @@ class SpeechRequest(Strict):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     stage_params: dict[str, dict[str, Any]] | None = None
     timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
 
 
 def voice_name(voice: str | VoiceId | None) -> str | None:

@@ -49,6 +49,7 @@ async def speech(body: SpeechRequest, request: Request, state: State) -> Respons
         params=state.stage_params(body.stage_params, description, {}),
         seed=body.seed,
         timeout=body.timeout,
+        priority=body.priority or 0,
     )
     timeout = state.settings.write_timeout
     if body.stream_format == "sse":

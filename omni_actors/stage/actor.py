@@ -16,7 +16,7 @@ import msgspec
 
 from omni_actors.config import Modality, PipelineConfig, StageConfig
 from omni_actors.errors import DeadlineExceeded, EngineError, OmniError, Overloaded, ProtocolError, StageLost
-from omni_actors.logs import get_logger
+from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.codec import Envelope, Frame
 from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.header import Body, Header, ReplicaId
@@ -168,13 +168,18 @@ class StageActor:
 
     @property
     def saturated(self) -> bool:
-        """Whether the engine has so much to compute that more input should wait with its senders.
+        """Whether the engine has, or holds, so much that more input should wait with its senders.
 
-        Counts only requests that need no further input, and only while the engine can work: to hold back input that
-        the engine waits for would stop both sides for ever.
+        Only while the engine can work: an edge is one queue for all requests, so the input that an admitted request
+        waits for may be behind that of requests that are not admitted, and to hold it back would stop both sides for
+        ever. What the engine can do without more input is finite: sooner or later it frees what it holds or has
+        nothing left to do, and either way its senders get credit. By the same argument the stage after this one gives
+        credit to this one, so what the engine makes never waits for ever.
         """
+        if not self._engine.runnable():
+            return False
         complete = self._attempts.count(AttemptState.INPUT_COMPLETE)
-        return complete > self._backlog_requests and self._engine.runnable()
+        return complete > self._backlog_requests or self._engine.over_budget()
 
     def urgent(self) -> bool:
         """Whether the engine computes the first output of a request, or will as soon as it gets the device."""
@@ -298,8 +303,9 @@ class StageActor:
                         return self._finish(attempt, nothing)
         except OmniError as error:
             return self._fail(attempt.request_id, error)
-        except Exception as error:  # as far as we can tell this request's fault; the others go on
-            logger.exception("a request's input was refused", extra={"request_id": attempt.request_id})
+        except Exception as error:  # noqa: BLE001 - as far as we can tell this request's fault; the others go on
+            about = {"request_id": attempt.request_id}
+            logger.error("a request's input was refused: %s", trace_of(error), extra=about)
             return self._fail(attempt.request_id, EngineError(f"{type(error).__name__}: {error}."))
         if attempt.input_order.complete and attempt.state is AttemptState.RUNNING:
             self._attempts.advance(attempt, AttemptEvent.INPUT_ENDED)

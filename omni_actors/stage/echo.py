@@ -52,7 +52,7 @@ class EchoOptions:
 
     max_input_tokens: int = 4096
     step_seconds: float = 0.0  # time that each step takes
-    max_num_seqs: int = 0  # requests that one step advances, the oldest first; 0 for all
+    max_num_seqs: int = 0  # requests that one step advances, by priority and arrival; 0 for all
     start_seconds: float = 0.0  # time that loading takes
     row_width: int = 0
     samples_per_token: int = 480
@@ -140,7 +140,10 @@ class EchoEngine(StageEngine):
         """Advance the oldest requests, up to `max_num_seqs`, by one token each."""
         time.sleep(self._options.step_seconds)
         events: list[EngineEvent] = []
-        for echo in list(self._active.values())[: self._options.max_num_seqs or None]:
+        chosen = list(self._active.values())
+        if limit := self._options.max_num_seqs:
+            chosen = sorted(chosen, key=lambda echo: echo.request.priority)[:limit]
+        for echo in chosen:
             events += self._advance(echo)
         return events
 

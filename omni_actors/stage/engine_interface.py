@@ -23,6 +23,7 @@ class StageRequest:
     Args:
         params: the stage's defaults with the request's own values over them.
         seed: seed of this request; `params.seed` wins where it is set.
+        priority: of requests that wait for a place in the engine, those with a lower value go first.
         streams: whether a later stage takes this stage's rows or tokens (false for text-only requests).
         information: additional information of the client, by name: scalars, lists and tensors. Only names that the
             engine (`EngineFacts.wants_information`) or the input processor wants.
@@ -121,14 +122,16 @@ class BudgetStatistics:
 
     Args:
         limit_bytes: the budget.
-        held_bytes: held for requests, in a step or not.
+        held_bytes: held for requests, in a step or not; in an autoregressive stage also for those not yet admitted.
         step_bytes: needed by the latest step in addition.
-        deferrals: how often, since the engine was made, work was left out of a step because the budget was used up.
+        waiting: requests, or chunks of sound in a diffusion stage, that the latest step left out for lack of budget.
+        deferrals: how often, since the engine was made, work was left out of a step for that reason.
     """
 
     limit_bytes: int
     held_bytes: int
     step_bytes: int
+    waiting: int
     deferrals: int
 
 
@@ -223,6 +226,10 @@ class StageEngine(ABC):
     def statistics(self) -> EngineStatistics | None:
         """Return statistics for metrics, once per heartbeat interval; `None` for an engine without a scheduler."""
         return None
+
+    def over_budget(self) -> bool:
+        """Whether the requests, admitted or not, hold more than the stage's budget; more input should then wait."""
+        return False
 
     def device_bytes(self) -> int:
         """Bytes of device memory that the engine's allocator has reserved; 0 without a device."""

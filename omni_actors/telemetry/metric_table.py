@@ -151,10 +151,16 @@ BUDGET_BYTES = _gauge("omni_stage_budget_bytes", _REPLICA, "The stage's `budget_
 BUDGET_HELD = _gauge(
     "omni_stage_budget_held_bytes",
     _REPLICA,
-    "Memory that the budget counts for requests from their admission to their end, whether they are computed or not.",
+    "Memory that the budget counts for requests, whether they are computed or not: in a diffusion stage from their "
+    "admission to their end, in an autoregressive stage from their first rows on.",
 )
 BUDGET_STEP = _gauge(
     "omni_stage_budget_step_bytes", _REPLICA, "Memory that the budget counts for the latest step in addition."
+)
+BUDGET_WAITING = _gauge(
+    "omni_stage_budget_waiting",
+    _REPLICA,
+    "Requests (chunks of sound in a diffusion stage) that the latest step left out because the budget was used up.",
 )
 BUDGET_DEFERRALS = _counter(
     "omni_stage_budget_deferrals_total",

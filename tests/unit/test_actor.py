@@ -254,16 +254,21 @@ def test_a_refused_start_fails_this_request_alone(error: Exception, code: ErrorC
     assert ("abort", "bad") in stage.engine.calls, "whatever the engine took of it is given back"
 
 
-def test_a_processor_that_breaks_harms_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_breaks_harms_its_request_only_and_quotes_nothing_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stage = StageUnderTest("talker", processor="thinker2talker")
 
     def broken(self: object, source: str, piece: object) -> list:
-        raise IndexError("a bug")
+        raise IndexError("a bug, with the prompt in its text")
 
     monkeypatch.setattr(Thinker2Talker, "feed", broken)
     stage.expect()
     assert failed(stage.chunk(final=True)).code is ErrorCode.ENGINE_ERROR
     assert stage.held() == EMPTY
+    assert "IndexError" in caplog.text
+    assert "in broken" in caplog.text
+    assert "the prompt" not in caplog.text
 
 
 def test_payload_that_the_processor_refuses() -> None:
@@ -414,3 +419,15 @@ def test_echo_engine_fails_one_request_and_goes_on() -> None:
     assert ends == {"bad": Failed, "good": StageDone}
     stage.ended("good")
     assert stage.held() == EMPTY
+
+
+def test_a_full_echo_engine_advances_the_most_urgent_first_and_of_those_the_oldest() -> None:
+    config = msgspec.structs.replace(pipeline().stage("thinker"), engine={"max_num_seqs": 1})
+    stage = StageUnderTest("thinker", EchoEngine(config))
+    for request_id, priority in {"first": 0, "second": 0, "urgent": -1, "later": 1}.items():
+        stage.expect(request_id, priority=priority)
+        stage.tokens("ab", request_id=request_id)
+    ends = []
+    while stage.actor.runnable():
+        ends += [message.header.request_id for message in stage.actor.step() if isinstance(message.body, StageDone)]
+    assert ends == ["urgent", "first", "second", "later"]

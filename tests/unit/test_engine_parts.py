@@ -1,4 +1,4 @@
-"""The pure parts of the engine package: tensors, sampling parameters, registry, row streams, joined outputs."""
+"""The pure parts of the engine package: tensors, sampling parameters, registry, joined outputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from omni_actors.engine.models import checkpoint_architecture, find_model_spec, 
 from omni_actors.engine.models.qwen2_5_omni.thinker import check_feature
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.sampling import make_sampling_params
-from omni_actors.engine.scheduler import OmniSchedulerInterface, OmniSchedulerMixin, RowStream
 from omni_actors.engine.stage_llm import join
 from omni_actors.engine.tensors import check_rows, to_host, to_torch
 from omni_actors.engine.worker_base import HostCopy
-from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, Overloaded
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
 
@@ -206,132 +205,6 @@ def test_argument_names_are_checked_without_a_checkpoint():
         OmniEngineArgs(config, "autoregressive", {"scheduler_cls": "x"})
     with pytest.raises(ConfigError, match="row_budget_bytes"):
         OmniModelConfig("nowhere", "thinker", row_budget_bytes=0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Row streams, on a scheduler that only counts
-
-
-class CountingScheduler:
-    """The part of vLLM's scheduler that the mixin builds on."""
-
-    def __init__(self, row_budget_bytes: int) -> None:
-        self.vllm_config = SimpleNamespace(additional_config={"omni": {"row_budget_bytes": row_budget_bytes}})
-        self.requests: dict = {}
-        self.running: list = []
-        self.waiting: list = []
-        self.finished_req_ids: set = set()
-        self.num_waiting_for_streaming_input = 0
-        self.current_step = 0
-
-    def schedule(self):
-        self.current_step += 1
-        batch = {r.request_id: 1 for r in self.running if self.current_step >= r.next_decode_eligible_step}
-        for request in self.running:
-            request.num_computed_tokens += batch.get(request.request_id, 0)
-        return SimpleNamespace(num_scheduled_tokens=batch, total_num_scheduled_tokens=len(batch))
-
-    def add_request(self, request) -> None:
-        self.requests[request.request_id] = request
-        self.running.append(request)
-
-    def update_from_output(self, scheduler_output, output) -> None:
-        pass
-
-    def _free_request(self, request) -> None:
-        del self.requests[request.request_id]
-        self.running.remove(request)
-
-    def finish(self, request) -> None:
-        self._free_request(request)  # as vLLM's scheduler does, however a request ends
-
-    def get_request_counts(self):
-        return len(self.running), len(self.waiting)
-
-
-class StreamScheduler(OmniSchedulerMixin, CountingScheduler):
-    def __init__(self, row_budget_bytes: int = 1 << 20) -> None:
-        # CountingScheduler sets vllm_config before the mixin reads it, as vLLM's scheduler does.
-        super().__init__(row_budget_bytes)
-
-
-def stream_request(name: str, prompt: int = 1):
-    return SimpleNamespace(
-        request_id=name, num_computed_tokens=0, num_prompt_tokens=prompt, next_decode_eligible_step=0
-    )
-
-
-def test_a_request_without_its_row_waits_outside_the_batch():
-    scheduler = StreamScheduler()
-    assert isinstance(scheduler, OmniSchedulerInterface)
-    scheduler.open_stream("a", RowStream(1, False, 8))
-    scheduler.add_request(stream_request("a"))
-    scheduler.add_request(stream_request("b"))  # an ordinary request
-    batches = [sorted(scheduler.schedule().num_scheduled_tokens) for _ in range(4)]
-    assert batches == [["a", "b"], ["a", "b"], ["b"], ["b"]]
-    assert [scheduler.waits_for_input(name) for name in ("a", "b", "unknown")] == [True, False, False]
-    assert scheduler.omni_counts() == {"streams": 1, "held": 1, "pending_rows": 0, "row_bytes": 8}
-    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)
-    assert scheduler.omni_counts()["pending_rows"] == 2
-    assert not scheduler.waits_for_input("a")
-    output = scheduler.schedule()
-    assert sorted(output.num_scheduled_tokens) == ["a", "b"]
-    assert [len(rows) for rows in output.omni_row_updates["a"].rows] == [2]
-    assert not output.omni_row_updates["a"].complete
-    scheduler.push_rows("a", None, complete=True)
-    for _ in range(5):
-        assert "a" in scheduler.schedule().num_scheduled_tokens
-
-
-def test_rows_wait_until_the_worker_knows_the_request():
-    scheduler = StreamScheduler()
-    scheduler.open_stream("a", RowStream(0, False, 0))
-    scheduler.push_rows("a", torch.zeros(1, 3), complete=False)
-    assert not scheduler.schedule().omni_row_updates
-    scheduler.add_request(stream_request("a"))
-    assert list(scheduler.schedule().omni_row_updates) == ["a"]
-
-
-def test_freeing_forgets_everything():
-    scheduler = StreamScheduler()
-    request = stream_request("a")
-    scheduler.open_stream("a", RowStream(0, False, 100))
-    scheduler.add_request(request)
-    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)
-    scheduler.finish(request)
-    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)  # on its way when the request ended
-    assert not any(scheduler.omni_counts().values())
-    assert not scheduler.has_runnable()
-
-
-def test_streams_refuse_what_they_cannot_hold():
-    scheduler = StreamScheduler(row_budget_bytes=100)
-    scheduler.open_stream("a", RowStream(0, False, 60))
-    with pytest.raises(InvalidRequest):
-        scheduler.open_stream("a", RowStream(0, False, 1))
-    with pytest.raises(Overloaded):
-        scheduler.open_stream("b", RowStream(0, False, 41))
-    with pytest.raises(Overloaded):
-        scheduler.push_rows("a", torch.zeros(11, 1), complete=False)
-    scheduler.push_rows("a", torch.zeros(10, 1), complete=True)
-    with pytest.raises(InvalidRequest):
-        scheduler.push_rows("a", None, complete=True)
-    scheduler.close_stream("a")
-    assert scheduler.held_row_bytes == 0
-
-
-def test_a_scheduler_that_found_nothing_sleeps_until_something_happens():
-    scheduler = StreamScheduler()
-    scheduler.open_stream("a", RowStream(0, False, 0))
-    request = stream_request("a", prompt=0)
-    scheduler.add_request(request)
-    scheduler.waiting.append("no place for it while a waits")
-    assert scheduler.has_runnable()
-    output = scheduler.schedule()
-    scheduler.update_from_output(output, None)  # vLLM also hands over the result of an empty batch
-    assert not scheduler.has_runnable()
-    scheduler.push_rows("a", torch.zeros(1, 1), complete=False)
-    assert scheduler.has_runnable()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

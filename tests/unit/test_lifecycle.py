@@ -20,7 +20,21 @@ from omni_actors.protocol.results import TextDelta
 from omni_actors.protocol.stage import OpenRequest
 from omni_actors.protocol.tombstones import Tombstones
 from tests.support.builders import done, header_from, pipeline, submit
-from tests.support.requests import ALICE, BOB, CHUNK, NOW, STAGES, aborts, ask, failure, lose, ready, replica_id, say
+from tests.support.requests import (
+    ALICE,
+    BOB,
+    CHUNK,
+    NOW,
+    STAGES,
+    aborts,
+    ask,
+    bring_back,
+    failure,
+    lose,
+    ready,
+    replica_id,
+    say,
+)
 
 
 def test_submit_opens_later_stages_first_and_gives_the_prompt_to_the_entry() -> None:
@@ -336,6 +350,15 @@ def test_slow_client_loses_its_requests_and_hears_of_it() -> None:
 
 
 # -- replicas and tombstones ------------------------------------------------------------------------------------------
+
+
+def test_requests_that_wait_for_a_stage_enter_it_by_priority_and_arrival() -> None:
+    state = ready()
+    lose(state, "thinker")
+    for request_id, priority in {"first": 0, "second": 0, "urgent": -1, "later": 1}.items():
+        assert ask(state, request_id, priority=priority) == []
+    opened = [item.request_id for item in bring_back(state, "thinker") if item.replica_id.stage == "prompt"]
+    assert opened == ["urgent", "first", "second", "later"]
 
 
 def test_least_loaded_replica_is_chosen() -> None:

@@ -224,7 +224,7 @@ class RequestMachine:
             request.retained = None
 
     def reopen(self, now: float) -> list[Instruction]:
-        """Run the requests that wait, the oldest first. Call it when a replica has become ready."""
+        """Run the requests that wait, in order of priority. Call it when a replica has become ready."""
         self._isolation_runs.ended = False
         return [instruction for request in self.active.waiting() for instruction in self._open(request, now)]
 

@@ -204,9 +204,9 @@ class RequestBook:
         return list(itertools.islice(self._all.values(), count))
 
     def waiting(self) -> list[ActiveRequest]:
-        """Those that wait: suspects last, so that all others get in before a replica is emptied for a suspect."""
+        """Those that wait, by priority: suspects last, so that others get in before a replica is emptied for one."""
         requests = [self._all[request_id] for request_id in self._waiting]
-        return sorted(requests, key=lambda request: request.suspected_by is not None)
+        return sorted(requests, key=lambda request: (request.suspected_by is not None, request.priority))
 
     @property
     def deadlines(self) -> int:

@@ -1,4 +1,4 @@
-"""Thinker and talker when something goes wrong: aborts, failing steps, bad input, budgets, wrong arguments."""
+"""Thinker and talker when something goes wrong: aborts, failing steps, bad input, wrong arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from omni_actors.errors import (
     InvalidPayload,
     InvalidRequest,
     OmniError,
-    Overloaded,
     PromptTooLong,
     UnknownVoice,
 )
@@ -177,27 +176,6 @@ def test_bad_rows_end_their_request_alone(talker, answers):
     talker.engine.extend("good", to_host(answer.thinker_rows[length + 2 :]), complete=True)
     talker.run()
     assert talker.tokens("good") == answer.codec_tokens[:16]
-
-
-def test_the_row_budget_refuses_and_recovers(talker, answers, monkeypatch):
-    answer = answers[0]
-    length = prompt_length(answer)
-    inputs = talker_inputs(answer.thinker_rows, length, replies=0)
-    row_bytes = 128 * 4
-    # A request holds its prompt embeddings (two rows more than the prompt) and its first reply row.
-    monkeypatch.setattr(talker.engine.core.scheduler, "row_budget_bytes", (length + 3 + 2) * row_bytes)
-    talker.start("first", inputs, max_tokens=8, temperature=0.0)
-    with pytest.raises(Overloaded) as caught:
-        talker.start("second", inputs, max_tokens=8)
-    assert caught.value.retry_after
-    talker.run()
-    talker.engine.extend("first", to_host(answer.thinker_rows[length + 1 : length + 3]), complete=False)
-    with pytest.raises(Overloaded):
-        talker.engine.extend("first", to_host(answer.thinker_rows[length + 3 : length + 4]), complete=False)
-    talker.run()
-    talker.start("third", inputs, max_tokens=1, temperature=0.0)
-    talker.run()
-    assert talker.tokens("third") == answer.codec_tokens[:1]
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ SPEC = ModelSpec(
     vllm_models={ARCHITECTURE: PlaceholderModel},
     # Chunks at a time. More of them make the steps longer that first chunks and the thinker wait for
     # (docs/benchmarks.md).
-    engine={"max_num_seqs": 16, "scheduling_policy": "priority"},
+    engine={"max_num_seqs": 16},
     required={
         "max_model_len": MAX_STEPS + 1,
         "max_num_batched_tokens": MAX_STEPS + 1,

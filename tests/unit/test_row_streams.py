@@ -1,0 +1,338 @@
+"""Streamed rows: who waits for what, and the budget for rows, on a scheduler that only counts."""
+
+from __future__ import annotations
+
+import collections
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_actors.engine.row_budget import RowBudget
+from omni_actors.engine.scheduler import OmniSchedulerInterface, RowStream
+from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload
+from omni_actors.protocol.results import StageDone
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.transport.credit import ReceivedCredit, Window
+from tests.support.row_streams import CountedRequest, CountingEngine, StreamScheduler
+from tests.support.stage import StageUnderTest
+
+SEEDS = st.integers(0, (1 << 32) - 1)
+
+
+def test_a_request_without_its_row_waits_outside_the_batch():
+    scheduler = StreamScheduler()
+    assert isinstance(scheduler, OmniSchedulerInterface)
+    scheduler.open_stream("a", RowStream(1, False, 8))
+    scheduler.add_request(CountedRequest("a"))
+    scheduler.add_request(CountedRequest("b"))  # an ordinary request
+    batches = [sorted(scheduler.schedule().num_scheduled_tokens) for _ in range(4)]
+    assert batches == [["a", "b"], ["a", "b"], ["b"], ["b"]]
+    assert [scheduler.waits_for_input(name) for name in ("a", "b", "unknown")] == [True, False, False]
+    counts = {"streams": 1, "held": 1, "pending_rows": 0, "row_bytes": 8, "waiting_for_budget": 0}
+    assert scheduler.omni_counts() == counts
+    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)
+    assert scheduler.omni_counts()["pending_rows"] == 2
+    assert not scheduler.waits_for_input("a")
+    output = scheduler.schedule()
+    assert sorted(output.num_scheduled_tokens) == ["a", "b"]
+    assert [len(rows) for rows in output.omni_row_updates["a"].rows] == [2]
+    assert not output.omni_row_updates["a"].complete
+    scheduler.push_rows("a", None, complete=True)
+    for _ in range(5):
+        assert "a" in scheduler.schedule().num_scheduled_tokens
+
+
+def test_a_preempted_request_waits_in_the_queue_for_the_row_of_its_last_token():
+    scheduler = StreamScheduler()
+    scheduler.open_stream("a", RowStream(1, False, 8))
+    request = CountedRequest("a")
+    scheduler.add_request(request)
+    scheduler.schedule()
+    scheduler.schedule()
+    assert scheduler.waits_for_input("a")
+    scheduler.preempt(request)
+    assert scheduler.waits_for_input("a")
+    assert scheduler.schedule().num_scheduled_tokens == {}
+    assert not scheduler.has_runnable()
+    scheduler.push_rows("a", torch.zeros(1, 3), complete=False)
+    assert scheduler.has_runnable()
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens == {"a": 3}, "its prompt, its first token, and its second"
+    assert list(output.omni_row_updates) == ["a"], "in the step that makes the request known to the worker again"
+
+
+def test_rows_wait_until_the_worker_knows_the_request():
+    scheduler = StreamScheduler()
+    scheduler.open_stream("a", RowStream(0, False, 0))
+    scheduler.push_rows("a", torch.zeros(1, 3), complete=False)
+    assert not scheduler.schedule().omni_row_updates
+    scheduler.add_request(CountedRequest("a"))
+    assert list(scheduler.schedule().omni_row_updates) == ["a"]
+
+
+def test_freeing_forgets_everything():
+    scheduler = StreamScheduler()
+    request = CountedRequest("a")
+    scheduler.open_stream("a", RowStream(0, False, 100))
+    scheduler.add_request(request)
+    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)
+    scheduler.finish(request)
+    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)  # on its way when the request ended
+    assert not any(scheduler.omni_counts().values())
+    assert not scheduler.has_runnable()
+
+
+def test_streams_are_opened_once_and_end_once():
+    scheduler = StreamScheduler()
+    scheduler.open_stream("a", RowStream(0, False, 60))
+    with pytest.raises(InvalidRequest):
+        scheduler.open_stream("a", RowStream(0, False, 1))
+    scheduler.push_rows("a", torch.zeros(10, 1), complete=True)
+    with pytest.raises(InvalidRequest):
+        scheduler.push_rows("a", None, complete=True)
+    assert scheduler.budget.held_bytes == 100
+    scheduler.close_stream("a")
+    scheduler.close_stream("a")
+    assert scheduler.budget.held_bytes == 0
+
+
+def test_a_scheduler_that_found_nothing_sleeps_until_something_happens():
+    scheduler = StreamScheduler(places=1)
+    scheduler.open_stream("a", RowStream(0, False, 0))
+    scheduler.add_request(CountedRequest("a"))
+    scheduler.schedule()
+    scheduler.add_request(CountedRequest("b"))  # no place for it while a waits for rows
+    assert scheduler.has_runnable()
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, None)  # vLLM also hands over the result of an empty batch
+    assert not scheduler.has_runnable()
+    scheduler.push_rows("a", torch.zeros(1, 1), complete=False)
+    assert scheduler.has_runnable()
+
+
+# -- the budget -------------------------------------------------------------------------------------------------------
+
+
+def admitted(scheduler: StreamScheduler, **sizes: int) -> set[str]:
+    """Those that run after new requests with rows of these sizes have come and a step was made."""
+    for name, size in sizes.items():
+        scheduler.open_stream(name, RowStream(0, True, size))
+        scheduler.add_request(CountedRequest(name))
+    scheduler.schedule()
+    return scheduler.running_ids()
+
+
+def test_requests_wait_for_the_budget_in_order_and_none_overtakes():
+    scheduler = StreamScheduler(row_budget_bytes=10)
+    assert admitted(scheduler, a=6, b=6, c=4) == {"a"}
+    assert scheduler.budget.waiting == 2
+    assert scheduler.budget.held_bytes == 16, "what waits is held, too"
+    scheduler.finish(scheduler.requests["a"])
+    scheduler.schedule()
+    assert scheduler.running_ids() == {"b", "c"}
+    assert scheduler.budget.waiting == 0
+
+
+def test_an_urgent_request_is_the_next_to_get_room():
+    scheduler = StreamScheduler(row_budget_bytes=10)
+    assert admitted(scheduler, a=6, b=6, c=6) == {"a"}
+    scheduler.open_stream("urgent", RowStream(0, True, 6))
+    scheduler.add_request(CountedRequest("urgent", priority=-1))
+    scheduler.schedule()
+    assert scheduler.running_ids() == {"a"}
+    for name, then in (("a", "urgent"), ("urgent", "b"), ("b", "c")):
+        scheduler.finish(scheduler.requests[name])
+        scheduler.schedule()
+        assert scheduler.running_ids() == {then}
+
+
+def test_a_request_beyond_the_budget_runs_alone():
+    scheduler = StreamScheduler(row_budget_bytes=10)
+    assert admitted(scheduler, a=4, big=99, c=4) == {"a"}
+    scheduler.finish(scheduler.requests["a"])
+    scheduler.schedule()
+    assert scheduler.running_ids() == {"big"}
+    scheduler.finish(scheduler.requests["big"])
+    scheduler.schedule()
+    assert scheduler.running_ids() == {"c"}
+
+
+def test_what_was_admitted_gets_all_its_rows_and_its_place_back():
+    scheduler = StreamScheduler(row_budget_bytes=10)
+    request = CountedRequest("a")
+    scheduler.open_stream("a", RowStream(0, False, 8))
+    scheduler.add_request(request)
+    scheduler.schedule()
+    scheduler.push_rows("a", torch.zeros(100, 1), complete=False)
+    assert admitted(scheduler, b=1) == {"a"}
+    scheduler.preempt(request)
+    scheduler.schedule()
+    assert scheduler.running_ids() == {"a"}, "its rows are with the worker, over the budget or not"
+    scheduler.finish(request)
+    scheduler.schedule()
+    assert scheduler.running_ids() == {"b"}
+
+
+def test_requests_without_rows_do_not_wait_for_the_budget():
+    scheduler = StreamScheduler(row_budget_bytes=10)
+    assert admitted(scheduler, a=9, b=9) == {"a"}
+    scheduler.add_request(CountedRequest("ordinary"))
+    scheduler.schedule()
+    assert scheduler.running_ids() == {"a", "ordinary"}
+
+
+def test_rows_for_a_request_that_waits_for_the_budget_make_no_step():
+    scheduler = StreamScheduler(row_budget_bytes=10)
+    scheduler.open_stream("a", RowStream(0, False, 9))
+    scheduler.add_request(CountedRequest("a"))
+    scheduler.open_stream("b", RowStream(0, False, 9))
+    scheduler.add_request(CountedRequest("b"))
+    for _ in range(2):
+        scheduler.schedule()
+    assert not scheduler.has_runnable()
+    scheduler.push_rows("b", torch.zeros(1, 1), complete=False)
+    assert not scheduler.has_runnable()
+    scheduler.push_rows("a", torch.zeros(1, 1), complete=False)
+    assert scheduler.has_runnable()
+
+
+@given(SEEDS, st.integers(1, 40))
+def test_the_budget_counts_what_is_held_whatever_happens(seed: int, limit: int) -> None:
+    generator = random.Random(seed)
+    budget = RowBudget(limit)
+    held: dict[str, int] = {}
+    running: set[str] = set()
+    for number in range(40):
+        match generator.choice(("open", "add", "close", "step", "step")):
+            case "open":
+                held[f"r{number}"] = generator.randint(0, 20)
+                budget.open(f"r{number}", held[f"r{number}"])
+            case "add" if held:
+                name = generator.choice(list(held))
+                held[name] += 5
+                budget.add(name, 5)
+            case "close" if held:
+                name = generator.choice(list(held))
+                del held[name]
+                running.discard(name)
+                budget.close(name)
+            case "step":
+                budget.begin_step()
+                allowed = [name for name in held if name not in running and budget.admits(name)]
+                taken = allowed[: generator.randint(0, len(allowed))]  # the others lack something else
+                before = sum(held[name] for name in running)
+                for name in taken:
+                    assert before == 0 or before + held[name] <= limit
+                    before += held[name]
+                    budget.admit(name)
+                    running.add(name)
+                refused = [name for name in held if name not in running and name not in allowed]
+                assert budget.waiting == len(refused)
+                assert not (refused and before == 0 and not allowed), "nothing holds rows, so one can be admitted"
+        assert budget.held_bytes == sum(held.values())
+        assert all(budget.has_admitted(name) == (name in running) for name in held)
+
+
+# -- the budget and credit --------------------------------------------------------------------------------------------
+
+WIDTH = 4
+ROW_BYTES = 4 * WIDTH
+
+
+class Edge:
+    """A thinker's queue to its talker: one for all requests, with the credit of a small window."""
+
+    def __init__(self, stage: StageUnderTest, messages: int) -> None:
+        self.stage = stage
+        self.queue: collections.deque[tuple[str, int, int, int]] = collections.deque()  # request, seq, first row, rows
+        self.lengths: dict[str, tuple[int, int]] = {}  # rows of the prompt, rows in all
+        self._window = Window(messages, 1 << 30)
+        self._received: ReceivedCredit[str] = ReceivedCredit(messages, 1 << 30)
+
+    def send(self) -> bool:
+        """Deliver the first message, if there is credit for it; whether it left."""
+        if not self.queue or not self._window.admits(1):
+            return False
+        request_id, seq, first, rows = self.queue.popleft()
+        self._window.sent(1)
+        prompt, total = self.lengths[request_id]
+        information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(scalar=prompt)})
+        tensor = HostTensor(DType.F32, (rows, WIDTH), bytes(rows * ROW_BYTES))
+        final = first + rows == total
+        fields = {"start": first, "final": final, "information": information}
+        assert self.stage.chunk(request_id, seq, tensors={"rows": tensor}, **fields) == []
+        self._received.take("thinker", 1)
+        return True
+
+    def grant(self) -> bool:
+        """Give credit as the engine's loop does; whether any was withheld."""
+        if self.stage.actor.saturated:
+            return True
+        for _, messages, size in self._received.collect(everything=True):
+            self._window.granted(messages, size)
+        return False
+
+
+@settings(max_examples=150, deadline=None)
+@given(SEEDS)
+def test_every_request_ends_whatever_the_order_of_rows_and_however_small_budget_and_window(seed: int) -> None:
+    generator = random.Random(seed)
+    scheduler = StreamScheduler(row_budget_bytes=generator.randint(1, 30) * ROW_BYTES, places=generator.randint(1, 4))
+    engine = CountingEngine(scheduler, WIDTH)
+    stage = StageUnderTest("talker", engine, processor="thinker2talker")
+    edge = Edge(stage, messages=generator.randint(1, 6))
+    unsent: dict[str, list[tuple[str, int, int, int]]] = {}
+    for number in range(generator.randint(1, 8)):
+        name, prompt, reply = f"r{number}", generator.randint(1, 12), generator.randint(1, 12)
+        edge.lengths[name] = (prompt, prompt + reply)
+        rest = [(name, index + 1, prompt + 1 + index, 1) for index in range(reply - 1)]
+        unsent[name] = [(name, 0, 0, prompt + 1), *rest]
+        stage.expect(name, priority=generator.randint(-2, 2))
+    ended: list[str] = []
+    for _ in range(5000):  # far more than it takes: the bound ends a deadlock
+        if unsent and generator.random() < 0.7:  # the thinker makes a row of any of its requests
+            name = generator.choice(list(unsent))
+            edge.queue.append(unsent[name].pop(0))
+            if not unsent[name]:
+                del unsent[name]
+        if generator.random() < 0.8:
+            edge.send()
+        if generator.random() < 0.8:
+            ended += [
+                message.header.request_id for message in stage.actor.step() if isinstance(message.body, StageDone)
+            ]
+        edge.grant()
+        if len(ended) == len(edge.lengths):
+            break
+    assert sorted(ended) == sorted(edge.lengths)
+    assert not any(engine.counts().values())
+
+
+def test_credit_is_withheld_while_the_engine_can_work_and_only_then() -> None:
+    """Two rows of the admitted request are behind those of one that waits for the budget."""
+    scheduler = StreamScheduler(row_budget_bytes=4 * ROW_BYTES)
+    stage = StageUnderTest("talker", CountingEngine(scheduler, WIDTH), processor="thinker2talker")
+    edge = Edge(stage, messages=2)
+    edge.lengths = {"a": (2, 5), "b": (2, 3)}
+    edge.queue.extend([("a", 0, 0, 3), ("b", 0, 0, 3), ("a", 1, 3, 1), ("a", 2, 4, 1)])
+    for name in edge.lengths:
+        stage.expect(name)
+    assert edge.send()
+    assert edge.send()
+    assert edge.grant(), "over the budget, and a can start"
+    assert not edge.send()
+    stage.actor.step()
+    stage.actor.step()
+    assert scheduler.running_ids() == {"a"}
+    assert not stage.actor.runnable()
+    assert not edge.grant(), "b waits for a, and a for its rows"
+    while edge.send():
+        pass
+    while stage.actor.runnable():
+        stage.actor.step()
+    assert not edge.queue
+    assert stage.held()["engine_row_bytes"] == 0
