@@ -141,7 +141,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         except StepFailed as failure:
             for request_id in failure.request_ids:
                 if self._requests.pop(request_id, None) is not None:
-                    events.append(ErrorEvent(request_id, EngineError(f"A step of the model failed: {failure}")))
+                    events.append(ErrorEvent(request_id, failure.for_request()))
             return events
         for output in outputs:
             running = self._requests.get(output.request_id)

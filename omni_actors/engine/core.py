@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from omni_actors.engine.scheduler import OmniSchedulerInterface
 from omni_actors.engine.statistics import CoreStatistics
+from omni_actors.engine.worker_base import memory_hint
 from omni_actors.errors import ConfigError, EngineError, StartupError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ class StepFailed(Exception):
         super().__init__(f"{type(cause).__name__}: {cause}")
         self.request_ids = tuple(request_ids)
         self.cause = cause
+
+    def for_request(self) -> EngineError:
+        """The error with which each of its requests ends."""
+        return EngineError(f"A step of the model failed: {self}", hint=memory_hint(self.cause))
 
 
 class EngineLost(EngineError):

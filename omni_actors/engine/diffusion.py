@@ -139,7 +139,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         try:
             outputs = self.core.step()
         except StepFailed as failure:
-            error = EngineError(f"A step of the model failed: {failure}")
+            error = failure.for_request()
             ended = [self._jobs.pop(job_id) for job_id in failure.request_ids if job_id in self._jobs]
             for request_id in ended:
                 self._release(self._requests.pop(request_id))

@@ -19,7 +19,7 @@ from omni_actors.engine.diffusion_runner import (
     StepResult,
     diffusion_job,
 )
-from omni_actors.engine.worker_base import AttachedOutput, HostCopy, OmniWorkerBase, omni_options
+from omni_actors.engine.worker_base import AttachedOutput, HostCopy, OmniWorkerBase, memory_hint, omni_options
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
             return
         if not isinstance(error, OmniError):
             logger.error("request %s failed", request_id, exc_info=error)
-            error = EngineError(f"The model failed: {type(error).__name__}: {error}")
+            error = EngineError(f"The model failed: {type(error).__name__}: {error}", hint=memory_hint(error))
         self._failed[request_id] = error
 
     def omni_counts(self) -> dict[str, int]:

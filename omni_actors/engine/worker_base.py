@@ -29,6 +29,16 @@ def omni_options(vllm_config: VllmConfig) -> Mapping[str, Any]:
     return options
 
 
+def memory_hint(error: BaseException) -> str | None:
+    """What to do next if the device ran out of memory; None for all other errors."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    return (
+        "The device ran out of memory: lower budget_bytes, engine.max_num_seqs or engine.max_num_batched_tokens of "
+        "this stage, or engine.gpu_memory_utilization of another stage on the same device."
+    )
+
+
 class OmniRunnerBase(ABC):
     """A runner with its own state per request, which the engine can count and clear."""
 

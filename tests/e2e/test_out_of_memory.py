@@ -1,0 +1,181 @@
+"""The device runs out of memory within a step: typed errors for its requests, nothing leaks, the engine goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni_actors.engine import diffusion_worker
+from omni_actors.engine.core import EngineLost
+from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.errors import EngineError
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import StageInputs, StageRequest
+from tests.support.code2wav import arguments, difference
+from tests.support.speech import Spec, Speech
+from tests.support.stage_driver import Driver, make_engine, token_inputs
+
+pytestmark = pytest.mark.e2e
+
+SPEC: Spec = (60, "Chelsie", 0.5, 3)
+NAMES = ("a", "b", "c")
+
+
+def out_of_memory(*_: object) -> Any:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+
+
+def raised_if(condition: Callable[..., bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: out_of_memory() if condition(*given) else original(*given)
+
+
+def assert_out_of_memory(error: Exception) -> None:
+    assert isinstance(error, EngineError)
+    assert "OutOfMemoryError: CUDA out of memory" in error.message
+    assert "budget_bytes" in error.hint
+    assert error.__cause__ is error.__context__ is None, (
+        "the first error's traceback would keep its step's tensors alive"
+    )
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def shared_engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
+    decode = {"first_blocks": 1, "largest_blocks": 4}
+    engine = DiffusionEngine(arguments(tiny_checkpoint, asynchronous=request.param, decode=decode))
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def engine(shared_engine: DiffusionEngine) -> Iterator[DiffusionEngine]:
+    yield shared_engine
+    assert not shared_engine.runnable()
+    assert set(shared_engine.counts().values()) == {0}, shared_engine.counts()
+
+
+def speak(engine: DiffusionEngine, *names: str) -> Speech:
+    speech = Speech(engine)
+    for name in names:
+        speech.start(name, SPEC)
+    for _ in range(500):
+        for name in list(speech.waiting):
+            if name in speech.errors:
+                del speech.waiting[name]
+            else:
+                speech.feed(name, 9)
+        if not speech.waiting and not engine.runnable():
+            return speech
+        speech.step()
+    pytest.fail("the engine does not become idle")
+
+
+def assert_all_well(engine: DiffusionEngine, want: Speech) -> None:
+    after = speak(engine, *NAMES)
+    assert not after.errors
+    for name in NAMES:
+        assert difference(after.wave(name), want.wave("a")) <= 1e-5
+
+
+def test_a_batch_without_room_is_computed_one_by_one(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = speak(engine, "a")
+    runner = engine.core.worker.model_runner
+    crowded = raised_if(lambda job_ids: len(job_ids) > 1, runner.integrate)
+    monkeypatch.setattr(runner, "integrate", crowded)
+    assert_all_well(engine, want)
+
+
+@pytest.mark.parametrize("method", ["integrate", "vocode", "add"])
+def test_a_request_without_room_fails_alone(
+    engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    want = speak(engine, "a")
+    runner = engine.core.worker.model_runner
+    culprit = {
+        "integrate": lambda job_ids: "b/1" in job_ids,
+        "vocode": lambda mel: len(mel) > 1 or runner.allocating == "b",
+        "add": lambda job_id, job: job_id == "b/1",
+    }[method]
+    if method == "vocode":  # it does not know its requests
+        step = runner.step
+
+        def remembering(job_ids: Sequence[str]) -> Any:
+            runner.allocating = job_ids[0].partition("/")[0] if len(job_ids) == 1 else ""
+            return step(job_ids)
+
+        monkeypatch.setattr(runner, "step", remembering)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, method, raised_if(culprit, getattr(runner, method)))
+        speech = speak(engine, *NAMES)
+    assert list(speech.errors) == ["b"]
+    assert_out_of_memory(speech.errors["b"].error)
+    for name in ("a", "c"):
+        assert difference(speech.wave(name), want.wave("a")) <= 1e-5
+    assert_all_well(engine, want)
+
+
+def test_no_room_for_the_output_ends_the_requests_of_the_step(
+    engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = speak(engine, "a")
+    calls = 0
+
+    def second_sound(tensors: Any, *_: object) -> bool:
+        nonlocal calls
+        calls += bool(tensors)
+        return calls == 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(diffusion_worker, "HostCopy", raised_if(second_sound, diffusion_worker.HostCopy))
+        speech = speak(engine, *NAMES)
+    assert speech.errors, "all that were in the step"
+    assert speech.errors.keys() | speech.finished.keys() == set(NAMES)
+    for event in speech.errors.values():
+        assert_out_of_memory(event.error)
+    assert_all_well(engine, want)
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+def test_an_autoregressive_step_without_room_ends_its_requests(tiny_checkpoint: Path, stage: str) -> None:
+    engine = make_engine(tiny_checkpoint, stage)
+    driver = Driver(engine)
+    inputs = token_inputs(list(range(30, 50))) if stage == "thinker" else engine.adapter.warm_up_inputs(20)
+    runner = engine.core.worker.model_runner
+    steps = 0
+
+    def fourth(*_: object) -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == 4
+
+    hook = runner.model.register_forward_pre_hook(lambda *given: out_of_memory() if fourth() else None)
+    for name in NAMES:
+        driver.start(name, inputs, max_tokens=8, min_tokens=8, temperature=0.0)
+    driver.run()
+    hook.remove()
+    for name in NAMES:
+        assert_out_of_memory(driver.error(name))
+    driver.assert_idle()
+    driver.start("after", inputs, max_tokens=8, min_tokens=8, temperature=0.0)
+    driver.run()
+    assert driver.finished("after").output_tokens == 8
+    driver.assert_idle()
+    engine.shutdown()
+
+
+def test_a_lost_device_ends_the_engine(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike a lack of memory: after such an error every later call fails, so only a new process can continue."""
+    engine = DiffusionEngine(arguments(tiny_checkpoint))
+
+    def lost(*_: object) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.core.worker.model_runner, "integrate", lost)
+    for name in NAMES:
+        engine.start(StageRequest(name, StageParams(num_steps=2), 0), StageInputs(token_ids=[1] * 12))
+    with pytest.raises(EngineLost, match="illegal memory access"):
+        engine.step()
+    engine.shutdown()
