@@ -13,6 +13,7 @@ from omni_actors import __version__, config, logs
 from omni_actors.config import placement
 from omni_actors.errors import ConfigError, OmniError
 from omni_actors.http_server.settings import add_flags, given_flags
+from omni_actors.launcher.engine_check import check_engines
 from omni_actors.launcher.launcher import Launcher, host_addresses
 from omni_actors.launcher.one_request import answer
 from omni_actors.logs import say
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         load_keys(loaded.pipeline.coordinator.keys_dir)  # a wrong folder is an error before anything starts
         if options.check:
             print(config.describe(loaded))
+            print("\n".join(check_engines(loaded.pipeline)))
             return EXIT_OK
         return asyncio.run(_run(loaded.pipeline, options))
     except ConfigError as error:

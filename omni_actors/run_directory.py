@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from omni_actors import segments
 from omni_actors.errors import ConfigError
 
 MAX_IPC_PATH = 107  # bytes that a Unix socket address can hold
@@ -17,6 +18,7 @@ LONGEST_SOCKET_NAME = 60
 LOCK = "lock"
 LOCK_SECONDS = 0.5  # the stages of a killed launcher hold its lock for a moment while they clean up
 DEMAND_PREFIX = "demand-"  # of the stages' demand flags (stage/device_priority.py)
+SEGMENTS = "segments"  # list of the shared memory that the replicas hold (segments.py)
 MPS_PREFIX = "mps-"  # of the folder with the pipes of an MPS daemon (launcher/mps.py)
 
 
@@ -57,6 +59,11 @@ class RunDirectory:
     def logs(self) -> Path:
         """The folder for the logs of replicas."""
         return self.path / "logs"
+
+    @property
+    def segments(self) -> Path:
+        """File with the list of the shared memory that the replicas hold."""
+        return self.path / SEGMENTS
 
     def endpoint(self, name: str) -> str:
         """Return the ipc endpoint of a socket file called `name` in this folder."""
@@ -108,6 +115,7 @@ def clear_abandoned(path: Path, temporary: bool) -> None:
 def _clear(lock: IO[str], path: Path, everything: bool) -> None:
     with lock:
         if everything:
+            segments.remove_listed(path / SEGMENTS)
             shutil.rmtree(path, ignore_errors=True)
         else:
             _sweep(path)
@@ -134,7 +142,8 @@ def _try_lock(path: Path, create: bool) -> IO[str] | None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove the sockets, including those of the fork server and of MPS, and the stages' demand flags."""
+    """Remove sockets, also those of the fork server and of MPS, the stages' files, and shared memory that is listed."""
+    segments.remove_listed(path / SEGMENTS)
     for entry in path.iterdir():
         if entry.is_socket() or entry.name.startswith(DEMAND_PREFIX):
             entry.unlink(missing_ok=True)

@@ -94,6 +94,12 @@ class Leveller(StageEngine):
         self._options = Options.of(stage)
         self._requests: dict[str, Speech] = {}
 
+    @classmethod
+    def check_options(cls, stage: StageConfig) -> bool:
+        """Let `omni-actors check` find a wrong option."""
+        Options.of(stage)
+        return True
+
     @property
     def facts(self) -> EngineFacts:
         return EngineFacts()  # the vocoder has the voices and the sample rate

@@ -6,9 +6,11 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from vllm.config import VllmConfig
+from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 
 from omni_actors.engine.executor import executor_backend
@@ -69,6 +71,7 @@ class OmniEngineArgs:
         kind: the engine; "prompt" prepares the prompts of a thinker with the thinker's arguments.
         engine: fields of vLLM's EngineArgs by name.
         asynchronous: schedule one step ahead of the device; `None` leaves it to vLLM (on for CUDA, off for CPU).
+        where: path of `engine` in the YAML, for messages.
 
     Raises:
         ConfigError: `engine` has an unknown or a reserved field.
@@ -78,16 +81,25 @@ class OmniEngineArgs:
     kind: ModelKind
     engine: dict[str, Any] = field(default_factory=dict)
     asynchronous: bool | None = None
+    where: str = "engine"
 
     def __post_init__(self) -> None:
         known = {item.name for item in dataclasses.fields(EngineArgs)} - RESERVED
         for name in self.engine:
             if name in RESERVED:
-                raise ConfigError(f"engine.{name} is set by omni_actors itself.", hint="Remove it.")
+                raise ConfigError(f"{self.where}.{name} is set by omni_actors itself.", hint="Remove it.")
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, 1)
                 advice = f" Did you mean {nearest[0]!r}?" if nearest else ""
-                raise ConfigError(f"engine.{name} is not a field of vLLM's EngineArgs.{advice}")
+                raise ConfigError(f"{self.where}.{name} is not a field of vLLM's EngineArgs.{advice}")
+
+    def check(self) -> None:
+        """Check values that can be judged without the checkpoint. Raises `ConfigError` for a wrong one."""
+        self._parallel_sizes()
+        for name, value in self.engine.items():
+            problem = wrong_type(name, value)
+            if problem:
+                raise ConfigError(f"{self.where}.{name}: {problem}; got {value!r}.")
 
     def model_spec(self) -> ModelSpec:
         """The model of this stage. Raises `ConfigError` if there is none or if it is of another kind."""
@@ -104,11 +116,12 @@ class OmniEngineArgs:
             ConfigError: vLLM refuses the arguments, or they contradict what the model requires.
         """
         platform = prepare()
+        self.check()
         spec = self.model_spec()
         register_models(spec)
         for name, value in spec.required.items():
             if self.engine.get(name, value) != value:
-                raise ConfigError(f"engine.{name} must be {value!r} for the {self.model_config.model_stage}.")
+                raise ConfigError(f"{self.where}.{name} must be {value!r} for the {self.model_config.model_stage}.")
         parallel = self._parallel_sizes()
         arguments = {**_DEFAULTS, **spec.engine, **self.engine, **spec.required}
         arguments |= {
@@ -143,7 +156,7 @@ class OmniEngineArgs:
         for name in sizes:
             size = self.engine.get(name, 1)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"engine.{name} must be a whole number of at least 1; got {size!r}.")
+                raise ConfigError(f"{self.where}.{name} must be a whole number of at least 1; got {size!r}.")
             if size > 1 and self.kind == "diffusion":
                 raise ConfigError("A diffusion stage runs on one GPU.", hint="Give it replicas instead.")
             sizes[name] = size
@@ -165,3 +178,27 @@ class OmniEngineArgs:
         else:
             name = "scheduler.Omni"
         return f"omni_actors.engine.{name}{'Async' if asynchronous else ''}Scheduler"
+
+
+def wrong_type(name: str, value: object) -> str:
+    """Say what is wrong with the type of an argument; "" if nothing is, or if vLLM's annotation cannot be evaluated.
+
+    Numbers, words and switches must have the type itself, so that `"8"` is not a number. A mapping may stand for an
+    object of vLLM's configuration.
+    """
+    argument = next(item for item in dataclasses.fields(EngineArgs) if item.name == name)
+    if value is None and argument.default is None:
+        return ""  # not every annotation admits the default
+    # One by one: some annotations of vLLM name types that exist for its type checker alone.
+    holder = type("Holder", (), {"__annotations__": {name: argument.type}})
+    try:
+        adapter = TypeAdapter(get_type_hints(holder, vars(arg_utils), include_extras=True)[name])
+    except (NameError, PydanticUserError, PydanticSchemaGenerationError):  # a type that only vLLM itself can build
+        return ""
+    try:
+        adapter.validate_python(value, strict=not isinstance(value, dict | list))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"] if isinstance(value, dict | list))
+        return f"{path}: {first['msg']}" if path else first["msg"]
+    return ""

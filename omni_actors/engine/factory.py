@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -48,7 +48,28 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         latent_budget_bytes=stage.budget_bytes,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
     )
-    return OmniEngineArgs(model, ENGINE_KINDS[stage.kind], engine)
+    return OmniEngineArgs(model, ENGINE_KINDS[stage.kind], engine, where=f"stages.{stage.name}.engine")
+
+
+def check_arguments(pipeline: PipelineConfig, stages: Sequence[StageConfig], *, with_checkpoint: bool) -> None:
+    """Check the engine arguments of stages without loading a model.
+
+    Args:
+        with_checkpoint: also let vLLM build its configuration, which reads the checkpoint's and needs its platform.
+
+    Raises:
+        ConfigError: an argument is unknown, of the wrong type or refused by vLLM; with its dotted path.
+    """
+    for stage in stages:  # first each one's own: the prompt stage has arguments of the stage after it, too
+        OmniEngineArgs(
+            OmniModelConfig(pipeline.model, stage.part),
+            ENGINE_KINDS[stage.kind],
+            stage.engine,
+            where=f"stages.{stage.name}.engine",
+        ).check()
+    load_plugins(pipeline.plugins)
+    for stage in stages if with_checkpoint else ():
+        stage_arguments(pipeline, stage).create_engine_config()
 
 
 def build_engine(arguments: OmniEngineArgs) -> StageEngine:

@@ -32,7 +32,7 @@ CONTROL = "nvidia-cuda-mps-control"
 CONTROL_FOLDERS = ("/usr/local/nvidia/bin", "/usr/bin")  # besides PATH
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 USUAL_FOLDER = "/tmp/nvidia-mps"  # where CUDA looks unless that variable is set
-START_SECONDS = 30.0  # the guardian's own deadlines end earlier
+START_SECONDS = 45.0  # the guardian's own deadlines end earlier
 STOP_SECONDS = 15.0  # likewise
 CONNECT_SECONDS = 1.0
 

@@ -28,13 +28,14 @@ import psutil
 from omni_actors.processes import EXIT_FAILED, EXIT_OK, adopt_orphans, describe_exit, die_with_parent
 from omni_actors.run_directory import clear_abandoned
 
-READY_SECONDS = 10.0  # for the daemon and its first server
+READY_SECONDS = 20.0  # for the daemon and its first server
 ANSWER_SECONDS = 5.0  # for one command to the daemon, or to nvidia-smi
 CLIENTS_SECONDS = 3  # for clients to leave at the end; the stages of a killed launcher need a moment
 KILL_SECONDS = 2.0
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
 WATCH_SECONDS = 1.0
 SERVER_READY = re.compile(r"NEW SERVER \d+: Ready")
+CHATTER = re.compile(r"Accepting connection|NEW UI|UI closed|Cmd:|Removed Shm file")  # in the daemon's log
 
 
 class Refused(Exception):
@@ -154,9 +155,9 @@ class Daemon:
     def _last_line(self) -> str:
         """Return what the server, or else the daemon, said last, to follow a phrase."""
         server_log = self._folder / "server.log"
-        said = server_log.read_text(errors="replace") if server_log.exists() else ""
-        lines = (said.strip() or self._log_text().strip()).splitlines()
-        return f": {lines[-1]}" if lines else ""
+        said = server_log.read_text(errors="replace").splitlines() if server_log.exists() else []
+        said = said or [line for line in self._log_text().splitlines() if not CHATTER.search(line)]
+        return f": {said[-1]}" if said else ""
 
     def wait_for_launcher(self) -> bool:
         """Wait until standard input closes; false if the daemon ends before that."""

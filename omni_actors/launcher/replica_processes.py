@@ -28,6 +28,7 @@ from omni_actors.config.placement import (
 )
 from omni_actors.errors import StartupError
 from omni_actors.launcher.mps import NO_MPS
+from omni_actors.launcher.segment_ledger import GRACE_SECONDS, LOOK_SECONDS, SegmentLedger
 from omni_actors.logs import get_logger
 from omni_actors.processes import describe_exit
 from omni_actors.protocol.header import ReplicaId
@@ -64,6 +65,9 @@ class ReplicaProcesses:
         self.on_exit: Callable[[ReplicaId, str], None] = lambda identity, how: None
         self.mps = NO_MPS  # set before the first start
         self._processes: dict[ReplicaId, ForkServerProcess] = {}
+        self._dead: dict[ReplicaId, float] = {}  # since when, until their shared memory is removed
+        self._ledger: SegmentLedger | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._stopping = False
         self._none_left = asyncio.Event()
         self._none_left.set()
@@ -97,6 +101,9 @@ class ReplicaProcesses:
         """
         if self._stopping:
             raise StartupError("The launcher is stopping.", hint="")
+        if self._ledger is None:
+            self._ledger = SegmentLedger(self._run_directory.segments)
+            self._looking = asyncio.create_task(self._watch_segments(self._ledger), name="shared memory")
         process = self._context.Process(target=main, args=(self.spec(identity),), name=f"omni:{identity.stage}")
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, process.start)
@@ -104,6 +111,17 @@ class ReplicaProcesses:
         self._none_left.clear()
         loop.add_reader(process.sentinel, self._ended, identity)
         logger.debug("%s is process %s", identity.name, process.pid)
+
+    async def _watch_segments(self, ledger: SegmentLedger) -> None:
+        """Keep the ledger of the replicas' shared memory, and remove what the dead ones have left."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.to_thread(ledger.look, self.running())
+            due = [identity for identity, died in self._dead.items() if died + GRACE_SECONDS < loop.time()]
+            for identity in due:
+                del self._dead[identity]
+            ledger.sweep(due)
+            await asyncio.sleep(LOOK_SECONDS)
 
     def refuse_starts(self, interrupt: bool) -> None:
         """Start nothing more; `interrupt` a start that waits for the fork server, which may import for ten seconds."""
@@ -142,7 +160,9 @@ class ReplicaProcesses:
 
     def _ended(self, identity: ReplicaId) -> None:
         process = self._processes.pop(identity)
-        asyncio.get_running_loop().remove_reader(process.sentinel)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(process.sentinel)
+        self._dead[identity] = loop.time()
         process.join()
         if not self._processes:
             self._none_left.set()
@@ -168,6 +188,10 @@ class ReplicaProcesses:
             logger.warning("%s did not stop; killing it", identity.name)
             process.kill()
         await self._all_ended(KILL_SECONDS)
+        if self._looking is not None and self._ledger is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+            self._ledger.close()
 
     async def _all_ended(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import psutil
 
 from omni_actors.config import StageConfig, suggest
@@ -63,6 +64,20 @@ class EchoOptions:
     fail_shutdown: str = ""  # a text with which the end of the engine fails
     memory_bytes: int = 0  # of address space that the process may add to what it has; 0 for no limit
 
+    @classmethod
+    def of(cls, stage: StageConfig) -> EchoOptions:
+        """Read a stage's options. Raises `ConfigError` for an unknown one or a wrong type."""
+        where = f"stages.{stage.name}.engine"
+        for name in stage.engine:
+            if name not in cls.__dataclass_fields__:
+                nearest = suggest(name, cls.__dataclass_fields__)
+                raise ConfigError(f"{where}.{name} is no option of an echo stage.{nearest}")
+        try:
+            return msgspec.convert(stage.engine, cls, strict=True)
+        except msgspec.ValidationError as error:
+            problem, _, path = str(error).partition(" - at `$")
+            raise ConfigError(f"{where}{path.rstrip('`')}: {problem}.") from error
+
 
 @dataclass
 class _Echo:
@@ -75,12 +90,7 @@ class EchoEngine(StageEngine):
     """The engine that this module describes."""
 
     def __init__(self, stage: StageConfig) -> None:
-        known = EchoOptions.__dataclass_fields__
-        for name in stage.engine:
-            if name not in known:
-                where = f"stages.{stage.name}.engine.{name}"
-                raise ConfigError(f"{where} is no option of an echo stage.{suggest(name, known)}")
-        self._options = EchoOptions(**stage.engine)
+        self._options = EchoOptions.of(stage)
         self._outputs = frozenset(stage.outputs)
         self._sounds = "audio" in self._outputs or self._options.sound
         self._active: dict[str, _Echo] = {}
@@ -92,6 +102,12 @@ class EchoEngine(StageEngine):
             raise EngineError(self._options.fail_start)
         if self._options.fail_start_if and os.path.exists(self._options.fail_start_if):
             raise EngineError("A test made the start fail.")
+
+    @classmethod
+    def check_options(cls, stage: StageConfig) -> bool:
+        """See `StageEngine.check_options`."""
+        EchoOptions.of(stage)
+        return True
 
     @property
     def facts(self) -> EngineFacts:

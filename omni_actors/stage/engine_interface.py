@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from omni_actors.config import StageConfig
 from omni_actors.errors import OmniError
 from omni_actors.protocol.fields import Scalar
 from omni_actors.protocol.payloads import InformationValue, Prompt, StageParams
@@ -177,6 +178,18 @@ class StageEngine(ABC):
     `start` and `extend` raise `OmniError` for a bad request and keep nothing of it. `step` raises only when the whole
     engine is lost; for a single request it reports an `ErrorEvent`.
     """
+
+    @classmethod
+    def check_options(cls, stage: StageConfig) -> bool:
+        """Check the stage's `engine` mapping without making an engine; `omni-actors check` calls this.
+
+        Returns:
+            Whether the options were checked.
+
+        Raises:
+            ConfigError: an option is unknown or wrong; the message has its dotted path.
+        """
+        return False
 
     @property
     @abstractmethod

@@ -86,6 +86,8 @@ def _prepare_process(spec: ReplicaSpec) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
+    # vLLM's sockets, which it leaves if it is killed, go where they are swept.
+    os.environ["VLLM_RPC_BASE_PATH"] = spec.run_dir
     os.environ.update(spec.environment)
     if spec.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)

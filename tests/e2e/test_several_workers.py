@@ -14,7 +14,10 @@ import pytest
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.errors import ConfigError
+from omni_actors.launcher.segment_ledger import SegmentLedger
+from omni_actors.protocol.header import ReplicaId
 from tests.support.paths import REPOSITORY
+from tests.support.processes import shared_memory_of
 from tests.support.several_workers import answer
 from tests.support.stage_driver import Driver, make_engine
 
@@ -35,10 +38,11 @@ ENVIRONMENT = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1
     ],
 )
 def test_two_workers_answer_like_one_and_die_with_their_stage(
-    tiny_checkpoint: Path, how: str, stage: str, end: str
+    tiny_checkpoint: Path, short_path: Path, how: str, stage: str, end: str
 ) -> None:
     spread_by = json.dumps({f"{how}_parallel_size": 2})
     command = [sys.executable, "-m", "tests.support.several_workers", str(tiny_checkpoint), stage, spread_by]
+    ledger = SegmentLedger(short_path / "segments")
     with subprocess.Popen(
         command, cwd=REPOSITORY, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as spread:
@@ -52,6 +56,9 @@ def test_two_workers_answer_like_one_and_die_with_their_stage(
             two = json.loads(said)
             assert len(two["workers"]) >= 2
             assert all(is_running(pid) for pid in two["workers"])
+            shared = shared_memory_of(dict.fromkeys([spread.pid, *two["workers"]], ""))
+            assert any("vllm_dist_" in path for path in shared)
+            ledger.look({ReplicaId(stage, 0, 1): spread.pid})
             if end == "in order":
                 spread.communicate()
                 assert spread.returncode == 0
@@ -66,6 +73,8 @@ def test_two_workers_answer_like_one_and_die_with_their_stage(
     while (left := [pid for pid in two["workers"] if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
+    ledger.sweep([ReplicaId(stage, 0, 1)])
+    assert [path for path in shared if os.path.exists(path)] == []
 
 
 def is_running(pid: int) -> bool:

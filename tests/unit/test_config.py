@@ -47,11 +47,6 @@ def test_the_echo_pipeline(tmp_path: Path) -> None:
     assert pipeline.route(["audio"]) == ("prompt", "thinker", "talker", "code2wav")
 
 
-@pytest.mark.parametrize("name", ["echo.yaml"])
-def test_shipped_configurations_load(name: str) -> None:
-    config.load(REPOSITORY / "stage_configs" / name)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -1,0 +1,62 @@
+"""Named shared memory of stages that die, of whatever engine, is removed by their launcher or after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
+from tests.support.segments import made
+from tests.support.waiting import until
+
+Launch = Callable[..., EchoLauncher]
+
+
+@pytest.fixture
+def launcher(launch: Launch, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> EchoLauncher:
+    """A pipeline whose talker makes two segments and removes none."""
+    monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "tests.support")
+    data: dict[str, Any] = chain()
+    data["stages"][2] |= {"kind": "custom", "engine_class": "tests.support.segments.SegmentStage"}
+    return launch(data, "--run-dir", str(short_path / "run")).wait_ready()
+
+
+@pytest.fixture
+def log(short_path: Path) -> Path:
+    return short_path / "run" / "logs" / "talker-0.log"
+
+
+def left(lives: list[list[str]]) -> list[list[str]]:
+    return [[path for path in life if os.path.exists(path)] for life in lives]
+
+
+def is_listed(folder: Path, paths: list[str]) -> bool:
+    """Whether the launcher knows these segments."""
+    file = folder / "run" / "segments"
+    return file.exists() and all(Path(path).name in file.read_text() for path in paths)
+
+
+def test_a_killed_stage_and_an_ended_pipeline_leave_none(launcher: EchoLauncher, short_path: Path, log: Path) -> None:
+    (first,) = made(log)
+    assert left([first]) == [first]
+    until(lambda: is_listed(short_path, first), 5, "the launcher has seen them")
+    os.kill(launcher.pid_of("talker"), signal.SIGKILL)
+    until(lambda: len(made(log)) == 2, 10, "restart")
+    until(lambda: left([first]) == [[]], 5, "those of the first life are gone")
+    second = made(log)[1]
+    assert left([second]) == [second]
+    until(lambda: is_listed(short_path, second), 5, "the launcher has seen them")
+    assert launcher.end() == 0
+    assert left([first, second]) == [[], []]
+
+
+def test_a_killed_launcher_leaves_none(launcher: EchoLauncher, short_path: Path, log: Path) -> None:
+    until(lambda: is_listed(short_path, made(log)[0]), 5, "the launcher has seen them")
+    launcher.end(signal.SIGKILL)
+    until(lambda: left(made(log)) == [[]], 10, "they are gone")

@@ -1,0 +1,115 @@
+"""`omni-actors check` reads what stands below `engine:` of every kind of stage, without a GPU or a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from omni_actors import config, launch
+from omni_actors.errors import ConfigError
+from omni_actors.launcher import engine_check
+from omni_actors.launcher.engine_check import check_engines
+from omni_actors.processes import EXIT_OK, EXIT_USAGE
+from tests.support.builders import chain, load, write
+from tests.support.paths import REPOSITORY
+
+SHIPPED = sorted((REPOSITORY / "stage_configs").glob("*.yaml"))
+FULL = REPOSITORY / "stage_configs" / "qwen2_5_omni.yaml"
+HUB = {"model": "Qwen/Qwen2.5-Omni-7B"}
+
+
+def check(path: Path, **overrides: str) -> list[str]:
+    """Load a pipeline for a host with two GPUs and check it; keys have __ for dots."""
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return check_engines(config.load(path, {**HUB, **dotted}, devices=2).pipeline)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_configuration_is_right(path: Path) -> None:
+    names = [stage.name for stage in config.load(path, HUB, devices=2).pipeline.stages]
+    (line,) = check(path)
+    assert line.startswith("engine options checked")
+    assert line.endswith(f": {', '.join(names)}")
+
+
+@pytest.mark.parametrize(
+    ("stage", "option", "value", "problem"),
+    [
+        ("prompt", "dtyp", "bfloat16", "stages.prompt.engine.dtyp is not a field of vLLM's .* Did you mean 'dtype'"),
+        ("thinker", "gpu_memory_utilisation", "0.5", "stages.thinker.engine.gpu_.* Did you mean 'gpu_memory_util"),
+        ("talker", "max_num_seq", "8", "stages.talker.engine.max_num_seq is .* Did you mean 'max_num_seqs'"),
+        ("code2wav", "max_num_seqq", "8", "stages.code2wav.engine.max_num_seqq is .* Did you mean 'max_num_seqs'"),
+        ("thinker", "max_num_seqs", "many", "stages.thinker.engine.max_num_seqs: .* valid integer; got 'many'"),
+        ("thinker", "max_num_seqs", "true", "stages.thinker.engine.max_num_seqs: .* valid integer; got True"),
+        ("talker", "enforce_eager", "'no'", "stages.talker.engine.enforce_eager: .* valid boolean; got 'no'"),
+        ("talker", "dtype", "bfloat17", "stages.talker.engine.dtype: .*'bfloat16'"),
+        ("thinker", "limit_mm_per_prompt", "{image: x}", "stages.thinker.engine.limit_mm_per_prompt: image.*integer"),
+        ("thinker", "tensor_parallel_size", "0", "stages.thinker.engine.tensor_parallel_size must be a whole number"),
+        ("code2wav", "worker_cls", "x", "stages.code2wav.engine.worker_cls is set by omni_actors"),
+    ],
+)
+def test_a_wrong_option_of_a_model_is_named(stage: str, option: str, value: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check(FULL, **{f"stages__{stage}__engine__{option}": value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        ("step_second", 1.0, "stages.talker.engine.step_second is no option .* Did you mean 'step_seconds'"),
+        ("step_seconds", "long", "stages.talker.engine.step_seconds: Expected `float`, got `str`"),
+    ],
+)
+def test_a_wrong_option_of_an_echo_stage_is_named(tmp_path: Path, option: str, value: object, problem: str) -> None:
+    data = chain()
+    data["stages"][2]["engine"] = {option: value}
+    with pytest.raises(ConfigError, match=problem):
+        check_engines(load(tmp_path, data).pipeline)
+
+
+def test_a_custom_stage_checks_its_own_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "custom_stage,tests.support")
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
+    path = str(REPOSITORY / "examples/custom_stage/echo.yaml")
+    assert launch.main([path, "--check"]) == EXIT_OK
+    assert "engine options checked: prompt, thinker, code2wav, leveller" in capsys.readouterr().out
+    assert launch.main([path, "--check", "--set", "stages.leveller.engine.peek=1"]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert "configuration error: stages.leveller.engine.peek is no option of the leveller. Did you mean 'peak'" in error
+    data = chain()
+    data["stages"][2] |= {"kind": "custom", "engine_class": "tests.support.stage.RecordingEngine", "engine": {"x": 1}}
+    assert check_engines(load(tmp_path, data).pipeline) == [
+        "engine options checked: prompt, thinker, code2wav",
+        "not checked: stages.talker.engine, as tests.support.stage.RecordingEngine has no check_options",
+    ]
+
+
+def test_with_a_checkpoint_vllm_checks_more(tiny_checkpoint: Path) -> None:
+    tiny = REPOSITORY / "stage_configs" / "tiny_qwen2_5_omni.yaml"
+    model = {"model": str(tiny_checkpoint)}
+    lines = check(tiny, **model)
+    assert lines == ["engine options checked with vLLM and the checkpoint: prompt, thinker, talker, code2wav"]
+    with pytest.raises(ConfigError, match="vLLM refuses the arguments of the talker"):
+        check(tiny, **model, stages__talker__engine__max_model_len="10000000")
+
+
+def test_without_vllm_it_says_what_was_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise ConfigError("vLLM is not installed.")
+
+    monkeypatch.setattr(engine_check, "find_installed", none)
+    assert check(FULL) == ["engine options not checked, as vLLM is not installed: prompt, thinker, talker, code2wav"]
+
+
+def test_the_command_line_exits_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
+    data = chain()
+    data["stages"][1]["engine"] = {"row_with": 8}
+    assert launch.main([str(write(tmp_path, data)), "--check"]) == EXIT_USAGE
+    assert "stages.thinker.engine.row_with is no option" in capsys.readouterr().err
