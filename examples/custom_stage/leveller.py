@@ -13,7 +13,7 @@ import numpy
 from numpy.typing import NDArray
 
 from omni_actors.config import PipelineConfig, StageConfig, suggest
-from omni_actors.errors import ConfigError, InvalidPayload
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.stage import SAMPLE_RATE, SAMPLES
 from omni_actors.protocol.tensors import DType, HostTensor
@@ -80,6 +80,7 @@ class Speech:
     """One request: the pieces that wait to be computed, and how loud it has been."""
 
     rate: int
+    peak: float
     waiting: list[NDArray[numpy.float32]] = field(default_factory=list)
     complete: bool = False
     loudest: float = 0.0
@@ -102,10 +103,13 @@ class Leveller(StageEngine):
 
     @property
     def facts(self) -> EngineFacts:
-        return EngineFacts()  # the vocoder has the voices and the sample rate
+        return EngineFacts(wants_information=("peak",))  # the vocoder has the voices and the sample rate
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
-        speech = Speech(rate=int(inputs.scalars[SAMPLE_RATE]), complete=inputs.complete)
+        peak = request.information.get("peak", self._options.peak)  # the client's word goes before the YAML's
+        if not isinstance(peak, int | float) or not 0 < peak <= 1:
+            raise InvalidRequest(f"additional_information['peak'] must be a number above 0, at most 1; got {peak!r}.")
+        speech = Speech(int(inputs.scalars[SAMPLE_RATE]), float(peak), complete=inputs.complete)
         speech.waiting.append(samples_of(inputs.tensors[SAMPLES]))
         self._requests[request.request_id] = speech
 
@@ -147,7 +151,7 @@ class Leveller(StageEngine):
         options = self._options
         loudest = float(numpy.abs(samples).max(initial=0.0))
         speech.loudest = max(options.release * speech.loudest, loudest)
-        wanted = min(options.most_gain, options.peak / max(speech.loudest, 1e-6))
+        wanted = min(options.most_gain, speech.peak / max(speech.loudest, 1e-6))
         begin = min(speech.gain or wanted, wanted)
         gain = numpy.linspace(begin, wanted, len(samples), dtype=numpy.float32)
         speech.gain = wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from omni_actors import config
 from omni_actors.client import OmniClient
-from omni_actors.errors import Aborted
+from omni_actors.errors import Aborted, InvalidRequest
 from tests.support.paths import REPOSITORY
 from tests.support.pipelines import RunningPipeline
 
@@ -56,6 +57,25 @@ def test_the_client_hears_the_custom_stages_sound(pipeline: RunningPipeline) -> 
     assert (loudness.min(axis=1) > quiet).all(), "never quieter than it was"
     assert output.usage["leveller"].output_tokens == len(prompt), "piece by piece"
     pipeline.assert_idle()
+
+
+def test_the_documented_additional_information_reaches_the_custom_stage(pipeline: RunningPipeline) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
+    (block,) = [block for block in blocks if "additional_information" in block]
+    done = subprocess.run(
+        [sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", pipeline.endpoint)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    loudness, wrong_key, wrong_name = done.stdout.splitlines()
+    assert loudness == "0.20"
+    assert wrong_key == "A prompt has no 'prompt_token_id'. Did you mean 'prompt_token_ids'?"
+    assert wrong_name.endswith("leveller wants 'peek'. Did you mean 'peak'?")
+    with OmniClient(pipeline.endpoint) as client, pytest.raises(InvalidRequest, match=r"'peak'\] must be a number"):
+        client.generate("x", additional_information={"peak": "loud"}, timeout=30)
 
 
 def test_requests_share_the_custom_stage_and_each_has_its_state(pipeline: RunningPipeline) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy
 import pytest
 
+from omni_actors.cli.replay import replay
 from omni_actors.client import OmniClient
+from omni_actors.client.offline import OmniLLM
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.tensors import DType, HostTensor
@@ -92,19 +94,25 @@ def test_a_stage_that_is_killed_gets_everything_again(pipeline: RunningPipeline,
     pipeline.assert_idle()
 
 
-def test_the_recording_of_a_stage_holds_what_it_was_given(tmp_path: Path) -> None:
-    from omni_actors.cli.replay import replay
-
-    config = write(tmp_path, PIPELINE)
-    arguments = ("--record", str(tmp_path / "recordings"))
-    with RunningPipeline(config, environment=ENVIRONMENT, arguments=arguments) as pipeline:
-        with OmniClient(pipeline.endpoint) as client:
-            client.generate({"prompt_embeds": EMBEDS, "additional_information": INFORMATION}, timeout=30)
-        pipeline.stop()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", ENVIRONMENT["OMNI_ACTORS_ALLOW_IMPORTS"])
-        for stage in ("source", "sink"):
-            (recording,) = (tmp_path / "recordings").glob(f"{stage}-*.omnirec")
-            comparison = replay(recording)
-            assert comparison.finished == 1
-            assert comparison.differences == []
+def test_a_batch_gives_each_prompt_its_own_and_recordings_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", ENVIRONMENT["OMNI_ACTORS_ALLOW_IMPORTS"])
+    recordings = tmp_path / "recordings"
+    with OmniLLM(write(tmp_path, PIPELINE), {"coordinator.record_dir": str(recordings)}) as llm:
+        prompts = [
+            {"prompt_embeds": EMBEDS, "additional_information": INFORMATION},
+            {"messages": [{"role": "user", "content": "x"}], "additional_information": {"speed": 2}},
+            {"prompt_token_ids": [1], "additional_information": {"sped": 2}},
+        ]
+        first, second, third = llm.generate(prompts)
+        (again,) = llm.generate([{"prompt_embeds": EMBEDS}], additional_information=[INFORMATION])
+    assert_intact(first)
+    assert_intact(again)
+    assert json.loads(second.text)["information"] == {"speed": 2}
+    assert "Did you mean 'speed'" in str(third.error)
+    for stage in ("source", "sink"):
+        (recording,) = recordings.glob(f"{stage}-*.omnirec")
+        comparison = replay(recording)
+        assert comparison.finished == 3
+        assert comparison.differences == []
