@@ -23,7 +23,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The models are tiny and the processes many: threads of one model that wait for each other cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ECHO_STAGES = {"process", "chaos", "http", "nodes"}  # folders whose tests start no models, unless marked e2e
-REAL_PROCESSES = ECHO_STAGES | {"launchers"}
 
 
 def pytest_configure() -> None:
@@ -103,10 +102,8 @@ def tiny_pipeline(tiny_http: HttpPipeline) -> RunningPipeline:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of real processes, which get a second chance on a busy machine; the report shows it (R)."""
+    """Marks the tests of real processes without models, by their folder."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        if folder in REAL_PROCESSES:
-            item.add_marker(pytest.mark.flaky(reruns=2))
         if folder in ECHO_STAGES and item.get_closest_marker("e2e") is None:
             item.add_marker(pytest.mark.process)
