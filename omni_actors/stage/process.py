@@ -201,6 +201,7 @@ class StageProcess:
             logger.exception("the engine failed in its shutdown")
         self._session.close()
         signal.setitimer(signal.ITIMER_REAL, 0)
+        logger.info("stopped")
 
     def _exit_now(self, number: int, frame: object) -> None:
         """End now: the orderly shutdown took too long."""

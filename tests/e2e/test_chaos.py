@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,13 +63,11 @@ async def runs(client: AsyncOmniClient) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("stage", ["code2wav", "talker", "thinker"])
-async def test_sigkill_mid_answer(pipeline: RunningPipeline, stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_sigkill_mid_answer(pipeline: RunningPipeline, stage: str) -> None:
     async with AsyncOmniClient(pipeline.endpoint) as client:
         undisturbed = await answer(client)
         replays, before = (await client.describe()).counts["replays"], await runs(client)
-        began = time.monotonic()
         disturbed = await answer(client, stage)
-        seconds = time.monotonic() - began
         assert (await client.describe()).counts["replays"] == replays + 1
         while not (await client.describe()).healthy:  # noqa: ASYNC110 - the state is another process's
             await asyncio.sleep(0.1)
@@ -78,8 +75,6 @@ async def test_sigkill_mid_answer(pipeline: RunningPipeline, stage: str, capsys:
     upstream = STAGES[: STAGES.index(stage)]
     assert {name: after[name] - before[name] for name in upstream} == dict.fromkeys(upstream, 1)
     assert after[stage] == 1, "in its new life"
-    with capsys.disabled():
-        print(f"\nSIGKILL of {stage} mid-answer: the whole answer after {seconds:.1f} s")
     assert len(undisturbed[1]) == 24
     assert disturbed[:2] == undisturbed[:2]
     assert disturbed[2].shape == undisturbed[2].shape
@@ -87,9 +82,7 @@ async def test_sigkill_mid_answer(pipeline: RunningPipeline, stage: str, capsys:
     pipeline.assert_idle()
 
 
-async def test_sigkill_of_the_coordinator_mid_answer(
-    pipeline: RunningPipeline, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_sigkill_of_the_coordinator_mid_answer(pipeline: RunningPipeline) -> None:
     """No model is loaded again, and the next answer is the same as ever."""
     async with AsyncOmniClient(pipeline.endpoint) as client:
         undisturbed = await answer(client)
@@ -99,16 +92,10 @@ async def test_sigkill_of_the_coordinator_mid_answer(
         stream = await client.submit(PROMPT, seed=11, voice="Ethan", params=PARAMS, timeout=120)
         await anext(stream)
         coordinator.kill()
-        began = time.monotonic()
         with pytest.raises(StageLost):
-            await stream.result()
-        ended = time.monotonic() - began
+            await asyncio.wait_for(stream.result(), 30)
         again = await answer(client)
-        answered = time.monotonic() - began
         assert [status.pid for status in (await client.describe()).stages] == pids
-    with capsys.disabled():
-        print(f"\nSIGKILL of the coordinator: the request ended after {ended:.1f} s, the next answer {answered:.1f} s")
-    assert ended < 5.0
     assert again[:2] == undisturbed[:2]
     assert float(numpy.abs(again[2] - undisturbed[2]).max()) <= 1e-5
     pipeline.assert_idle()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +23,7 @@ from omni_actors.http_server.settings import ServerSettings, check_exposure, par
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_titled
 from tests.support.servers import HttpPipeline, free_port, serving, wait_healthy
+from tests.support.waiting import until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -149,12 +150,15 @@ def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
         # A stage dies: /health names it.
         talker = stage_pid(pipeline, "talker")
         os.kill(talker, signal.SIGKILL)
-        deadline = time.monotonic() + 5
-        while (response := httpx.get(f"{pipeline.url}/health")).status_code == 200 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        response = until(lambda: not_well(pipeline.url), 5, "another status than 200")
         assert response.status_code == 503
         assert response.headers["retry-after"]
         assert response.json()["missing"][0].startswith("talker/0")
+
+
+def not_well(url: str) -> httpx.Response | None:
+    response = httpx.get(f"{url}/health")
+    return None if response.status_code == 200 else response
 
 
 def stage_pid(pipeline: HttpPipeline, stage: str) -> int:
@@ -176,30 +180,29 @@ def test_health_while_the_stages_load() -> None:
     ]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 15
         seen: set[tuple[int, str]] = set()
-        while time.monotonic() < deadline and (200, "") not in seen:
-            try:
+
+        def is_well() -> bool:
+            with contextlib.suppress(httpx.TransportError):
                 response = httpx.get(f"http://127.0.0.1:{port}/health", timeout=5)
-            except httpx.TransportError:
-                time.sleep(0.02)
-                continue
-            seen.add((response.status_code, ",".join(response.json().get("missing", []))))
-            time.sleep(0.02)
+                seen.add((response.status_code, ",".join(response.json().get("missing", []))))
+            return (200, "") in seen
+
+        until(is_well, 30, lambda: f"the pipeline; seen so far: {seen}")
         assert (503, "talker/0 (loading)") in seen
-        assert (200, "") in seen
     finally:
         process.kill()
         process.communicate()
+
     # The server dies with its launcher, however that ended.
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
+    def is_gone() -> bool:
         try:
             httpx.get(f"http://127.0.0.1:{port}/", timeout=1)
         except httpx.ConnectError:
-            return
-        time.sleep(0.05)
-    raise AssertionError("the HTTP server outlived its launcher")
+            return True
+        return False
+
+    until(is_gone, 5, "the HTTP server to end with its launcher")
 
 
 def test_a_separate_server_for_a_running_pipeline(echo: HttpPipeline, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import base64
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import numpy
@@ -19,6 +19,7 @@ from omni_actors.http_server.media import VIDEO_RATE, read_video
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore
 from tests.support.servers import HttpPipeline, film, picture, serving, sound
+from tests.support.waiting import until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -175,13 +176,6 @@ def test_bodies_of_all_requests_together_are_bounded() -> None:
         assert asyncio.run(run(url)) == [503, 503]
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {seconds} s: {what}"
-        time.sleep(0.02)
-
-
 def test_a_client_that_does_not_read_is_disconnected(echo: HttpPipeline) -> None:
     body = {
         "model": "echo",
@@ -201,8 +195,8 @@ def test_a_client_that_does_not_read_is_disconnected(echo: HttpPipeline) -> None
                 b"Content-Length: %d\r\n\r\n" % len(data) + data
             )
             with OmniClient(echo.endpoint) as client:
-                wait_until(lambda: client.describe().in_flight == 1, "the request runs")
-                wait_until(lambda: client.describe().in_flight == 0, "the pipeline is done with it")
+                until(lambda: client.describe().in_flight == 1, 20, "the request runs")
+                until(lambda: client.describe().in_flight == 0, 20, "the pipeline is done with it")
             time.sleep(2.0)  # four times what the server waits for a piece to be read
             received = b""
             while piece := connection.recv(1 << 20):

@@ -112,4 +112,3 @@ def test_two_hundred_streams_at_once(echo: HttpPipeline, capsys: pytest.CaptureF
         for name, values in measured.items():
             p50, p99 = (1000 * percentile(values, share) for share in (0.5, 0.99))
             print(f"  {name:12} p50 {p50:7.1f} ms  p99 {p99:7.1f} ms")
-    assert percentile(measured["first byte"], 0.99) < 30, "seconds; a bound against hangs, not a target"

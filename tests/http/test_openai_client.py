@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import time
 
 import httpx
 import numpy
@@ -115,6 +114,7 @@ def test_a_spoken_stream(echo: HttpPipeline) -> None:
     audios, data, contents, usage = [], b"", [], None
     for chunk in stream:
         usage = chunk.usage or usage
+        created = chunk.created
         for choice in chunk.choices:
             contents.append(choice.delta.content)
             if choice.delta.audio:
@@ -123,7 +123,7 @@ def test_a_spoken_stream(echo: HttpPipeline) -> None:
     assert "".join(audio.transcript or "" for audio in audios) == "hello, sea"
     assert not any(contents), "a spoken answer has its text in the transcript"
     assert {audio.id for audio in audios if audio.id} == {audios[0].id}
-    assert audios[-1].expires_at > time.time()
+    assert audios[-1].expires_at > created
     samples = numpy.frombuffer(data, "<i2") / 32767.0
     numpy.testing.assert_allclose(samples, expected_samples("hello, sea"), atol=1e-4)
     assert usage.completion_tokens_details.audio_tokens == 10
@@ -138,7 +138,7 @@ def test_a_spoken_answer(echo: HttpPipeline, format: str) -> None:
     message = answer.choices[0].message
     assert message.content is None
     assert message.audio.transcript == "hello, sea"
-    assert message.audio.expires_at > time.time()
+    assert message.audio.expires_at > answer.created
     data = base64.b64decode(message.audio.data)
     wanted = expected_samples("hello, sea")
     if format == "pcm16":

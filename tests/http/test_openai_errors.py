@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 
 import httpx
 import openai
@@ -12,6 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.support.servers import HttpPipeline
+from tests.support.waiting import until
 
 HELLO = [{"role": "user", "content": "hello, sea"}]
 
@@ -149,10 +149,7 @@ def test_a_failure_during_a_stream_is_an_event(slow: HttpPipeline) -> None:
 
 
 def wait_in_flight(pipeline: HttpPipeline, wanted: int, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while httpx.get(f"{pipeline.url}/v1/status").json()["in_flight"] != wanted:
-        assert time.monotonic() < deadline, f"not {wanted} in flight after {seconds} s"
-        time.sleep(0.02)
+    until(lambda: httpx.get(f"{pipeline.url}/v1/status").json()["in_flight"] == wanted, seconds, f"{wanted} in flight")
 
 
 LONG = [{"role": "user", "content": "x" * 2000}]  # 100 s at 20 tokens a second

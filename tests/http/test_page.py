@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,10 +61,11 @@ def data(page: Page, name: str) -> float:
 
 
 def until(page: Page, condition: object, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
-        page.wait_for_timeout(30)
+    for _ in range(round(seconds / 0.03)):
+        if condition():
+            return
+        page.wait_for_timeout(30)  # the page's events are handled here, and not in a sleep
+    raise AssertionError(f"waited {seconds} s in vain")
 
 
 def in_flight(pipeline: HttpPipeline) -> int:

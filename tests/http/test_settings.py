@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import ssl
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -31,6 +31,7 @@ from omni_actors.http_server.settings import (
 from tests.support.builders import chain, load
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, free_port, serving
+from tests.support.waiting import until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHANGED = HttpConfig(
@@ -207,14 +208,13 @@ def test_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
         url = f"https://localhost:{port}"
         trusting = ssl.create_default_context(cafile=str(pem / "ca.pem"))
         with httpx.Client(verify=trusting, timeout=20) as client:
-            deadline = time.monotonic() + 20
-            while True:
-                try:
-                    assert client.get(f"{url}/health").status_code == 200
-                    break
-                except httpx.ConnectError:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
+
+            def response() -> httpx.Response | None:
+                with contextlib.suppress(httpx.ConnectError):
+                    return client.get(f"{url}/health")
+                return None
+
+            assert until(response, 20, "the server").status_code == 200
             answer = client.post(f"{url}/v1/chat/completions", json=HELLO)
             assert answer.json()["choices"][0]["message"]["content"] == "hi"
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):

@@ -23,7 +23,7 @@ from omni_actors.transport.sockets import Sockets, try_send
 from tests.support.answers import assert_echo
 from tests.support.builders import flow_chain
 from tests.support.launcher import EchoLauncher
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 Launch = Callable[..., EchoLauncher]
 
@@ -79,14 +79,13 @@ async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
 
         await asyncio.to_thread(until, counted, 5, lambda: f"{status(echo, 'code2wav')} {status(echo, 'thinker')}")
         assert_echo(await running, "z" * 200)
+
         # 200 chunks have gone over an edge of 64 messages: the new life grants, and the account is even again.
-        for _ in range(100):
+        async def is_even() -> bool:
             edges = (await client.operate(Operation.STATUS)).edges
-            if not any(edge.messages_out or edge.bytes_out or edge.waiting for edge in edges):
-                break
-            await asyncio.sleep(0.05)
-        else:
-            raise AssertionError(f"credit is missing: {edges}")
+            return not any(edge.messages_out or edge.bytes_out or edge.waiting for edge in edges)
+
+        await eventually(is_even, 10, "all credit to be returned")
     echo.wait_idle()
 
 
@@ -100,13 +99,11 @@ async def test_abort_does_not_queue_behind_what_waits_for_credit(launch: Launch)
         third = await client.submit("y" * 3800, modalities=["text"], timeout=60)
 
         async def until_waiting(count: int) -> None:
-            for _ in range(100):
+            async def waiting() -> bool:
                 edges = (await client.operate(Operation.STATUS)).edges
-                waiting = {edge.stage: edge.waiting for edge in edges}
-                if waiting["prompt"] == count:
-                    return
-                await asyncio.sleep(0.02)
-            raise AssertionError(waiting)
+                return {edge.stage: edge.waiting for edge in edges}["prompt"] == count
+
+            await eventually(waiting, 10, f"{count} requests to wait for the prompt stage")
 
         await until_waiting(1)
         assert status(echo, "prompt").counts["engine_requests"] == 2

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -28,7 +27,7 @@ from tests.support.builders import flow_chain
 from tests.support.launcher import EchoLauncher
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_of, shared_memory_of
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 Launch = Callable[..., EchoLauncher]
 
@@ -101,10 +100,11 @@ async def test_only_the_slow_client_is_ended(launch: Launch, flow: dict[str, Any
             try_send(slow, submit_frames(f"slow {number}", 700))
         async with AsyncOmniClient(echo.endpoint) as good:
             running = [asyncio.create_task(good.generate("x" * 100)) for _ in range(3)]
-            deadline = time.monotonic() + 10
-            while "dropped_client_slow" not in (await good.describe()).counts:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.05)
+
+            async def dropped() -> bool:
+                return "dropped_client_slow" in (await good.describe()).counts
+
+            await eventually(dropped, 10, "the slow client is dropped")
             for answer in await asyncio.gather(*running):
                 assert_echo(answer, "x" * 100)
         echo.wait_idle()
@@ -217,12 +217,10 @@ async def test_wedged_stage_ends_requests_by_their_deadline_and_serves_again_aft
     async with AsyncOmniClient(echo.endpoint) as client:
         os.kill(talker, signal.SIGSTOP)
         try:
-            began = time.monotonic()
             wedged = [asyncio.create_task(client.generate("x" * 20, timeout=1.0)) for _ in range(5)]
             assert (await client.generate("text", modalities=["text"])).text == "text"
             answers = await asyncio.gather(*wedged, return_exceptions=True)
-            assert {type(answer) for answer in answers} == {DeadlineExceeded}
-            assert time.monotonic() - began < 2.0
+            assert {type(answer) for answer in answers} == {DeadlineExceeded}, "while the stage still stands"
         finally:
             os.kill(talker, signal.SIGCONT)
         assert_echo(await client.generate("again"), "again")
@@ -237,12 +235,19 @@ async def test_wedged_stage_holds_up_its_source_and_not_for_ever(launch: Launch)
     async with AsyncOmniClient(echo.endpoint) as client:
         os.kill(talker, signal.SIGSTOP)
         running = asyncio.create_task(client.generate("y" * 200, timeout=20))
-        for _ in range(10):
+
+        async def thinker() -> Mapping[str, int]:
+            return next(stage.counts for stage in (await client.describe()).stages if stage.stage == "thinker")
+
+        async def is_full() -> bool:
+            return (await thinker()).get("outbox") == 9  # one step makes a text and a chunk
+
+        await eventually(is_full, 10, "the thinker's outbox is full")
+        for _ in range(10):  # and makes no more
             await asyncio.sleep(0.05)
-            counts = {stage.stage: stage.counts for stage in (await client.describe()).stages}
-            assert counts["thinker"].get("outbox", 0) <= 8 + 2, "one step makes a text and a chunk"
-        assert counts["thinker"]["engine_requests"] == 1
-        assert counts["thinker"]["outbox"] == 9
+            counts = await thinker()
+            assert counts["outbox"] == 9
+            assert counts["engine_requests"] == 1
         os.kill(talker, signal.SIGCONT)
         assert_echo(await running, "y" * 200)
     echo.wait_idle()

@@ -20,7 +20,6 @@ from omni_actors.client import AsyncOmniClient, OmniClient
 from omni_actors.errors import OmniError, RequestTimeout, StageLost, StageUnavailable
 from omni_actors.launcher import launcher as launcher_module
 from omni_actors.stage.echo import CRASH_TOKEN
-from omni_actors.stage.process import EXIT_GRACE_SECONDS
 from tests.support.builders import chain, write
 from tests.support.launcher import EchoLauncher
 from tests.support.processes import assert_nothing_left, processes_of
@@ -81,10 +80,8 @@ def test_a_stage_that_fails_at_start(launch: Launch) -> None:
 
 
 def test_a_stage_that_is_not_ready_in_time(launch: Launch) -> None:
-    began = time.monotonic()
     launcher = launch(slow(1, start_seconds=60.0), "--startup-timeout", "6")
-    assert launcher.wait_end(30) == 1
-    assert time.monotonic() - began < 20
+    assert launcher.wait_end(30) == 1, "before the stage would have been ready"
     assert "thinker/0 is not ready in time while loading" in launcher.output
     assert "prompt/0 ready" in launcher.output
 
@@ -267,12 +264,12 @@ def test_an_import_that_fails_in_the_fork_server_is_named(
 def test_an_engine_that_fails_to_end_keeps_nothing_from_being_closed(launch: Launch, short_path: Path) -> None:
     launcher = launch(slow(2, fail_shutdown="the engine does not want to end"), "--run-dir", str(short_path / "run"))
     launcher.wait_ready()
-    began = time.monotonic()
     assert launcher.end() == 0
-    assert time.monotonic() - began < EXIT_GRACE_SECONDS - 1.0, "no stage had to be killed"
+    assert "did not stop" not in launcher.output
     log = (short_path / "run" / "logs" / "talker-0.log").read_text()
     assert "the engine does not want to end" in log
     assert "the engine failed in its shutdown" in log
+    assert log.rstrip().endswith("stopped"), "in order, and not because its time was up"
     assert_nothing_left(short_path, 1.0)
 
 

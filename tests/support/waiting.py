@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -25,13 +26,19 @@ def until(condition: Callable[[], T], seconds: float = 5.0, what: What = "the co
     return value
 
 
-async def eventually(condition: Callable[[], T], seconds: float = 5.0, what: What = "the condition") -> T:
-    """Do the same without blocking the event loop."""
+async def eventually(
+    condition: Callable[[], T | Awaitable[T]], seconds: float = 5.0, what: What = "the condition"
+) -> T:
+    """Do the same without blocking the event loop; the condition may be asynchronous."""
     deadline = time.monotonic() + seconds
-    while not (value := condition()):
+    while True:
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
         _check(deadline, seconds, what)
         await asyncio.sleep(POLL_SECONDS)
-    return value
 
 
 def _check(deadline: float, seconds: float, what: What) -> None:
