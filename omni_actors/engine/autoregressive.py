@@ -61,8 +61,11 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         spec = arguments.model_spec()
         vllm_config = arguments.create_engine_config()
         adapter_class = resolve_obj_by_qualname(spec.adapter)
-        if not issubclass(adapter_class, AutoregressiveAdapter):
-            raise ConfigError(f"{spec.adapter} is not an AutoregressiveAdapter.")
+        if not (isinstance(adapter_class, type) and issubclass(adapter_class, AutoregressiveAdapter)):
+            raise ConfigError(
+                f"{spec.adapter} is not an AutoregressiveAdapter.",
+                hint="Name a subclass of it as `adapter` in the model's ModelSpec (docs/extending.md).",
+            )
         self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, spec.params)
         super().__init__(VllmCore(vllm_config))
 

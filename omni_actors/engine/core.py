@@ -86,6 +86,12 @@ class VllmCore:
     def __init__(self, vllm_config: VllmConfig) -> None:
         if not vllm_config.use_v2_model_runner:
             raise ConfigError("vLLM chose its V1 model runner.", hint="Call engine.platform.prepare before vLLM.")
+        scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
+        if not issubclass(scheduler_class, OmniSchedulerInterface):
+            raise ConfigError(
+                f"{scheduler_class.__name__} is not an OmniSchedulerInterface.",
+                hint="Take the configuration from OmniEngineArgs.create_engine_config, which chooses the scheduler.",
+            )
         self.vllm_config = vllm_config
         self.statistics = CoreStatistics()
         try:
@@ -96,8 +102,6 @@ class VllmCore:
                 hint="The chained exception names the cause; a checkpoint that is cut off is one of them.",
             ) from error
         _ALIVE.append(self)
-        if not isinstance(self._core.scheduler, OmniSchedulerInterface):
-            raise ConfigError(f"{type(self._core.scheduler).__name__} is not an OmniSchedulerInterface.")
 
     @property
     def scheduler(self) -> Any:

@@ -1,4 +1,8 @@
-"""Worker and runner of autoregressive stages on CUDA. A process imports either this or `cpu.py` (which says why)."""
+"""Worker and runner of autoregressive stages on CUDA.
+
+A CUDA process must never import `cpu.py` (which says why). This module can be imported anywhere and touches no device
+until the worker is made.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +44,27 @@ class OmniGPUWorker(OmniWorkerBase, Worker):
         cache.kv_cache_memory_bytes = share  # vLLM then runs the profile without measuring the device
         super().determine_available_memory()
         torch.cuda.empty_cache()
-        own = torch.cuda.max_memory_allocated() + OUTSIDE_TORCH_BYTES
-        if share <= own:
-            raise ConfigError(
-                f"gpu_memory_utilization {cache.gpu_memory_utilization:g} is {share / GIB:.1f} GiB of this GPU; the "
-                f"model alone takes {own / GIB:.1f} GiB, which leaves nothing for the KV cache.",
-                hint="Raise gpu_memory_utilization of this stage, or lower max_num_batched_tokens.",
-            )
-        cache.kv_cache_memory_bytes = share - own
-        return share - own
+        left = kv_cache_bytes(share, torch.cuda.max_memory_allocated(), cache.gpu_memory_utilization)
+        cache.kv_cache_memory_bytes = left
+        return left
+
+
+def kv_cache_bytes(share: int, peak: int, utilization: float) -> int:
+    """Bytes that a stage's share of a GPU leaves for the KV cache.
+
+    Args:
+        share: bytes of the GPU that the stage may use.
+        peak: bytes that torch allocated at most while the model was loaded and ran its largest batch.
+        utilization: the setting that `share` comes from, for the message.
+
+    Raises:
+        ConfigError: the share leaves nothing.
+    """
+    own = peak + OUTSIDE_TORCH_BYTES
+    if share <= own:
+        raise ConfigError(
+            f"gpu_memory_utilization {utilization:g} is {share / GIB:.1f} GiB of this GPU; the "
+            f"model alone takes {own / GIB:.1f} GiB, which leaves nothing for the KV cache.",
+            hint="Raise gpu_memory_utilization of this stage, or lower max_num_batched_tokens.",
+        )
+    return share - own

@@ -21,6 +21,7 @@ ALLOWED_PRIVATE = {
     # The kernel's arguments, compared with the module that computes the same.
     "unit/test_token2wav.py": {"_Activation"},
     # vLLM's own methods that the engine overrides.
+    "unit/test_gpu_worker.py": {"_make_model_runner"},
     "unit/test_vllm_contract.py": {
         "_free_request",
         "_handle_blocked_waiting_request",

@@ -1,0 +1,102 @@
+"""The worker of autoregressive stages on a GPU, as far as it needs none: its runner, and the size of its KV cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.gpu import GIB, OUTSIDE_TORCH_BYTES, OmniGPURunner, OmniGPUWorker, kv_cache_bytes
+from omni_actors.engine.runner import OmniRunnerBase
+from omni_actors.errors import ConfigError
+
+
+@pytest.fixture
+def worker(tiny_checkpoint: Path, tmp_path: Path) -> OmniGPUWorker:
+    arguments = OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "talker"), "autoregressive")
+    made = OmniGPUWorker(arguments.create_engine_config(), 0, 0, f"file://{tmp_path}/rendezvous", is_driver_worker=True)
+    made.device = torch.device("cpu")
+    made.init_snapshot = SimpleNamespace(free_memory=80 * GIB)  # vLLM's log line shows it
+    return made
+
+
+@pytest.fixture
+def groups(worker: OmniGPUWorker, tmp_path: Path) -> Iterator[None]:
+    """vLLM's process groups, which every runner asks for; of one process."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    with set_current_vllm_config(worker.vllm_config):
+        parallel_state.init_distributed_environment(1, 0, f"file://{tmp_path}/rendezvous", 0, "gloo")
+        parallel_state.ensure_model_parallel_initialized(1, 1)
+        yield
+    parallel_state.cleanup_dist_env_and_memory()
+
+
+class Device:
+    """What torch counts on the GPU, and the order of what happens there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, worker: OmniGPUWorker, peak: int) -> None:
+        self.happened: list[str] = []
+        self.worker = worker
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: self.happened.append("reset"))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.happened.append("emptied"))
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
+        worker.model_runner = self
+
+    def profile_run(self, **options: object) -> None:
+        reserved = self.worker.cache_config.kv_cache_memory_bytes
+        self.happened.append(f"largest batch, {reserved} bytes reserved")
+
+
+def test_importing_it_touches_no_device() -> None:
+    code = """
+import sys
+import omni_actors.engine, omni_actors.engine.gpu, torch
+print(torch.cuda.is_initialized(), "vllm.v1.worker.cpu_worker" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.split() == ["False", "False"]
+
+
+def test_the_worker_makes_our_runner(worker: OmniGPUWorker, groups: None) -> None:
+    import omni_actors.engine.cpu  # noqa: F401 - gives torch.cuda streams that do nothing
+
+    runner = worker._make_model_runner()
+    assert type(runner) is OmniGPURunner
+    assert isinstance(runner, OmniRunnerBase)
+    assert runner.vllm_config is worker.vllm_config
+
+
+def test_the_cache_gets_what_this_process_leaves_of_its_share(
+    worker: OmniGPUWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself would compare the free memory of the whole device, which other stages change at the same time."""
+    device = Device(monkeypatch, worker, peak=3 * GIB)
+    worker.requested_memory = 8 * GIB
+    assert worker.determine_available_memory() == 8 * GIB - 3 * GIB - OUTSIDE_TORCH_BYTES
+    assert worker.cache_config.kv_cache_memory_bytes == 8 * GIB - 3 * GIB - OUTSIDE_TORCH_BYTES
+    assert device.happened == ["reset", f"largest batch, {8 * GIB} bytes reserved", "emptied"]
+
+
+def test_a_cache_of_a_given_size_is_not_measured(worker: OmniGPUWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, worker, peak=100 * GIB)
+    worker.cache_config.kv_cache_memory_bytes = 5 * GIB
+    worker.requested_memory = 8 * GIB
+    assert worker.determine_available_memory() == 5 * GIB
+    assert device.happened == [f"largest batch, {5 * GIB} bytes reserved"]
+
+
+def test_a_share_without_room_for_a_cache_is_refused_with_both_sizes() -> None:
+    with pytest.raises(ConfigError) as caught:
+        kv_cache_bytes(8 * GIB, 8 * GIB - OUTSIDE_TORCH_BYTES, 0.1)
+    assert "gpu_memory_utilization 0.1 is 8.0 GiB" in str(caught.value)
+    assert "takes 8.0 GiB" in str(caught.value)
+    assert "Raise gpu_memory_utilization" in caught.value.hint
+    assert kv_cache_bytes(8 * GIB, 8 * GIB - OUTSIDE_TORCH_BYTES - 1, 0.1) == 1
