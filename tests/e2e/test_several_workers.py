@@ -1,4 +1,4 @@
-"""A stage on two workers answers like one on one, and its workers die with it."""
+"""A stage on several workers answers like one on one, and its workers die with it."""
 
 from __future__ import annotations
 
@@ -25,26 +25,32 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 # vLLM gives each of its CPU workers a NUMA node of its own unless told which cores to take.
 CORES = sorted(os.sched_getaffinity(0))
-ENVIRONMENT = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}"}
 
 
 @pytest.mark.parametrize(
-    ("how", "stage", "end"),
+    ("tensor", "pipeline", "stage", "end"),
     [
-        ("tensor", "thinker", "killed"),
-        ("tensor", "talker", "in order"),
-        ("pipeline", "thinker", "in order"),
-        ("pipeline", "talker", "killed"),
+        (2, 1, "thinker", "killed"),
+        (2, 1, "talker", "in order"),
+        (2, 2, "thinker", "in order"),
+        (1, 2, "talker", "killed"),
     ],
 )
-def test_two_workers_answer_like_one_and_die_with_their_stage(
-    tiny_checkpoint: Path, short_path: Path, how: str, stage: str, end: str
+def test_several_workers_answer_like_one_and_die_with_their_stage(
+    tiny_checkpoint: Path, short_path: Path, tensor: int, pipeline: int, stage: str, end: str
 ) -> None:
-    spread_by = json.dumps({f"{how}_parallel_size": 2})
+    workers = tensor * pipeline
+    spread_by = json.dumps({"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline})
+    cores = "|".join(str(CORES[rank % len(CORES)]) for rank in range(workers))
     command = [sys.executable, "-m", "tests.support.several_workers", str(tiny_checkpoint), stage, spread_by]
     ledger = SegmentLedger(short_path / "segments")
     with subprocess.Popen(
-        command, cwd=REPOSITORY, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as spread:
         try:
             driver = Driver(make_engine(tiny_checkpoint, stage, asynchronous=True))
@@ -53,10 +59,10 @@ def test_two_workers_answer_like_one_and_die_with_their_stage(
             assert spread.stdout is not None
             said = next((line for line in spread.stdout if line.startswith("{")), "")
             assert said, "it ended without an answer; its output above says why"
-            two = json.loads(said)
-            assert len(two["workers"]) >= 2
-            assert all(is_running(pid) for pid in two["workers"])
-            shared = shared_memory_of(dict.fromkeys([spread.pid, *two["workers"]], ""))
+            several = json.loads(said)
+            assert len(several["workers"]) >= workers
+            assert all(is_running(pid) for pid in several["workers"])
+            shared = shared_memory_of(dict.fromkeys([spread.pid, *several["workers"]], ""))
             assert any("vllm_dist_" in path for path in shared)
             ledger.look({ReplicaId(stage, 0, 1): spread.pid})
             if end == "in order":
@@ -64,13 +70,13 @@ def test_two_workers_answer_like_one_and_die_with_their_stage(
                 assert spread.returncode == 0
         finally:
             spread.kill()
-    assert [len(tokens) for tokens in two["tokens"]] == [16] * (4 if stage == "thinker" else 3)
-    assert two["tokens"] == one["tokens"]
-    assert two["rows"] == pytest.approx(one["rows"], rel=1e-5)
-    assert stage == "talker" or all(total > 0 for total in two["rows"])
-    assert not any(two["left"].values())
+    assert [len(tokens) for tokens in several["tokens"]] == [16] * (4 if stage == "thinker" else 3)
+    assert several["tokens"] == one["tokens"]
+    assert several["rows"] == pytest.approx(one["rows"], rel=1e-5)
+    assert stage == "talker" or all(total > 0 for total in several["rows"])
+    assert not any(several["left"].values())
     deadline = time.monotonic() + 5.0
-    while (left := [pid for pid in two["workers"] if is_running(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in several["workers"] if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
     ledger.sweep([ReplicaId(stage, 0, 1)])
