@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.servers import HttpPipeline
+from tests.support.servers import HttpPipeline, close_clients
+
+
+@pytest.fixture(autouse=True)
+def clients_are_closed() -> Iterator[None]:
+    yield
+    close_clients()
 
 
 @pytest.fixture(scope="session")

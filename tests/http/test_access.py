@@ -22,7 +22,7 @@ from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings, check_exposure, parse_address
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_titled
-from tests.support.servers import HttpPipeline, free_port, serving, wait_healthy
+from tests.support.servers import HttpPipeline, free_port, openai_client, serving, wait_healthy
 from tests.support.waiting import until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
@@ -69,10 +69,10 @@ def test_wrong_keys_are_refused(keyed: str, header: str | None) -> None:
 def test_the_openai_client_sends_the_key(echo_pipeline: HttpPipeline) -> None:
     settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key="sesame", check_host=False)
     with serving(create_app(settings)) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0)
+        client = openai_client(url, api_key="sesame")
         assert client.chat.completions.create(**HELLO).choices[0].message.content == "hi"
         with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).chat.completions.create(**HELLO)
+            openai_client(url, api_key="wrong").chat.completions.create(**HELLO)
 
 
 def test_probes_and_page_need_no_key(keyed: str) -> None:
@@ -222,7 +222,7 @@ def test_a_separate_server_for_a_running_pipeline(echo: HttpPipeline, tmp_path: 
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
     try:
         wait_healthy(f"http://127.0.0.1:{port}")
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
+        client = openai_client(f"http://127.0.0.1:{port}")
         assert [model.id for model in client.models.list()] == ["sea"]
         assert client.chat.completions.create(**{**HELLO, "model": "sea"}).model == "sea"
         with pytest.raises(openai.NotFoundError):

@@ -29,6 +29,24 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+CLIENTS: list[OpenAI] = []
+
+
+def openai_client(url: str, **options: object) -> OpenAI:
+    """The client as users make it, without its retries: they would hide errors. It lives until `close_clients`."""
+    CLIENTS.append(OpenAI(base_url=f"{url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 60, **options}))
+    return CLIENTS[-1]
+
+
+def close_clients() -> None:
+    """Close the clients of a test.
+
+    The garbage collector may end a client's sockets before the client itself, and then warns of them in any later test.
+    """
+    while CLIENTS:
+        CLIENTS.pop().close()
+
+
 class HttpPipeline(RunningPipeline):
     """A pipeline started with --http; `url` is where it listens."""
 
@@ -47,8 +65,7 @@ class HttpPipeline(RunningPipeline):
         wait_healthy(self.url)
 
     def openai(self, **options: object) -> OpenAI:
-        """The client as users make it, without its retries: they would hide errors."""
-        return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 60, **options})
+        return openai_client(self.url, **options)
 
     def log(self) -> str:
         return (self.run_dir / "logs" / "http.log").read_text()
