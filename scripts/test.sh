@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Checks style and types, and runs all tests with the coverage of the package, child processes included.
+# Checks style, types, licences and known vulnerabilities, and runs all tests with the coverage of each package, child
+# processes included.
 #
 #   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
-# With pytest arguments (a folder, -k ...) only those tests run, without the coverage floor. All tests run in two parts:
+# With pytest arguments (a folder, -k ...) only those tests run, without the coverage floors. All tests run in two parts:
 # first those that compute, two at a time; then, one after the other, those that kill, stop and time processes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,6 +21,7 @@ unset PYTHONDONTWRITEBYTECODE  # a thousand processes would each compile the pac
 PATH="$(cd "$venv" && pwd)/bin:$PATH"
 
 scripts/check.sh --venv "$venv" --style
+python scripts/audit.py
 if [[ $# -gt 0 ]]; then
     exec python -m pytest "$@"
 fi
@@ -30,5 +32,6 @@ parallel=(--numprocesses=2 --dist=loadfile --no-loadscope-reorder)  # the order 
 coverage run -m pytest --durations=15 "${parallel[@]}" "${timed[@]/#/--ignore=}" || status=$?
 coverage run -m pytest --durations=15 "${timed[@]}" || status=$?
 coverage combine --quiet
-coverage report --fail-under=80 || status=1
+coverage report
+python scripts/coverage_floors.py || status=1
 exit "$status"
