@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Creates a virtual environment with everything needed to run and test omni_actors.
 #
-#   scripts/setup.sh [--venv DIR] [--python PYTHON] [--cuda] [--without-tests]
+#   scripts/setup.sh [--venv DIR] [--python PYTHON] [--cuda] [--without-tests] [--latest]
 #
 #   --venv DIR        where the environment goes (default: .venv in the repository root)
 #   --python PYTHON   interpreter to build it with, 3.11 or newer (default: python3.11, else python3)
 #   --cuda            install the CUDA build of vLLM instead of the CPU build
 #   --without-tests   leave out packages that only tests need
+#   --latest          take the newest versions that pyproject.toml allows, not those in constraints.txt
+#
+# The CPU build gets the versions that constraints.txt names; scripts/lock.py renews it. CUDA always gets the newest:
+# vLLM's CUDA build pins a torch of its own.
 #
 # Running it again is cheap: a stamp file in the environment holds a hash of everything the installation depends on.
 set -euo pipefail
@@ -20,10 +24,11 @@ venv="$repo_root/.venv"
 python=""
 flavour="cpu"
 extras="http,test"
+latest=false
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit "${2:-1}"; }
-usage() { sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; }
+usage() { sed -n '2,15p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; }
 
 while [[ $# -gt 0 ]]; do
     case "$1" in
@@ -34,6 +39,7 @@ while [[ $# -gt 0 ]]; do
             ;;
         --cuda) flavour="cuda"; shift ;;
         --without-tests) extras="http"; shift ;;
+        --latest) latest=true; shift ;;
         -h | --help) usage; exit 0 ;;
         *) echo "setup: unknown argument: $1" >&2; usage >&2; exit 2 ;;
     esac
@@ -48,9 +54,10 @@ fi
 # What the installation depends on. The interpreter counts too: another --python must not find the stamp valid.
 wanted_stamp() {
     {
-        echo "$flavour,$extras"
+        echo "$flavour,$extras,$latest"
         "$python" -c 'import sys; print(sys.version)'
-        cat "$repo_root/pyproject.toml" "$repo_root/scripts/setup.sh" "$repo_root/scripts/fix_torchvision.py"
+        cat "$repo_root/pyproject.toml" "$repo_root/constraints.txt" "$repo_root/scripts/setup.sh" \
+            "$repo_root/scripts/fix_torchvision.py"
         echo "$repo_root"
     } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
@@ -108,7 +115,10 @@ print("setup: imports work:", ", ".join(f"{name} {version}" for name, version in
 PYTHON
 }
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" --quiet; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" "${locked[@]}" --quiet; }
+
+locked=(--constraint "$repo_root/constraints.txt")
+if [[ "$latest" == true || "$flavour" == cuda ]]; then locked=(); fi
 
 stamp_file="$venv/.omni_actors_setup"
 stamp="$(wanted_stamp)"
