@@ -14,9 +14,11 @@ TITLE = "Processed prompts"
 class ProgressBar(Protocol):
     """What is used of a `tqdm` object."""
 
-    def update(self, n: int) -> Any: ...
+    def update(self, n: int) -> Any:
+        """Count `n` more prompts."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Show nothing more."""
 
 
 class TerminalBar:

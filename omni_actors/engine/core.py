@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.config import VllmConfig
@@ -19,6 +19,15 @@ from omni_actors.engine.scheduler import OmniSchedulerInterface
 from omni_actors.engine.statistics import CoreStatistics
 from omni_actors.engine.worker_base import memory_hint
 from omni_actors.errors import ConfigError, EngineError, StartupError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    class CoreScheduler(Scheduler, OmniSchedulerInterface):
+        """Any of our schedulers: vLLM's, and what the engines need beyond it."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -104,17 +113,19 @@ class VllmCore:
         _ALIVE.append(self)
 
     @property
-    def scheduler(self) -> Any:
-        return self._core.scheduler
+    def scheduler(self) -> CoreScheduler:
+        """The core's scheduler, which is an `OmniSchedulerInterface`."""
+        return cast("CoreScheduler", self._core.scheduler)
 
     @property
-    def worker(self) -> Any:
+    def worker(self) -> WorkerBase:
         """The worker of a stage on one GPU, which runs in this process."""
-        return self._core.model_executor.driver_worker.worker
+        return cast("UniProcExecutor", self._core.model_executor).driver_worker.worker
 
     def worker_counts(self) -> dict[str, int]:
         """State that the first worker's runner holds for requests, by name; all workers hold the same."""
-        return self._core.model_executor.collective_rpc("omni_counts")[0]
+        counts: dict[str, int] = self._core.model_executor.collective_rpc("omni_counts")[0]
+        return counts
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queue a request. Its id must not be in use."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -12,9 +12,10 @@ from vllm.sampling_params import SamplingParams
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore, make_request
 from omni_actors.engine.diffusion_budget import Claim
-from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, DiffusionModelRunner, DiffusionStream
+from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, DiffusionStream
 from omni_actors.engine.tensors import to_host
 from omni_actors.engine.vllm_engine import VllmEngine
+from omni_actors.engine.worker_base import attachment_of
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
@@ -27,6 +28,10 @@ from omni_actors.stage.engine_interface import (
     StageInputs,
     StageRequest,
 )
+
+if TYPE_CHECKING:
+    from omni_actors.engine.diffusion_scheduler import DiffusionMixin
+    from omni_actors.engine.diffusion_worker import DiffusionWorker
 
 FIRST_JOB = "/0"  # suffix of the id of a request's first job
 MAX_CHUNK_RANK = 1024  # from this chunk on, all chunks of a request have the same rank
@@ -61,15 +66,21 @@ class DiffusionEngine(VllmEngine[_Running]):
 
     def __init__(self, arguments: OmniEngineArgs) -> None:
         super().__init__(VllmCore(arguments.create_engine_config()))
-        self._runner: DiffusionModelRunner = self.core.worker.model_runner
+        self._runner = cast("DiffusionWorker", self.core.worker).model_runner
         self._facts = self._runner.facts
         self._jobs: dict[str, str] = {}  # id of a job in the core -> request
 
     @property
+    def _scheduler(self) -> DiffusionMixin:
+        return cast("DiffusionMixin", self.core.scheduler)  # the arguments of a diffusion stage name one of its classes
+
+    @property
     def facts(self) -> EngineFacts:
+        """What the coordinator learns when the stage is ready."""
         return self._facts
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        """Have the runner check the request, and submit its first job if its input is there."""
         self._check_new(request.request_id)
         running = self._requests[request.request_id] = _Running(request, self._runner.open(request, inputs))
         self._submit(running)
@@ -92,6 +103,7 @@ class DiffusionEngine(VllmEngine[_Running]):
             self._submit(running)
 
     def waits_for_input(self, request_id: str) -> bool:
+        """Whether the next job is to come from input that is missing."""
         running = self._requests.get(request_id)
         return running is not None and running.job_id is None
 
@@ -122,6 +134,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         self._jobs[job_id] = running.request.request_id
 
     def abort(self, request_id: str) -> None:
+        """Drop a request with its job and what it left on the device. Unknown ids are ignored."""
         running = self._requests.pop(request_id, None)
         if running is None:
             return
@@ -133,9 +146,10 @@ class DiffusionEngine(VllmEngine[_Running]):
     def _release(self, running: _Running) -> None:
         """Free the device memory of a request that has ended, and its claim."""
         running.stream.close()
-        self.core.scheduler.release(running.request.request_id)
+        self._scheduler.release(running.request.request_id)
 
     def step(self) -> Sequence[EngineEvent]:
+        """Do one denoise step of all jobs that fit; the events are those of completed jobs."""
         try:
             outputs = self.core.step()
         except StepFailed as failure:
@@ -148,9 +162,9 @@ class DiffusionEngine(VllmEngine[_Running]):
         for output in outputs:
             if output.finish_reason is None:
                 continue
-            request_id = self._jobs.pop(output.request_id, None)
-            if request_id is not None:  # else aborted while its last step was in flight
-                events += self._job_done(request_id, output.pooling_output or {})
+            done = self._jobs.pop(output.request_id, None)
+            if done is not None:  # else aborted while its last step was in flight
+                events += self._job_done(done, attachment_of(output))
         return events
 
     def _job_done(self, request_id: str, result: dict[str, Any]) -> list[EngineEvent]:
@@ -181,7 +195,8 @@ class DiffusionEngine(VllmEngine[_Running]):
         return [AudioEvent(request_id, to_host(audio), self._facts.sample_rate)]
 
     def statistics(self) -> EngineStatistics:
-        return replace(super().statistics(), budget=self.core.scheduler.budget.statistics())
+        """Totals of vLLM's scheduler, and the state of the budget."""
+        return replace(super().statistics(), budget=self._scheduler.budget.statistics())
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
         """Requests whose first job was scheduled since the last call, and when (monotonic clock, seconds)."""
@@ -189,5 +204,6 @@ class DiffusionEngine(VllmEngine[_Running]):
         return [(job_id.removesuffix(FIRST_JOB), moment) for job_id, moment in scheduled if job_id.endswith(FIRST_JOB)]
 
     def shutdown(self) -> None:
+        """Forget all jobs and shut the core down."""
         self._jobs.clear()
         super().shutdown()

@@ -8,7 +8,7 @@ scheduled as vLLM would.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,10 +19,15 @@ from omni_actors.engine.diffusion_budget import DeviceBudget
 from omni_actors.engine.diffusion_runner import diffusion_entry, diffusion_job
 from omni_actors.engine.worker_base import omni_options
 
+if TYPE_CHECKING:
+    VllmScheduler = Scheduler
+else:
+    VllmScheduler = object  # what stands behind the mixin in the order of the base classes
+
 NO_LIMIT = 1 << 62
 
 
-class DiffusionMixin:
+class DiffusionMixin(VllmScheduler):
     """Defers diffusion requests for which the device memory of the stage's budget has no room.
 
     Jobs in progress go first, in order of priority (the engine ranks early chunks before late ones) and then of their
@@ -40,6 +45,7 @@ class DiffusionMixin:
         self._stalled = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step, without running requests that do not fit its budget."""
         self.budget.begin_step()
         for request in sorted(self.running, key=lambda request: request.priority):
             job = diffusion_job(request.sampling_params)
@@ -52,10 +58,12 @@ class DiffusionMixin:
         return output
 
     def add_request(self, request: Request) -> None:
+        """Queue a job."""
         self._stalled = False
         super().add_request(request)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Take the results of a step; one that computed something ends a stall."""
         if scheduler_output.total_num_scheduled_tokens:
             self._stalled = False
         return super().update_from_output(scheduler_output, *args, **kwargs)
@@ -82,6 +90,7 @@ class DiffusionMixin:
         return not self._stalled and self.has_requests()
 
     def omni_counts(self) -> dict[str, int]:
+        """Bytes that requests hold and that the last step needed, and jobs deferred in it."""
         budget = self.budget
         return {"held_bytes": budget.held_bytes, "step_bytes": budget.step_bytes, "deferred": budget.deferred}
 

@@ -15,6 +15,7 @@ from omni_actors.processes import die_with_parent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.worker.worker_base import WorkerBase
 
     VllmWorker = WorkerBase
@@ -105,6 +106,11 @@ class HostCopy:
             self._event = None
         self._source = {}
         return self._host
+
+
+def attachment_of(output: EngineCoreOutput) -> dict[str, Any]:
+    """What `AttachedOutput.attachments` gave this request in a step; empty for none."""
+    return cast("dict[str, Any]", output.pooling_output or {})  # vLLM declares a tensor, and passes on what it gets
 
 
 class AttachedOutput(AsyncModelRunnerOutput):

@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
@@ -26,13 +27,16 @@ from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, Vocoder
 from omni_actors.engine.models.qwen2_5_omni.chunks import ChunkPolicy, DecodeOptions
 from omni_actors.engine.models.qwen2_5_omni.dit import EVALUATIONS, Dit
 from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk
-from omni_actors.engine.models.qwen2_5_omni.stream import Carry, Code2WavPayload, Code2WavStream, Geometry
+from omni_actors.engine.models.qwen2_5_omni.stream import Carry, Code2WavPayload, Code2WavStream, Geometry, SolverParams
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.models.weights import read_tensors
 from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import InvalidRequest, StartupError, UnknownVoice
 from omni_actors.protocol.payloads import DIFFUSION_PARAMS, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 SAMPLE_RATE = 24_000  # Hz
 MAX_STEPS = 1000
@@ -67,7 +71,7 @@ class _Latents:
 class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
     """Codec tokens to waveform, f32 [samples] at 24 kHz."""
 
-    def __init__(self, vllm_config, device: torch.device) -> None:  # noqa: ANN001 - VllmConfig
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.model_name: str = vllm_config.model_config.model
         self.config = Qwen2_5OmniConfig.from_pretrained(self.model_name).token2wav_config
@@ -84,11 +88,18 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
 
     @property
     def facts(self) -> EngineFacts:
+        """Voices and sample rate, and the longest utterance in codec tokens."""
         return EngineFacts(
             voices=tuple(self._voices), sample_rate=SAMPLE_RATE, max_input_tokens=self.geometry.max_tokens
         )
 
     def load(self, *, dummy: bool) -> None:
+        """Load both networks and encode the voices.
+
+        Raises:
+            StartupError: weights are missing, or do not fit the configuration.
+            ConfigError: the checkpoint's voices cannot be read.
+        """
         # Dummy weights are the same in every process: a restarted stage goes on with the same voice.
         with torch.random.fork_rng(), torch.device(self.device):
             torch.manual_seed(DUMMY_SEED)
@@ -111,7 +122,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         self.dit = Dit(dit, dtype=self._dtype, precise=self.precision == "float32", max_requests=self._max_requests)
         bigvgan = model.code2wav_bigvgan_model
         if self.device.type == "cuda" and self.precision != "float32":
-            self.vocoder = FusedVocoder(bigvgan, torch.float16 if self.precision == "bf16" else torch.float32)
+            self.vocoder: Vocoder = FusedVocoder(bigvgan, torch.float16 if self.precision == "bf16" else torch.float32)
         else:
             self.vocoder = Vocoder(bigvgan)
         self._load_voices(dit.input_embed.spk_encoder)
@@ -132,8 +143,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         request = StageRequest("_warm_up", StageParams(num_steps=2), seed=0)
         blocks = 3 if self.geometry.policy is None else 3 * self.geometry.policy.largest
         stream = self.open(request, StageInputs(token_ids=[0] * (blocks * self.geometry.frames_per_block // 2)))
-        while not stream.finished:
-            job = stream.next_job()
+        while (job := stream.next_job()) is not None:
             self.add("_warm_up", job)
             for _ in range(job.num_steps):
                 self.step(["_warm_up"])
@@ -142,15 +152,21 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
     # -- requests
 
     def open(self, request: StageRequest, inputs: StageInputs) -> Code2WavStream:
+        """Check voice, parameters and first tokens of a request.
+
+        Raises:
+            OmniError: one of them cannot be decoded.
+        """
         voice = request.voice if request.voice is not None else next(iter(self._voices))
         if voice not in self._voices:
             raise UnknownVoice(f"There is no voice {voice!r}; the voices are {', '.join(self._voices)}.")
         if foreign := sorted(set(request.params.given()) - DIFFUSION_PARAMS):
             raise InvalidRequest(f"Parameters {foreign} do not apply to a diffusion stage.")
-        params = request.params.merged_over(SPEC.params)
-        num_points, guidance, sway = params.num_steps, params.guidance_scale, params.sway_coefficient
-        if not 1 <= num_points <= MAX_STEPS:
-            raise InvalidRequest(f"num_steps is {num_points}; it must lie in 1..{MAX_STEPS}.")
+        given = request.params.merged_over(SPEC.params).given()
+        params = SolverParams(given["num_steps"], given["guidance_scale"], given["sway_coefficient"])
+        guidance, sway = params.guidance_scale, params.sway_coefficient
+        if not 1 <= params.num_steps <= MAX_STEPS:
+            raise InvalidRequest(f"num_steps is {params.num_steps}; it must lie in 1..{MAX_STEPS}.")
         if not (guidance >= 0 and math.isfinite(guidance) and math.isfinite(sway)):
             raise InvalidRequest("guidance_scale must be finite and not negative, sway_coefficient finite.")
         carry = Carry()
@@ -161,6 +177,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
 
     @torch.inference_mode()
     def add(self, request_id: str, job: DiffusionJob) -> None:
+        """Bring a chunk's noise and conditions to the device."""
         payload: Code2WavPayload = job.payload
         padding = len(payload.noise) * self.geometry.tokens_per_block - len(payload.token_ids)
         padded = payload.token_ids + (0,) * padding
@@ -183,6 +200,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         return tensor.to(self.device, non_blocking=True, copy=True)
 
     def remove(self, request_id: str) -> None:
+        """Free a chunk's latents. Unknown ids are ignored."""
         self._requests.pop(request_id, None)
 
     def omni_counts(self) -> dict[str, int]:
@@ -201,6 +219,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
 
     @torch.inference_mode()
     def step(self, request_ids: Sequence[str]) -> dict[str, StepResult]:
+        """Advance these chunks by one interval; those at their last become waveforms f32 [samples]."""
         requests = {request_id: self._requests[request_id] for request_id in request_ids}
         states = {request_id: request.state for request_id, request in requests.items()}
         moving = [key for key, request in requests.items() if request.interval < request.payload.intervals]
@@ -233,7 +252,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
                     fixed=request.fixed,
                     frames=request.frames,
                     guidance=payload.guidance_scale,
-                    times=payload.times[interval : interval + 2],
+                    times=(payload.times[interval], payload.times[interval + 1]),
                     left=None if left is None else left[evaluations],
                     keep=None if request.keep is None else request.keep[evaluations],
                     keep_block=payload.blocks - 1,

@@ -20,7 +20,6 @@ from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionStream
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import receptive_frames
 from omni_actors.engine.models.qwen2_5_omni.dit import EVALUATIONS, solver_times
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
-from omni_actors.protocol.payloads import StageParams
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniToken2WavConfig
@@ -49,6 +48,15 @@ class Carry:
 
     left: torch.Tensor | None = None
     mel: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SolverParams:
+    """The parameters of a request, none of them left open; see `StageParams`."""
+
+    num_steps: int
+    guidance_scale: float
+    sway_coefficient: float
 
 
 @dataclass(frozen=True)
@@ -81,10 +89,12 @@ class Code2WavPayload:
 
     @property
     def intervals(self) -> int:
+        """Intervals of the solver, one per denoise step; 0 decodes the noise itself."""
         return len(self.times) - 1
 
     @property
     def branches(self) -> int:
+        """2 with guidance, otherwise 1."""
         return branches_of(self.guidance_scale)
 
 
@@ -116,14 +126,16 @@ class Geometry:
         self.tokens_per_block: int = dit.block_size // dit.repeats
         self.codec_tokens: int = dit.num_embeds + 1
         self.max_tokens: int = dit.max_position_embeddings // dit.repeats
+        self._width: int = dit.hidden_size
         self.context: int = receptive_frames(config.bigvgan_config)
         self._kept_itemsize = kept_itemsize
 
     def kept_bytes(self, intervals: int, branches: int) -> int:
         """Bytes of the keys and values that a chunk leaves for the next one (`Dit.kept_shape`)."""
         dit = self.config.dit_config
-        layers, inner = len(dit.look_backward_layers), dit.head_dim * dit.num_attention_heads
-        return EVALUATIONS * intervals * layers * branches * dit.block_size * 2 * inner * self._kept_itemsize
+        layers = len(dit.look_backward_layers)
+        inner: int = dit.head_dim * dit.num_attention_heads
+        return EVALUATIONS * intervals * layers * branches * self.frames_per_block * 2 * inner * self._kept_itemsize
 
     def carried_bytes(self, intervals: int, branches: int) -> int:
         """Upper bound of the bytes of a `Carry`: at most twice BigVGAN's context is kept of the mel frames."""
@@ -150,7 +162,7 @@ class Geometry:
     def _latent_bytes(self, window: _Window) -> int:
         """Bytes of the latents, and of the condition of each branch."""
         frames = window.blocks * self.frames_per_block
-        return 4 * frames * (self.mel_dim + window.branches * self.config.dit_config.hidden_size)
+        return 4 * frames * (self.mel_dim + window.branches * self._width)
 
     def _step_bytes(self, window: _Window) -> tuple[int, int]:
         """Estimates of the bytes that a chunk takes in a step, and in its last step."""
@@ -191,10 +203,9 @@ class Code2WavStream(DiffusionStream):
 
     Args:
         carry: shared by all chunks of the request.
-        params: complete; `num_steps`, `guidance_scale` and `sway_coefficient` are used.
     """
 
-    def __init__(self, geometry: Geometry, carry: Carry, voice: str, seed: int, params: StageParams) -> None:
+    def __init__(self, geometry: Geometry, carry: Carry, voice: str, seed: int, params: SolverParams) -> None:
         self._geometry = geometry
         self._carry = carry
         self._voice = voice
@@ -210,24 +221,36 @@ class Code2WavStream(DiffusionStream):
 
     @property
     def input_tokens(self) -> int:
+        """Codec tokens so far."""
         return len(self._tokens)
 
     @property
     def finished(self) -> bool:
+        """Whether the last chunk has been returned."""
         return self._finished
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of the `Carry` between two chunks; 0 if none is to come."""
         return 0 if self._finished or self._geometry.policy is None else self._geometry.carried_bytes(*self._sizes)
 
     @property
     def job_bytes(self) -> int:
+        """Bytes of the largest chunk that the policy can make; 0 after the last."""
         return 0 if self._finished else self._geometry.largest_job_bytes(*self._sizes)
 
     def close(self) -> None:
+        """Free what the last chunk left on the device."""
         self._carry.left = self._carry.mel = None
 
     def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
+        """Append codec tokens.
+
+        Raises:
+            InvalidRequest: the input was complete, or ends without a token.
+            PromptTooLong: the utterance is longer than the vocoder's positions.
+            InvalidPayload: a token is outside of the vocoder's table.
+        """
         maximum, rows = self._geometry.max_tokens, self._geometry.codec_tokens
         if self._complete and (token_ids or not complete):
             raise InvalidRequest("The vocoder got more codec tokens after the last.")
@@ -242,19 +265,19 @@ class Code2WavStream(DiffusionStream):
         self._complete = complete
 
     def next_job(self) -> DiffusionJob | None:
+        """The next chunk, once its tokens and those of its look-ahead are there."""
         policy, begin, size = self._geometry.policy, self._block, self._geometry.tokens_per_block
         total = -(-len(self._tokens) // size) if self._complete else None
-        if self._finished or (policy is None and total is None):
+        if self._finished:
             return None
         if policy is None:
-            end = window_end = total
-        else:
-            end = policy.end(begin)
-            window_end = end + policy.look_ahead
-            if total is None and len(self._tokens) < window_end * size:
-                return None
-            if total is not None:
-                end, window_end = min(end, total), min(window_end, total)
+            return None if total is None else self._job(begin, total, total, last=True)
+        end = policy.end(begin)
+        window_end = end + policy.look_ahead
+        if total is not None:
+            end, window_end = min(end, total), min(window_end, total)
+        elif len(self._tokens) < window_end * size:
+            return None
         return self._job(begin, end, window_end, last=end == total)
 
     def _job(self, begin: int, end: int, window_end: int, *, last: bool) -> DiffusionJob:
