@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from vllm.config import VllmConfig
@@ -47,6 +48,8 @@ class AutoregressiveAdapter(ABC):
         self.model_config = model_config
         self.defaults = defaults
         self.max_model_len: int = vllm_config.model_config.max_model_len
+        # Declared as a name, too; vLLM has resolved it.
+        self.model_dtype = cast("torch.dtype", vllm_config.model_config.dtype)
         self.vocabulary: int = vllm_config.model_config.get_vocab_size()
 
     @property

@@ -71,6 +71,7 @@ class EmittedRows(AttachedOutput):
         self._positions = positions
 
     def attachments(self) -> list[dict[str, Any] | None]:
+        """Wait for the copies; give every request its rows, the first position of which is `start`."""
         rows = self._rows.wait()["rows"]
         result: list[dict[str, Any] | None] = []
         for index, span in enumerate(self._spans):
@@ -109,6 +110,7 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
     # -- vLLM's interface
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Take new requests; remember the media of those that emit rows."""
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             if isinstance(payload_of(request), EmitRows):
@@ -117,6 +119,7 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
                     self._given[request.req_id] = request.prompt_embeds
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Pass on rows that arrived for running requests."""
         super().update_requests(scheduler_output)
         updates: dict[str, RowUpdate] = getattr(scheduler_output, "omni_row_updates", {})
         if updates and self._streamed_input is not None:
@@ -124,6 +127,7 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
                 self._streamed_input.push_rows(request_id, update)
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Forget requests that have ended."""
         # vLLM treats preempted requests as finished too; only these have really ended.
         for request_id in scheduler_output.finished_req_ids:
             self._emitting.pop(request_id, None)
@@ -133,6 +137,7 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
         super().finish_requests(scheduler_output)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample; attach the rows of the step to the output if a request of the batch emits any."""
         state = self.execute_model_state  # super() clears it
         output = super().sample_tokens(*args, **kwargs)
         if state is None or output is None or state.hidden_states is None:
@@ -209,10 +214,12 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
     # -- OmniRunnerBase
 
     def omni_counts(self) -> dict[str, int]:
+        """Requests in the worker, those of them that emit rows, and rows held for them."""
         counts = {"worker_requests": len(self.req_states.req_id_to_index), "emitting": len(self._emitting)}
         if self._streamed_input is not None:
             counts |= self._streamed_input.omni_counts()
         return counts
 
     def omni_reset(self) -> None:
+        """Forget the forward pass of a step that failed before it was sampled."""
         self.execute_model_state = None

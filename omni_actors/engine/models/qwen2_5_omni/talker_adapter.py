@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from vllm.v1.engine import EngineCoreOutput
@@ -61,8 +61,7 @@ class TalkerAdapter(AutoregressiveAdapter):
         config = self.vllm_config.model_config.hf_config
         self._voices = tuple(load_voices(self.model_config.model))
         self.row_width: int = config.embedding_size
-        # Declared as a name, too; vLLM has resolved it.
-        self.row_dtype = cast("torch.dtype", self.vllm_config.model_config.dtype)
+        self.row_dtype = self.model_dtype
         self._mask: int = config.tts_codec_mask_token_id
         self._block: int = config.vocoder_block
         self._start: tuple[int, int] = (config.tts_codec_pad_token_id, config.tts_codec_start_token_id)

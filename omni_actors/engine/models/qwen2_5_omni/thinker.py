@@ -7,7 +7,7 @@ plus token embedding (see `OmniRunnerMixin`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PretrainedConfig
@@ -29,10 +29,14 @@ from omni_actors.engine.runner import EmitRows
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width, to_host, to_torch
+from omni_actors.engine.worker_base import attachment_of
 from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, StreamEvent, TextEvent
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.qwen2 import Qwen2Model
 
 ARCHITECTURE = "OmniActorsQwen2_5OmniThinker"
 MAX_FRAMES = 4096
@@ -53,7 +57,7 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        decoder = self.language_model.model
+        decoder = cast("Qwen2Model", self.language_model.model)
         if get_pp_group().is_last_rank and isinstance(decoder.embed_tokens, PPMissingLayer):
             config = decoder.config
             decoder.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
@@ -70,6 +74,7 @@ class ThinkerOutputs(RequestOutputs):
         self._next_row = 0
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
+        """The new text, and the new rows if a later stage takes them."""
         events: list[EngineEvent] = []
         finished = output.finish_reason is not None
         if output.new_token_ids:
@@ -77,15 +82,15 @@ class ThinkerOutputs(RequestOutputs):
             text = self._detokenizer.get_next_output_text(finished, True)
             events.append(TextEvent(self._request_id, text, list(output.new_token_ids)))
         if self._streams:
-            event = self._rows(output.pooling_output, final=finished)
+            event = self._rows(attachment_of(output), final=finished)
             if event is not None:
                 events.append(event)
         return events
 
-    def _rows(self, emitted: Mapping[str, Any] | None, *, final: bool) -> StreamEvent | None:
+    def _rows(self, emitted: Mapping[str, Any], *, final: bool) -> StreamEvent | None:
         start = self._next_row
         tensors: dict[str, HostTensor] = {}
-        if emitted is not None:
+        if emitted:
             skip = start - emitted["start"]
             if skip < 0:
                 raise EngineError(f"Rows {start} to {emitted['start']} of request {self._request_id!r} are missing.")
@@ -98,7 +103,7 @@ class ThinkerOutputs(RequestOutputs):
         scalars: dict[str, int] = {}
         if start == 0:
             scalars["prompt_tokens"] = self._prompt_tokens
-            if emitted is not None and "mrope_positions" in emitted:
+            if "mrope_positions" in emitted:
                 tensors["mrope_positions"] = to_host(emitted["mrope_positions"])
         return StreamEvent(self._request_id, tensors=tensors, scalars=scalars, start=start, final=final)
 
@@ -118,6 +123,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
         self._embeds_width = embeds_width(model_config)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
+        """Check tokens and features. Raises `OmniError` for what the model cannot take."""
         token_ids = list(inputs.token_ids)
         features: list[MultiModalFeatureSpec] = []
         embeds: torch.Tensor | None = None
@@ -153,12 +159,14 @@ class ThinkerAdapter(AutoregressiveAdapter):
         return Admission(core_request, outputs, stream)
 
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
+        """Raise `InvalidPayload`: no stage comes before the thinker that makes rows."""
         raise InvalidPayload("The thinker takes no streamed rows.")
 
     def warm_up_inputs(self, length: int) -> StageInputs:
+        """The first token of the vocabulary, `length` times."""
         tensors = {}
         if self._embeds_width:  # adds one kernel to those that token ids need
-            zeros = torch.zeros(length, self._embeds_width, dtype=self.vllm_config.model_config.dtype)
+            zeros = torch.zeros(length, self._embeds_width, dtype=self.model_dtype)
             tensors[PROMPT_EMBEDS] = to_host(zeros)
         return StageInputs(token_ids=[0] * length, tensors=tensors)
 
@@ -177,7 +185,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
         if not bool((rows.abs() <= MAX_EMBEDDING).all()):  # false for NaN, too
             raise InvalidPayload(f"{PROMPT_EMBEDS} must be finite and at most {MAX_EMBEDDING:g} in magnitude.")
         # Without ids the prompt counts as repetitions of a row of the embedding table that no text uses.
-        return token_ids or [self.vocabulary - 1] * len(rows), rows.to(self.vllm_config.model_config.dtype)
+        return token_ids or [self.vocabulary - 1] * len(rows), rows.to(self.model_dtype)
 
     def decode(
         self, tensors: Mapping[str, HostTensor], token_ids: list[int]
