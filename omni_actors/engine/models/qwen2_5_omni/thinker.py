@@ -123,7 +123,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
         self._embeds_width = embeds_width(model_config)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
-        """Check tokens and features. Raises `OmniError` for what the model cannot take."""
+        """Check tokens, and features or embeddings. Raises `OmniError` for what the model cannot take."""
         token_ids = list(inputs.token_ids)
         features: list[MultiModalFeatureSpec] = []
         embeds: torch.Tensor | None = None
@@ -163,7 +163,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
         raise InvalidPayload("The thinker takes no streamed rows.")
 
     def warm_up_inputs(self, length: int) -> StageInputs:
-        """The first token of the vocabulary, `length` times."""
+        """Prompt of `length` times the first token, with embeddings of zeros if the stage takes any."""
         tensors = {}
         if self._embeds_width:  # adds one kernel to those that token ids need
             zeros = torch.zeros(length, self._embeds_width, dtype=self.model_dtype)
