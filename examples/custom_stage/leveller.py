@@ -1,5 +1,7 @@
 """A stage after the vocoder that raises quiet speech to an even loudness while it streams.
 
+In the repository:
+
     PYTHONPATH=examples OMNI_ACTORS_ALLOW_IMPORTS=custom_stage \
         python -m omni_actors.launch examples/custom_stage/echo.yaml --prompt "The tide is full." --save-audio level.wav
 """

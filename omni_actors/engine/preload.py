@@ -1,4 +1,6 @@
-"""Imports everything that a stage needs. A forkserver preloads this one module.
+"""Imports everything that a stage needs.
+
+A forkserver preloads this one module:
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["omni_actors.engine.preload"])

@@ -44,7 +44,6 @@ def raise_file_limit() -> int:
 
 def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio.Protocol]:
     """Make uvicorn's protocol class for one server, with at most `connections` at a time."""
-
     limits = {
         "head_limit": settings.head_bytes,
         "head_seconds": settings.head_timeout,

@@ -270,8 +270,11 @@ def key_of(index: int) -> str:
 
 @pytest.mark.parametrize("index", range(len(BODIES)), ids=key_of)
 def test_golden_bytes(index: int) -> None:
-    """Fails when the wire changes. Then raise PROTOCOL_VERSION, update `docs/protocol.md`, and write the new bytes with
-    `python -m tests.unit.test_messages`."""
+    """Fails when the wire changes.
+
+    Then raise PROTOCOL_VERSION, update `docs/protocol.md`, and write the new bytes with `python -m
+    tests.unit.test_messages`.
+    """
     body, buffers = BODIES[index]
     golden = json.loads(GOLDEN.read_text())
     assert golden["protocol"] == PROTOCOL_VERSION

@@ -44,6 +44,7 @@ class Retained:
 
     @property
     def prompt_buffers(self) -> Sequence[Frame]:
+        """The prompt's own buffers, without those of the information."""
         of_information = len(self.information.tensor_refs()) if self.information is not None else 0
         return self.buffers[: len(self.buffers) - of_information]
 
