@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine import EngineCoreOutput
@@ -26,6 +27,9 @@ from omni_actors.stage.engine_interface import (
     StageInputs,
     StageRequest,
 )
+
+if TYPE_CHECKING:
+    from omni_actors.engine.scheduler import OmniSchedulerMixin
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +74,13 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         super().__init__(VllmCore(vllm_config))
 
     @property
+    def _scheduler(self) -> OmniSchedulerMixin:
+        # The arguments of an autoregressive stage name one of its classes.
+        return cast("OmniSchedulerMixin", self.core.scheduler)
+
+    @property
     def facts(self) -> EngineFacts:
+        """What the coordinator learns when the stage is ready."""
         return self.adapter.facts
 
     def warm_up(self, batches: Sequence[int]) -> None:
@@ -96,15 +106,16 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         self.take_scheduled()  # forget the warm-up requests
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        """Have the adapter check the request, and give it to vLLM; see `StageEngine.start`."""
         request_id = request.request_id
         self._check_new(request_id)
         admission = self.adapter.admit(request, inputs)
         if (stream := admission.stream) is not None:
-            self.core.scheduler.open_stream(request_id, stream)
+            self._scheduler.open_stream(request_id, stream)
         try:
             self.core.add(admission.request)
         except Exception as error:
-            self.core.scheduler.close_stream(request_id)
+            self._scheduler.close_stream(request_id)
             raise EngineError(f"vLLM refuses the request: {type(error).__name__}: {error}") from error
         self._requests[request_id] = _Running(admission.outputs, len(admission.request.prompt_token_ids or ()))
 
@@ -118,26 +129,31 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             if token_ids:
                 raise InvalidRequest("This stage takes streamed rows, not tokens.")
             tensor = None if rows is None else self.adapter.read_rows(rows)
-            self.core.scheduler.push_rows(request_id, tensor, complete=complete)
+            self._scheduler.push_rows(request_id, tensor, complete=complete)
         except OmniError:
             self.abort(request_id)  # without these rows it could never end
             raise
 
     def over_budget(self) -> bool:
-        budget = self.core.scheduler.budget
-        return bool(budget.held_bytes > budget.limit_bytes)
+        """Whether requests, those that wait included, hold more rows than the budget admits."""
+        budget = self._scheduler.budget
+        return budget.held_bytes > budget.limit_bytes
 
     def statistics(self) -> EngineStatistics:
-        return replace(super().statistics(), budget=self.core.scheduler.budget.statistics())
+        """Totals of vLLM's scheduler, and the state of the budget of rows."""
+        return replace(super().statistics(), budget=self._scheduler.budget.statistics())
 
     def waits_for_input(self, request_id: str) -> bool:
-        return bool(self.core.scheduler.waits_for_input(request_id))
+        """Whether the request's next row is missing."""
+        return self._scheduler.waits_for_input(request_id)
 
     def abort(self, request_id: str) -> None:
+        """Drop a request in vLLM too. Unknown ids are ignored."""
         if self._requests.pop(request_id, None) is not None:
             self.core.abort([request_id])
 
     def step(self) -> Sequence[EngineEvent]:
+        """Do one step of vLLM. Requests of a failed step end with an error each; others go on."""
         events: list[EngineEvent] = []
         try:
             outputs = self.core.step()

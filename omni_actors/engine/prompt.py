@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import torch
@@ -108,6 +108,7 @@ class PromptEngine(StageEngine):
 
     @property
     def facts(self) -> EngineFacts:
+        """The longest prompt that leaves room for an answer, in tokens."""
         return EngineFacts(max_input_tokens=self._max_tokens, embeds_width=self._embeds_width)
 
     @property
@@ -118,6 +119,7 @@ class PromptEngine(StageEngine):
     # -- StageEngine
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        """Check a prompt with its media and queue it. Raises `OmniError`, before anything is decoded."""
         prompt = inputs.prompt
         if prompt is None:
             raise InvalidRequest("The prompt stage needs a prompt.")
@@ -139,9 +141,11 @@ class PromptEngine(StageEngine):
             raise InvalidRequest(f"Request {request_id!r} got more input; a prompt comes as a whole.")
 
     def abort(self, request_id: str) -> None:
+        """Forget a prompt. Unknown ids are ignored."""
         self._waiting.pop(request_id, None)
 
     def runnable(self) -> bool:
+        """Whether a prompt waits."""
         return bool(self._waiting)
 
     def step(self) -> Sequence[EngineEvent]:
@@ -171,13 +175,16 @@ class PromptEngine(StageEngine):
         ]
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
+        """The prompt that the last step took, and when."""
         taken, self._scheduled = self._scheduled, []
         return taken
 
     def counts(self) -> dict[str, int]:
+        """Prompts that wait."""
         return {"requests": len(self._waiting)}
 
     def shutdown(self) -> None:
+        """Forget all prompts and end the renderer's threads."""
         self._waiting.clear()
         self.renderer.shutdown()
 
@@ -275,7 +282,8 @@ class PromptEngine(StageEngine):
                 else:
                     content.append({"type": prompt.media[part.media].modality})
             messages.append({"role": message.role, "content": content})
-        return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
 
     def _set_video_rates(self, request: EngineCoreRequest, videos: Sequence[DecodedMedia]) -> None:
         """Set the seconds per temporal patch of each video, from which the model computes its positions.
@@ -286,11 +294,14 @@ class PromptEngine(StageEngine):
         frames = self.processor.video_processor.temporal_patch_size
         features = [feature for feature in request.mm_features or () if feature.modality == "video"]
         for feature, video in zip(features, videos, strict=True):
-            patches = int(feature.data["video_grid_thw"].data[0])
+            item = feature.data
+            if item is None:  # vLLM leaves out what its cache holds, which is off (`arguments.py`)
+                raise EngineError("vLLM left out the features of a video.")
+            patches = int(cast("torch.Tensor", item["video_grid_thw"].data)[0])
             seconds = seconds_per_patch(frames / video.frames_per_second, patches, self._positions_per_second)
-            field = feature.data["second_per_grid_ts"]
+            field = item["second_per_grid_ts"]
             data = torch.tensor(seconds, dtype=torch.float64)
-            feature.data["second_per_grid_ts"] = dataclasses.replace(field, data=data)
+            item["second_per_grid_ts"] = dataclasses.replace(field, data=data)
 
     def _encode(self, request: EngineCoreRequest) -> dict[str, HostTensor]:
         """A request in vLLM's own encoding. The tensors share the features' memory, which nothing changes any more."""
@@ -301,6 +312,6 @@ class PromptEngine(StageEngine):
             )
         encoded = {}
         for index, frame in enumerate(frames):
-            data = memoryview(frame).cast("B")
+            data = memoryview(cast("bytes | bytearray | memoryview", frame)).cast("B")  # never the frame of a socket
             encoded[f"{FRAME_PREFIX}{index}"] = HostTensor(DType.U8, (data.nbytes,), data)
         return encoded

@@ -88,4 +88,5 @@ class RowBudget:
         return BudgetStatistics(self.limit_bytes, self.held_bytes, 0, self.waiting, self.deferrals)
 
     def has_admitted(self, request_id: str) -> bool:
+        """Whether the scheduler has taken a request into its batch."""
         return request_id in self._admitted

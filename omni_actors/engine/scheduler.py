@@ -14,7 +14,7 @@ computes everything again later; its rows stay with the worker meanwhile. Admiss
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -25,6 +25,11 @@ from vllm.v1.request import Request
 from omni_actors.engine.row_budget import RowBudget
 from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    VllmScheduler = Scheduler
+else:
+    VllmScheduler = object  # what stands behind the mixin in the order of the base classes
 
 
 @runtime_checkable
@@ -65,7 +70,7 @@ class RowStream:
     pending: RowUpdate | None = None
 
 
-class OmniSchedulerMixin:
+class OmniSchedulerMixin(VllmScheduler):
     """Adds row streams to a vLLM scheduler, only by wrapping `super()`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -133,6 +138,7 @@ class OmniSchedulerMixin:
     # -- vLLM's interface
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step without the requests whose next row is missing, and hand on the rows that came."""
         for request in self.running:
             if not self._ready(request):
                 # schedule() advances current_step before it compares, so +2 skips exactly this call. The request keeps
@@ -140,18 +146,19 @@ class OmniSchedulerMixin:
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
                 self.held_steps += 1
         self.budget.begin_step()
-        output = super().schedule(*args, **kwargs)
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
         for admitted in output.scheduled_new_reqs:
             self.budget.admit(admitted.req_id)
         self._stalled = output.total_num_scheduled_tokens == 0
         updates: dict[str, RowUpdate] = {}
         for request_id, stream in self._streams.items():
-            request = self.requests.get(request_id)
+            known = self.requests.get(request_id)
             # The worker knows a request once it has been scheduled; until then its rows stay here.
-            if stream.pending is not None and request is not None and request.num_computed_tokens > 0:
+            if stream.pending is not None and known is not None and known.num_computed_tokens > 0:
                 updates[request_id] = stream.pending
                 stream.pending = None
-        output.omni_row_updates = updates  # a plain dataclass: the attribute is kept in process and when pickled
+        # A plain dataclass: the attribute is kept in process and when pickled.
+        output.omni_row_updates = updates  # type: ignore[attr-defined]
         return output
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
@@ -161,10 +168,12 @@ class OmniSchedulerMixin:
         return self._ready(request) and self.budget.admits(request.request_id)
 
     def add_request(self, request: Request) -> None:
+        """Queue a request."""
         self._stalled = False
         super().add_request(request)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Take the results of a step; one that computed something ends a stall."""
         if scheduler_output.total_num_scheduled_tokens:
             self._stalled = False
         return super().update_from_output(scheduler_output, *args, **kwargs)
@@ -178,6 +187,7 @@ class OmniSchedulerMixin:
     # -- OmniSchedulerInterface
 
     def has_runnable(self) -> bool:
+        """Whether a step would do something; false while all requests wait for rows."""
         if self._stalled:
             # Requests may wait for KV blocks or batch slots of others that wait for rows themselves; until rows come or
             # a request ends, another step would change nothing.
@@ -189,6 +199,7 @@ class OmniSchedulerMixin:
         )
 
     def omni_counts(self) -> dict[str, int]:
+        """Open streams, requests held back, rows not yet with the worker, and bytes of all rows."""
         return {
             "streams": len(self._streams),
             "held": sum(not self._ready(request) for request in self.requests.values()),
