@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks style, formatting, types, imports and shell scripts, then runs the unit tests that load neither torch nor vLLM:
-# under a minute on two cores.
+# under a minute on two cores; the first time a minute more, in which mypy reads torch and vLLM.
 #
 #   scripts/check.sh [--venv DIR] [--style]
 #
