@@ -195,12 +195,12 @@ class VllmCore:
             _ENDED.clear()
 
 
-def device_is_lost(error: BaseException) -> bool:
+def device_is_lost(error: BaseException | None) -> bool:
     """Whether an error is one after which every later call on the device fails too. Out of memory is not."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return False
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
             return True
-        error = error.__cause__  # type: ignore[assignment]
+        error = error.__cause__
     return False
