@@ -7,13 +7,20 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import yaml
+from msgspec import Struct
 
 from omni_actors.cli.main import SUBCOMMANDS
-from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig
+from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig, PipelineConfig, StageConfig
+from omni_actors.config.schema import ClusterConfig
+from omni_actors.engine.media import MediaLimits
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
+from omni_actors.protocol.header import Limits
+from omni_actors.stage import early_chunks
 from scripts import docs_hooks, reference_docs
 from tests.support.paths import REPOSITORY
 
@@ -138,7 +145,8 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "launch" / "README.md", *sorted(
 PATH = re.compile(r"(?<![\w./:@$-])((?:[\w-]+/)+[\w-]+\.(?:py|sh|sbatch|yaml|service|md|json))(?![\w/])")
 FOLDERS = [REPOSITORY, REPOSITORY / "omni_actors", DOCS]  # a path may be relative to any of these
 ELSEWHERE = {"deploy/MODEL.yaml", "stage_configs/MODEL.yaml"}  # vllm-omni's, in migrating.md
-DEFAULT = re.compile(r"`(coordinator|flow|http)\.(\w+)` \(([\d.]+) s\)")
+DEFAULT = re.compile(r"`(?:(coordinator|flow|http)\.)?([a-z]\w+)` \(([\d.]+) (s|KiB|MiB|GiB)\)")
+UNITS = {"s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 MODULE = re.compile(r"python -m ((?:omni_actors|tools|custom_model)[\w.]*)")
 COMMAND = re.compile(r"(?:^|[`$ ])omni-actors (\w+)", re.M)
 
@@ -156,17 +164,52 @@ def test_files_and_commands_that_a_page_names_exist(page: Path) -> None:
     assert set(COMMAND.findall(text)) <= set(SUBCOMMANDS)
 
 
+def default_of(section: str, key: str) -> Any:
+    """The default of a key of the YAML; without a section, of a stage's key."""
+    config = {"coordinator": CoordinatorConfig, "flow": FlowConfig, "http": HttpConfig, "": StageConfig}[section]
+    return {field.name: field.default for field in msgspec.structs.fields(config)}[key]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_default_named_in_passing_is_the_default(page: Path) -> None:
-    sections = {"coordinator": CoordinatorConfig(), "flow": FlowConfig(), "http": HttpConfig()}
-    for section, key, value in DEFAULT.findall(page.read_text()):
-        assert float(value) == getattr(sections[section], key), f"`{section}.{key}`"
+    for section, key, value, unit in DEFAULT.findall(page.read_text()):
+        assert float(value) * UNITS[unit] == default_of(section, key), f"`{section}.{key}`"
 
 
 def test_the_pattern_for_defaults_finds_them() -> None:
-    assert DEFAULT.findall("the `coordinator.reconnect_timeout` (300 s) and") == [
-        ("coordinator", "reconnect_timeout", "300")
+    assert DEFAULT.findall("the `coordinator.reconnect_timeout` (300 s) and `retain_bytes` (256 MiB) of a stage") == [
+        ("coordinator", "reconnect_timeout", "300", "s"),
+        ("", "retain_bytes", "256", "MiB"),
     ]
+
+
+def test_the_known_limits_are_those_of_the_code() -> None:
+    text = (DOCS / "limits.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([\d,]+(?: \w+)?) \|", text, re.M))
+    found = {}
+    for name, value in rows.items():
+        number, _, unit = value.replace(",", "").partition(" ")
+        found[name] = int(number) * UNITS.get(unit, 1)
+    message, media = Limits(), MediaLimits()
+    assert found == {
+        "stages of a pipeline": most(PipelineConfig, "stages"),
+        "nodes": most(ClusterConfig, "nnodes"),
+        "requests in flight": most(CoordinatorConfig, "max_in_flight"),
+        "tensors and media in a message": message.buffers,
+        "one tensor or medium of a message": message.buffer_bytes,
+        "a message": message.message_bytes,
+        "a message without its tensors and media": message.body_bytes,
+        "audio of a prompt": media.audio_seconds,
+        "frames of a video": media.video_frames,
+        "pixels of an image": media.image_pixels,
+        "input that waits for its announcement, per replica": early_chunks.MAX_BYTES,
+    }
+
+
+def most(config: type[Struct], key: str) -> int:
+    """The largest value, or the largest length, that a key may have."""
+    schema = msgspec.json.schema(config)["$defs"][config.__name__]["properties"][key]
+    return int(schema.get("maximum", schema.get("maxItems")))
 
 
 def test_the_pattern_for_paths_finds_them() -> None:
