@@ -261,7 +261,7 @@ def one_at_a_time(tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
 
 
 def test_first_chunks_go_before_later_ones(one_at_a_time: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks without the rank that the engine gives to early chunks, and without the model's scheduling policy."""
+    """Breaks without the rank that the engine gives to early chunks, and without the scheduling policy."""
     engine, speech, seen = one_at_a_time, Speech(one_at_a_time), watched(one_at_a_time, monkeypatch)
     speech.start("a", (40, "Ethan", 0.5, 0), first=40)
     speech.feed("a", 1)
