@@ -116,11 +116,15 @@ class ReplicaProcesses:
         """Keep the ledger of the replicas' shared memory, and remove what the dead ones have left."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.to_thread(ledger.look, self.running())
             due = [identity for identity, died in self._dead.items() if died + GRACE_SECONDS < loop.time()]
-            for identity in due:
-                del self._dead[identity]
-            ledger.sweep(due)
+            try:
+                await asyncio.to_thread(ledger.look, self.running())
+                ledger.sweep(due)
+            except OSError as error:  # the disk is full, for instance: the list cannot be written; try again
+                logger.warning("shared memory of dead stages may stay: %s", error)
+            else:
+                for identity in due:
+                    del self._dead[identity]
             await asyncio.sleep(LOOK_SECONDS)
 
     def refuse_starts(self, interrupt: bool) -> None:
