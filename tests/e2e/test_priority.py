@@ -7,6 +7,7 @@ places, so that some of the ordinary requests wait until others have ended, and 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -70,25 +71,34 @@ def test_an_urgent_request_is_answered_before_ordinary_ones_that_came_earlier(ti
         assert "prio-urgent" in first[kind][:16], first[kind]
 
 
+def says_something(line: str) -> bool:
+    """Whether a line of a streamed chat completion brings text."""
+    if not line.startswith("data: {"):
+        return False
+    choices = json.loads(line.removeprefix("data: "))["choices"]
+    return bool(choices and choices[0]["delta"].get("content"))
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "audio/speech"])
 def test_an_urgent_request_over_http_is_answered_before_ordinary_ones_that_came_earlier(
-    tiny_http: HttpPipeline,
+    tiny_http: HttpPipeline, route: str
 ) -> None:
-    first: list[int] = []
+    first: list[int] = []  # requests in the order of their first text or sound
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "modalities": ["text"], "stream": True}
+    speech = {"input": "Hi", "response_format": "pcm"}
 
     async def ask(http: httpx.AsyncClient, number: int, priority: int) -> None:
-        body = {
-            "model": "tiny-qwen2.5-omni",
-            "messages": [{"role": "user", "content": "Hi"}],
-            "modalities": ["text"],
-            "stream": True,
-            "max_tokens": 8,
-            "ignore_eos": True,
-            "priority": priority,
-        }
-        async with http.stream("POST", f"{tiny_http.url}/v1/chat/completions", json=body) as response:
+        own = chat if "chat" in route else speech
+        body = {"model": "tiny-qwen2.5-omni", "stage_params": PARAMS, "priority": priority, **own}
+        async with http.stream("POST", f"{tiny_http.url}/v1/{route}", json=body) as response:
             assert response.status_code == 200
+            if own is speech:
+                async for _ in response.aiter_bytes():
+                    if number not in first:
+                        first.append(number)
+                return
             async for line in response.aiter_lines():
-                if '"content"' in line and number not in first:
+                if says_something(line) and number not in first:
                     first.append(number)
 
     async def in_flight(client: AsyncOmniClient, count: int) -> None:
