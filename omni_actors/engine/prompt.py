@@ -72,7 +72,9 @@ class _Waiting:
 
 
 class PromptEngine(StageEngine):
-    """Turns prompts into token ids and encoded features, one request per step, in order of priority and arrival.
+    """Turns prompts into token ids and encoded features, one request per step, by priority and arrival.
+
+    With `scheduling_policy: fcfs`, its own or that of the stage after it, priority does not count.
 
     Args:
         arguments: of kind "prompt"; the vLLM fields are those of the thinker that takes the result.
@@ -103,6 +105,7 @@ class PromptEngine(StageEngine):
         seconds = min(limits.audio_seconds, float(self.processor.feature_extractor.chunk_length))
         self._limits = dataclasses.replace(limits, audio_seconds=seconds)
         self._encoder = MsgpackEncoder()
+        self._by_priority = config.scheduler_config.policy == "priority"
         self._waiting: dict[str, _Waiting] = {}  # by request, in order of arrival
         self._scheduled: list[tuple[str, float]] = []
 
@@ -153,7 +156,7 @@ class PromptEngine(StageEngine):
         if not self._waiting:
             return []
         # A search through all is cheap compared to the processing, and needs no second index that aborts must update.
-        first = min(self._waiting.values(), key=lambda waiting: waiting.request.priority)
+        first = min(self._waiting.values(), key=lambda waiting: waiting.request.priority if self._by_priority else 0)
         request = first.request
         del self._waiting[request.request_id]
         self._scheduled = [(request.request_id, time.monotonic())]

@@ -21,10 +21,14 @@ from omni_actors.stage.engine_interface import ErrorEvent, FinishedEvent, StageI
 pytestmark = pytest.mark.e2e
 
 
+def prompt_engine(checkpoint: Path, **options: str) -> PromptEngine:
+    config = OmniModelConfig(str(checkpoint), "thinker")
+    return PromptEngine(OmniEngineArgs(config, "prompt", engine={"max_model_len": 256, "dtype": "float32", **options}))
+
+
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Iterator[PromptEngine]:
-    config = OmniModelConfig(str(tiny_checkpoint), "thinker")
-    engine = PromptEngine(OmniEngineArgs(config, "prompt", engine={"max_model_len": 256, "dtype": "float32"}))
+    engine = prompt_engine(tiny_checkpoint)
     yield engine
     engine.shutdown()
 
@@ -32,6 +36,14 @@ def engine(tiny_checkpoint: Path) -> Iterator[PromptEngine]:
 def start(engine: PromptEngine, name: str, text: str = "hello", priority: int = 0) -> None:
     prompt = Prompt(messages=(ChatMessage("user", (ContentPart(text=text),)),))
     engine.start(StageRequest(name, StageParams(), 0, priority=priority), StageInputs(prompt=prompt))
+
+
+def ends(engine: PromptEngine) -> list[str]:
+    """The requests in the order in which they are finished."""
+    found = []
+    while engine.runnable():
+        found += [event.request_id for event in engine.step() if isinstance(event, FinishedEvent)]
+    return found
 
 
 def test_prompts_are_processed_by_priority_and_arrival(engine: PromptEngine) -> None:
@@ -42,11 +54,18 @@ def test_prompts_are_processed_by_priority_and_arrival(engine: PromptEngine) -> 
     engine.abort("gone")
     engine.abort("unknown")
     assert engine.counts() == {"requests": 4}
-    ends = []
-    while engine.runnable():
-        ends += [event.request_id for event in engine.step() if isinstance(event, FinishedEvent)]
-    assert ends == ["urgent", "first", "second", "later"]
+    assert ends(engine) == ["urgent", "first", "second", "later"]
     assert engine.counts() == {"requests": 0}
+
+
+def test_prompts_are_processed_by_arrival_where_the_yaml_says_so(tiny_checkpoint: Path) -> None:
+    engine = prompt_engine(tiny_checkpoint, scheduling_policy="fcfs")
+    try:
+        for name, priority in {"first": 0, "urgent": -1}.items():
+            start(engine, name, priority=priority)
+        assert ends(engine) == ["first", "urgent"]
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.parametrize("fails", ["raise_exception(text)", "undefined_function(text)", "text / 2"])
