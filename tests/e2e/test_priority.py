@@ -107,8 +107,10 @@ def test_an_urgent_request_over_http_is_answered_before_ordinary_ones_that_came_
                 pass  # every question is a round trip
 
     async def main() -> None:
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with AsyncOmniClient(tiny_http.endpoint) as client, httpx.AsyncClient(limits=limits, timeout=60) as http:
+            # A stopped stage is soon taken for dead, so the connections are made before.
+            await asyncio.gather(*(http.get(f"{tiny_http.url}/health") for _ in range(ORDINARY + 1)))
             async with prompt_stage_stopped(client):
                 asked = [asyncio.create_task(ask(http, number, 0)) for number in range(ORDINARY)]
                 await in_flight(client, ORDINARY)
