@@ -14,6 +14,7 @@ from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.stage_llm import StageLLM
 from omni_actors.errors import InvalidRequest, PromptTooLong
+from omni_actors.protocol.payloads import StageParams
 from tests.support.pipelines import RunningPipeline
 from tests.support.reference import Reference
 from tests.support.stage_driver import SMALL
@@ -38,6 +39,7 @@ PARTS: list[dict[str, Any]] = [
     {"type": "video", "video": FILM},
     {"type": "text", "text": "What is this?"},
 ]
+ROOMY = {**SMALL, "max_model_len": 1024, "max_num_batched_tokens": 1024}  # for the places of all these media
 MESSAGES = [{"role": "user", "content": PARTS}]
 DATA: dict[str, Any] = {"audio": [SOUND, LOW_SOUND], "image": PICTURE, "video": [FILM]}
 
@@ -113,6 +115,39 @@ def test_embeddings_equal_the_tokens_whose_embeddings_they_are(
         with pytest.raises(InvalidRequest, match=r"none of the stages .* wants 'style'"):
             client.generate("x", additional_information={"style": 1}, **OPTIONS)
     tiny_pipeline.assert_idle()
+
+
+def test_one_stage_takes_every_form(tiny_pipeline: RunningPipeline, tiny_checkpoint: Any, token_ids: list[int]) -> None:
+    with OmniClient(tiny_pipeline.endpoint) as client:
+        answer = client.generate(MESSAGES, **OPTIONS)
+    with_media: dict[str, Any] = {"prompt_token_ids": token_ids, "multi_modal_data": DATA}
+    arguments = OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "thinker"), "autoregressive", ROOMY)
+    with StageLLM(arguments) as stage:
+        table = stage.engine.core.worker.model_runner.model.language_model.model.embed_tokens.weight.detach()
+        media, plain, embeds, *wrong = stage.generate(
+            [
+                with_media,
+                {"prompt_token_ids": [5, 6, 7]},
+                {"prompt_embeds": table[torch.tensor([5, 6, 7])]},
+                {"prompt_token_id": [5]},
+                {**with_media, "multi_modal_data": {"audio": SOUND}},
+                {"prompt_token_ids": [5], "additional_information": {"style": 1}},
+                {"prompt_embeds": table[:2, 1:]},
+            ],
+            StageParams(max_tokens=8),
+        )
+    assert media.error is None
+    assert media.token_ids == answer.token_ids
+    assert embeds.token_ids == plain.token_ids
+    words = ["Did you mean 'prompt_token_ids'", "media", "does not want 'style'", "prompt_embeds: needs the shape"]
+    for result, word in zip(wrong, words, strict=True):
+        assert word in str(result.error), result
+    prompt_arguments = OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "prompt"), "prompt", ROOMY)
+    with StageLLM(prompt_arguments) as stage:
+        (encoded,) = stage.generate([with_media])
+        assert encoded.error is None
+        assert len(encoded.token_ids) > len(token_ids), "a medium takes many places"
+        assert "vllm.0" in encoded.tensors
 
 
 def test_a_stage_without_media_says_so(tiny_checkpoint: Any, token_ids: list[int]) -> None:
