@@ -19,6 +19,7 @@ LOCK = "lock"
 LOCK_SECONDS = 0.5  # the stages of a killed launcher hold its lock for a moment while they clean up
 DEMAND_PREFIX = "demand-"  # of the stages' demand flags (stage/device_priority.py)
 SEGMENTS = "segments"  # list of the shared memory that the replicas hold (segments.py)
+SCRATCH_PREFIX = "scratch-"  # of the folders with temporary files of engines that leave some (`scratch_folder`)
 MPS_PREFIX = "mps-"  # of the folder with the pipes of an MPS daemon (launcher/mps.py)
 
 
@@ -147,8 +148,16 @@ def _sweep(path: Path) -> None:
     for entry in path.iterdir():
         if entry.is_socket() or entry.name.startswith(DEMAND_PREFIX):
             entry.unlink(missing_ok=True)
-        elif entry.name.startswith(("pymp-", MPS_PREFIX)):
+        elif entry.name.startswith(("pymp-", MPS_PREFIX, SCRATCH_PREFIX)):
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def scratch_folder(path: Path, replica: str) -> Path:
+    """Make an empty folder for temporary files in the run directory, in place of the one of the replica's last life."""
+    folder = path / f"{SCRATCH_PREFIX}{replica.replace('/', '-')}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def short_temporary_folder() -> str:

@@ -5,7 +5,8 @@
 #   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
 # With pytest arguments (a folder, -k ...) only those tests run, without the coverage floors. All tests run in two parts:
-# first those that compute, two at a time; then, one after the other, those that kill, stop and time processes.
+# first those that compute, two at a time; then, one after the other, those that kill, stop and time processes or keep
+# all cores busy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,7 +28,8 @@ if [[ $# -gt 0 ]]; then
 fi
 coverage erase
 status=0
-timed=(tests/chaos tests/nodes tests/process)
+# The workers of a spread stage wait by spinning, and would starve what runs next to them.
+timed=(tests/chaos tests/nodes tests/process tests/e2e/test_several_workers.py)
 parallel=(--numprocesses=2 --dist=loadfile --no-loadscope-reorder)  # the order of the folders: the longest first
 coverage run -m pytest --durations=15 "${parallel[@]}" "${timed[@]/#/--ignore=}" || status=$?
 coverage run -m pytest --durations=15 "${timed[@]}" || status=$?

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -17,11 +18,12 @@ import setproctitle
 from omni_actors import logs
 from omni_actors.addresses import is_tcp
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
+from omni_actors.config.devices import gpus_of_replica
 from omni_actors.errors import OmniError, StartupError
 from omni_actors.processes import die_with_parent
 from omni_actors.protocol.control import Fatal, Loading
 from omni_actors.protocol.header import ReplicaId
-from omni_actors.run_directory import clear_abandoned
+from omni_actors.run_directory import clear_abandoned, scratch_folder
 from omni_actors.stage import preloaded
 from omni_actors.stage.device_priority import DemandFlag, DevicePriority
 from omni_actors.stage.engine_interface import StageEngine
@@ -109,6 +111,10 @@ class StageProcess:
         self._pipeline = msgspec.json.decode(spec.pipeline_json, type=PipelineConfig)
         self._stage = self._pipeline.stage(spec.stage)
         run_dir = Path(spec.run_dir)
+        if gpus_of_replica(self._stage) > 1:
+            # vLLM's workers meet through a temporary file that this process names and none of them removes. Their own
+            # files, such as kernel caches, stay where they are.
+            tempfile.tempdir = str(scratch_folder(run_dir, spec.name))
         self._demand_flag = DemandFlag(run_dir, spec.stage, spec.replica)
         self.device_priority = DevicePriority(run_dir, spec.yields_to)
         self._engine: StageEngine | None = None

@@ -30,9 +30,8 @@ CORES = sorted(os.sched_getaffinity(0))
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "stage", "end"),
     [
-        (2, 1, "thinker", "killed"),
         (2, 1, "talker", "in order"),
-        (2, 2, "thinker", "in order"),
+        (2, 2, "thinker", "killed"),
         (1, 2, "talker", "killed"),
     ],
 )
@@ -47,7 +46,7 @@ def test_several_workers_answer_like_one_and_die_with_their_stage(
     with subprocess.Popen(
         command,
         cwd=REPOSITORY,
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores},
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores, "TMPDIR": str(short_path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

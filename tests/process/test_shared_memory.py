@@ -1,4 +1,4 @@
-"""Named shared memory of stages that die, of whatever engine, is removed by their launcher or after it."""
+"""Named shared memory and temporary files of stages that die, of whatever engine, are removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
-from tests.support.segments import made
+from tests.support.segments import made, written
 from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
@@ -20,10 +20,11 @@ Launch = Callable[..., EchoLauncher]
 
 @pytest.fixture
 def launcher(launch: Launch, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> EchoLauncher:
-    """A pipeline whose talker makes two segments and removes none."""
+    """A pipeline whose talker, spread over two GPUs, makes two segments and a temporary file and removes none."""
     monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "tests.support")
     data: dict[str, Any] = chain()
     data["stages"][2] |= {"kind": "custom", "engine_class": "tests.support.segments.SegmentStage"}
+    data["stages"][2]["engine"] = {"tensor_parallel_size": 2}
     return launch(data, "--run-dir", str(short_path / "run")).wait_ready()
 
 
@@ -50,13 +51,17 @@ def test_a_killed_stage_and_an_ended_pipeline_leave_none(launcher: EchoLauncher,
     until(lambda: len(made(log)) == 2, 10, "restart")
     until(lambda: left([first]) == [[]], 5, "those of the first life are gone")
     second = made(log)[1]
+    assert left(written(log))[0] == []
+    assert left(written(log))[1] == written(log)[1]
     assert left([second]) == [second]
     until(lambda: is_listed(short_path, second), 5, "the launcher has seen them")
     assert launcher.end() == 0
     assert left([first, second]) == [[], []]
+    assert left(written(log)) == [[], []]
 
 
 def test_a_killed_launcher_leaves_none(launcher: EchoLauncher, short_path: Path, log: Path) -> None:
     until(lambda: is_listed(short_path, made(log)[0]), 5, "the launcher has seen them")
     launcher.end(signal.SIGKILL)
     until(lambda: left(made(log)) == [[]], 10, "they are gone")
+    until(lambda: left(written(log)) == [[]], 10, "the temporary file is gone")

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
+
 from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.segments import FOLDER
 from omni_actors.stage.echo import EchoEngine
@@ -48,15 +50,27 @@ def holder(*paths: str) -> subprocess.Popen[bytes]:
 
 
 class SegmentStage(EchoEngine):
-    """A custom stage with two segments: one of its own and one of a worker's."""
+    """A custom stage with two segments, one of its own and one of a worker's, and a temporary file."""
 
     def __init__(self, pipeline: PipelineConfig, stage: StageConfig) -> None:
-        super().__init__(stage)
+        super().__init__(msgspec.structs.replace(stage, engine={}))
         own = make()
         self._worker = holder(f"{own}-worker")
+        descriptor, path = tempfile.mkstemp(prefix="omni-test-")
+        os.close(descriptor)
+        print("wrote", path, flush=True)
         print("made", own, f"{own}-worker", flush=True)
 
 
 def made(log: Path) -> list[list[str]]:
     """The segments of each life of a stage, as its log names them."""
-    return [line.split()[1:] for line in log.read_text().splitlines() if line.startswith("made ")]
+    return _said(log, "made")
+
+
+def written(log: Path) -> list[list[str]]:
+    """The temporary file of each life."""
+    return _said(log, "wrote")
+
+
+def _said(log: Path, word: str) -> list[list[str]]:
+    return [line.split()[1:] for line in log.read_text().splitlines() if line.startswith(f"{word} ")]
