@@ -29,11 +29,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "stage", "end"),
-    [
-        (2, 1, "talker", "in order"),
-        (2, 2, "thinker", "killed"),
-        (1, 2, "talker", "killed"),
-    ],
+    [(2, 1, "talker", "in order"), (2, 2, "thinker", "killed"), (1, 2, "talker", "killed")],
 )
 def test_several_workers_answer_like_one_and_die_with_their_stage(
     tiny_checkpoint: Path, short_path: Path, tensor: int, pipeline: int, stage: str, end: str
