@@ -4,9 +4,9 @@
 #
 #   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
-# With pytest arguments (a folder, -k ...) only those tests run, without the coverage floors. All tests run in two parts:
-# first those that compute, two at a time; then, one after the other, those that kill, stop and time processes or keep
-# all cores busy.
+# With pytest arguments (a folder, -k ...) only those tests run, without the coverage floors. All tests run in three parts:
+# two at a time those that compute; two at a time those that start, kill and stop processes, and wait; then those that
+# keep all cores busy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,11 +28,12 @@ if [[ $# -gt 0 ]]; then
 fi
 coverage erase
 status=0
-# The workers of a spread stage wait by spinning, and would starve what runs next to them.
-timed=(tests/chaos tests/nodes tests/process tests/e2e/test_several_workers.py)
-parallel=(--numprocesses=2 --dist=loadfile --no-loadscope-reorder)  # the order of the folders: the longest first
-coverage run -m pytest --durations=15 "${parallel[@]}" "${timed[@]/#/--ignore=}" || status=$?
-coverage run -m pytest --durations=15 "${timed[@]}" || status=$?
+waiting=(tests/chaos tests/nodes tests/process)
+spread=tests/e2e/test_several_workers.py  # the workers of a spread stage spin, and would starve what runs next to them
+parallel=(--durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder)  # the longest folders come first
+coverage run -m pytest "${parallel[@]}" "${waiting[@]/#/--ignore=}" "--ignore=$spread" || status=$?
+coverage run -m pytest "${parallel[@]}" "${waiting[@]}" || status=$?
+coverage run -m pytest "$spread" || status=$?
 coverage combine --quiet
 coverage report
 python scripts/coverage_floors.py || status=1
