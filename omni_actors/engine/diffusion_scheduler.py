@@ -8,7 +8,7 @@ scheduled as vLLM would.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,17 +17,13 @@ from vllm.v1.request import Request
 
 from omni_actors.engine.diffusion_budget import DeviceBudget
 from omni_actors.engine.diffusion_runner import diffusion_entry, diffusion_job
+from omni_actors.engine.scheduler_base import StallMixin
 from omni_actors.engine.worker_base import omni_options
-
-if TYPE_CHECKING:
-    VllmScheduler = Scheduler
-else:
-    VllmScheduler = object  # what stands behind the mixin in the order of the base classes
 
 NO_LIMIT = 1 << 62
 
 
-class DiffusionMixin(VllmScheduler):
+class DiffusionMixin(StallMixin):
     """Defers diffusion requests for which the device memory of the stage's budget has no room.
 
     Jobs in progress go first, in order of priority (the engine ranks early chunks before late ones) and then of their
@@ -37,7 +33,6 @@ class DiffusionMixin(VllmScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.budget = DeviceBudget(omni_options(self.vllm_config).get("latent_budget_bytes", NO_LIMIT))
-        self._stalled = False  # the last schedule() found nothing to do, and nothing has happened since
 
     def release(self, request_id: str) -> None:
         """Release what a request, of one job or several, has claimed of the budget. Idempotent; ignores unknown ids."""
@@ -50,23 +45,8 @@ class DiffusionMixin(VllmScheduler):
         for request in sorted(self.running, key=lambda request: request.priority):
             job = diffusion_job(request.sampling_params)
             if job is not None and not self.budget.takes(job, _next_step(request)):
-                # schedule() advances current_step before it compares, so +2 skips exactly this call. vLLM's own
-                # scheduler for diffusion language models defers in the same way.
-                request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
-        output: SchedulerOutput = super().schedule(*args, **kwargs)
-        self._stalled = output.total_num_scheduled_tokens == 0
-        return output
-
-    def add_request(self, request: Request) -> None:
-        """Queue a job."""
-        self._stalled = False
-        super().add_request(request)
-
-    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        """Take the results of a step; one that computed something ends a stall."""
-        if scheduler_output.total_num_scheduled_tokens:
-            self._stalled = False
-        return super().update_from_output(scheduler_output, *args, **kwargs)
+                self._leave_out(request)
+        return super().schedule(*args, **kwargs)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM calls this for every waiting request that it could admit; False leaves it waiting for this step."""
@@ -79,7 +59,6 @@ class DiffusionMixin(VllmScheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         # Every job ends here, whether finished, aborted or failed. The worker frees it before it computes again.
         self.budget.job_ended(request.request_id)
-        self._stalled = False
         return super()._free_request(request, *args, **kwargs)
 
     def has_runnable(self) -> bool:

@@ -14,7 +14,7 @@ computes everything again later; its rows stay with the worker meanwhile. Admiss
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -23,13 +23,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from omni_actors.engine.row_budget import RowBudget
+from omni_actors.engine.scheduler_base import StallMixin
 from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    VllmScheduler = Scheduler
-else:
-    VllmScheduler = object  # what stands behind the mixin in the order of the base classes
 
 
 @runtime_checkable
@@ -70,7 +66,7 @@ class RowStream:
     pending: RowUpdate | None = None
 
 
-class OmniSchedulerMixin(VllmScheduler):
+class OmniSchedulerMixin(StallMixin):
     """Adds row streams to a vLLM scheduler, only by wrapping `super()`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +74,6 @@ class OmniSchedulerMixin(VllmScheduler):
         self.budget = RowBudget(omni_options(self.vllm_config).get("row_budget_bytes", 2 << 30))
         self.held_steps = 0  # how often a request was left out of a batch because its input was missing
         self._streams: dict[str, RowStream] = {}
-        self._stalled = False  # the last schedule() found nothing to do, and nothing has happened since
 
     # -- streams
 
@@ -141,15 +136,12 @@ class OmniSchedulerMixin(VllmScheduler):
         """Schedule a step without the requests whose next row is missing, and hand on the rows that came."""
         for request in self.running:
             if not self._ready(request):
-                # schedule() advances current_step before it compares, so +2 skips exactly this call. The request keeps
-                # its KV blocks but takes no place and no tokens in the batch.
-                request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
+                self._leave_out(request)
                 self.held_steps += 1
         self.budget.begin_step()
-        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)
         for admitted in output.scheduled_new_reqs:
             self.budget.admit(admitted.req_id)
-        self._stalled = output.total_num_scheduled_tokens == 0
         updates: dict[str, RowUpdate] = {}
         for request_id, stream in self._streams.items():
             known = self.requests.get(request_id)
@@ -167,21 +159,8 @@ class OmniSchedulerMixin(VllmScheduler):
             return False
         return self._ready(request) and self.budget.admits(request.request_id)
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request."""
-        self._stalled = False
-        super().add_request(request)
-
-    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        """Take the results of a step; one that computed something ends a stall."""
-        if scheduler_output.total_num_scheduled_tokens:
-            self._stalled = False
-        return super().update_from_output(scheduler_output, *args, **kwargs)
-
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        # Every request ends here, whether finished, aborted or failed.
         self.close_stream(request.request_id)
-        self._stalled = False
         return super()._free_request(request, *args, **kwargs)
 
     # -- OmniSchedulerInterface

@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 
 from omni_actors.errors import StageLost
 from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.fields import TOKEN_BYTES
 from omni_actors.protocol.results import AudioChunk, TextDelta
 from omni_actors.protocol.tensors import TensorRef
 
-TOKEN_BYTES = 4
 SAMPLE_BYTES = 4
 
 
