@@ -184,7 +184,7 @@ def stopped_while_busy(launcher: EchoLauncher, client: OmniClient, prompt: str) 
 def test_a_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
     monkeypatch.setattr("omni_actors.client.async_client.ANSWER_SECONDS", 1.0)
-    launcher = drains_for(launch, 60.0)
+    launcher = drains_for(launch, 600.0)
     with OmniClient(launcher.endpoint) as client:
         stream = stopped_while_busy(launcher, client, "x" * 2000)
         time.sleep(SAME_STOP_SECONDS + 0.1)

@@ -80,7 +80,7 @@ def test_a_stage_that_fails_at_start(launch: Launch) -> None:
 
 
 def test_a_stage_that_is_not_ready_in_time(launch: Launch) -> None:
-    launcher = launch(slow(1, start_seconds=60.0), "--startup-timeout", "6")
+    launcher = launch(slow(1, start_seconds=600.0), "--startup-timeout", "6")
     assert launcher.wait_end(30) == 1, "before the stage would have been ready"
     assert "thinker/0 is not ready in time while loading" in launcher.output
     assert "prompt/0 ready" in launcher.output
@@ -190,7 +190,7 @@ def test_a_signal_ends_everything_and_answers_every_client(
 
 @pytest.mark.parametrize("moment", ["importing", "loading", "loading, and Ctrl-C reaches all processes"])
 def test_a_signal_while_starting_ends_everything(launch: Launch, short_path: Path, moment: str) -> None:
-    launcher = launch(slow(1, start_seconds=60.0))
+    launcher = launch(slow(1, start_seconds=600.0))
     until(lambda: "starting prompt/0" in launcher.output, 10, "start")
     if moment != "importing":
         until(lambda: "prompt/0 ready" in launcher.output, 10, "first stage ready")
@@ -205,7 +205,7 @@ def test_a_signal_while_starting_ends_everything(launch: Launch, short_path: Pat
 
 def test_a_signal_does_not_wait_for_the_fork_servers_imports(launch: Launch, short_path: Path) -> None:
     """Importing vLLM takes ten seconds and cannot be interrupted; the end does not wait for it."""
-    (short_path / "slow_preload.py").write_text("import time; time.sleep(60)")
+    (short_path / "slow_preload.py").write_text("import time; time.sleep(600)")
     script = short_path / "slow.py"
     script.write_text(
         f"import os, sys; os.environ['PYTHONPATH'] += {':' + str(short_path)!r}\n"
@@ -274,7 +274,7 @@ def test_an_engine_that_fails_to_end_keeps_nothing_from_being_closed(launch: Lau
 
 
 def test_a_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
-    started = launch(slow(1, start_seconds=60.0))
+    started = launch(slow(1, start_seconds=600.0))
     launcher = started.process
     until(lambda: len(titles(short_path)) == 5, 10, lambda: f"{processes_of(short_path)} {started.output}")
     for pid, command in processes_of(short_path).items():
@@ -309,7 +309,7 @@ def test_a_killed_launcher_leaves_nothing(launch: Launch, short_path: Path, own_
 
 
 def test_a_launcher_killed_while_a_stage_loads_leaves_nothing(launch: Launch, short_path: Path) -> None:
-    launcher = launch(slow(1, start_seconds=60.0))
+    launcher = launch(slow(1, start_seconds=600.0))
     until(lambda: "code2wav/0 ready" in launcher.output, 10, "the others are ready")
     launcher.end(signal.SIGKILL)
     assert_nothing_left(short_path, 5.0)

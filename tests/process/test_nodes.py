@@ -199,7 +199,7 @@ def test_a_stage_that_fails_on_another_node_ends_the_launch_on_all(launch: Launc
 
 def test_a_node_that_is_killed_while_all_start_ends_the_launch(launch: Launch, short_path: Path) -> None:
     data = spread_chain()
-    data["stages"][0]["engine"] = {"start_seconds": 60.0}
+    data["stages"][0]["engine"] = {"start_seconds": 600.0}
     hosts = Hosts(launch, short_path, data)
     other, first = hosts.start(1), hosts.start(0)
     until(lambda: "talker/1 ready" in first.output, 20, "the other node")

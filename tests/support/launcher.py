@@ -17,7 +17,7 @@ import yaml
 from omni_actors.client import OmniClient
 from omni_actors.protocol.client import Description
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 READY = re.compile(r"ready after .* clients connect to (\S+)")
 
@@ -88,14 +88,14 @@ class EchoLauncher:
 
     def wait_idle(self, seconds: float = 5.0) -> None:
         with OmniClient(self.endpoint) as client:
-            deadline = time.monotonic() + seconds
+            deadline = time.monotonic() + seconds * PATIENCE
             while left := held(client.describe()):
                 assert time.monotonic() < deadline, f"still held: {left}"
                 time.sleep(0.05)
 
     def wait_end(self, seconds: float = 10.0) -> int:
         """The launcher's exit code."""
-        return self.process.wait(seconds)
+        return self.process.wait(seconds * PATIENCE)
 
     def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 10.0) -> int:
         self.process.send_signal(number)

@@ -6,6 +6,7 @@ survives its daemon, and `quit` waits for it. Imports nothing of ours, because i
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -27,7 +28,7 @@ def serve(kind: str, pipes: Path) -> int:
         print("An instance of this daemon is already running", flush=True)
         return 1
     servers: list[subprocess.Popen[bytes]] = []
-    ready: set[int] = set()
+    ready_at: dict[int, float] = {}  # servers that have not said so yet
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(pipes / "control"))
         listener.listen()
@@ -38,13 +39,13 @@ def serve(kind: str, pipes: Path) -> int:
                 if server.poll() is not None:
                     servers.remove(server)
                     log(f"Server {server.pid} exited with status {server.returncode}")
+            for server in servers:
+                if ready_at.get(server.pid, math.inf) < time.monotonic():
+                    del ready_at[server.pid]
+                    log(f"NEW SERVER {server.pid}: Ready")
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                for server in servers:
-                    if server.poll() is None and server.pid not in ready:
-                        ready.add(server.pid)
-                        log(f"NEW SERVER {server.pid}: Ready")
                 continue
             with connection:
                 command = connection.recv(4096).decode().strip()
@@ -53,6 +54,7 @@ def serve(kind: str, pipes: Path) -> int:
                 log(f"Cmd:{command}")
                 if command.startswith("start_server"):
                     servers.append(subprocess.Popen([SERVER], start_new_session=True))
+                    ready_at[servers[-1].pid] = time.monotonic() + SERVER_SECONDS
                     log(f"Starting new server {servers[-1].pid} for user {os.getuid()}")
                 elif command == "get_server_list":
                     connection.sendall("".join(f"{server.pid}\n" for server in servers).encode())
