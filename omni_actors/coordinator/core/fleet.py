@@ -13,7 +13,6 @@ import omni_actors
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.health import HealthPolicy
 from omni_actors.coordinator.core.instructions import (
-    Announce,
     FleetInstruction,
     GiveUp,
     Level,
@@ -28,13 +27,13 @@ from omni_actors.coordinator.core.instructions import (
 )
 from omni_actors.coordinator.core.launch import Culprit, Launch, explain_end
 from omni_actors.coordinator.core.nodes import HelloKind, Node, NodeTable, classify_hello
+from omni_actors.coordinator.core.outbox import Outbox
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.restart_scope import StageGraph
 from omni_actors.coordinator.core.states import LaunchEvent, NodeEvent, ReplicaEvent, ReplicaState
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.client import Operate, Operation
 from omni_actors.protocol.control import (
-    CoordinatorToStage,
     Fatal,
     Heartbeat,
     Hello,
@@ -48,7 +47,6 @@ from omni_actors.protocol.control import (
 )
 from omni_actors.protocol.header import PROTOCOL_VERSION, ReplicaId
 from omni_actors.protocol.nodes import (
-    CoordinatorToNode,
     KillReplica,
     Launched,
     NodeBeat,
@@ -69,7 +67,7 @@ ABSENT_SECONDS = 10.0  # for a node to come back to a coordinator that was resta
 LAST_LOG_SECONDS = 1.0  # for a node to report the log of the replica that fails the launch
 
 
-class Fleet:
+class Fleet(Outbox):
     """The replicas and nodes of a pipeline, from the first hello to the end. Every event returns instructions.
 
     Args:
@@ -92,6 +90,7 @@ class Fleet:
         began: float,
         now: float,
     ) -> None:
+        super().__init__()
         self._pipeline = pipeline
         self._settings = pipeline.coordinator
         self._graph = StageGraph(pipeline)
@@ -100,7 +99,6 @@ class Fleet:
         self._new_epoch = new_epoch
         self._created = self._ticked = now
         self._early: dict[tuple[str, int], tuple[ReplicaId, Hello]] = {}  # hellos of processes before their node's
-        self._instructions: list[FleetInstruction] = []
         self.replicas = replicas
         self.health = HealthPolicy(pipeline, replicas)
         self.nodes = NodeTable(pipeline, replicas, now)
@@ -465,22 +463,6 @@ class Fleet:
         self._announce(f"{replica.name} drains")
 
     # -- instructions -------------------------------------------------------------------------------------------------
-
-    def _taken(self) -> list[FleetInstruction]:
-        taken, self._instructions = self._instructions, []
-        return taken
-
-    def _announce(self, text: str) -> None:
-        self._instructions.append(Announce(text))
-
-    def _log(self, level: Level, text: str, replica: Replica) -> None:
-        self._instructions.append(Log(level, text, replica.name))
-
-    def _tell(self, replica: Replica, body: CoordinatorToStage) -> None:
-        self._instructions.append(TellReplica(replica.replica_id, body))
-
-    def _tell_node(self, node: Node, body: CoordinatorToNode) -> None:
-        self._instructions.append(TellNode(node.rank, body))
 
     def _announce_peers(self) -> None:
         """Tell every stage the addresses of the stages after and before it."""
