@@ -93,7 +93,8 @@ def render(report: Report) -> str:
     lines = [f"{shown.pipeline}: {health}, {shown.in_flight} of {shown.max_in_flight} requests in flight"]
     edges = {(edge.stage, edge.replica): edge for edge in report.edges}
     for stage in shown.stages:
-        text = f"  {stage.stage}/{stage.replica}: {stage.state}, epoch {stage.epoch}, pid {stage.pid}"
+        text = f"  {stage.stage}/{stage.replica}: {stage.state}{' (spare)' if stage.spare else ''}"
+        text += f", epoch {stage.epoch}, pid {stage.pid}"
         text += f", {stage.in_flight} requests"
         edge = edges.get((stage.stage, stage.replica))
         if edge is not None:

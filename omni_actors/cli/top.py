@@ -161,7 +161,7 @@ def _replicas(rates: Rates) -> Table:
         rows.append(
             {
                 "replica": "/".join(labels),
-                "state": Text(status.state, STATE_COLOURS.get(status.state, "yellow")),
+                "state": Text(status.state + " (spare)" * status.spare, STATE_COLOURS.get(status.state, "yellow")),
                 "pid": str(status.pid or "-"),
                 "requests": str(status.in_flight),
                 "waiting": f"{now.value(metrics.VLLM_WAITING, *labels):.0f}",

@@ -158,10 +158,10 @@ def _check_nodes(stage: StageConfig, where: str, cluster: ClusterConfig) -> None
             )
     if len(set(stage.nodes)) != len(stage.nodes):
         raise ConfigError(f"{where}.node names a node twice: {list(stage.nodes)}.")
-    if len(stage.nodes) > stage.replicas:
+    if len(stage.nodes) > stage.processes:
         raise ConfigError(
-            f"{where}.node names {len(stage.nodes)} nodes, but there are {stage.replicas} replicas.",
-            hint=f"Set {where}.replicas.",
+            f"{where}.node names {len(stage.nodes)} nodes, but there are {stage.processes} replicas and spares.",
+            hint=f"Set {where}.replicas or {where}.spares.",
         )
 
 

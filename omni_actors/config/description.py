@@ -31,12 +31,13 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
     ]
     lines.append("placement")
     for stage in pipeline.stages:
-        taken = {device for index in range(stage.replicas) for device in replica_devices(stage, index, devices)}
+        taken = {device for index in range(stage.processes) for device in replica_devices(stage, index, devices)}
         where = ", ".join(f"GPU {device}" for device in sorted(taken)) or "CPU"
         if pipeline.cluster.nnodes > 1:
             where += f" of node {', '.join(str(rank) for rank in stage.nodes)}"
+        spares = f" and {stage.spares} spare{'s' if stage.spares > 1 else ''}" if stage.spares else ""
         lines.append(
-            f"  {stage.name}: {stage.replicas} x {stage.kind} on {where}, takes input from "
+            f"  {stage.name}: {stage.replicas} x {stage.kind}{spares} on {where}, takes input from "
             f"{', '.join(stage.source_names) or 'the client'}"
         )
     cluster = pipeline.cluster

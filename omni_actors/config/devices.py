@@ -31,7 +31,7 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
             raise ConfigError(f"{where} must be a number above 0 and up to 1, got {share!r}.")
         replicas = collections.Counter(
             (stage.node_of(index), device)
-            for index in range(stage.replicas)
+            for index in range(stage.processes)
             for device in replica_devices(stage, index, devices)
         )
         for place, count in replicas.items():
@@ -72,7 +72,7 @@ def shared_devices(pipeline: PipelineConfig, rank: int, devices: int) -> dict[in
     """
     users: dict[int, list[tuple[str, int]]] = {}
     for stage in pipeline.stages:
-        for index in range(stage.replicas):
+        for index in range(stage.processes):
             if stage.kind in COMPUTING_KINDS and stage.node_of(index) == rank:
                 for device in replica_devices(stage, index, devices):
                     users.setdefault(device, []).append((stage.name, index))

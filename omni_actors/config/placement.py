@@ -12,7 +12,7 @@ def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
     return [
         (stage.name, index)
         for stage in pipeline.stages
-        for index in range(stage.replicas)
+        for index in range(stage.processes)
         if stage.node_of(index) == rank
     ]
 

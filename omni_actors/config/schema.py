@@ -115,6 +115,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         engine_class: dotted path of a `StageEngine`, for stages of the kind `custom` only.
         sampling: the stage's defaults for the parameters of requests.
         replicas: processes that run this stage.
+        spares: further processes that are loaded and ready but take requests only in the place of a replica that is
+            lost or drains. They take their node, devices and memory as replicas do, after those.
         node: rank of the node that runs it; replicas take the ranks of a list in turn.
         devices: GPU numbers of its host, counted among those that CUDA_VISIBLE_DEVICES leaves there; default: the first
             ones for stages with a model. The replicas of a node take them in turn, each one GPU or as many as
@@ -146,6 +148,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     engine_class: str | None = None
     sampling: StageParams = StageParams()
     replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
+    spares: Annotated[int, Meta(ge=0, le=1024)] = 0
     node: Rank | Annotated[list[Rank], Meta(min_length=1)] = 0
     devices: list[Annotated[int, Meta(ge=0, le=1023)]] | None = None
     startup_timeout: Seconds | None = None
@@ -163,6 +166,11 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def source_names(self) -> tuple[str, ...]:
         """Names of the stages whose output it takes; none for the first stage."""
         return self.inputs.source_names if self.inputs is not None else ()
+
+    @property
+    def processes(self) -> int:
+        """Number of its processes: replicas and spares."""
+        return self.replicas + self.spares
 
     @property
     def nodes(self) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ class Reports:
             modalities=tuple(self._pipeline.modalities),
             voices=replicas.voices,
             sample_rate=replicas.sample_rate,
-            healthy=not replicas.missing(),
+            healthy=replicas.healthy,
             in_flight=requests.in_flight,
             max_in_flight=self._pipeline.coordinator.max_in_flight,
             stages=tuple(replica.status() for replica in replicas),
@@ -116,7 +116,8 @@ class Reports:
     def gather(self) -> Meters:
         """All metrics of the pipeline."""
         replicas = {
-            (replica.stage, replica.index): (replica.ready, len(replica.requests)) for replica in self._fleet.replicas
+            (replica.stage, replica.index): (replica.ready, replica.spare, len(replica.requests))
+            for replica in self._fleet.replicas
         }
         edges = {target: traffic.metrics() for target, traffic in self._traffic.items()} | self._stages.metrics()
         return self._collector.gather(

@@ -77,6 +77,7 @@ async def status(state: State) -> Response:
                     "stage": stage.stage,
                     "replica": stage.replica,
                     "state": stage.state,
+                    "spare": stage.spare,
                     "in_flight": stage.in_flight,
                     "counts": stage.counts,
                 }

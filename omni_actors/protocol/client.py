@@ -61,7 +61,7 @@ class Describe(Body, tag="describe", frozen=True):
 
 
 class StageStatus(Struct, frozen=True):
-    """State of one replica as the coordinator sees it."""
+    """State of one replica as the coordinator sees it. A `spare` takes requests only in the place of another."""
 
     stage: str
     replica: int
@@ -70,6 +70,7 @@ class StageStatus(Struct, frozen=True):
     pid: int
     in_flight: int
     counts: dict[str, int] = {}
+    spare: bool = False
 
 
 class Description(Body, tag="description", frozen=True):

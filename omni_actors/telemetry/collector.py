@@ -115,7 +115,7 @@ class TelemetryCollector:
         self,
         in_flight: int,
         retained_bytes: int,
-        replicas: Mapping[tuple[str, int], tuple[bool, int]],
+        replicas: Mapping[tuple[str, int], tuple[bool, bool, int]],
         edges: Mapping[str, EdgeMetrics],
         rejected: Mapping[str, Mapping[str, int]],
         dropped: Mapping[str, int],
@@ -123,7 +123,7 @@ class TelemetryCollector:
         """All values of the whole pipeline, as of the stages' last snapshots.
 
         Args:
-            replicas: whether a replica is ready, and the number of requests bound to it.
+            replicas: whether a replica is ready, whether it is a spare, and the number of requests bound to it.
             edges: the coordinator's own, by receiver.
             rejected: counts of messages that did not decode, by channel and reason.
             dropped: counts of other messages of no use, by reason.
@@ -131,8 +131,9 @@ class TelemetryCollector:
         own = self._meters
         own.set(table.IN_FLIGHT, to=in_flight)
         own.set(table.RETAINED, to=retained_bytes)
-        for (stage, replica), (ready, bound) in replicas.items():
-            own.set(table.READY, stage, str(replica), to=ready)
+        for (stage, replica), (ready, spare, bound) in replicas.items():
+            own.set(table.READY, stage, str(replica), to=ready and not spare)
+            own.set(table.SPARE, stage, str(replica), to=ready and spare)
             own.set(table.BOUND, stage, str(replica), to=bound)
         for (stage, replica), count in self._restarts.items():
             own.set(table.RESTARTS, stage, str(replica), to=count)

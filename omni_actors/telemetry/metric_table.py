@@ -77,6 +77,7 @@ TEXT_TOKENS = _counter("omni_text_tokens_total", (), "Text tokens sent to client
 REPLAYS = _counter("omni_replays_total", (), "Attempts made after the loss of a replica.")
 RETAINED = _gauge("omni_retained_bytes", (), "Prompts and media kept to run requests again.")
 READY = _gauge("omni_replica_ready", _REPLICA, "1 while a replica takes requests, else 0.")
+SPARE = _gauge("omni_replica_spare", _REPLICA, "1 while a spare is ready to take the place of a replica, else 0.")
 RESTARTS = _counter("omni_replica_restarts_total", _REPLICA, "Restarts of a replica, for any reason.")
 BOUND = _gauge("omni_replica_requests", _REPLICA, "Requests bound to a replica.")
 

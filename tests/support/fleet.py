@@ -196,6 +196,12 @@ class World:
             if replica.registered and not launch.ending:
                 told = self.peers[replica.replica_id]
                 assert told.peers == fleet.replicas.peers(self.pipeline.downstream(replica.stage), replica.node)
+        for stage in self.pipeline.stages:
+            replicas = fleet.replicas.of(stage.name)
+            assert sum(not replica.spare for replica in replicas) == stage.replicas, "a spare for each place it takes"
+            if launch.serving:
+                idle = any(replica.spare and replica.ready for replica in replicas)
+                assert not idle or all(replica.serves for replica in replicas if not replica.spare), "no spare idles"
 
 
 def announced(instructions: list[FleetInstruction]) -> list[str]:

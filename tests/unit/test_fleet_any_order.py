@@ -19,9 +19,12 @@ places = st.sampled_from([("prompt", 0), ("talker", 0), ("talker", 1)])
 class AnyOrder(RuleBasedStateMachine):
     """Whatever happens in whatever order, the invariants of `World` hold, and healthy nodes bring everything back."""
 
+    spares = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(two_hosts(restarts=2), heartbeat_timeout=2.0, startup_timeout=60.0).launch()
+        data = two_hosts(restarts=2, replicas=2 - self.spares, spares=self.spares)
+        self.world = World(data, heartbeat_timeout=2.0, startup_timeout=60.0).launch()
 
     @rule(rank=st.integers(0, 1), knows=st.booleans())
     def node_hello(self, rank: int, knows: bool) -> None:
@@ -72,5 +75,13 @@ class AnyOrder(RuleBasedStateMachine):
         assert states <= {ReplicaState.READY, ReplicaState.DRAINING}
 
 
+class AnyOrderWithASpare(AnyOrder):
+    """The same; the second talker is a spare."""
+
+    spares = 1
+
+
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestAnyOrderWithASpare = AnyOrderWithASpare.TestCase
+TestAnyOrderWithASpare.settings = TestAnyOrder.settings

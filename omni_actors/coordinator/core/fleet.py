@@ -110,8 +110,9 @@ class Fleet(Outbox):
     def start(self, now: float) -> list[FleetInstruction]:
         """Expect all replicas of the pipeline. The hellos of the nodes say which of them run already."""
         for stage in self._pipeline.stages:
-            for index in range(stage.replicas):
+            for index in range(stage.processes):
                 replica = self._expect(stage.name, index, 0, now)
+                replica.spare = index >= stage.replicas
                 replica.phase = f"waiting for node {replica.node}"
         return self._taken()
 
@@ -166,6 +167,8 @@ class Fleet(Outbox):
             self._kill(overdue, "", now)
         elif not launch.missing():
             launch.on(LaunchEvent.ALL_READY)
+            for stage in self._pipeline.stages:  # one may have died for good meanwhile
+                self._fill_places(stage.name)
             for node in self.nodes.present():
                 self._tell_node(node, Launched())
             self._announce(f"ready after {now - launch.began:.1f} s, clients connect to {self._client}")
@@ -341,6 +344,7 @@ class Fleet(Outbox):
             self._drain(replica)
         else:
             self._announce(f"{replica.name} ready in {facts.seconds:.1f} s; {self.launch.progress()}")
+        self._fill_places(replica.stage)
         self._instructions.append(ReplicaReady(replica))
         if self.launch.starting:
             self._check_launch(now)
@@ -374,8 +378,15 @@ class Fleet(Outbox):
     def _lose(self, replica: Replica, why: str, restart: bool, blame: bool) -> None:
         replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
         self._instructions.append(ReplicaLost(replica, why, blame))
+        self._fill_places(replica.stage)
         if not self.launch.ending:
             self._announce_peers()
+
+    def _fill_places(self, stage: str) -> None:
+        """Let spares take the places of replicas that take no requests; during the launch each has its own place."""
+        for spare, replaced in self.replicas.fill_places(stage) if self.launch.serving else ():
+            self._announce(f"{spare.name} takes the place of {replaced.name}")
+            self._instructions.append(ReplicaReady(spare))
 
     def _restart_due(self, now: float) -> None:
         for dead in self.health.due(now):
@@ -461,6 +472,7 @@ class Fleet(Outbox):
     def _drain(self, replica: Replica) -> None:
         replica.on(ReplicaEvent.DRAIN)
         self._announce(f"{replica.name} drains")
+        self._fill_places(replica.stage)
 
     # -- instructions -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ STALE_ENTRIES = 64  # that a stage's heap may hold in addition to twice its repl
 
 # A change of these is reported to the table: the choice of a replica, or what clients learn, depends on them.
 _FACTS = frozenset({"voices", "sample_rate"})
-_REPORTED = _FACTS | {"state", "congested", "reserved_for", "requests"}
+_REPORTED = _FACTS | {"state", "congested", "reserved_for", "requests", "spare"}
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Replica:
     epoch: int
     spawn_epoch: int = 0
     node: int = 0  # rank of the node that runs it
+    spare: bool = False  # takes no requests until it is given the place of another
     state: ReplicaState = ReplicaState.STARTING
     inbox: str = ""
     arena: ArenaAddress | None = None
@@ -124,9 +125,14 @@ class Replica:
         return self.state is ReplicaState.READY
 
     @property
+    def serves(self) -> bool:
+        """Whether it is ready and no spare."""
+        return self.state is ReplicaState.READY and not self.spare
+
+    @property
     def takes_requests(self) -> bool:
         """Whether any request may be bound to it."""
-        return self.state is ReplicaState.READY and not self.reserved_for
+        return self.serves and not self.reserved_for
 
     @property
     def preference(self) -> tuple[bool, int, int]:
@@ -170,7 +176,7 @@ class Replica:
     def status(self) -> StageStatus:
         """What operators see of it."""
         return StageStatus(
-            self.stage, self.index, self.epoch, self.state, self.pid, len(self.requests), dict(self.counts)
+            self.stage, self.index, self.epoch, self.state, self.pid, len(self.requests), dict(self.counts), self.spare
         )
 
 
@@ -198,6 +204,8 @@ class ReplicaTable:
             before.on_change = None
         spawn_epoch = epoch if spawn_epoch is None else spawn_epoch
         replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, spawn_epoch, node)
+        if before is not None:
+            replica.spare = before.spare
         if before is not None and before.spawn_epoch == spawn_epoch:  # the same process
             replica.orders = before.orders
         self._by_stage.setdefault(stage, {})[index] = replica
@@ -262,6 +270,24 @@ class ReplicaTable:
             replica.state not in (ReplicaState.DEAD, ReplicaState.DRAINING) or replica.orders.restart
             for replica in self._by_stage.get(stage, {}).values()
         )
+
+    def fill_places(self, stage: str) -> list[tuple[Replica, Replica]]:
+        """Let ready spares take the places of replicas that are not ready, which become spares. Returns these pairs.
+
+        No replica takes its place back when it is ready again: each loss moves requests once.
+        """
+        replicas = self.of(stage)
+        spares = [replica for replica in replicas if replica.spare and replica.ready]
+        absent = [replica for replica in replicas if not replica.spare and not replica.ready]
+        pairs = list(zip(spares, absent, strict=False))
+        for spare, replaced in pairs:
+            spare.spare, replaced.spare = False, True
+        return pairs
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every replica that is no spare takes requests."""
+        return all(replica.ready for replica in self if not replica.spare)
 
     @property
     def voices(self) -> tuple[str, ...]:

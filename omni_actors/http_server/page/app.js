@@ -167,7 +167,8 @@ function showStatus(status) {
     about.className = "note";
     name.textContent = status.stages.filter((other) => other.stage === stage.stage).length > 1
       ? `${stage.stage}/${stage.replica}` : stage.stage;
-    about.textContent = working ? `${stage.in_flight} working` : stage.state;
+    const idle = stage.spare && stage.state === "ready" ? "spare" : stage.state;
+    about.textContent = working ? `${stage.in_flight} working` : idle;
     item.append(dot, name, about);
     return item;
   }));
