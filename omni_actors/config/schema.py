@@ -126,7 +126,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
             alone, and whatever comes for admitted requests is taken. Embedding rows in an autoregressive stage; in a
             diffusion stage the device memory of a request from its first chunk to its end, with what a step needs. At
             the sizes of Qwen2.5-Omni the vocoder keeps 14.2 MB for a request, and the default admits 140 requests.
-        restarts: how often a lost replica is restarted within `coordinator.restart_window`.
+        restarts: how often in a row, within `coordinator.restart_window`, a replica is started again that does not
+            become ready; ten times as often one that becomes ready but is lost before it has finished a request; 0 for
+            never.
         restart_backoff: seconds before the second restart, doubled each time; the first is immediate.
         stall_timeout: seconds after which a replica that holds requests, but whose engine loop makes no progress, is
             killed and counts as lost.

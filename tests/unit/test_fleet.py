@@ -103,10 +103,9 @@ def test_restarts_wait_longer_each_time_until_the_pipeline_is_degraded() -> None
         assert (starts(ended) == ["talker/0"]) == (delay == 0.0)
         assert delay == 0.0 or not starts(world.wait(delay - 2 * TICK_SECONDS))
         world.wait(3 * TICK_SECONDS)
-        world.ready("talker")
     ended = world.ended("talker", log="Traceback")
     assert announced(ended) == [
-        "degraded: talker/0 died (exit code 1) while ready.\n--- last lines of its log\nTraceback\n---"
+        "degraded: talker/0 died (exit code 1) while starting process.\n--- last lines of its log\nTraceback\n---"
     ]
     assert world.state("talker") is ReplicaState.DEAD
     assert world.operate(Operation.RESTART, "talker") == "talker/0 restarts."

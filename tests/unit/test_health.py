@@ -117,17 +117,59 @@ def test_loading_has_its_own_deadline() -> None:
     assert found[min(found)] == "not ready after 20 s"
 
 
+def restart_delays(world: World, losses: int, every: float, *, ready: bool, productive: bool = False) -> list[float]:
+    """The delays of all restarts of one replica that is lost so many times, or until it is given up."""
+    delays = []
+    for life in range(1, losses + 1):
+        now = T + life * every
+        replica = world.ready(now, epoch=life) if ready else world.spawn(epoch=life, now=now)
+        if productive:
+            replica.hold("r")
+            replica.finished("r")
+        restarts = world.supervision.plan(replica, now)
+        replica.on(ReplicaEvent.LOST if restarts else ReplicaEvent.GIVEN_UP)
+        if not restarts:
+            break
+        delays.append(replica.restart_at - now)
+    return delays
+
+
 def test_backoff_doubles_and_ends() -> None:
     world = World(restart_window=60.0)
-    delays = []
-    for life in range(1, 6):
-        replica = world.spawn(epoch=life, now=T + life)
-        if not world.supervision.plan(replica, T + life):
-            break
-        delays.append(replica.restart_at - T - life)
-    assert delays == [0.0, 0.5, 1.0]
+    assert restart_delays(world, 5, 1.0, ready=False) == [0.0, 0.5, 1.0]
+    replica = world.spawn(epoch=9)
     assert world.supervision.restarts(replica) == 3
     assert world.supervision.plan(replica, T + 62.5), "the first ones are forgotten"
+
+
+def test_twenty_losses_within_twenty_seconds_do_not_end_a_stage_that_becomes_ready_each_time() -> None:
+    assert restart_delays(World(), 20, 1.0, ready=True) == [0.0] + 19 * [0.5]
+
+
+def test_a_stage_that_becomes_ready_but_never_finishes_a_request_is_given_up() -> None:
+    assert restart_delays(World(), 100, 60.0, ready=True) == [0.0] + 29 * [0.5]
+
+
+def test_losses_after_finished_requests_never_end_a_stage_and_delay_nothing() -> None:
+    assert restart_delays(World(), 100, 1.0, ready=True, productive=True) == 100 * [0.0]
+
+
+def test_a_loss_of_a_ready_replica_begins_a_series_of_restarts() -> None:
+    world = World()
+    replica = world.ready()
+    assert world.supervision.plan(replica, T)
+    replica.on(ReplicaEvent.LOST)
+    assert restart_delays(world, 5, 1.0, ready=False) == [0.5, 1.0], "three restarts in all"
+
+
+def test_without_restarts_a_lost_replica_stays_lost_whatever_it_had_finished(tmp_path: Path) -> None:
+    data = chain()
+    data["stages"][2]["restarts"] = 0
+    table = ReplicaTable()
+    supervision = HealthPolicy(load(tmp_path, data).pipeline, table)
+    replica = table.add("talker", 0, 1)
+    replica.state, replica.productive = ReplicaState.READY, True
+    assert not supervision.plan(replica, T)
 
 
 def test_a_restart_that_was_asked_for_counts_nothing() -> None:

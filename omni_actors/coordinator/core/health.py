@@ -8,6 +8,36 @@ from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
 from omni_actors.processes import Backoff
 
 MAXIMUM_BACKOFF = 30.0  # seconds
+FRUITLESS = 10  # times `restarts`: losses in a row of a replica that becomes ready and finishes no request
+
+
+class RestartHistory:
+    """Decides whether one replica restarts, and after how long. Losses of healthy processes are no reason to stop.
+
+    A series of restarts ends when the replica becomes ready: at most `restarts` of them start a process that does not.
+    A replica that becomes ready, but is lost again and again before it has finished a request, is given up as well,
+    after `FRUITLESS` times as many losses: that many are possible if something else kills it.
+    """
+
+    def __init__(self, first: float, restarts: int, window: float) -> None:
+        self._starts = Backoff(first, MAXIMUM_BACKOFF, restarts, window)
+        self._fruitless = Backoff(first, first, FRUITLESS * restarts, FRUITLESS * window)
+
+    def next(self, now: float, was_ready: bool, productive: bool) -> float | None:
+        """Count a loss and return the seconds until the restart; `None` for no restart."""
+        delay: float | None = 0.0
+        if was_ready:
+            self._starts.reset()
+            if productive:
+                self._fruitless.reset()
+            delay = self._fruitless.next(now)
+        after = self._starts.next(now)
+        return None if delay is None or after is None else max(delay, after)
+
+    @property
+    def restarts(self) -> int:
+        """Restarts that count towards one of the limits."""
+        return max(self._starts.restarts, self._fruitless.restarts)
 
 
 class HealthPolicy:
@@ -16,7 +46,7 @@ class HealthPolicy:
     def __init__(self, pipeline: PipelineConfig, replicas: ReplicaTable) -> None:
         self._pipeline = pipeline
         self._replicas = replicas
-        self._backoffs: dict[tuple[str, int], Backoff] = {}
+        self._histories: dict[tuple[str, int], RestartHistory] = {}
 
     def spawned(self, replica: Replica, now: float) -> None:
         """Start all clocks of a process that was started now."""
@@ -33,31 +63,31 @@ class HealthPolicy:
         replica.heard = replica.moved = now
 
     def plan(self, replica: Replica, now: float) -> bool:
-        """Decide whether a lost replica restarts, at `replica.restart_at`.
+        """Decide whether a lost replica restarts, at `replica.restart_at`. Call it before the replica leaves its state.
 
-        The first restart is immediate, the delay of the next ones doubles; at most `restarts` of them within
-        `restart_window`. A restart that an operator asked for does not count.
+        A restart that an operator asked for does not count.
         """
         delay: float | None = 0.0
         if not replica.orders.restart:
             stage, window = self._pipeline.stage(replica.stage), self._pipeline.coordinator.restart_window
-            backoff = self._backoffs.setdefault(
-                (replica.stage, replica.index), Backoff(stage.restart_backoff, MAXIMUM_BACKOFF, stage.restarts, window)
+            history = self._histories.setdefault(
+                (replica.stage, replica.index), RestartHistory(stage.restart_backoff, stage.restarts, window)
             )
-            delay = backoff.next(now)
+            was_ready = replica.state in (ReplicaState.READY, ReplicaState.DRAINING)
+            delay = history.next(now, was_ready, replica.productive)
         replica.restart_at = now + (delay or 0.0)
         return delay is not None
 
     def revive(self, replica: Replica, now: float) -> None:
         """Restart a dead replica at once and forget its former restarts."""
-        self._backoffs.pop((replica.stage, replica.index), None)
+        self._histories.pop((replica.stage, replica.index), None)
         replica.on(ReplicaEvent.REVIVED)
         replica.restart_at = now
 
     def restarts(self, replica: Replica) -> int:
         """Restarts of a replica that count towards its limit."""
-        backoff = self._backoffs.get((replica.stage, replica.index))
-        return backoff.restarts if backoff is not None else 0
+        history = self._histories.get((replica.stage, replica.index))
+        return history.restarts if history is not None else 0
 
     def due(self, now: float) -> list[Replica]:
         """Replicas whose restart is due."""

@@ -75,6 +75,7 @@ class Replica:
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
     computing: set[str] = field(default_factory=set)  # those of them that this stage has not finished
+    productive: bool = False  # this process has finished a request
     congested: bool = False  # it has granted no credit for more input
     reserved_for: str = ""  # the only request that it accepts
     # Times of the health policy's clock: the process was started, was last heard of, its engine loop last advanced.
@@ -160,6 +161,7 @@ class Replica:
     def finished(self, request_id: str) -> None:
         """This stage has computed a request, which may still need it."""
         self.computing.discard(request_id)
+        self.productive = True
 
     def release(self, request_id: str) -> None:
         """Unbind a request. Unknown ids are ignored."""
@@ -207,7 +209,7 @@ class ReplicaTable:
         if before is not None:
             replica.spare = before.spare
         if before is not None and before.spawn_epoch == spawn_epoch:  # the same process
-            replica.orders = before.orders
+            replica.orders, replica.productive = before.orders, before.productive
         self._by_stage.setdefault(stage, {})[index] = replica
         self._heaps.setdefault(stage, [])
         replica.on_change = self._note
