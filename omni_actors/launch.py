@@ -120,8 +120,11 @@ def overrides(options: argparse.Namespace) -> dict[str, str]:
     found |= {f"http.{name}": json.dumps(value) for name, value in given_flags(options).items()}
     for flag, key in CONFIG_FLAGS.items():
         value = getattr(options, flag)
+        if isinstance(value, Path):
+            value = str(value.absolute())
         if value is not None:
-            found[key] = str(value.absolute() if isinstance(value, Path) else value)
+            # A text is quoted, so that it stands as it was given: YAML has a meaning for `~`, ` #` and `: `.
+            found[key] = json.dumps(value, ensure_ascii=False)
     return found
 
 

@@ -100,8 +100,10 @@ def limit(meta: Meta) -> str:
     for value, word in ((meta.ge, "from"), (meta.gt, "above"), (meta.le, "to"), (meta.lt, "below")):
         if value is not None:
             words.append(f"{word} {value:,}".replace(",", " ").removesuffix(".0"))
-    if meta.pattern is not None:
-        words.append(f"`{meta.pattern}`")
+    if meta.description is not None:
+        words.append(meta.description)
+    elif meta.pattern is not None:
+        words.append(f"`{meta.pattern}`".replace("\\Z", "$"))
     if meta.min_length is not None and (meta.min_length > 1 or meta.max_length is None):
         words.append(f"at least {meta.min_length}")
     if meta.max_length is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import graphlib
 import importlib
+import re
 from collections.abc import Mapping
 
 from omni_actors import envs
@@ -17,11 +18,17 @@ from omni_actors.config.schema import (
     ClusterConfig,
     CoordinatorConfig,
     DecodeConfig,
+    OtlpProtocol,
     PipelineConfig,
     StageConfig,
     StageKind,
 )
 from omni_actors.errors import ConfigError
+
+LEAST_ARENA_BYTES = 1 << 20
+_HOST = re.compile(r"[A-Za-z0-9_.:-]+")
+_OTLP = re.compile(r"https?://[^\s/:@]+(:\d{1,5})?(/\S*)?")
+_OTLP_GRPC = re.compile(r"[^\s/:@]+:\d{1,5}")
 
 
 def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
@@ -38,6 +45,7 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
         if len(producers) > 1:
             raise ConfigError(f"The stages {producers} all output {modality}; one stage owns a modality.")
     _check_exposure(pipeline.coordinator, pipeline.cluster)
+    _check_collector(pipeline.coordinator)
     _check_yields(pipeline)
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"
@@ -64,18 +72,44 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
             f"cluster.node_rank: there is no node {pipeline.cluster.node_rank}; {_known_nodes(pipeline.cluster)}."
         )
     _check_memory_shares(pipeline, devices)
+    _check_times(pipeline)
+    _check_sizes(pipeline)
+
+
+def _check_times(pipeline: PipelineConfig) -> None:
     coordinator = pipeline.coordinator
-    if coordinator.heartbeat_timeout < 2 * coordinator.heartbeat_interval:
+    times = {"coordinator.heartbeat_timeout": coordinator.heartbeat_timeout}
+    times |= {f"stages.{stage.name}.stall_timeout": stage.stall_timeout for stage in pipeline.stages}
+    for key, seconds in times.items():
+        if seconds < 2 * coordinator.heartbeat_interval:  # a beat tells of both life and progress
+            raise ConfigError(
+                f"{key} ({seconds:g} s) must be at least twice coordinator.heartbeat_interval "
+                f"({coordinator.heartbeat_interval:g} s)."
+            )
+
+
+def _check_sizes(pipeline: PipelineConfig) -> None:
+    """Check sizes that must fit one in the other; a single one has its range in the schema."""
+    limits, http = pipeline.limits, pipeline.http
+    least = limits.header_bytes + limits.body_bytes + limits.buffer_bytes
+    if limits.message_bytes < least:
         raise ConfigError(
-            f"coordinator.heartbeat_timeout {coordinator.heartbeat_timeout:g} s must be at least twice "
-            f"heartbeat_interval {coordinator.heartbeat_interval:g} s."
+            f"limits.message_bytes ({limits.message_bytes}) is less than header_bytes, body_bytes and buffer_bytes "
+            f"together ({least})."
+        )
+    if http.bodies_bytes < http.body_bytes:
+        raise ConfigError(f"http.bodies_bytes ({http.bodies_bytes}) is less than body_bytes ({http.body_bytes}).")
+    if 0 < pipeline.flow.arena_bytes < LEAST_ARENA_BYTES:
+        raise ConfigError(
+            f"flow.arena_bytes ({pipeline.flow.arena_bytes}) must be at least {LEAST_ARENA_BYTES}, or 0 for no arena."
         )
 
 
 def _check_exposure(coordinator: CoordinatorConfig, cluster: ClusterConfig) -> None:
     """Require keys for endpoints that other hosts can reach. Host names are checked later, when they are bound."""
     listen = coordinator.listen
-    if listen != "ipc" and (tcp_host(listen) or "*") == "*":
+    host = tcp_host(listen)
+    if listen != "ipc" and (host is None or not _HOST.fullmatch(host)):
         raise ConfigError(f"coordinator.listen: {listen!r} is neither 'ipc' nor {TCP}ADDRESS:PORT.")
     exposed = []
     if listen != "ipc" and not stays_on_host(listen):
@@ -87,6 +121,15 @@ def _check_exposure(coordinator: CoordinatorConfig, cluster: ClusterConfig) -> N
             f"{exposed[0]}, and there are no keys to keep strangers out.",
             hint="Make keys with omni-actors keys DIR and add --keys DIR; or use a loopback address (127.0.0.0/8).",
         )
+
+
+def _check_collector(coordinator: CoordinatorConfig) -> None:
+    endpoint, grpc = coordinator.otlp_endpoint, coordinator.otlp_protocol is OtlpProtocol.GRPC
+    if endpoint is None or _OTLP.fullmatch(endpoint) or (grpc and _OTLP_GRPC.fullmatch(endpoint)):
+        return
+    raise ConfigError(
+        f"coordinator.otlp_endpoint: {endpoint!r} is not the URL of a collector.", hint="For instance http://host:4318."
+    )
 
 
 def _check_yields(pipeline: PipelineConfig) -> None:

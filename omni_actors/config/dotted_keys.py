@@ -1,14 +1,14 @@
-"""Dotted keys of the YAML: flattens mappings to them, refuses unknown ones, suggests the nearest valid one."""
+"""Dotted keys of the YAML: flattens mappings to them, finds unknown ones, suggests the nearest valid one."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args, get_origin, get_type_hints
 
 from msgspec import Struct
 
-from omni_actors.errors import ConfigError
+Place = tuple[str | int, ...]  # the keys and indices that lead to a value
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -20,23 +20,51 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f" Known: {', '.join(known)}." if known else ""
 
 
-def refuse_unknown_keys(data: Any, struct: type[Struct], path: str) -> None:
-    """Raise `ConfigError` for an unknown key. Unlike msgspec's own check, it names the nearest valid key."""
+def find_unknown_key(data: Any, struct: type[Struct], place: Place = ()) -> tuple[Place, str] | None:
+    """Find the first key that `struct` does not have; `None` if there is none.
+
+    Unlike msgspec's own check it suggests the nearest valid key. The place begins with `place`, that of `data`.
+    """
     if not isinstance(data, dict):
-        return  # the conversion reports the wrong type
-    hints = get_type_hints(struct, include_extras=True)
-    names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
-    fields = {encoded: hints[name] for name, encoded in names}
+        return None  # the conversion reports the wrong type
+    fields = _fields(struct)
     for key, value in data.items():
+        here = (*place, key)
         if key not in fields:
-            raise ConfigError(f"Unknown key {join(path, str(key))!r}.{suggest(str(key), fields)}")
+            return here, suggest(key, fields)
         inner, is_list = _inner_struct(fields[key])
         if inner is None:
             continue
-        items = value if is_list and isinstance(value, list) else [value]
-        for index, item in enumerate(items):
-            name = item.get("name", index) if isinstance(item, dict) else index
-            refuse_unknown_keys(item, inner, join(path, f"{key}.{name}" if is_list else str(key)))
+        in_list = is_list and isinstance(value, list)
+        for item, where in [(item, (*here, index)) for index, item in enumerate(value)] if in_list else [(value, here)]:
+            if found := find_unknown_key(item, inner, where):
+                return found
+    return None
+
+
+def _fields(struct: type[Struct]) -> dict[str, Any]:
+    """The annotations of a struct's fields, by the names that they have in the YAML."""
+    hints = get_type_hints(struct, include_extras=True)
+    return {
+        encoded: hints[name]
+        for name, encoded in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
+    }
+
+
+def takes_text(key: str, struct: type[Struct]) -> bool:
+    """Whether the value of a dotted key is a text, or one of several words, and never a number or a list."""
+    section, _, rest = key.partition(".")
+    annotation = _fields(struct)[section]
+    if rest:
+        inner, _ = _inner_struct(annotation)
+        return inner is not None and takes_text(rest, inner)
+    return not {int, float, bool, list, dict} & set(_plain_types(annotation))
+
+
+def _plain_types(annotation: Any) -> Iterator[Any]:
+    yield get_origin(annotation) or annotation
+    for argument in get_args(annotation):
+        yield from _plain_types(argument)
 
 
 def _inner_struct(annotation: Any) -> tuple[type[Struct] | None, bool]:
@@ -58,6 +86,19 @@ def _inner_struct(annotation: Any) -> tuple[type[Struct] | None, bool]:
 def join(path: str, key: str) -> str:
     """The dotted key of `key` below `path`, which is empty at the top."""
     return f"{path}.{key}" if path else key
+
+
+def dotted(data: Any, place: Place) -> str:
+    """The dotted key of the value to which keys and indices lead; stages by their names."""
+    key = ""
+    for step in place:
+        try:
+            data = data[step]
+        except (KeyError, IndexError, TypeError):  # it is missing, which may be the error to be reported
+            data = None
+        named = isinstance(step, int) and isinstance(data, dict) and isinstance(data.get("name"), str)
+        key = join(key, data["name"] if named else str(step))
+    return key
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

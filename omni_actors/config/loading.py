@@ -6,20 +6,26 @@ missing devices are errors; the one for an unknown key names the nearest valid k
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import yaml
 
 from omni_actors import envs
-from omni_actors.config import slurm
+from omni_actors.config import slurm, yaml_reader
 from omni_actors.config.checks import check_pipeline
 from omni_actors.config.devices import host_devices
-from omni_actors.config.dotted_keys import flatten, refuse_unknown_keys, suggest
+from omni_actors.config.dotted_keys import Place, dotted, find_unknown_key, flatten, suggest, takes_text
 from omni_actors.config.schema import PipelineConfig, StageConfig
+from omni_actors.config.yaml_reader import Document
 from omni_actors.errors import ConfigError
+from omni_actors.paths import expanded
+
+_PLACE_OF_ERROR = re.compile(r" - at `(?:key` in `)?\$(?P<path>.*)`$")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
 class LoadedConfig(NamedTuple):
@@ -42,61 +48,83 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
         ConfigError: anything is wrong; it names the key and, for an unknown one, the nearest valid key.
     """
     path = Path(path)
-    data = _read_yaml(path)
+    document = yaml_reader.read_file(path)
+    data = document.value
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping with the keys name, model and stages.")
     sources = {key: f"yaml {path.name}" for key in flatten(data)}
     from_env = envs.config_overrides()
     for key, (value, variable) in slurm.config_overrides(known={*from_env, *(overrides or {})}).items():
-        _set_value(data, key, value, sources, f"SLURM {variable}")
+        _set_value(data, key, _from_environment(key, value, f"SLURM {variable}"), sources, f"SLURM {variable}")
     for key, (value, variable) in from_env.items():
-        _set_value(data, key, value, sources, f"env {variable}")
+        _set_value(data, key, _from_environment(key, value, f"env {variable}"), sources, f"env {variable}")
     for key, value in (overrides or {}).items():
-        _set_value(data, key, value, sources, "command line")
+        _set_value(data, key, _parsed(key, value, "command line"), sources, "command line")
     if data.get("mps") is False:
         data["mps"] = "off"  # which YAML reads as false
-    refuse_unknown_keys(data, PipelineConfig, "")
-    try:
-        pipeline = msgspec.convert(data, PipelineConfig, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path.name}: {error}.") from error
+    pipeline = _converted(data, _Places(path.name, document, data, sources))
     pipeline = msgspec.structs.replace(
         pipeline, model=_resolve_model(pipeline.model, path.parent), stages=_in_graph_order(pipeline.stages)
     )
     if pipeline.coordinator.keys_dir is not None:
         from_yaml = sources.get("coordinator.keys_dir", "").startswith("yaml")
-        folder = (path.parent if from_yaml else Path()) / Path(pipeline.coordinator.keys_dir).expanduser()
-        coordinator = msgspec.structs.replace(pipeline.coordinator, keys_dir=str(folder.absolute()))
+        folder = expanded(pipeline.coordinator.keys_dir, "coordinator.keys_dir", path.parent if from_yaml else None)
+        coordinator = msgspec.structs.replace(pipeline.coordinator, keys_dir=str(folder))
         pipeline = msgspec.structs.replace(pipeline, coordinator=coordinator)
     check_pipeline(pipeline, host_devices() if devices is None else devices)
     return LoadedConfig(pipeline, sources, path)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+class _Places(NamedTuple):
+    """Finds where a value comes from, for errors."""
+
+    file: str
+    document: Document
+    data: dict[str, Any]
+    sources: dict[str, str]
+
+    def __call__(self, place: Place) -> str:
+        """A phrase on the source of the value at `place`: its line in the YAML, or what has replaced it."""
+        key = dotted(self.data, place)
+        if (source := self.sources.get(key)) is not None and not source.startswith("yaml"):
+            return source
+        mark = self.document.mark(place)
+        return f"{self.file}, line {mark.line}, column {mark.column}" if mark is not None else self.file
+
+
+def _converted(data: dict[str, Any], places: _Places) -> PipelineConfig:
+    """Convert plain values to the schema. Raises `ConfigError` with the dotted key and its place."""
+    if unknown := find_unknown_key(data, PipelineConfig):
+        place, suggestion = unknown
+        raise ConfigError(f"{places(place)}: unknown key {dotted(data, place)!r}.{suggestion}")
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except OSError as error:
-        raise ConfigError(f"Cannot read the pipeline file {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}.") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping with the keys name, model and stages.")
-    return data
+        return msgspec.convert(data, PipelineConfig, strict=True)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _PLACE_OF_ERROR.search(text)
+        steps: list[str | int] = []
+        for name, index in _STEP.findall(found["path"]) if found is not None else ():
+            steps.append(int(index) if index else name)
+        problem = text[: found.start()] if found is not None else text
+        key = dotted(data, tuple(steps))
+        raise ConfigError(f"{places(tuple(steps))}: {f'{key}: ' if key else ''}{problem}.") from error
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a repeated key instead of silently taking the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
+def _from_environment(key: str, text: str, source: str) -> Any:
+    """A value of the environment: a text stands as it is, anything else is YAML."""
+    return text if takes_text(key, PipelineConfig) else _parsed(key, text, source)
 
 
-def _set_value(data: dict[str, Any], key: str, text: str, sources: dict[str, str], source: str) -> None:
-    """Set the dotted `key` to `text`, read as YAML. Stages are addressed by name: `stages.thinker.replicas`."""
+def _parsed(key: str, text: str, source: str) -> Any:
+    return yaml_reader.read(text, f"{source}: the value of {key!r}").value
+
+
+def _set_value(data: dict[str, Any], key: str, value: Any, sources: dict[str, str], source: str) -> None:
+    """Set the dotted `key` to `value`. Stages are addressed by name: `stages.thinker.replicas`."""
     node: Any = data
     parts = key.split(".")
+    if len(parts) > yaml_reader.MAX_DEPTH:
+        raise ConfigError(f"{source}: the key {key[:80]!r}... has more than {yaml_reader.MAX_DEPTH} levels.")
     for index, part in enumerate(parts[:-1]):
         if isinstance(node, list):
             node = _stage_by_name(node, part, key)
@@ -108,10 +136,7 @@ def _set_value(data: dict[str, Any], key: str, text: str, sources: dict[str, str
             raise ConfigError(f"{source}: {'.'.join(parts[: index + 1])!r} is not a mapping, so {key!r} cannot be set.")
     if not isinstance(node, dict):
         raise ConfigError(f"{source}: {key!r} does not name a value.")
-    try:
-        node[parts[-1]] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: the value {text!r} of {key!r} is not valid YAML.") from error
+    node[parts[-1]] = value
     for old in [old for old in sources if old == key or old.startswith(f"{key}.")]:
         del sources[old]
     sources[key] = source
@@ -126,11 +151,10 @@ def _stage_by_name(stages: list[Any], name: str, key: str) -> Any:
 
 def _resolve_model(model: str, base: Path) -> str:
     """Resolve a path relative to the YAML file or the current folder; anything else is taken for a hub name."""
-    candidate = Path(model).expanduser()
-    for folder in (base / candidate, candidate):
+    for folder in (expanded(model, "model", base), expanded(model, "model")):
         if folder.is_dir():
             return str(folder.resolve())
-    if model.startswith((".", "/", "~")):
+    if not _HUB_NAME.fullmatch(model):
         raise ConfigError(
             f"model: there is no folder {model!r} (looked next to the YAML file and in the current folder).",
             hint="Give the folder of a checkpoint, or make a tiny one: python -m tools.checkpoints tiny DIR.",

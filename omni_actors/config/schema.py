@@ -15,9 +15,18 @@ from omni_actors.protocol.header import Limits
 from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, StageParams
 
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
-VariableName = Annotated[str, Meta(pattern="^[A-Z][A-Z0-9_]{0,63}$")]
+LARGEST = 1 << 40  # bytes: more than any host has, and far from where sums overflow
+# Patterns end with \Z, as $ would let a line break follow.
+VariableName = Annotated[str, Meta(pattern=r"^[A-Z][A-Z0-9_]{0,63}\Z")]
+VariableText = Annotated[str, Meta(max_length=32_768)]
 Rank = Annotated[int, Meta(ge=0, le=1023)]
-StageName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
+StageName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
+IN_ONE_LINE = Meta(pattern=r"^[^\n\r\t]*\Z", description="in one line")
+Line = Annotated[str, Meta(min_length=1, max_length=4096), IN_ONE_LINE]
+Origin = Annotated[str, Meta(max_length=512), Meta(pattern=r"^(\*|https?://[^/?#\s]+)\Z")]
+Host = Annotated[
+    str, Meta(max_length=253), Meta(pattern=r"^[A-Za-z0-9_.:-]+\Z", description="letters, digits and `._:-`")
+]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
@@ -74,8 +83,8 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
         start_after: steps of the source to wait for before this stage starts; 0 waits for its whole output.
     """
 
-    sources: StageName | Annotated[list[StageName], Meta(min_length=1)]
-    processor: str = "passthrough"
+    sources: StageName | Annotated[list[StageName], Meta(min_length=1, max_length=64)]
+    processor: Line = "passthrough"
     start_after: Annotated[int, Meta(ge=0, le=100_000)] = 2
 
     @property
@@ -131,7 +140,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
             never.
         restart_backoff: seconds before the second restart, doubled each time; the first is immediate.
         stall_timeout: seconds after which a replica that holds requests, but whose engine loop makes no progress, is
-            killed and counts as lost.
+            killed and counts as lost; at least twice `coordinator.heartbeat_interval`.
         retain_bytes: bytes of sent output that each replica keeps, so that a stage after it can restart a request; one
             that does not fit restarts further upstream.
         on_replica_loss: what happens to the requests that a lost replica held.
@@ -143,26 +152,26 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: StageName
     kind: StageKind
-    model_stage: str | None = None
+    model_stage: Line | None = None
     inputs: InputConfig | None = None
-    outputs: list[Modality] = []
+    outputs: Annotated[list[Modality], Meta(max_length=2)] = []
     engine: dict[str, Any] = {}
-    engine_class: str | None = None
+    engine_class: Line | None = None
     sampling: StageParams = StageParams()
     replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
     spares: Annotated[int, Meta(ge=0, le=1024)] = 0
-    node: Rank | Annotated[list[Rank], Meta(min_length=1)] = 0
-    devices: list[Annotated[int, Meta(ge=0, le=1023)]] | None = None
+    node: Rank | Annotated[list[Rank], Meta(min_length=1, max_length=1024)] = 0
+    devices: Annotated[list[Annotated[int, Meta(ge=0, le=1023)]], Meta(max_length=1024)] | None = None
     startup_timeout: Seconds | None = None
-    budget_bytes: Annotated[int, Meta(ge=1)] = 2 << 30
+    budget_bytes: Annotated[int, Meta(ge=1, le=LARGEST)] = 2 << 30
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     restart_backoff: Seconds = 0.5
     stall_timeout: Seconds = 4.25  # with heartbeat_interval, a stuck replica is noticed within five seconds
     on_replica_loss: LossPolicy = LossPolicy.REPLAY
-    retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
+    retain_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 256 << 20
     decode: DecodeConfig | None = None
-    environment: dict[VariableName, str | int] = {}
-    yields_to: list[StageName] = []
+    environment: dict[VariableName, VariableText | int] = {}
+    yields_to: Annotated[list[StageName], Meta(max_length=64)] = []
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -216,9 +225,9 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         otlp_protocol: how spans travel to it.
     """
 
-    run_dir: str | None = None
-    listen: str = "ipc"
-    keys_dir: str | None = None
+    run_dir: Line | None = None
+    listen: Line = "ipc"
+    keys_dir: Line | None = None
     max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     startup_timeout: Seconds = 600.0
     shutdown_timeout: Seconds = 8.0
@@ -228,13 +237,13 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     restart_window: Seconds = 600.0
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
     reconnect_timeout: Seconds = 300.0
-    retain_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
+    retain_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 256 << 20
     max_attempts: Annotated[int, Meta(ge=1, le=255)] = 4
     default_timeout: Seconds = 600.0
     max_timeout: Seconds = 86_400.0
     tombstone_ttl: Seconds = 60.0
-    record_dir: str | None = None
-    otlp_endpoint: str | None = None
+    record_dir: Line | None = None
+    otlp_endpoint: Line | None = None
     otlp_protocol: OtlpProtocol = OtlpProtocol.HTTP
 
 
@@ -254,9 +263,9 @@ class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     nnodes: Annotated[int, Meta(ge=1, le=1024)] = 1
     node_rank: Rank = 0
-    master_addr: Annotated[str, Meta(min_length=1, max_length=253)] = "127.0.0.1"
+    master_addr: Host = "127.0.0.1"
     master_port: Annotated[int, Meta(ge=1, le=65535)] = 29600
-    node_addr: Annotated[str, Meta(min_length=1, max_length=253)] | None = None
+    node_addr: Host | None = None
 
 
 class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -274,23 +283,23 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
         client_bytes: the same in bytes.
         client_stall_seconds: seconds without credit, while messages wait, after which a client's requests fail.
         early_chunk_seconds: seconds that input may wait in a stage for the announcement of its request.
-        arena_bytes: shared memory of a replica for large buffers; 0 for none.
+        arena_bytes: shared memory of a replica for large buffers, at least 1 MiB; 0 for none.
         inline_bytes: buffers larger than this go through shared memory.
     """
 
     edge_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
-    edge_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
+    edge_bytes: Annotated[int, Meta(ge=1, le=LARGEST)] = 64 << 20
     outbox_messages: Annotated[int, Meta(ge=1, le=10_000)] = 256
     outbox_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 64 << 20
     backlog_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     client_window_messages: Annotated[int, Meta(ge=256, le=1_000_000)] = 1024
-    client_window_bytes: Annotated[int, Meta(ge=1 << 20)] = 16 << 20
+    client_window_bytes: Annotated[int, Meta(ge=1 << 20, le=LARGEST)] = 16 << 20
     client_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
-    client_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
+    client_bytes: Annotated[int, Meta(ge=1, le=LARGEST)] = 64 << 20
     client_stall_seconds: Seconds = 30.0
     early_chunk_seconds: Seconds = 10.0
-    arena_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20
-    inline_bytes: Annotated[int, Meta(ge=1)] = 32 << 10
+    arena_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 64 << 20
+    inline_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 32 << 10
 
 
 class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -301,7 +310,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         head_bytes: largest head of a request: its first line and headers.
         head_timeout: seconds for a request's head to arrive.
         body_bytes: largest request body.
-        bodies_bytes: all request bodies that arrive or are handled at a time.
+        bodies_bytes: all request bodies that arrive or are handled at a time; at least `body_bytes`.
         media_parts: number of media in one request.
         media_bytes: largest audio, image or video.
         audio_seconds: longest audio.
@@ -322,20 +331,20 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     head_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 20)] = 64 << 10
     head_timeout: Seconds = 10.0
     body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 34)] = 64 << 20
-    bodies_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 40)] = 512 << 20
+    bodies_bytes: Annotated[int, Meta(ge=1 << 10, le=LARGEST)] = 512 << 20
     media_parts: Annotated[int, Meta(ge=0, le=256)] = 16
     media_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 34)] = 32 << 20
     audio_seconds: Seconds = 300.0
-    image_pixels: Annotated[int, Meta(ge=1, le=1 << 40)] = 4096 * 4096
+    image_pixels: Annotated[int, Meta(ge=1, le=LARGEST)] = 4096 * 4096
     video_seconds: Seconds = 60.0
-    files_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 << 20
+    files_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 256 << 20
     file_seconds: Seconds = 3600.0
     request_timeout: Seconds = 600.0
     read_timeout: Seconds = 60.0
     write_timeout: Seconds = 60.0
-    cors_origins: Annotated[list[Annotated[str, Meta(pattern=r"^(\*|https?://[^/?#\s]+)$")]], Meta(max_length=64)] = []
-    certificate: str | None = None
-    key: str | None = None
+    cors_origins: Annotated[list[Origin], Meta(max_length=64)] = []
+    certificate: Line | None = None
+    key: Line | None = None
 
 
 class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -355,14 +364,14 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
             time; `off` starts none, so that they take turns.
     """
 
-    name: Annotated[str, Meta(min_length=1, max_length=128)]
-    model: Annotated[str, Meta(min_length=1, max_length=4096)]
+    name: Annotated[str, Meta(min_length=1, max_length=128), IN_ONE_LINE]
+    model: Line
     stages: Annotated[list[StageConfig], Meta(min_length=1, max_length=64)]
     coordinator: CoordinatorConfig = CoordinatorConfig()
     limits: Limits = Limits()
     flow: FlowConfig = FlowConfig()
     http: HttpConfig = HttpConfig()
-    plugins: Annotated[list[str], Meta(max_length=64)] = []
+    plugins: Annotated[list[Line], Meta(max_length=64)] = []
     cluster: ClusterConfig = ClusterConfig()
     mps: Literal["auto", "off"] = "auto"
 

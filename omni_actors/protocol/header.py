@@ -10,6 +10,7 @@ from omni_actors.protocol.fields import Attempt, Count, ReplicaIndex, StageName,
 from omni_actors.protocol.tensors import BufferIndex, TensorRef
 
 PROTOCOL_VERSION = 1
+MAX_BUFFERS = 4096  # per message, in frames and in blocks
 MAX_BLOCKS = 16  # per message; further buffers travel as frames
 
 
@@ -21,14 +22,15 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
         body_bytes: bytes of its body: everything but tensors and media.
         buffers: tensors and media of one message.
         buffer_bytes: bytes of one of them.
-        message_bytes: bytes of the whole message.
+        message_bytes: bytes of the whole message; at least those of a header, a body and a buffer.
     """
 
-    header_bytes: int = 2048
-    body_bytes: int = 4 << 20
-    buffers: int = 256
-    buffer_bytes: int = 256 << 20
-    message_bytes: int = 512 << 20
+    # The lowest values are those with which a pipeline still starts and answers; any header fits in 2 KiB.
+    header_bytes: Annotated[int, Meta(ge=2048, le=64 << 10)] = 2048
+    body_bytes: Annotated[int, Meta(ge=8 << 10, le=1 << 30)] = 4 << 20
+    buffers: Annotated[int, Meta(ge=MAX_BLOCKS, le=MAX_BUFFERS)] = 256
+    buffer_bytes: Annotated[int, Meta(ge=16 << 10, le=1 << 34)] = 256 << 20
+    message_bytes: Annotated[int, Meta(ge=32 << 10, le=1 << 36)] = 512 << 20
 
 
 class ReplicaId(Struct, frozen=True, array_like=True):
@@ -81,7 +83,7 @@ class Header(Struct, frozen=True, array_like=True):
     attempt: Attempt = 0
     seq: Count = 0
     deadline: float = 0.0
-    n_buffers: Annotated[int, Meta(ge=0, le=4096)] = 0
+    n_buffers: Annotated[int, Meta(ge=0, le=MAX_BUFFERS)] = 0
     blocks: Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)] = ()
 
 

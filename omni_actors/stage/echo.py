@@ -15,13 +15,15 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import psutil
+from msgspec import Meta
 
 from omni_actors.config import StageConfig, suggest
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
-from omni_actors.protocol.fields import unpack_token_ids
+from omni_actors.protocol.fields import Name, unpack_token_ids
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import (
@@ -45,24 +47,25 @@ GRAB_TOKEN = 0x7FFF0004  # the same, holding the interpreter's lock, so that no 
 HOG_TOKEN = 0x7FFF0005  # allocates memory until there is none, in a stage with `memory_bytes`
 HOG_BYTES = 64 << 20  # at a time
 HANG_SECONDS = 3600
+Text = Annotated[str, Meta(max_length=4096)]
 
 
 @dataclass(frozen=True)
 class EchoOptions:
     """Options in the YAML's `engine` mapping of an echo stage."""
 
-    max_input_tokens: int = 4096
-    step_seconds: float = 0.0  # time that each step takes
-    max_num_seqs: int = 0  # requests that one step advances, by priority and arrival; 0 for all
-    start_seconds: float = 0.0  # time that loading takes
-    row_width: int = 0
-    samples_per_token: int = 480
-    voices: tuple[str, ...] = ("Chelsie", "Ethan")
+    max_input_tokens: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 4096
+    step_seconds: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time that each step takes
+    max_num_seqs: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # requests per step, by priority and arrival; 0 for all
+    start_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0  # time that loading takes
+    row_width: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
+    samples_per_token: Annotated[int, Meta(ge=0, le=10_000_000)] = 480
+    voices: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ("Chelsie", "Ethan")
     sound: bool = False  # make audio although it is no output of the stage; it then goes to the stages after it
-    fail_start: str = ""  # a text with which loading fails
-    fail_start_if: str = ""  # a file: while it exists loading fails
-    fail_shutdown: str = ""  # a text with which the end of the engine fails
-    memory_bytes: int = 0  # of address space that the process may add to what it has; 0 for no limit
+    fail_start: Text = ""  # with which loading fails
+    fail_start_if: Text = ""  # a file: while it exists loading fails
+    fail_shutdown: Text = ""  # with which the end of the engine fails
+    memory_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0  # that the process may add to its address space; 0: any
 
     @classmethod
     def of(cls, stage: StageConfig) -> EchoOptions:

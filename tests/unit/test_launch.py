@@ -42,9 +42,9 @@ def test_options_become_overrides() -> None:
     ) == {
         "stages.talker.replicas": "2",
         "name": "a=b",
-        "model": "m",
-        "coordinator.run_dir": "/r",
-        "coordinator.listen": "ipc",
+        "model": '"m"',
+        "coordinator.run_dir": '"/r"',
+        "coordinator.listen": '"ipc"',
         "coordinator.startup_timeout": "5.0",
     }
     with pytest.raises(ConfigError, match="KEY=VALUE"):

@@ -1,0 +1,185 @@
+"""Every number of the configuration has a range, sizes and times fit one another, and errors say where they stand."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from omni_actors.config import PipelineConfig
+from omni_actors.errors import ConfigError
+from omni_actors.stage.echo import EchoOptions
+from scripts import reference_docs
+from tests.support.builders import chain, load
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMNI_ACTORS_RUN_DIR", "OMNI_ACTORS_MODEL", "OMNI_ACTORS_MAX_IN_FLIGHT", "OMNI_ACTORS_MPS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(folder: Path, data: Any, overrides: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, data, overrides)
+    return caught.value.message
+
+
+def unbounded(annotation: Any, metas: tuple[Meta, ...] = ()) -> Iterator[Any]:
+    """The numbers in a type that have no lower or no upper limit, and the texts that have no greatest length."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        inner, *found = typing.get_args(annotation)
+        yield from unbounded(inner, (*metas, *(meta for meta in found if isinstance(meta, Meta))))
+    elif annotation in (int, float):
+        low = any(meta.ge is not None or meta.gt is not None for meta in metas)
+        high = any(meta.le is not None or meta.lt is not None for meta in metas)
+        if not (low and high):
+            yield annotation
+    elif annotation is str:
+        if not any(meta.max_length is not None or meta.pattern is not None for meta in metas):
+            yield annotation
+    else:
+        for argument in typing.get_args(annotation):
+            yield from unbounded(argument)
+
+
+SECTIONS = [*reference_docs.structs(PipelineConfig), ("stages.NAME.engine (echo)", EchoOptions)]
+
+
+@pytest.mark.parametrize(("path", "section"), SECTIONS, ids=[path or "file" for path, _ in SECTIONS])
+def test_every_number_has_a_range_and_every_text_a_length(path: str, section: type) -> None:
+    hints = typing.get_type_hints(section, include_extras=True)
+    assert hints
+    found = {name: types for name, hint in hints.items() if (types := list(unbounded(hint)))}
+    assert found == BOUNDED_BY_THE_READER.get(path, {})
+
+
+BOUNDED_BY_THE_READER = {"stages.NAME": {"environment": [int], "engine": [str]}}
+
+
+@pytest.mark.parametrize("key", ["header_bytes", "body_bytes", "buffers", "buffer_bytes", "message_bytes"])
+@pytest.mark.parametrize("number", [0, -1, 10**15, 10**30])
+def test_limits_that_no_pipeline_can_run_with(tmp_path: Path, key: str, number: int) -> None:
+    message = refused(tmp_path, {**chain(), "limits": {key: number}})
+    assert "pipeline.yaml, line " in message
+    assert f"limits.{key}: Expected `int` " in message or "does not fit in 64 bits" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"limits": {"message_bytes": 1 << 20}},
+            "limits.message_bytes (1048576) is less than header_bytes, body_bytes",
+        ),
+        ({"http": {"bodies_bytes": 1 << 20}}, "http.bodies_bytes (1048576) is less than body_bytes (67108864)"),
+        ({"flow": {"arena_bytes": 4096}}, "flow.arena_bytes (4096) must be at least 1048576, or 0"),
+        (
+            {"coordinator": {"heartbeat_interval": 3, "heartbeat_timeout": 7}},
+            "stages.prompt.stall_timeout (4.25 s) must",
+        ),
+        ({"coordinator": {"otlp_endpoint": "collector"}}, "'collector' is not the URL of a collector"),
+        ({"coordinator": {"otlp_endpoint": "host:4317"}}, "'host:4317' is not the URL of a collector"),
+        ({"coordinator": {"listen": "tcp://a b:1"}}, "'tcp://a b:1' is neither 'ipc' nor tcp://ADDRESS:PORT"),
+        ({"coordinator": {"listen": "tcp://127.0.0.1:70000"}}, "is neither 'ipc' nor tcp://ADDRESS:PORT"),
+        ({"coordinator": {"run_dir": ""}}, "coordinator.run_dir: Expected `str` of length >= 1"),
+        ({"coordinator": {"keys_dir": "~no-such-user/keys"}}, "there is no home folder for '~no-such-user/keys'"),
+        ({"model": "~no-such-user/model"}, "model: there is no home folder for '~no-such-user/model'"),
+        ({"model": f"/{'x' * 300}"}, "cannot be a path: File name too long"),
+        ({"model": "two words"}, "model: there is no folder 'two words'"),
+        ({"model": "a/b/c"}, "model: there is no folder 'a/b/c'"),
+        ({"name": "two\nlines"}, "name: Expected `str` matching regex"),
+        ({"cluster": {"master_addr": "a host"}}, "cluster.master_addr: Expected `str` matching regex"),
+        ({"cluster": {"master_port": 0}}, "cluster.master_port: Expected `int` >= 1"),
+    ],
+)
+def test_values_that_do_not_fit(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    assert problem in refused(tmp_path, {**chain(), **change})
+
+
+def test_values_that_do_fit(tmp_path: Path) -> None:
+    otlp = {"otlp_endpoint": "host:4317", "otlp_protocol": "grpc"}
+    load(tmp_path, {**chain(), "coordinator": otlp, "flow": {"arena_bytes": 0}})
+    sizes = {"header_bytes": 2048, "body_bytes": 8192, "buffers": 16, "buffer_bytes": 16384, "message_bytes": 32768}
+    assert load(tmp_path, {**chain(), "limits": sizes}).pipeline.limits.message_bytes == 32768
+
+
+@pytest.mark.parametrize("name", ["thinker\n", "Thinker", "x" * 33])
+def test_names_of_stages(tmp_path: Path, name: str) -> None:
+    data = chain()
+    data["stages"][3]["name"] = name
+    assert "name: Expected `str` matching regex" in refused(tmp_path, data)
+
+
+@pytest.mark.parametrize(("name", "text"), [("X=Y", "1"), ("X", "a\0b"), ("X", [1]), ("X\n", "1"), ("X", "y" * 40_000)])
+def test_environments_that_no_process_can_have(tmp_path: Path, name: str, text: Any) -> None:
+    data = chain()
+    data["stages"][0]["environment"] = {name: text}
+    assert "pipeline.yaml, line " in refused(tmp_path, data)
+
+
+# -- where an error stands --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("  replicas: 0", "pipeline.yaml, line 5, column 3: stages.a.replicas: Expected `int` >= 1."),
+        ("  replica: 1", "pipeline.yaml, line 5, column 3: unknown key 'stages.a.replica'. Did you mean 'replicas'?"),
+        (
+            "  outputs: [text, smell]",
+            "pipeline.yaml, line 5, column 19: stages.a.outputs.1: Invalid enum value 'smell'.",
+        ),
+        (
+            "  sampling: {top_p: 2}",
+            "pipeline.yaml, line 5, column 14: stages.a.sampling.top_p: Expected `float` <= 1.0.",
+        ),
+    ],
+)
+def test_an_error_names_line_and_column(tmp_path: Path, line: str, message: str) -> None:
+    text = f"name: x\nmodel: echo\nstages:\n- {{name: b, kind: echo}}\n- name: a\n  kind: echo\n{line}\n"
+    assert refused(tmp_path, text) == message.replace("line 5", "line 7")
+
+
+def test_an_error_names_what_replaced_the_value_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = refused(tmp_path, chain(), {"stages.talker.replicas": "0"})
+    assert message == "command line: stages.talker.replicas: Expected `int` >= 1."
+    message = refused(tmp_path, chain(), {"stages.talker.engine": "{a: &a [*a]}"})
+    assert message.startswith("command line: the value of 'stages.talker.engine', line 1, column 9: the alias *a")
+    assert "more than 50 levels" in refused(tmp_path, chain(), {f"stages.talker.engine{'.a' * 60}": "1"})
+    monkeypatch.setenv("OMNI_ACTORS_MAX_IN_FLIGHT", "0")
+    assert refused(tmp_path, chain()).startswith("env OMNI_ACTORS_MAX_IN_FLIGHT: coordinator.max_in_flight: ")
+
+
+def test_a_missing_key_is_named_with_the_mapping_that_lacks_it(tmp_path: Path) -> None:
+    assert refused(tmp_path, "name: x\nmodel: echo\n") == "pipeline.yaml: Object missing required field `stages`."
+    message = refused(tmp_path, "name: x\nmodel: echo\nstages:\n- name: a\n")
+    assert message == "pipeline.yaml, line 4, column 3: stages.a: Object missing required field `kind`."
+
+
+@pytest.mark.parametrize("text", ["run #1", "~", "a: b", "[x", "123", "'quoted'", "no"])
+def test_texts_of_the_environment_stand_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_RUN_DIR", text)
+    assert load(tmp_path, chain()).pipeline.coordinator.run_dir == text
+
+
+def test_other_values_of_the_environment_are_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_ACTORS_MAX_IN_FLIGHT", " 7 ")
+    monkeypatch.setenv("OMNI_ACTORS_MPS", "off")
+    pipeline = load(tmp_path, chain()).pipeline
+    assert pipeline.coordinator.max_in_flight == 7
+    assert pipeline.mps == "off"
+
+
+def test_a_value_set_for_one_stage_does_not_change_those_that_share_its_anchor(tmp_path: Path) -> None:
+    text = (
+        "name: x\nmodel: echo\nstages:\n- {name: a, kind: echo, engine: &e {row_width: 1}}\n"
+        "- {name: b, kind: echo, inputs: {from: a}, outputs: [text], engine: *e}\n"
+    )
+    pipeline = load(tmp_path, text, {"stages.a.engine.row_width": "2"}).pipeline
+    assert msgspec.to_builtins([stage.engine for stage in pipeline.stages]) == [{"row_width": 2}, {"row_width": 1}]
