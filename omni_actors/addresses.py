@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from omni_actors.errors import ConfigError
 
-TCP, LOCAL_SCHEMES = "tcp://", ("ipc://", "inproc://")
+TCP, IPC = "tcp://", "ipc://"
+LOCAL_SCHEMES = (IPC, "inproc://")
 REPORT_SECONDS = 5.0  # between two reports that a name is still unknown
 
 

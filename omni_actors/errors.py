@@ -193,6 +193,15 @@ class EngineError(OmniError):
     code = ErrorCode.ENGINE_ERROR
 
 
+class ModelOutputInvalid(EngineError):
+    """The model computed NaN or infinite numbers."""
+
+    default_hint = (
+        "If all requests fail like this the weights are broken: compare the checkpoint's files with their source. If "
+        "some do, the dtype may be too narrow for the model, or the device may be faulty."
+    )
+
+
 class ProtocolError(OmniError):
     """Two processes run different versions, or one of them has a bug."""
 

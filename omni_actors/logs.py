@@ -5,9 +5,12 @@ User content is never logged at info or above.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
 import traceback
+from typing import TextIO
 
 from omni_actors import envs
 from omni_actors.errors import ConfigError
@@ -28,8 +31,32 @@ class _ProcessFilter(logging.Filter):
         return True
 
 
-def configure(process: str) -> None:
+class _FileHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr, which is a file; makes the file again if it was removed or rotated away."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(sys.stderr)
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # its folder is gone, too, or the disk is full
+            if not os.path.exists(self._file):
+                redirect_output(self._file)
+        super().emit(record)
+
+
+def redirect_output(file: str) -> None:
+    """Let stdout and stderr of this process go to the end of a file, for the eyes of this user only."""
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+
+
+def configure(process: str, file: str | None = None) -> None:
     """Log to stderr as `process`, for instance `talker/0 epoch=2`. Raises `ConfigError` for an unknown level.
+
+    `file` is where stderr goes, if it is to be made again when others remove it.
 
     A library imported later may replace this; stages import theirs before they call this.
     """
@@ -37,7 +64,7 @@ def configure(process: str) -> None:
     if level not in logging.getLevelNamesMapping():
         hint = "Use debug, info, warning or error."
         raise ConfigError(f"OMNI_ACTORS_LOG_LEVEL: unknown level {level!r}.", hint=hint)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr) if file is None else _FileHandler(file)
     handler.addFilter(_ProcessFilter(process))
     handler.setFormatter(logging.Formatter(FORMAT))
     for name in ("omni_actors", *LIBRARIES):

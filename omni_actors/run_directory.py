@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -13,13 +15,17 @@ from typing import IO
 from omni_actors import segments
 from omni_actors.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 MAX_IPC_PATH = 107  # bytes that a Unix socket address can hold
 LONGEST_SOCKET_NAME = 60
 LOCK = "lock"
 LOCK_SECONDS = 0.5  # the stages of a killed launcher hold its lock for a moment while they clean up
+TOUCH_SECONDS = 3600.0  # between two touches of all files, which cleaners of /tmp remove once they are days old
 DEMAND_PREFIX = "demand-"  # of the stages' demand flags (stage/device_priority.py)
 SEGMENTS = "segments"  # list of the shared memory that the replicas hold (segments.py)
 SCRATCH_PREFIX = "scratch-"  # of the folders with temporary files of engines that leave some (`scratch_folder`)
+FORK_SERVER_PREFIX = "pymp-"  # of the folder that multiprocessing makes for its fork server's socket
 MPS_PREFIX = "mps-"  # of the folder with the pipes of an MPS daemon (launcher/mps.py)
 
 
@@ -47,11 +53,14 @@ class RunDirectory:
                 f"so it may have {MAX_IPC_PATH - LONGEST_SOCKET_NAME - 1}.",
                 hint="Choose a shorter --run-dir.",
             )
+        self._fork_server_files: set[Path] = set()
+        self._next_touch = 0.0
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._make_private()
             self.logs.mkdir(exist_ok=True)
             self._take_lock()
+            self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(f"Cannot use the run directory {self.path}: {error.strerror}.") from error
         _sweep(self.path)  # what a killed run left behind: we hold the lock, so no one uses it
@@ -75,7 +84,14 @@ class RunDirectory:
         return self.logs / f"{replica.replace('/', '-')}.log"
 
     def _make_private(self) -> None:
-        """Set mode 0700, but refuse a folder in which others work, such as /tmp."""
+        """Set mode 0700, but refuse a folder in which others work, such as /tmp, and one (or a link) that is theirs."""
+        for status in (self.path.lstat(), self.path.stat()):
+            if status.st_uid not in (os.geteuid(), 0):
+                raise ConfigError(
+                    f"The run directory {self.path} belongs to user {status.st_uid}, and this process is of user "
+                    f"{os.geteuid()}.",
+                    hint="Choose another --run-dir, or start the pipeline as its owner.",
+                )
         if self.path.stat().st_mode & 0o022:
             raise ConfigError(
                 f"Others may write to the run directory {self.path}.", hint="Choose a folder for this pipeline alone."
@@ -92,15 +108,69 @@ class RunDirectory:
                     hint="Stop that pipeline, or choose another --run-dir.",
                 )
             time.sleep(0.02)
+        self._own(lock)
+
+    def _own(self, lock: IO[str]) -> None:
         self._lock = lock
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
 
+    def look(self) -> str:
+        """Restore what others have removed, as far as possible; return what is lost for good, "" if nothing is.
+
+        Call it every second or so. Socket files are restored by the processes that bind them.
+        """
+        if not self._is_there():
+            return f"The run directory {self.path} was removed while the pipeline ran."
+        if not _is_file(self._lock, self.path / LOCK):
+            logger.warning("the lock of the run directory was removed; taking it again")
+            lock = _try_lock(self.path, create=True)
+            if lock is None:
+                return f"Another process has taken the run directory {self.path}."
+            self._lock.close()
+            self._own(lock)
+        self.logs.mkdir(exist_ok=True)
+        found = set(self.path.glob(f"{FORK_SERVER_PREFIX}*/*"))
+        if self._fork_server_files - found:
+            return f"The socket of the fork server in {self.path} was removed; no stage can be restarted without it."
+        self._fork_server_files = found
+        if time.monotonic() >= self._next_touch:
+            self._next_touch = time.monotonic() + TOUCH_SECONDS
+            self._protect()
+        return ""
+
+    def _protect(self) -> None:
+        """Keep cleaners of temporary folders off: systemd-tmpfiles by a lock of the folder, others by new times."""
+        with contextlib.suppress(OSError):  # locked by a cleaner just now, or on a file system that locks no folders
+            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        for path in (self.path, *self.path.rglob("*")):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                os.utime(path, follow_symlinks=False)
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._folder))
+        except OSError:
+            return False
+
+    def expect_removal(self, folder: str) -> None:
+        """Have a folder in this one exist: multiprocessing fails to remove its own if others have done so."""
+        with contextlib.suppress(OSError):
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            Path(folder).mkdir(mode=0o700, exist_ok=True)
+
     def close(self) -> None:
         """Remove the sockets, or the whole folder if it is temporary and its logs are not worth keeping. Idempotent."""
-        if not self._lock.closed:
+        if self._lock.closed:
+            return
+        if self._is_there():
             _clear(self._lock, self.path, everything=self.temporary and not self.keep)
+        else:
+            with contextlib.suppress(OSError):  # what `expect_removal` made
+                self.path.rmdir()
+        self._lock.close()
+        os.close(self._folder)
 
 
 def clear_abandoned(path: Path, temporary: bool) -> None:
@@ -133,13 +203,22 @@ def _try_lock(path: Path, create: bool) -> IO[str] | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Its last holder may have removed the file between our opening and our locking it.
-        if os.fstat(lock.fileno()).st_ino == (path / LOCK).stat().st_ino:
-            return lock
-    except (BlockingIOError, FileNotFoundError):
-        pass
+    except BlockingIOError:
+        lock.close()
+        return None
+    # Its last holder may have removed the file between our opening and our locking it.
+    if _is_file(lock, path / LOCK):
+        return lock
     lock.close()
     return None
+
+
+def _is_file(file: IO[str], path: Path) -> bool:
+    """Whether an open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _sweep(path: Path) -> None:
@@ -148,7 +227,7 @@ def _sweep(path: Path) -> None:
     for entry in path.iterdir():
         if entry.is_socket() or entry.name.startswith(DEMAND_PREFIX):
             entry.unlink(missing_ok=True)
-        elif entry.name.startswith(("pymp-", MPS_PREFIX, SCRATCH_PREFIX)):
+        elif entry.name.startswith((FORK_SERVER_PREFIX, MPS_PREFIX, SCRATCH_PREFIX)):
             shutil.rmtree(entry, ignore_errors=True)
 
 

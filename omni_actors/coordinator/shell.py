@@ -58,6 +58,7 @@ from omni_actors.transport.zap import EVERYONE, KeyOwners
 logger = get_logger(__name__)
 
 TICK_SECONDS = 0.1
+LOOK_SECONDS = 1.0  # between two looks at the socket files
 CLIENTS = "clients"  # all of them together, as the receiver of an edge
 FROM_NODES = (NodeHello, NodeBeat, NodeLeaving, ReplicaEnded)
 
@@ -133,6 +134,7 @@ class Coordinator:
         self._tickers = [
             asyncio.create_task(self._repeat(TICK_SECONDS, self._on_tick), name="coordinator tick"),
             asyncio.create_task(self._repeat(FLEET_TICK_SECONDS, self._on_fleet_tick), name="fleet tick"),
+            asyncio.create_task(self._repeat(LOOK_SECONDS, self._restore_files), name="socket files"),
         ]
 
     # -- from the start to the end ------------------------------------------------------------------------------------
@@ -352,6 +354,12 @@ class Coordinator:
         for replica_id in self._stages.cut():
             self._obey(self.fleet.link_cut(replica_id))
         self._stages.tick()
+
+    def _restore_files(self) -> None:
+        for path in self._sockets.restore_files():
+            logger.warning("%s was removed; bound it again", path)
+            for reader in (self._client_reader, self._control_reader, self._results_reader):
+                reader.poke()  # binding may have consumed the descriptor's edge
 
     def _on_fleet_tick(self) -> None:
         self._obey(self.fleet.tick(time.monotonic(), self._requests.in_flight))

@@ -15,7 +15,7 @@ from omni_actors.engine.adapter import AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
 from omni_actors.engine.vllm_engine import VllmEngine
-from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError
+from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
@@ -173,6 +173,8 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         try:
             if output.finish_reason in (VllmFinishReason.ERROR, VllmFinishReason.ABORT):
                 raise EngineError(f"vLLM ended the request: {output.finish_reason}.")
+            if output.num_nans_in_logits:
+                raise ModelOutputInvalid(f"The model's logits hold NaN ({output.num_nans_in_logits} of them).")
             events = list(running.outputs.convert(output))
         except OmniError as error:
             return [self._failed(request_id, error)]

@@ -13,6 +13,8 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from omni_actors.engine.runner import OmniRunnerMixin
@@ -29,6 +31,14 @@ class CPUSampler(Sampler):
     def __init__(self, made_by_vllm: Sampler) -> None:
         # Takes over the state of a sampler that vLLM has built; its constructor arguments are not known here.
         vars(self).update(vars(made_by_vllm))
+        self.compute_nans = False  # by a kernel that the interpreter cannot run; `__call__` does it
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+        """Sample, and count the NaN of each request's logits."""
+        num_nans = logits.isnan().sum(dim=-1, dtype=torch.int32)  # first: sampling writes to the logits
+        output = super().__call__(logits, input_batch)
+        output.num_nans = num_nans
+        return output
 
     def _sample_random(
         self,

@@ -16,7 +16,7 @@ from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, Diffus
 from omni_actors.engine.tensors import to_host
 from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.engine.worker_base import attachment_of
-from omni_actors.errors import EngineError, InvalidRequest, OmniError
+from omni_actors.errors import EngineError, InvalidRequest, ModelOutputInvalid, OmniError
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import (
@@ -190,7 +190,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         if audio is None:  # all of it is held back until the next chunk
             return []
         if not torch.isfinite(audio).all():
-            raise EngineError("The model's waveform holds NaN or infinite samples.")
+            raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")
         running.sounded = True
         return [AudioEvent(request_id, to_host(audio), self._facts.sample_rate)]
 

@@ -23,6 +23,8 @@ def prepare() -> Platform:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # vLLM has two runners; our hooks (ModelState, row emission) are written for V2 on every platform.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    # Tokens sampled from NaN look like any others; with this an engine can fail the request.
+    os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
     if platform is Platform.CPU:
         from omni_actors.engine.cpu_triton import enable_interpreter
 

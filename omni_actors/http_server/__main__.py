@@ -94,6 +94,7 @@ def _from_launcher(spec_json: str) -> tuple[socket.socket, ServerSettings]:
     die_with_parent()
     if os.getppid() != spec.launcher_pid:  # it died before the line above
         raise ConfigError("The launcher is gone.", hint="")
+    logs.configure("http", spec.log_file)
     return socket.socket(fileno=spec.listener), msgspec.structs.replace(spec.settings, api_key=envs.api_key())
 
 

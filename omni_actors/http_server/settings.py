@@ -47,11 +47,13 @@ class HttpServerSpec(Struct, frozen=True, forbid_unknown_fields=True):
         settings: without the API key, which the process reads from its environment.
         listener: file descriptor of the listening socket.
         launcher_pid: process id of the launcher.
+        log_file: where the process's output goes.
     """
 
     settings: ServerSettings
     listener: int
     launcher_pid: int
+    log_file: str
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ class HttpChild:
         self.url = url(self._listener, settings)
         # Others may read a command line; the API key is inherited with the environment.
         public = msgspec.structs.replace(settings, api_key=None)
-        spec = msgspec.json.encode(HttpServerSpec(public, self._listener.fileno(), os.getpid())).decode()
-        self._command = [sys.executable, "-m", "omni_actors.http_server", SPEC_FLAG, spec]
+        spec = msgspec.json.encode(HttpServerSpec(public, self._listener.fileno(), os.getpid(), str(log_file)))
+        self._command = [sys.executable, "-m", "omni_actors.http_server", SPEC_FLAG, spec.decode()]
         self._backoff = Backoff(FIRST_BACKOFF, LAST_BACKOFF)
         self._process: asyncio.subprocess.Process | None = None
         self._restarting: asyncio.Task[None] | None = None

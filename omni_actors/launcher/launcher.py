@@ -22,13 +22,16 @@ from omni_actors.launcher.http_child import HttpChild
 from omni_actors.launcher.mps import MpsChild
 from omni_actors.launcher.node_agent import NodeAgent
 from omni_actors.launcher.replica_processes import ReplicaProcesses
-from omni_actors.logs import say
+from omni_actors.logs import get_logger, say
 from omni_actors.processes import EXIT_FAILED
 from omni_actors.run_directory import RunDirectory
 from omni_actors.telemetry.endpoint import MetricsEndpoint
 from omni_actors.vllm_version import check_installed
 
+logger = get_logger(__name__)
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOOK_SECONDS = 1.0  # between two looks at the run directory
 SAME_STOP_SECONDS = 0.5  # scancel signals both the job script and the nodes; treat signals this close together as one
 
 
@@ -87,6 +90,7 @@ class Launcher:
         self._stop = asyncio.Event()
         self._failure: StartupError | None = None
         self._signalled_at: float | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._owns_process = False
 
     @property
@@ -119,6 +123,7 @@ class Launcher:
             OmniError: the coordinator cannot start, for instance because its address is taken.
         """
         say(f"logs in {self._run_directory.logs}")
+        self._looking = asyncio.create_task(self._watch_run_directory(), name="run directory")
         warm_up = asyncio.create_task(self._processes.warm_up())
         warm_up.add_done_callback(lambda task: task.cancelled() or task.exception())  # the first replica reports it
         on_silence = None
@@ -183,7 +188,11 @@ class Launcher:
     async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
         """Run `work` and return its exit code; a signal cancels it."""
         task = await self._unless_stopped(work)
-        return EXIT_FAILED if task.cancelled() else task.result()
+        if task.cancelled():
+            self._raise_failure()
+            return EXIT_FAILED
+        code: int = task.result()
+        return code
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run some work until it is done or the pipeline stops, which cancels it."""
@@ -215,6 +224,19 @@ class Launcher:
             self._run_directory.close()
             os._exit(128 + number)
 
+    async def _watch_run_directory(self) -> None:
+        """End the pipeline when its run directory is lost: neither clients nor restarted stages could connect."""
+        while True:
+            try:
+                lost = self._run_directory.look()
+            except OSError as error:  # the disk is full, for instance; try again
+                logger.warning("cannot look at the run directory: %s", error)
+            else:
+                if lost:
+                    self._on_shutdown(f"{lost} Start the pipeline again, with a --run-dir that nothing cleans.", True)
+                    return
+            await asyncio.sleep(LOOK_SECONDS)
+
     def _on_coordinator_end(self, failure: str) -> None:
         self._on_shutdown(failure, failed=bool(failure))
 
@@ -230,6 +252,8 @@ class Launcher:
     async def close(self) -> None:
         """End everything in order: requests in flight get a moment, then stages end, then sockets and files go."""
         self._stop.set()
+        if self._looking is not None:
+            self._looking.cancel()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
         if self._metrics_client is not None:
@@ -250,3 +274,4 @@ class Launcher:
         # a signal must not change the exit code any more.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        self._run_directory.expect_removal(multiprocessing.util.get_temp_dir())

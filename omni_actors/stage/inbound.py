@@ -149,6 +149,8 @@ class Inbound(threading.Thread):
                 self._send(control, body)
             if self._welcomed and time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_interval
+                if orphaned_at is None:
+                    self._restore_files()
                 counts = {**self.pulse.counts, **self.rejected()}
                 self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts, sent=self._clock()))
             refusal = handshake.take()
@@ -156,6 +158,13 @@ class Inbound(threading.Thread):
             # because by the time it is lost all of the coordinator's last messages can be read, and they count.
             self._receive_control(control)
             self._check(handshake, refusal)
+
+    def _restore_files(self) -> None:
+        with self._inbox.paused():  # the main thread may be reading from the socket
+            restored = self._sockets.restore_files()
+        for path in restored:
+            logger.warning("%s was removed; bound it again", path)
+            self._inbox.read()  # binding may have consumed the descriptor's signal
 
     def _check(self, handshake: HandshakeMonitor, refusal: OmniError | None) -> None:
         if refusal is not None and (handshake.verdict.final or not self._welcomed):

@@ -84,10 +84,7 @@ def _prepare_process(spec: ReplicaSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     setproctitle.setproctitle(f"omni:{spec.name}")
-    log = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
+    logs.redirect_output(spec.log_file)
     # vLLM's sockets, which it leaves if it is killed, go where they are swept.
     os.environ["VLLM_RPC_BASE_PATH"] = spec.run_dir
     os.environ.update(spec.environment)
@@ -95,7 +92,7 @@ def _prepare_process(spec: ReplicaSpec) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
     if spec.threads and "OMP_NUM_THREADS" not in dict(spec.environment):
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
-    logs.configure(f"{spec.name} epoch={spec.epoch}")
+    logs.configure(f"{spec.name} epoch={spec.epoch}", spec.log_file)
 
 
 def _leave_no_files(spec: ReplicaSpec) -> None:

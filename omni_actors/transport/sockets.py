@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 
-from omni_actors.addresses import LOCAL_SCHEMES, stays_on_host, tcp_host
+from omni_actors.addresses import IPC, LOCAL_SCHEMES, stays_on_host, tcp_host
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
 from omni_actors.protocol.codec import Frame
 from omni_actors.transport.curve import MAKE_KEYS, Keys
@@ -106,6 +108,14 @@ def drain(socket: Socket, maximum: int = DRAIN_MESSAGES) -> list[list[Frame]]:
     return messages
 
 
+class _SocketFile(NamedTuple):
+    """A socket that is bound to a file: `folder` is the inode of the file's folder."""
+
+    socket: Socket
+    path: Path
+    folder: int
+
+
 class Sockets:
     """Makes sockets of one context. Not thread-safe except for `context`, which is; only one thread may bind.
 
@@ -121,6 +131,7 @@ class Sockets:
         self.keys = keys
         self._max_message_bytes = max_message_bytes
         self._authenticator: ZapAuthenticator | None = None
+        self._files: list[_SocketFile] = []
 
     def _socket(self, kind: int, linger_ms: int) -> Socket:
         socket = self.context.socket(kind)
@@ -189,7 +200,24 @@ class Sockets:
             except zmq.ZMQError as error:
                 hint = "Is another pipeline using this address or run directory?"
                 raise ProtocolError(f"Cannot bind {endpoint}: {error}.", hint=hint) from error
+            if endpoint.startswith(IPC):
+                path = Path(endpoint.removeprefix(IPC))
+                self._files.append(_SocketFile(socket, path, path.parent.stat().st_ino))
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def restore_files(self) -> list[str]:
+        """Bind again the socket files that others have removed, and return their paths; connections stay as they are.
+
+        A folder that was removed as well is not made again: its owner notices, and ends the pipeline. Call it on the
+        thread that binds.
+        """
+        restored = []
+        self._files = [file for file in self._files if not file.socket.closed]
+        for socket, path, folder in self._files:
+            if not path.exists() and path.parent.exists() and path.parent.stat().st_ino == folder:
+                socket.bind(f"{IPC}{path}")
+                restored.append(str(path))
+        return restored
 
     def connect(self, socket: Socket, endpoint: str) -> None:
         """Connect to an endpoint. Closes the socket on error.

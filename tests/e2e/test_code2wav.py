@@ -25,6 +25,7 @@ from omni_actors.errors import (  # noqa: E402
     EngineError,
     InvalidPayload,
     InvalidRequest,
+    ModelOutputInvalid,
     OmniError,
     PromptTooLong,
     StartupError,
@@ -195,6 +196,7 @@ def test_failing_allocation_and_bad_waveform_are_errors_of_the_request(
         start(engine, "r", MIX[0])
         _, (event,) = drain(engine)
         assert isinstance(event, ErrorEvent)
+        assert isinstance(event.error, ModelOutputInvalid)
         assert "NaN" in event.error.message
 
 

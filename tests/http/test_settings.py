@@ -87,7 +87,7 @@ def test_settings_survive_the_way_to_the_servers_process(monkeypatch: pytest.Mon
     assert not settings.check_host, "the key keeps strangers out"
     assert settings.served_names == ("a", "b")
     assert settings.media_hosts == ("example.com",)
-    spec = HttpServerSpec(settings, listener=7, launcher_pid=8)
+    spec = HttpServerSpec(settings, listener=7, launcher_pid=8, log_file="/x")
     assert msgspec.json.decode(msgspec.json.encode(spec), type=HttpServerSpec) == spec
 
 

@@ -26,9 +26,10 @@ def run(code: str) -> str:
 def test_importing_the_package_prepares_before_vllm_and_stays_light():
     code = """
 import sys, omni_actors.engine.platform, os
-print('torch' in sys.modules, 'vllm' in sys.modules, os.environ['VLLM_USE_V2_MODEL_RUNNER'])
+print('torch' in sys.modules, 'vllm' in sys.modules, os.environ['VLLM_USE_V2_MODEL_RUNNER'],
+    os.environ['VLLM_COMPUTE_NANS_IN_LOGITS'])
 """
-    assert run(code) == "False False 1"
+    assert run(code) == "False False 1 1"
 
 
 def test_the_shim_steps_aside_for_a_real_backend():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from omni_actors.engine.tensors import to_host
+from omni_actors.errors import ModelOutputInvalid
 from omni_actors.protocol.results import FinishReason
 from tests.support.stage_driver import (
     BOTH_TALKER_MODES,
@@ -260,3 +261,19 @@ def test_dummy_weights_run(tiny_checkpoint, answers):
         assert torch.isfinite(engine.core.worker.model_runner.model.text_rows).all()
     finally:
         engine.shutdown()
+
+
+@BOTH_TALKER_MODES
+def test_rows_that_are_nan_fail_their_request_and_no_other_of_the_batch(talker, answers):
+    answer = answers[0]
+    length = prompt_length(answer)
+    broken = answer.thinker_rows.clone()
+    broken[length // 2] = torch.nan
+    talker.start("whole", talker_inputs(answer.thinker_rows, length), max_tokens=64, temperature=0.0)
+    talker.start("broken", talker_inputs(broken, length), max_tokens=64, temperature=0.0)
+    talker.run()
+    assert isinstance(talker.error("broken"), ModelOutputInvalid)
+    assert talker.tokens("whole") == answer.codec_tokens
+    talker.start("next", talker_inputs(answer.thinker_rows, length), max_tokens=64, temperature=0.0)
+    talker.run()
+    assert talker.tokens("next") == answer.codec_tokens, "in the cache blocks of the one that failed"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omni_actors.engine.tensors import to_torch
-from omni_actors.errors import InvalidPayload
+from omni_actors.errors import InvalidPayload, ModelOutputInvalid
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import StageInputs, StreamEvent, TextEvent
@@ -244,3 +244,28 @@ def test_bad_frames_are_refused(thinker, media_answer):
     thinker.start("good", inputs, max_tokens=3)
     thinker.run()
     assert thinker.tokens("good") == answer.thinker_tokens[:3]
+
+
+@BOTH_MODES
+def test_weights_that_are_nan_fail_the_warm_up_and_every_request(thinker, answers):
+    engine = thinker.engine
+    norm = engine.core.worker.model_runner.model.language_model.model.norm.weight
+    usual = norm.detach().clone()
+    try:
+        with torch.no_grad():
+            norm.fill_(torch.nan)
+        with pytest.raises(ModelOutputInvalid, match="logits hold NaN"):
+            engine.warm_up([1])
+        engine.abort("_warm_up/0")
+        thinker.start("broken", token_inputs(answers[0].prompt_token_ids), max_tokens=8, temperature=0.0)
+        thinker.start("sampled", token_inputs(answers[1].prompt_token_ids), max_tokens=8, temperature=0.9)
+        thinker.run()
+    finally:
+        with torch.no_grad():
+            norm.copy_(usual)
+    for name in ("broken", "sampled"):
+        assert isinstance(thinker.error(name), ModelOutputInvalid)
+        assert not thinker.tokens(name)
+    thinker.start("mended", token_inputs(answers[0].prompt_token_ids), max_tokens=8, temperature=0.0)
+    thinker.run()
+    assert thinker.tokens("mended") == answers[0].thinker_tokens[:8]

@@ -1,0 +1,118 @@
+"""What the owner of a run directory does when others remove it or its files, and whose folders it refuses."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from omni_actors.errors import ConfigError
+from omni_actors.run_directory import RunDirectory
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def run(short_path: Path) -> Iterator[RunDirectory]:
+    opened = RunDirectory(str(short_path / "run"))
+    yield opened
+    opened.close()
+
+
+def test_a_folder_that_is_as_it_was_is_left_alone(run: RunDirectory) -> None:
+    before = sorted(run.path.rglob("*"))
+    assert run.look() == ""
+    assert sorted(run.path.rglob("*")) == before
+
+
+def test_a_removed_folder_is_noticed(run: RunDirectory) -> None:
+    shutil.rmtree(run.path)
+    assert run.look() == f"The run directory {run.path} was removed while the pipeline ran."
+    assert not run.path.exists()
+
+
+def test_a_folder_that_others_made_in_its_place_is_not_taken_for_ours_and_stays(short_path: Path) -> None:
+    run = RunDirectory(str(short_path / "run"))
+    run.temporary = True
+    run.path.rename(short_path / "moved")
+    run.path.mkdir()
+    (run.path / "note").write_text("mine")
+    assert "was removed" in run.look()
+    run.close()
+    assert (run.path / "note").exists()
+
+
+def test_a_removed_lock_is_taken_again(run: RunDirectory) -> None:
+    (run.path / "lock").unlink()
+    assert run.look() == ""
+    assert (run.path / "lock").read_text() == str(os.getpid())
+    with pytest.raises(ConfigError, match="in use"):
+        RunDirectory(str(run.path))
+
+
+def test_a_lock_that_others_took_meanwhile_is_theirs(run: RunDirectory) -> None:
+    (run.path / "lock").unlink()
+    other = RunDirectory(str(run.path))
+    assert run.look() == f"Another process has taken the run directory {run.path}."
+    other.close()
+
+
+def test_the_folder_of_logs_is_made_again(run: RunDirectory) -> None:
+    run.logs.rmdir()
+    assert run.look() == ""
+    assert run.logs.is_dir()
+
+
+def test_the_loss_of_the_fork_servers_socket_is_noticed(run: RunDirectory) -> None:
+    folder = run.path / "pymp-x"
+    folder.mkdir()
+    (folder / "listener-y").touch()
+    assert run.look() == ""
+    (folder / "listener-y").unlink()
+    assert "no stage can be restarted" in run.look()
+
+
+def test_files_are_touched_so_that_no_cleaner_finds_them_old(run: RunDirectory) -> None:
+    (run.path / "dangling").symlink_to("nowhere")
+    paths = [run.path, *run.path.rglob("*")]
+    for path in paths:
+        os.utime(path, (0, 0), follow_symlinks=False)
+    assert run.look() == ""
+    assert [path for path in paths if not path.lstat().st_mtime or not path.lstat().st_atime] == []
+
+
+def test_a_cleaner_that_honours_locks_leaves_the_folder_alone(run: RunDirectory) -> None:
+    """What systemd-tmpfiles does before it descends into a folder."""
+    run.look()
+    script = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    cleaner = [sys.executable, "-c", script, str(run.path)]
+    assert b"BlockingIOError" in subprocess.run(cleaner, capture_output=True, check=False).stderr
+
+
+def test_a_cleaner_at_work_does_not_disturb(run: RunDirectory) -> None:
+    folder = os.open(run.path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    assert run.look() == ""
+    os.close(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives folders to another user")
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_or_link_of_another_user_is_refused_and_left_as_it_is(short_path: Path, link: bool) -> None:
+    folder = short_path / "run"
+    if link:
+        (short_path / "mine").mkdir(mode=0o755)
+        folder.symlink_to(short_path / "mine")
+    else:
+        folder.mkdir(mode=0o755)
+    os.chown(folder, NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}, and this process is of user 0"):
+        RunDirectory(str(folder))
+    assert not list(folder.iterdir())
+    assert folder.stat().st_mode & 0o777 == 0o755
