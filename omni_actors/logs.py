@@ -6,9 +6,11 @@ User content is never logged at info or above.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
+import time
 import traceback
 from typing import TextIO
 
@@ -16,6 +18,7 @@ from omni_actors import envs
 from omni_actors.errors import ConfigError
 
 FORMAT = "%(asctime)s %(levelname)s %(omni_process)s%(omni_about)s %(name)s: %(message)s"
+LINES, PERIOD_SECONDS = 10, 60.0  # of warnings and errors from one place in the code
 LIBRARIES = ("vllm", "transformers", "py.warnings")  # those with their own handlers, or none
 
 
@@ -31,18 +34,57 @@ class _ProcessFilter(logging.Filter):
         return True
 
 
-class _FileHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr, which is a file; makes the file again if it was removed or rotated away."""
+class LineLimit:
+    """Bounds what each place in the code logs, so that a flood of bad messages cannot fill the disk. Pure.
 
-    def __init__(self, file: str) -> None:
+    A place may log `LINES` within `PERIOD_SECONDS`; further ones are counted, and only the last of them is kept.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, int], _Place] = {}
+
+    def admits(self, record: logging.LogRecord, now: float) -> bool:
+        """Count a line at `now` (seconds of any clock) and say whether to write it."""
+        place = self._places.setdefault((record.name, record.lineno), _Place(now))
+        place.lines += 1
+        if place.lines > LINES:
+            place.last = record
+        return place.lines <= LINES
+
+    def left_out(self, now: float) -> list[tuple[int, logging.LogRecord]]:
+        """Forget the periods that are over; return the number and the last of the lines that each left out."""
+        over = {key: place for key, place in self._places.items() if now >= place.since + PERIOD_SECONDS}
+        for key in over:
+            del self._places[key]
+        return [(place.lines - LINES, place.last) for place in over.values() if place.last is not None]
+
+
+@dataclasses.dataclass
+class _Place:
+    since: float
+    lines: int = 0
+    last: logging.LogRecord | None = None  # of those left out
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to stderr, at a bounded rate; makes the file behind it again if that was removed or rotated away."""
+
+    def __init__(self, file: str | None) -> None:
         super().__init__(sys.stderr)
         self._file = file
+        self._limit = LineLimit()
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # its folder is gone, too, or the disk is full
-            if not os.path.exists(self._file):
+        if self._file is not None and not os.path.exists(self._file):
+            with contextlib.suppress(OSError):  # its folder is gone, too, or the disk is full
                 redirect_output(self._file)
-        super().emit(record)
+        now = time.monotonic()
+        for count, last in self._limit.left_out(now):
+            last.msg, last.args = f"{count} lines like this one were left out: {last.getMessage()}", ()
+            super().emit(last)
+        # Texts that are logged as they are say what was decided about processes, which is bounded already.
+        if record.levelno < logging.WARNING or record.msg == "%s" or self._limit.admits(record, now):
+            super().emit(record)
 
 
 def redirect_output(file: str) -> None:
@@ -64,7 +106,7 @@ def configure(process: str, file: str | None = None) -> None:
     if level not in logging.getLevelNamesMapping():
         hint = "Use debug, info, warning or error."
         raise ConfigError(f"OMNI_ACTORS_LOG_LEVEL: unknown level {level!r}.", hint=hint)
-    handler = logging.StreamHandler(sys.stderr) if file is None else _FileHandler(file)
+    handler = _Handler(file)
     handler.addFilter(_ProcessFilter(process))
     handler.setFormatter(logging.Formatter(FORMAT))
     for name in ("omni_actors", *LIBRARIES):

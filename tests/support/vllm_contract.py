@@ -78,7 +78,8 @@ CALLED: dict[str, str] = {
 
 # Structs, dataclasses, named tuples and enumerations -> the fields or members that we read.
 READ: dict[str, str] = {
-    "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids finish_reason pooling_output events num_nans_in_logits",
+    "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids finish_reason pooling_output events "
+    "num_nans_in_logits",
     "vllm.v1.engine:EngineCoreOutputs": "outputs scheduler_stats",
     "vllm.v1.engine:EngineCoreEvent": "type timestamp",
     "vllm.v1.engine:FinishReason": "STOP LENGTH ABORT ERROR REPETITION",
