@@ -90,7 +90,8 @@ def render(report: Report) -> str:
     """Render a report as text: a line per replica, a line per request, and the counts that are not zero."""
     shown = report.description
     health = "healthy" if shown.healthy else "degraded"
-    lines = [f"{shown.pipeline}: {health}, {shown.in_flight} of {shown.max_in_flight} requests in flight"]
+    requests = f"{shown.in_flight} of {shown.max_in_flight} requests in flight, {shown.queued} queued"
+    lines = [f"{shown.pipeline}: {health}, {requests}"]
     edges = {(edge.stage, edge.replica): edge for edge in report.edges}
     for stage in shown.stages:
         text = f"  {stage.stage}/{stage.replica}: {stage.state}{' (spare)' if stage.spare else ''}"

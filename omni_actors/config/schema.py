@@ -205,7 +205,8 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         run_dir: folder for sockets, logs and the lock; default: a new folder for this run, removed at exit.
         listen: client endpoint: `ipc` (a socket in `run_dir`), or `tcp://ADDRESS:PORT`.
         keys_dir: folder of CURVE keys, made by `omni-actors keys`; without them TCP stays on this host.
-        max_in_flight: requests admitted at a time; more are refused with `overloaded`.
+        max_in_flight: requests that run at a time; each has a slot. Some slots are kept for clients that have none.
+        max_queued: requests that may wait for a slot; with more, those of whoever has most end with `overloaded`.
         startup_timeout: seconds until every stage must be ready.
         shutdown_timeout: seconds that stages may take to stop before they are killed.
         drain_timeout: seconds that a stop waits for requests in flight.
@@ -229,6 +230,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     listen: Line = "ipc"
     keys_dir: Line | None = None
     max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
+    max_queued: Annotated[int, Meta(ge=0, le=10_000)] = 256
     startup_timeout: Seconds = 600.0
     shutdown_timeout: Seconds = 8.0
     drain_timeout: Annotated[float, Meta(ge=0, le=1e7)] = 2.0

@@ -63,6 +63,7 @@ class Reports:
             sample_rate=replicas.sample_rate,
             healthy=replicas.healthy,
             in_flight=requests.in_flight,
+            queued=requests.queued,
             max_in_flight=self._pipeline.coordinator.max_in_flight,
             stages=tuple(replica.status() for replica in replicas),
             requests=requests.requests_of(client),
@@ -122,6 +123,7 @@ class Reports:
         edges = {target: traffic.metrics() for target, traffic in self._traffic.items()} | self._stages.metrics()
         return self._collector.gather(
             self._requests.in_flight,
+            self._requests.queued,
             self._requests.retained_bytes,
             replicas,
             edges,

@@ -208,7 +208,7 @@ class Coordinator:
         if owner is None:
             self._lock_out(client, header, body, now)
         elif isinstance(body, Submit):
-            self._do(self._requests.submit(client, header, body, envelope.buffers, now))
+            self._do(self._requests.submit(client, header, body, envelope.buffers, now, key))
         elif isinstance(body, Abort):
             self._do(self._requests.abort(client, header.request_id, now))
         elif isinstance(body, Credit):
@@ -247,6 +247,7 @@ class Coordinator:
             header, body = envelope.header, envelope.body
             if isinstance(body, Credit):
                 self._stages.granted(ReplicaId(header.stage, header.replica, header.epoch), body)
+                self._do(())  # requests may have waited for it
                 return
             self._stages.took(header, frames)
             self._do(self._requests.from_stage(header, body, envelope.buffers, now))
@@ -275,17 +276,21 @@ class Coordinator:
     # -- outbound -----------------------------------------------------------------------------------------------------
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out what was decided about requests."""
+        """Carry out what was decided about requests, and open those that can have a slot now."""
+        self._send(instructions)
+        self._send(self._requests.fill(time.time()))
+        self._client_reader.poke()  # sending may have swallowed the descriptor's edge
+        if self._requests.in_flight or self._requests.queued:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _send(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, ToClient):
                 self._client_links.send(instruction)
             else:
                 self._stages.send(instruction)
-        self._client_reader.poke()  # sending may have swallowed the descriptor's edge
-        if self._requests.in_flight:
-            self._idle.clear()
-        else:
-            self._idle.set()
 
     def _obey(self, instructions: Iterable[FleetInstruction]) -> None:
         """Carry out what was decided about processes. One failure must not keep the others from being carried out."""
@@ -362,4 +367,4 @@ class Coordinator:
                 reader.poke()  # binding may have consumed the descriptor's edge
 
     def _on_fleet_tick(self) -> None:
-        self._obey(self.fleet.tick(time.monotonic(), self._requests.in_flight))
+        self._obey(self.fleet.tick(time.monotonic(), self._requests.in_flight + self._requests.queued))

@@ -149,7 +149,9 @@ class StageLinks:
         A socket that refuses is not a slow stage, which holds us up by credit, but one that may be lost: the health
         policy will know soon, and what waits here is replayed then.
         """
-        self._state.replicas.set_congested(replica_id, link.congested and not link.refused)
+        replica = self._state.replicas.at(replica_id)
+        if replica is not None:
+            self._state.gate.set_congested(replica, link.congested and not link.refused)
 
     def _fail_later(self, request_id: str, replica_id: ReplicaId, error: OmniError, attempt: int) -> None:
         """Fail an attempt later on the loop, outside of the instructions that are being carried out now."""

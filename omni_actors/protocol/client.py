@@ -26,6 +26,7 @@ class Submit(Body, tag="submit", frozen=True):
         priority: for the engines' schedulers; lower values come first.
         traceparent: the caller's span (W3C Trace Context).
         information: for the stages that want it, by name. Its tensors are in the buffers after those of the prompt.
+        tenant: the part of the client's share of slots that the request counts for.
     """
 
     prompt: Prompt
@@ -37,6 +38,7 @@ class Submit(Body, tag="submit", frozen=True):
     traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None
     sent: Moment = 0.0
     information: AdditionalInformationPayload | None = None
+    tenant: Annotated[str, Meta(max_length=64)] = ""
 
     def __post_init__(self) -> None:
         of_prompt = len(self.prompt.tensor_refs())
@@ -78,7 +80,8 @@ class Description(Body, tag="description", frozen=True):
 
     Attributes:
         sample_rate: of the audio, in Hz; 0 without audio.
-        in_flight: requests of all clients, at most `max_in_flight`.
+        in_flight: requests of all clients that have a slot, at most `max_in_flight`.
+        queued: those that wait for one.
         requests: the asking client's own requests in flight; one that it waits for and does not find here is lost.
         counts: what the coordinator refused or dropped, by reason.
         outputs: the stage that produces each modality.
@@ -98,6 +101,7 @@ class Description(Body, tag="description", frozen=True):
     counts: dict[str, int] = {}
     outputs: dict[str, str] = {}
     sampling_stages: tuple[str, ...] = ()
+    queued: int = 0
 
 
 class Operation(enum.StrEnum):

@@ -114,6 +114,7 @@ class TelemetryCollector:
     def gather(
         self,
         in_flight: int,
+        queued: int,
         retained_bytes: int,
         replicas: Mapping[tuple[str, int], tuple[bool, bool, int]],
         edges: Mapping[str, EdgeMetrics],
@@ -130,6 +131,7 @@ class TelemetryCollector:
         """
         own = self._meters
         own.set(table.IN_FLIGHT, to=in_flight)
+        own.set(table.QUEUED, to=queued)
         own.set(table.RETAINED, to=retained_bytes)
         for (stage, replica), (ready, spare, bound) in replicas.items():
             own.set(table.READY, stage, str(replica), to=ready and not spare)

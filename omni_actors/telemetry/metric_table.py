@@ -58,7 +58,8 @@ REQUESTS = _counter(
     ("outcome", "code"),
     "Requests that ended: done, failed or refused (never admitted), with the error code, or ok.",
 )
-IN_FLIGHT = _gauge("omni_requests_in_flight", (), "Requests admitted and not ended.")
+IN_FLIGHT = _gauge("omni_requests_in_flight", (), "Requests that have a slot.")
+QUEUED = _gauge("omni_requests_queued", (), "Requests that wait for a slot.")
 REQUEST_SECONDS = _histogram("omni_request_seconds", (), _REQUESTS, "Time of a done request from arrival to end.")
 FIRST_TEXT = _histogram(
     "omni_time_to_first_text_seconds", (), _WAITS, "Time from a request's arrival to its first text (TTFT)."

@@ -31,7 +31,8 @@ def held(description: Description) -> dict[str, int]:
         for name, count in {**stage.counts, "in_flight": stage.in_flight}.items()
         if count and not name.startswith(("dropped_", "rejected_", "total_"))
     }
-    return counts | ({"in_flight": description.in_flight} if description.in_flight else {})
+    requests = {"in_flight": description.in_flight, "queued": description.queued}
+    return counts | {name: count for name, count in requests.items() if count}
 
 
 class EchoLauncher:

@@ -37,6 +37,7 @@ EVENTS = (
     "reject_from_stage",
     "replica_lost",
     "tick",
+    "fill",
     "shut_down",
 )
 
@@ -109,7 +110,10 @@ class CheckedRequestMachine(RequestMachine):
 
     def check(self) -> None:
         active = {request.request_id for request in self.active}
-        assert len(active) == self.in_flight <= self.pipeline.coordinator.max_in_flight
+        assert len(active) == self.in_flight + self.queued
+        assert self.in_flight <= self.pipeline.coordinator.max_in_flight
+        assert self.queued <= self.pipeline.coordinator.max_queued
+        assert self.queued == sum(request.state == "queued" for request in self.active)
         assert active == set(self._client_seq), "admitted, not ended and not there, or the other way round"
         assert active == set(self.onlooker.attempts), "an observer sees every admission and every end"
         assert self.replays == sum(counts for _, counts in self.onlooker.losses)
@@ -129,7 +133,7 @@ class CheckedRequestMachine(RequestMachine):
         waiting = {request.request_id for request in self.active.waiting()}
         for request in self.active:
             self._check_request(request, request.request_id in waiting)
-        kept = [request.retained.size for request in self.active if request.retained is not None]
+        kept = [request.retained.size for request in self.active if request.retained and request.state != "queued"]
         assert self.retained_bytes == sum(kept)
 
     def _check_request(self, request: ActiveRequest, waits: bool) -> None:

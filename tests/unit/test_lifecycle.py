@@ -30,7 +30,9 @@ from tests.support.requests import (
     ask,
     bring_back,
     failure,
+    finish,
     lose,
+    opened_requests,
     ready,
     replica_id,
     say,
@@ -119,7 +121,7 @@ def test_parameters_of_the_wrong_kind_of_stage() -> None:
 
 
 def test_overload_says_when_to_come_back() -> None:
-    state = ready(max_in_flight=2)
+    state = ready(max_in_flight=2, max_queued=0)
     ask(state, "a")
     ask(state, "b")
     body = failure(ask(state, "c"))
@@ -319,10 +321,59 @@ def test_deadline_is_bounded() -> None:
     assert len(ready().submit(ALICE, Header("", "r1", deadline=NOW + 86_399), submit(), [], NOW)) == 4
 
 
-def test_stage_without_credit_is_overloaded() -> None:
-    state = ready()
+def test_requests_wait_in_the_queue_for_a_slot_and_may_be_aborted_there() -> None:
+    state = ready(max_in_flight=1)
+    ask(state, "a")
+    assert [ask(state, "b"), ask(state, "c"), ask(state, "d", BOB)] == [[], [], []]
+    assert (state.in_flight, state.queued) == (1, 3)
+    assert {status.state for status in state.statuses(NOW)} == {"running", "queued"}
+    assert failure(state.abort(ALICE, "b", NOW)).code is ErrorCode.ABORTED
+    finish(state, "a")
+    assert opened_requests(state.fill(NOW)) == {"d"}, "of a client that has had nothing"
+    assert not opened_requests(ask(state, "b")), "no stage has heard of its id"
+    finish(state, "d")
+    assert opened_requests(state.fill(NOW)) == {"c"}
+    state.abort(ALICE, "c", NOW)
+    assert opened_requests(state.fill(NOW)) == {"b"}
+    assert failure(state.tick(NOW + 600)).code is ErrorCode.DEADLINE_EXCEEDED
+    assert (state.in_flight, state.queued, state.retained_bytes) == (0, 0, 0)
+
+
+def test_a_client_that_has_more_makes_room_for_one_that_has_less() -> None:
+    state = ready(max_in_flight=1, max_queued=3)
+    for name in "abcd":
+        ask(state, name, priority=name == "c")
+    refused = ask(state, "x", BOB)
+    assert [(item.client, item.request_id) for item in refused] == [(ALICE, "c")], "its least urgent one"
+    assert failure(refused).code is ErrorCode.OVERLOADED
+    assert failure(refused).retry_after
+    assert state.requests_of(BOB) == ("x",)
+    ask(state, "y", BOB)
+    assert failure(ask(state, "z", BOB)).code is ErrorCode.OVERLOADED, "now both have as much"
+
+
+def test_the_connections_of_one_key_share_its_slots() -> None:
+    state = ready(max_in_flight=1, max_queued=8)
+
+    def with_key(client: bytes, request_id: str, key: bytes) -> list[Instruction]:
+        return state.submit(client, Header("", request_id), submit(), [], NOW, key)
+
+    assert opened_requests(with_key(b"1", "a", b"key")) == {"a"}
+    for number in range(4):
+        with_key(b"%d" % number, f"b{number}", b"key")
+    with_key(b"other", "c", b"other key")
+    order = ["a"]
+    for _ in range(3):
+        finish(state, order[-1])
+        order += opened_requests(state.fill(NOW))
+    assert order == ["a", "c", "b0", "b2"], "its connections take turns, too"
+
+
+def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait() -> None:
+    state = ready(max_queued=1)
     replica = next(replica for replica in state.replicas if replica.stage == "talker")
-    replica.congested = True
+    state.gate.set_congested(replica, True)
+    assert ask(state, "r0") == []
     (refused,) = state.submit(ALICE, Header("", "r1"), submit(), [], NOW)
     assert refused.body.code is ErrorCode.OVERLOADED
     assert refused.body.stage == "talker"
@@ -330,7 +381,8 @@ def test_stage_without_credit_is_overloaded() -> None:
     assert refused.body.retry_after
     assert state.in_flight == 0
     assert len(state.submit(ALICE, Header("", "r2"), submit("text"), [], NOW)) == 2, "text needs no talker"
-    replica.congested = False
+    state.gate.set_congested(replica, False)
+    assert opened_requests(state.fill(NOW)) == {"r0"}
     assert len(state.submit(ALICE, Header("", "r3"), submit(), [], NOW)) == 4
 
 

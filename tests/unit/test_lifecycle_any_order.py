@@ -30,7 +30,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = ready(replicas=2, max_in_flight=5, tombstone_ttl=20, max_attempts=MAX_ATTEMPTS)
+        self.state = ready(replicas=2, max_in_flight=5, max_queued=2, tombstone_ttl=20, max_attempts=MAX_ATTEMPTS)
         self.now = NOW
         self.serial = 0
         self.admitted: dict[str, bytes] = {}
@@ -42,6 +42,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.running: dict[tuple[str, ReplicaId], int] = {}  # the attempt that each replica works on
 
     def take(self, instructions: list[Instruction]) -> None:
+        self.carry_out(instructions)
+        self.carry_out(self.state.fill(self.now))
+
+    def carry_out(self, instructions: list[Instruction]) -> None:
         for item in instructions:
             if isinstance(item, ToStage):
                 replica = self.state.replicas.find(
@@ -183,13 +187,15 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         active = {*self.state.requests_of(ALICE), *self.state.requests_of(BOB)}
-        assert len(active) == self.state.in_flight <= 5
+        assert len(active) == self.state.in_flight + self.state.queued
+        assert self.state.in_flight <= 5
+        assert self.state.queued <= 2
         ended = {request_id for request_id, count in self.terminals.items() if count}
         assert active == set(self.admitted) - ended - self.silenced
 
     def teardown(self) -> None:
         self.take(self.state.tick(self.now + 10_000))
-        assert self.state.in_flight == 0
+        assert self.state.in_flight + self.state.queued == 0
         for request_id in set(self.admitted) - self.silenced:
             assert self.terminals[request_id] == 1
         assert not any(replica.requests or replica.reserved_for for replica in self.state.replicas)

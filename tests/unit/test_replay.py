@@ -395,7 +395,7 @@ def test_over_the_budget_nothing_is_kept() -> None:
 
 
 def test_new_requests_wait_for_a_stage_that_comes_back() -> None:
-    state = ready(max_in_flight=2)
+    state = ready(max_in_flight=2, max_queued=0)
     lose(state, "talker")
     assert ask(state, "a") == []
     assert [item.replica_id.stage for item in ask(state, "text", ALICE, "text")] == ["thinker", "prompt"]

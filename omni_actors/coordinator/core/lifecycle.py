@@ -12,13 +12,13 @@ import collections
 from collections.abc import Callable, Iterable, Sequence
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.core.admission import admit, deadline_of, size_of
 from omni_actors.coordinator.core.delivery import diverged
+from omni_actors.coordinator.core.gate import Gate
 from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
 from omni_actors.coordinator.core.observer import Observer
 from omni_actors.coordinator.core.planning import Planner, Unavailable, Wait
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.requests import ActiveRequest, RequestBook, Retained
+from omni_actors.coordinator.core.requests import ActiveRequest, RequestBook
 from omni_actors.coordinator.core.states import RequestEvent, RequestState
 from omni_actors.coordinator.core.suspects import clear_others, poison, record_crash
 from omni_actors.errors import (
@@ -26,7 +26,6 @@ from omni_actors.errors import (
     DeadlineExceeded,
     InvalidRequest,
     OmniError,
-    Overloaded,
     ProtocolError,
     StageLost,
     StageUnavailable,
@@ -39,7 +38,6 @@ from omni_actors.protocol.results import AudioChunk, StageDone, StageUsage, Text
 from omni_actors.protocol.stage import MAX_ENDED, Ended, OpenRequest, Resend
 from omni_actors.protocol.tombstones import Tombstones
 
-RETRY_AFTER_SECONDS = 1.0
 LISTED_REQUESTS = 1000
 
 
@@ -56,7 +54,6 @@ class RequestMachine:
         self.pipeline = pipeline
         self.replicas = ReplicaTable()
         self.dropped: collections.Counter[str] = collections.Counter()
-        self._new_seed = new_seed
         self.active = RequestBook()
         self._entry = pipeline.entry.name
         self._outputs = {stage.name: frozenset(stage.outputs) for stage in pipeline.stages}
@@ -67,11 +64,18 @@ class RequestMachine:
         self.replays = 0
         self._closing = False
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
+        self.gate = Gate(pipeline, self.replicas, self.planner, new_seed, self._may_retain)
+        self._slots = self.gate.slots
 
     @property
     def in_flight(self) -> int:
-        """Requests that were admitted and have not ended."""
-        return len(self.active)
+        """Requests that have a slot."""
+        return self._slots.held
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a slot."""
+        return self._slots.waiting
 
     def clients(self) -> set[bytes]:
         """Those with requests in flight."""
@@ -90,74 +94,46 @@ class RequestMachine:
         """The oldest requests in flight."""
         return tuple(request.status(now) for request in self.active.oldest(LISTED_REQUESTS))
 
-    @property
-    def max_input_tokens(self) -> int:
-        """The longest prompt that every replica of the entry stage takes; 0 while none has said."""
-        limits = [replica.max_input_tokens for replica in self.replicas.of(self._entry)]
-        return min((limit for limit in limits if limit), default=0)
-
     # -- clients ------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, client: bytes, header: Header, submit: Submit, buffers: Sequence[Frame], now: float
+        self, client: bytes, header: Header, submit: Submit, buffers: Sequence[Frame], now: float, key: bytes = b""
     ) -> list[Instruction]:
-        """Admit a request and open it in every stage of its route, or refuse it with one `Failed`."""
+        """Admit a request, or refuse it with one `Failed`. With a slot it is opened in every stage of its route.
+
+        `key` is that of the client's connection, b"" for none.
+        """
         try:
-            request = self._admit(client, header, submit, buffers, now)
+            self._check_new(header.request_id)
+            request = self.gate.admit(client, header, submit, buffers, now)
+            crowded_out = self.gate.enter(request, submit.tenant, key)
         except OmniError as error:
             self._observer.refused(error)
             return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
         self._observer.admitted(request.request_id, submit)
-        return self._open(request, now)
+        self.active.add(request)
+        instructions: list[Instruction] = []
+        for other in crowded_out:
+            instructions += self._fail(self.active[other], self.gate.overloaded(), now)
+        return instructions + self.fill(now)
 
-    def _admit(
-        self, client: bytes, header: Header, submit: Submit, buffers: Sequence[Frame], now: float
-    ) -> ActiveRequest:
-        request_id = header.request_id
+    def fill(self, now: float) -> list[Instruction]:
+        """Open the requests that can have a slot now. Call it after every event."""
+        instructions: list[Instruction] = []
+        while (ticket := self._slots.next()) is not None:
+            request = self.active[ticket.request_id]
+            self.active.on(request, RequestEvent.GRANTED)
+            self.retained_bytes += ticket.size
+            instructions += self._open(request, now)
+        return instructions
+
+    def _check_new(self, request_id: str) -> None:
         if self._closing:
             raise _shutting_down()
         if not request_id:
             raise InvalidRequest("The request has no id.")
         if request_id in self.active or request_id in self._tombstones:
             raise InvalidRequest(f"The request id {request_id!r} was used before.", hint="Use a new id per request.")
-        limit = self.pipeline.coordinator.max_in_flight
-        if self.in_flight >= limit:
-            raise Overloaded(
-                f"{self.in_flight} requests are in flight, the limit is {limit}.", retry_after=RETRY_AFTER_SECONDS
-            )
-        deadline = deadline_of(self.pipeline.coordinator, header.deadline, now)
-        longest = self.max_input_tokens if submit.prompt.length else 0
-        admitted = admit(self.pipeline, submit, self.replicas.voices, longest)
-        size = size_of(submit, buffers)
-        for stage in admitted.stages:
-            self._check_stage(stage, size)
-        request = ActiveRequest(
-            request_id,
-            client,
-            admitted.stages,
-            admitted.modalities,
-            deadline,
-            params=admitted.params,
-            seed=submit.seed if submit.seed is not None else self._new_seed(),
-            voice=submit.voice,
-            priority=submit.priority,
-            retained=Retained(submit.prompt, buffers, size, submit.information),
-            information=frozenset(submit.information.entries) if submit.information is not None else frozenset(),
-        )
-        self.retained_bytes += size
-        self.active.add(request)
-        return request
-
-    def _check_stage(self, stage: str, size: int) -> None:
-        """Refuse what a stage cannot take, now or soon."""
-        replica = self.replicas.choose(stage)
-        if replica is None:
-            if not self.planner.may_wait_for(stage) or not self._may_retain(size):
-                raise StageUnavailable(f"No replica of stage {stage!r} is ready.", stage=stage)
-        elif replica.congested:
-            raise Overloaded(
-                f"Stage {stage!r} takes no more input for now.", stage=stage, retry_after=RETRY_AFTER_SECONDS
-            )
 
     def _may_retain(self, size: int) -> bool:
         return self.retained_bytes + size <= self.pipeline.coordinator.retain_bytes
@@ -409,6 +385,7 @@ class RequestMachine:
     def tick(self, now: float) -> list[Instruction]:
         """End requests whose deadline has passed. Call it a few times a second."""
         self._tombstones.expire(now)
+        self._slots.look_again()
         instructions = [
             instruction
             for request in self.active.late(now)
@@ -468,9 +445,10 @@ class RequestMachine:
 
     def _close(self, request: ActiveRequest, now: float) -> None:
         self.active.remove(request)
-        self._release_input(request)
-        self._unbind(request, request.bound)
-        self._tombstones.add(request.request_id, now)
+        if self._slots.leave(request.request_id):  # else no stage has heard of it
+            self._release_input(request)
+            self._unbind(request, request.bound)
+            self._tombstones.add(request.request_id, now)
 
     def _to_client(self, request: ActiveRequest, body: Body, buffers: Sequence[Frame] = ()) -> ToClient:
         seq = request.client_seq

@@ -232,12 +232,6 @@ class ReplicaTable:
         """The replicas of a stage."""
         return list(self._by_stage.get(stage, {}).values())
 
-    def set_congested(self, replica_id: ReplicaId, congested: bool) -> None:
-        """Note whether a replica has granted no credit for more input: admission refuses requests for it."""
-        replica = self.at(replica_id)
-        if replica is not None:
-            replica.congested = congested
-
     def current(self, stage: str, index: int) -> Replica | None:
         """The replica in its present epoch."""
         return self._replicas.get((stage, index))

@@ -84,7 +84,7 @@ class ActiveRequest:
     priority: int = 0
     retained: Retained | None = None
     information: frozenset[str] = frozenset()  # names of what the client sent, also when it is no longer kept
-    state: RequestState = RequestState.WAITING
+    state: RequestState = RequestState.QUEUED
     bound: dict[str, ReplicaId] = field(default_factory=dict)  # by stage; not all of them while it waits
     attempt: int = 0
     attempts: dict[str, int] = field(default_factory=dict)
@@ -136,12 +136,12 @@ class ActiveRequest:
 
 
 class RequestBook:
-    """All active requests: by id, by client, by deadline, and those that wait. No look-up searches through all."""
+    """All active requests: by id, client and deadline, and those that wait for a stage. No look-up searches all."""
 
     def __init__(self) -> None:
         self._all: dict[str, ActiveRequest] = {}
         self._by_client: dict[bytes, dict[str, None]] = {}
-        self._waiting: dict[str, None] = {}  # in order of admission, or of their last loss
+        self._waiting: dict[str, None] = {}  # in order of their slots, or of their last loss
         self._deadlines: list[tuple[float, str]] = []  # a heap; those of ended requests are skipped
 
     def __len__(self) -> int:
@@ -161,10 +161,9 @@ class RequestBook:
         return self._all.get(request_id)
 
     def add(self, request: ActiveRequest) -> None:
-        """Add a request that was just admitted; it waits."""
+        """Add a request that was just admitted."""
         self._all[request.request_id] = request
         self._by_client.setdefault(request.client, {})[request.request_id] = None
-        self._waiting[request.request_id] = None
         heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
     def remove(self, request: ActiveRequest) -> None:
@@ -205,7 +204,10 @@ class RequestBook:
         return list(itertools.islice(self._all.values(), count))
 
     def waiting(self) -> list[ActiveRequest]:
-        """Those that wait, by priority: suspects last, so that others get in before a replica is emptied for one."""
+        """Those that have a slot and wait for a stage, by priority.
+
+        Suspects come last, so that others get in before a replica is emptied for one.
+        """
         requests = [self._all[request_id] for request_id in self._waiting]
         return sorted(requests, key=lambda request: (request.suspected_by is not None, request.priority))
 
@@ -216,10 +218,10 @@ class RequestBook:
 
     def late(self, now: float) -> list[ActiveRequest]:
         """Those whose deadline has passed; each is returned only once."""
-        passed = []
+        passed: dict[str, ActiveRequest] = {}  # an id that was used again may be there twice
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, request_id = heapq.heappop(self._deadlines)
             request = self._all.get(request_id)
             if request is not None and request.deadline == deadline:
-                passed.append(request)
-        return passed
+                passed[request_id] = request
+        return list(passed.values())

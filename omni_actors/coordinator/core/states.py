@@ -99,7 +99,8 @@ LAUNCH_TRANSITIONS: dict[tuple[LaunchState, LaunchEvent], LaunchState] = {
 class RequestState(enum.StrEnum):
     """Where a request is between its admission and its terminal message."""
 
-    WAITING = "waiting"  # admitted; a stage that it needs is not ready
+    QUEUED = "queued"  # admitted; waits for a slot
+    WAITING = "waiting"  # has a slot; a stage that it needs is not ready
     RUNNING = "running"  # bound to one replica of every stage of its route
     DONE = "done"
     FAILED = "failed"
@@ -108,6 +109,7 @@ class RequestState(enum.StrEnum):
 class RequestEvent(enum.StrEnum):
     """What can happen to a request."""
 
+    GRANTED = "granted"  # a slot
     OPENED = "opened"
     REPLAYED = "replayed"  # a replica of its route was lost: a new attempt
     COMPLETED = "completed"
@@ -115,9 +117,11 @@ class RequestEvent(enum.StrEnum):
 
 
 REQUEST_TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (RequestState.QUEUED, RequestEvent.GRANTED): RequestState.WAITING,
     (RequestState.WAITING, RequestEvent.OPENED): RequestState.RUNNING,
     (RequestState.RUNNING, RequestEvent.REPLAYED): RequestState.WAITING,
     (RequestState.RUNNING, RequestEvent.COMPLETED): RequestState.DONE,
     (RequestState.RUNNING, RequestEvent.FAILED): RequestState.FAILED,
     (RequestState.WAITING, RequestEvent.FAILED): RequestState.FAILED,
+    (RequestState.QUEUED, RequestEvent.FAILED): RequestState.FAILED,
 }
