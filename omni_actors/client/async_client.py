@@ -132,6 +132,7 @@ class AsyncOmniClient:
         videos: Sequence[VideoInput] = (),
         traceparent: str | None = None,
         additional_information: Mapping[str, Any] | None = None,
+        tenant: str = "",
     ) -> RequestStream:
         """Send a request and return the stream of its answer.
 
@@ -153,6 +154,7 @@ class AsyncOmniClient:
             traceparent: the caller's span (W3C Trace Context), which becomes the parent of the request's spans.
             additional_information: values by name for the stages that want them: numbers, texts, lists of these, and
                 arrays. A name that no stage of the request wants is refused.
+            tenant: whom this client sends the request for, in up to 64 characters. Its tenants share its slots fairly.
 
         Raises:
             InvalidRequest, InvalidPayload, MalformedMedia: the request is wrong; nothing was sent.
@@ -173,6 +175,7 @@ class AsyncOmniClient:
             traceparent=_checked_traceparent(traceparent),
             sent=time.time(),
             information=information,
+            tenant=tenant,
         )
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._streams:

@@ -53,7 +53,11 @@ class Answer:
             options["timeout"] = state.settings.request_timeout
         try:
             stream = await state.client.submit(
-                prompt, request_id=request.state.request_id, traceparent=request.state.traceparent, **options
+                prompt,
+                request_id=request.state.request_id,
+                traceparent=request.state.traceparent,
+                tenant=state.tenants.name(request.client.host if request.client is not None else ""),
+                **options,
             )
         except OmniError as error:
             raise HttpError.of(error, fields) from error

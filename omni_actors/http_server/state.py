@@ -19,6 +19,7 @@ from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.media import MediaReader
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
+from omni_actors.http_server.tenants import TenantNames
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.payloads import StageParams
 
@@ -37,6 +38,7 @@ class ServerState:
         self.media = MediaReader(
             settings, fetcher or Fetcher(settings.media_hosts, settings.media_bytes), self.files, self.transcripts
         )
+        self.tenants = TenantNames()
         self.started = int(time.time())
         self._description: Description | None = None
         self._described = 0.0

@@ -31,7 +31,7 @@ def echo(echo_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
 @pytest.fixture(scope="session")
 def slow_pipeline() -> Iterator[HttpPipeline]:
     overrides = {f"stages.{stage}.engine.step_seconds": 0.05 for stage in ("thinker", "code2wav")}
-    overrides["coordinator.max_in_flight"] = 2
+    overrides |= {"coordinator.max_in_flight": 2, "coordinator.max_queued": 0}
     with HttpPipeline(overrides=overrides) as pipeline:
         yield pipeline
 

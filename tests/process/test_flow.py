@@ -53,7 +53,9 @@ async def offer(echo: EchoLauncher, count: int, pause: float) -> tuple[list[Any]
 
 
 async def test_slow_last_stage_throttles_the_others_and_then_admission(launch: Launch) -> None:
-    echo = launch(flow_chain(SMALL, code2wav={"step_seconds": 0.05})).wait_ready()
+    data = flow_chain(SMALL, code2wav={"step_seconds": 0.05})
+    data["coordinator"]["max_queued"] = 8
+    echo = launch(data).wait_ready()
     answers, most = await offer(echo, 120, 0.005)
     refused = [answer for answer in answers if isinstance(answer, Overloaded)]
     good = [answer for answer in answers if not isinstance(answer, OmniError)]

@@ -195,6 +195,7 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         "stages of a pipeline": most(PipelineConfig, "stages"),
         "nodes": most(ClusterConfig, "nnodes"),
         "requests in flight": most(CoordinatorConfig, "max_in_flight"),
+        "requests that wait for a slot": most(CoordinatorConfig, "max_queued"),
         "tensors and media in a message": message.buffers,
         "one tensor or medium of a message": message.buffer_bytes,
         "a message": message.message_bytes,
