@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,15 +17,19 @@ from starlette.types import ASGIApp
 from omni_actors import __version__
 from omni_actors.errors import OmniError
 from omni_actors.http_server import chat, completions, files, speech, status, web_page
-from omni_actors.http_server.errors import HttpError, field_name
+from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
+from omni_actors.http_server.json_body import schemas
 from omni_actors.http_server.middleware import RequestMiddleware
+from omni_actors.http_server.schemas import ChatRequest, CompletionRequest, SpeechRequest
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
+from omni_actors.protocol.payloads import StageParams
 
 logger = get_logger(__name__)
 
+BODIES = (ChatRequest, CompletionRequest, SpeechRequest, StageParams)  # documented besides what FastAPI documents
 ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 ERROR_SCHEMA = {
     "type": "object",
@@ -100,25 +104,13 @@ async def _on_omni_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
-    """Report the first field of the body that is wrong, without repeating its value."""
+    """Report the first parameter of the path or query, or field of the form, that is wrong; bodies report their own."""
     if not isinstance(error, RequestValidationError):
         return await _on_bug(request, error)
-    first = _deepest(error.errors())
-    if first["type"] == "json_invalid":
-        return HttpError(400, "The body is not valid JSON.", code="invalid_json").response()
-    param = field_name(first["loc"])
-    message = f"{param or 'body'}: {first['msg']}."
-    code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(first["type"])
-    return HttpError(400, message, param=param, code=code or "invalid_value").response()
-
-
-def _deepest(errors: Sequence[Any]) -> Any:
-    """The first error, or the deepest one inside it: a union reports every branch that did not match."""
-    field = field_name(errors[0]["loc"]) or ""
-    return max(
-        (error for error in errors if (field_name(error["loc"]) or "").startswith(field)),
-        key=lambda error: len(error["loc"]),
-    )
+    first = error.errors()[0]
+    param = str(first["loc"][-1])
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    return bad_field(param, f"{param}: {first['msg']}.", code).response()
 
 
 async def _on_routing(request: Request, error: Exception) -> Response:
@@ -127,7 +119,7 @@ async def _on_routing(request: Request, error: Exception) -> Response:
         return await _on_bug(request, error)
     if error.status_code == 404:
         return HttpError(404, f"There is nothing at {request.url.path[:200]!r}.", code="not_found").response()
-    response = HttpError(error.status_code, f"{error.detail}.", code=f"http_{error.status_code}").response()
+    response = HttpError(error.status_code, f"{error.detail.rstrip('.')}.", code=f"http_{error.status_code}").response()
     response.headers.update(error.headers or {})
     return response
 
@@ -158,6 +150,6 @@ def _schema(app: FastAPI) -> dict[str, Any]:
             for operation in operations.values():
                 operation["responses"].pop("422", None)
                 operation["responses"].update(errors)
-        schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = ERROR_SCHEMA
+        schema["components"]["schemas"].update(schemas(BODIES), Error=ERROR_SCHEMA)
         app.openapi_schema = schema
     return app.openapi_schema

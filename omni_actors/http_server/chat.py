@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,11 +18,13 @@ from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of
 from omni_actors.http_server.audio_formats import encode, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.schemas import ChatRequest, voice_name
 from omni_actors.http_server.state import ServerState, State
 from omni_actors.protocol.client import Description
 
 router = APIRouter()
+BODY = JsonBody(ChatRequest)
 
 STREAM_FORMAT = "pcm16"
 FIELDS = {
@@ -33,15 +35,15 @@ FIELDS = {
 }
 
 
-@router.post("/v1/chat/completions", response_class=Response)
-async def chat_completions(body: ChatRequest, request: Request, state: State) -> Response:
+@router.post("/v1/chat/completions", response_class=Response, openapi_extra=BODY.openapi())
+async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request: Request, state: State) -> Response:
     """Answer a chat in text, or in text and speech; complete or as server-sent events."""
     body.refuse_unsupported()
     description = await state.describe()
     state.check_model(body.model, description)
     spoken = "audio" in (body.modalities or ())
     audio_format = _audio_format(body)
-    params = state.stage_params(body.stage_params, description, body.stage_fields())
+    params = state.stage_params(body.params_by_stage(), description, body.stage_fields())
     answer = await Answer.begin(
         request,
         state,

@@ -4,43 +4,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.json_body import JsonBody
+from omni_actors.http_server.json_bounds import MAX_TOKEN_VALUES
 from omni_actors.http_server.schemas import CompletionRequest
 from omni_actors.http_server.state import State
 
 router = APIRouter()
+BODY = JsonBody(CompletionRequest, MAX_TOKEN_VALUES)
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 FIELDS = {ErrorCode.PROMPT_TOO_LONG: "prompt", ErrorCode.INVALID_PAYLOAD: "prompt"}
 
 
-@router.post("/v1/completions", response_class=Response)
-async def completions(body: CompletionRequest, request: Request, state: State) -> Response:
+@router.post("/v1/completions", response_class=Response, openapi_extra=BODY.openapi())
+async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request: Request, state: State) -> Response:
     """Answer one prompt in text.
 
     A prompt of token ids goes to the model unchanged. A prompt of text becomes one user message in the chat template,
     the only form the model was trained on.
     """
     body.refuse_unsupported()
+    prompt = body.text_or_tokens()
     description = await state.describe()
     state.check_model(body.model, description)
     params = state.stage_params(
-        body.stage_params, description, {"max_tokens": DEFAULT_MAX_TOKENS, **body.stage_fields()}
+        body.params_by_stage(), description, {"max_tokens": DEFAULT_MAX_TOKENS, **body.stage_fields()}
     )
     answer = await Answer.begin(
         request,
         state,
-        _prompt(body),
+        prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
         FIELDS,
         modalities=["text"],
         params=params,
@@ -79,12 +83,3 @@ async def completions(body: CompletionRequest, request: Request, state: State) -
         return Response(
             msgspec.json.encode({**whole, "usage": usage_of(answer.usage, description)}), media_type="application/json"
         )
-
-
-def _prompt(body: CompletionRequest) -> Any:
-    prompt = body.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    if not prompt:
-        raise bad_field("prompt", "The prompt is empty.")
-    return prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -91,23 +91,3 @@ class HttpError(Exception):
 def bad_field(param: str, message: str, code: str = "invalid_value") -> HttpError:
     """Make an error 400 for one field."""
     return HttpError(400, message, param=param, code=code)
-
-
-def field_name(location: Sequence[str | int]) -> str | None:
-    """`("body", "messages", 0, "content")` -> `messages[0].content`; `None` for the body as a whole.
-
-    Pydantic's locations contain the branches of unions, which are not fields of the request. The items of lists are
-    tagged unions, so a word right after an index is the tag.
-    """
-    name = ""
-    after_index = False
-    for step in location[1:]:  # the first is "body"
-        if isinstance(step, int):
-            name += f"[{step}]"
-        elif step.isidentifier() and step not in UNION_BRANCHES and not after_index:
-            name += f".{step}" if name else step
-        after_index = isinstance(step, int)
-    return name or None
-
-
-UNION_BRANCHES = frozenset({"str", "int", "VoiceId"})  # in the request models of `schemas.py`

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -16,21 +14,25 @@ from PIL import Image
 
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
+from omni_actors.http_server.long_strings import base64_of, string_of
 from omni_actors.http_server.schemas import (
+    AnyMessage,
+    AnyPart,
     AssistantMessage,
     AudioPart,
     AudioUrlPart,
     FilePart,
     ImageUrlPart,
-    Message,
-    Part,
+    SystemMessage,
     TextPart,
+    UserMessage,
 )
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.protocol.payloads import MEDIA_MODALITIES
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_URL = 2048  # bytes of a URL, or of a data: URI before its data
 VIDEO_RATE = 2.0  # frames per second to keep, as Qwen2.5-Omni was trained
 VIDEO_SIDE = 640  # longest side of a kept frame, in pixels
 
@@ -44,7 +46,7 @@ class MediaReader:
         self._files = files
         self._transcripts = transcripts
 
-    async def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    async def messages(self, messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
         """Messages as `AsyncOmniClient.submit` takes them.
 
         Raises:
@@ -53,7 +55,7 @@ class MediaReader:
         self._check_count(messages)
         return [await self._message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
-    def _check_count(self, messages: Sequence[Message]) -> None:
+    def _check_count(self, messages: Sequence[AnyMessage]) -> None:
         parts = [part for message in messages for part in message.content or () if not isinstance(part, str)]
         count = sum(not isinstance(part, TextPart) for part in parts)
         if count > self._settings.media_parts:
@@ -61,8 +63,10 @@ class MediaReader:
                 "messages", f"The messages have {count} media; at most {self._settings.media_parts} are allowed."
             )
 
-    async def _message(self, message: Message, where: str) -> dict[str, Any]:
-        role = "system" if message.role == "developer" else message.role
+    async def _message(self, message: AnyMessage, where: str) -> dict[str, Any]:
+        role = "user" if isinstance(message, UserMessage) else "assistant"
+        if isinstance(message, SystemMessage):
+            role = "system"
         if isinstance(message, AssistantMessage) and message.content is None:
             return {"role": role, "content": self._said(message, where)}
         content = message.content or ""
@@ -79,12 +83,13 @@ class MediaReader:
             raise bad_field(f"{where}.audio.id", "This audio is not known, or no longer: send its text as content.")
         return text
 
-    async def _part(self, part: Part, where: str) -> dict[str, Any]:
+    async def _part(self, part: AnyPart, where: str) -> dict[str, Any]:
         if isinstance(part, TextPart):
             return {"type": "text", "text": part.text}
         if isinstance(part, AudioPart):
             param = f"{where}.input_audio.data"
-            return await self._medium("audio", await self._base64(part.input_audio.data, param), param)
+            text = await asyncio.to_thread(string_of, part.input_audio.data, param)
+            return await self._medium("audio", await self._base64(text, param), param)
         if isinstance(part, FilePart):
             return await self._file(part, f"{where}.file")
         if isinstance(part, ImageUrlPart):
@@ -93,16 +98,18 @@ class MediaReader:
             modality, url = "audio", part.audio_url.url
         else:
             modality, url = "video", part.video_url.url
-        param = f"{where}.{part.type}.url"
-        return await self._medium(modality, await self._bytes(url, modality, param), param)
+        param = f"{where}.{modality}_url.url"
+        text = await asyncio.to_thread(string_of, url, param)
+        return await self._medium(modality, await self._bytes(text, modality, param), param)
 
     async def _file(self, part: FilePart, where: str) -> dict[str, Any]:
-        if (part.file.file_id is None) == (part.file.file_data is None):
+        if (part.file.file_id is None) == (not part.file.is_inline):
             raise bad_field(where, "Give exactly one of file_id and file_data.")
-        if part.file.file_data is not None:
+        if part.file.is_inline:
             param = f"{where}.file_data"
-            modality = modality_of(part.file.file_data, param)
-            return await self._medium(modality, await self._bytes(part.file.file_data, modality, param), param)
+            text = await asyncio.to_thread(string_of, part.file.file_data, param)
+            modality = modality_of(text, param)
+            return await self._medium(modality, await self._bytes(text, modality, param), param)
         param = f"{where}.file_id"
         file = self._files.find(part.file.file_id or "")
         if file is None:
@@ -111,18 +118,21 @@ class MediaReader:
             )
         return await self._medium(await asyncio.to_thread(sniff, file.data, param), file.data, param)
 
-    async def _bytes(self, url: str, modality: str, param: str) -> bytes:
-        if url[:5].lower() != "data:":
-            return await self._fetcher.fetch(url, param)
-        head, comma, data = url.partition(",")
-        kind = head[5:].lower()
+    async def _bytes(self, url: memoryview, modality: str, param: str) -> bytes:
+        start = bytes(url[:MAX_URL])
+        if start[:5].lower() != b"data:":
+            if len(url) > MAX_URL:
+                raise bad_field(param, f"A URL is limited to {MAX_URL} bytes.", "invalid_url")
+            return await self._fetcher.fetch(start.decode(errors="replace"), param)
+        head, comma, _ = start.partition(b",")
+        kind = head[5:].decode(errors="replace").lower()
         if not comma or not kind.endswith(";base64"):
             raise bad_field(param, "A data: URI must have the form data:TYPE;base64,DATA.", "invalid_url")
         if not kind.startswith(f"{modality}/") and not kind.startswith("application/octet-stream"):
             raise bad_field(param, f"The type {kind.partition(';')[0]!r} is not {modality}.", "invalid_url")
-        return await self._base64(data, param)
+        return await self._base64(url[len(head) + 1 :], param)
 
-    async def _base64(self, text: str, param: str) -> bytes:
+    async def _base64(self, text: memoryview, param: str) -> bytes:
         if len(text) > self._settings.media_bytes * 4 // 3 + 4:
             raise HttpError(
                 413,
@@ -130,10 +140,7 @@ class MediaReader:
                 param=param,
                 code="media_too_large",
             )
-        try:
-            return await asyncio.to_thread(base64.b64decode, text, None, True)
-        except (binascii.Error, ValueError) as error:
-            raise bad_field(param, f"This is not valid base64: {error}.", "invalid_base64") from None
+        return await asyncio.to_thread(base64_of, text, param)
 
     async def _medium(self, modality: str, data: bytes, param: str) -> dict[str, Any]:
         if not data:
@@ -149,9 +156,10 @@ class MediaReader:
         return {"type": modality, modality: value}
 
 
-def modality_of(url: str, param: str) -> str:
+def modality_of(url: memoryview, param: str) -> str:
     """The modality that a data: URI declares: "audio", "image" or "video"."""
-    kind = url[5:].partition("/")[0].lower() if url[:5].lower() == "data:" else ""
+    scheme, _, kind = bytes(url[:MAX_URL]).partition(b"/")[0].decode(errors="replace").lower().partition(":")
+    kind = kind if scheme == "data" else ""
     if kind not in MEDIA_MODALITIES:
         raise bad_field(param, "This must be a data: URI of an audio, image or video type.")
     return kind

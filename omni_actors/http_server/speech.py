@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,11 +20,13 @@ from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import Answer, AnswerResponse, event, usage_of
 from omni_actors.http_server.audio_formats import MEDIA_TYPES, encode, make_encoder
 from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.schemas import SpeechRequest, voice_name
 from omni_actors.http_server.state import State
 from omni_actors.protocol.client import Description
 
 router = APIRouter()
+BODY = JsonBody(SpeechRequest)
 
 READ_ALOUD = (
     "Read the text between the marks aloud, word for word, in its own language. "
@@ -33,8 +35,8 @@ READ_ALOUD = (
 FIELDS = {ErrorCode.UNKNOWN_VOICE: "voice", ErrorCode.UNKNOWN_MODALITY: "model", ErrorCode.PROMPT_TOO_LONG: "input"}
 
 
-@router.post("/v1/audio/speech", response_class=Response)
-async def speech(body: SpeechRequest, request: Request, state: State) -> Response:
+@router.post("/v1/audio/speech", response_class=Response, openapi_extra=BODY.openapi())
+async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request, state: State) -> Response:
     """Speak a text. The audio is sent while it is generated."""
     description = await state.describe()
     state.check_model(body.model, description)
@@ -46,7 +48,7 @@ async def speech(body: SpeechRequest, request: Request, state: State) -> Respons
         FIELDS,
         modalities=["text", "audio"],
         voice=voice_name(body.voice),
-        params=state.stage_params(body.stage_params, description, {}),
+        params=state.stage_params(body.params_by_stage(), description, {}),
         seed=body.seed,
         timeout=body.timeout,
         priority=body.priority or 0,
@@ -54,7 +56,7 @@ async def speech(body: SpeechRequest, request: Request, state: State) -> Respons
     timeout = state.settings.write_timeout
     if body.stream_format == "sse":
         return AnswerResponse(answer, _events(answer, body.response_format, description), "text/event-stream", timeout)
-    if body.response_format == "flac" and "stream_format" not in body.model_fields_set:
+    if body.response_format == "flac" and body.stream_format is None:
         # FLAC states its length at the beginning. A stream cannot, so readers such as libsndfile fail at its end;
         # therefore FLAC is streamed only on explicit request.
         async with answer:

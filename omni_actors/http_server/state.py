@@ -93,24 +93,16 @@ class ServerState:
         return stage
 
     def stage_params(
-        self, given: Mapping[str, Mapping[str, Any]] | None, description: Description, text_fields: Mapping[str, Any]
+        self, given: Mapping[str, StageParams], description: Description, text_fields: Mapping[str, Any]
     ) -> dict[str, StageParams]:
         """Parameters by stage: `text_fields` for the stage that produces text, overridden by `given`."""
         stages = {status.stage for status in description.stages}
-        merged: dict[str, dict[str, Any]] = {}
-        if text_fields:
-            merged[self.text_stage(description)] = dict(text_fields)
-        for stage, fields in (given or {}).items():
+        params = {self.text_stage(description): StageParams(**text_fields)} if text_fields else {}
+        for stage, fields in given.items():
             if stage not in stages:
                 known = ", ".join(sorted(stages))
                 raise bad_field("stage_params", f"There is no stage {stage[:64]!r}; the stages are {known}.")
-            merged.setdefault(stage, {}).update(fields)
-        params = {}
-        for stage, fields in merged.items():
-            try:
-                params[stage] = msgspec.convert(fields, StageParams, strict=True)
-            except msgspec.ValidationError as error:
-                raise bad_field(f"stage_params.{stage}", f"{error}.") from None
+            params[stage] = fields.merged_over(params.get(stage, StageParams()))
         return params
 
 

@@ -1,0 +1,114 @@
+"""Decodes JSON into the structs of `schemas.py` and names the field at fault when it does not fit.
+
+The decoder stops at the first error. Its messages quote what was sent; those made here do not, and they name the values
+or fields that would be right, which the type's JSON schema knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from omni_actors.config import suggest
+from omni_actors.http_server.errors import HttpError, bad_field
+
+T = TypeVar("T")
+NAME_CHARACTERS = 100  # of an unknown field, in a message
+PATH = re.compile(r"\$((?:\.\w+|\[\d+\]|\[\.\.\.\])+)")  # as msgspec writes it: $.messages[0].content
+STEP = re.compile(r"\.(\w+)|\[")
+
+
+def decode(data: bytes | msgspec.Raw, kind: type[T], where: str = "") -> T:
+    """Decode JSON. Raises `HttpError` 400 for the first error.
+
+    16.0 and "16" are accepted for 16, because some languages write their numbers so.
+
+    Args:
+        where: the field of the request that holds `data`, empty for the whole body.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _of(str(error), kind, where) from None
+    except RecursionError:
+        reason = "its lists and objects are nested too deeply"
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8"
+    except msgspec.DecodeError as error:
+        reason = str(error).removeprefix("JSON is malformed: ")
+        if reason == "Input data was truncated":
+            reason = "it ends too early, or a \\u escape lacks its other half"
+    raise HttpError(
+        400, f"The {where or 'body'} is not valid JSON: {reason}.", param=where or None, code="invalid_json"
+    )
+
+
+def _of(message: str, kind: Any, where: str) -> HttpError:
+    """Translate an error of msgspec: what is wrong, then at which path."""
+    what, _, path = message.rpartition(" - at `")
+    found = PATH.fullmatch(path, 0, len(path) - 1) if what else None
+    path = found[1] if found else ""
+    if not found:
+        what = message
+    if what.startswith("Object contains unknown field `"):
+        name = what.partition("`")[2].removesuffix("`")[:NAME_CHARACTERS]
+        nearest = suggest(name, _fields(kind, path))
+        return _error(_join(where, f"{path}.{name}"), f"there is no such field.{nearest}", "unknown_parameter")
+    if what.startswith("Object missing required field `"):
+        name = what.partition("`")[2].removesuffix("`")
+        return _error(_join(where, f"{path}.{name}"), "the field is missing.", "missing_required_parameter")
+    if what.startswith("Invalid "):  # value or enum value
+        return _error(_join(where, path), f"must be one of {', '.join(map(repr, _choices(kind, path)))}.")
+    return _error(_join(where, path), f"{what[:1].lower()}{what[1:].replace('`', '')}.")
+
+
+def _error(param: str, message: str, code: str = "invalid_value") -> HttpError:
+    return bad_field(param, f"{param}: {message}", code) if param else HttpError(400, f"body: {message}", code=code)
+
+
+def _join(where: str, path: str) -> str:
+    path = path.replace("[...]", "")  # msgspec does not say which key of a mapping
+    return f"{where}{path}" if where else path.removeprefix(".")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a type allows at a path
+
+
+def _fields(kind: Any, path: str) -> list[str]:
+    return [name for node in _nodes(kind, path) for name in node.get("properties", ())]
+
+
+def _choices(kind: Any, path: str) -> list[Any]:
+    choices = (choice for node in _nodes(kind, path) for choice in node.get("enum", ()))
+    return [choice for choice in dict.fromkeys(choices) if choice is not None]
+
+
+def _nodes(kind: Any, path: str) -> list[dict[str, Any]]:
+    """The parts of the schema that describe what is at `path`, one for each branch of a union."""
+    schema = _schema(kind)
+    nodes = list(_branches(schema, schema))
+    for name in STEP.findall(path):
+        inner = [
+            node.get("properties", {}).get(name, {}) if name else node.get("items", node.get("additionalProperties"))
+            for node in nodes
+        ]
+        nodes = [branch for node in inner if isinstance(node, dict) for branch in _branches(node, schema)]
+    return nodes
+
+
+def _branches(node: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if "$ref" in node:
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    for branch in node.get("anyOf", ()):
+        yield from _branches(branch, schema)
+    yield node
+
+
+@functools.cache
+def _schema(kind: Any) -> dict[str, Any]:
+    return msgspec.json.schema(kind)

@@ -1,0 +1,150 @@
+"""Errors of a body name the field at fault and what would be right, and never repeat what was sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from omni_actors.http_server.decoding import decode
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.schemas import ChatRequest, CompletionRequest, SpeechRequest
+
+HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
+LONG = "x" * 1_000_000
+
+
+def chat(**changes: Any) -> bytes:
+    return json.dumps({**HELLO, **changes}).encode()
+
+
+def content(*parts: Any) -> bytes:
+    return chat(messages=[{"role": "user", "content": list(parts)}])
+
+
+def refusal(body: bytes, kind: type = ChatRequest) -> HttpError:
+    with pytest.raises(HttpError) as caught:
+        decode(body, kind).params_by_stage()
+    assert caught.value.status == 400
+    assert len(caught.value.message) < 2000
+    assert len(caught.value.param or "") < 200
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code", "said"),
+    [
+        (chat(temprature=1), "temprature", "unknown_parameter", "Did you mean 'temperature'?"),
+        (chat(**{LONG: 1}), "x" * 100, "unknown_parameter", "no such field"),
+        (chat(messages=[{"role": "user", "contnt": "x"}]), "messages[0].contnt", "unknown_parameter", "'content'"),
+        (chat(messages=[{"role": "user"}]), "messages[0].content", "missing_required_parameter", "missing"),
+        (chat(messages=[{"content": "x"}]), "messages[0].role", "missing_required_parameter", "missing"),
+        (chat(messages=[{"role": LONG}]), "messages[0].role", "invalid_value", "'user', 'system', 'developer'"),
+        (content({"type": "smell"}), "messages[0].content[0].type", "invalid_value", "'text', 'input_audio'"),
+        (content({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url.url", None, "missing"),
+        (chat(audio={"format": LONG}), "audio.format", "invalid_value", "'flac', 'mp3', 'opus', 'pcm16', 'wav'"),
+        (chat(audio={"voice": 3}), "audio.voice", "invalid_value", "expected str | object | null, got int"),
+        (chat(temperature=3), "temperature", "invalid_value", "expected float <= 2"),
+        (chat(stage_params={"thinker": {"tempo": 1}}), "stage_params.thinker.tempo", "unknown_parameter", "Did you"),
+        (chat(stage_params={"talker": {"top_p": 9}}), "stage_params.talker.top_p", "invalid_value", "<= 1"),
+        (chat(stage_params={LONG[:5000]: 1}), f"stage_params.{'x' * 64}", "invalid_value", "expected object"),
+        (chat(stage_params={"thinker": LONG}), "stage_params", "invalid_value", "limited to 65536 bytes"),
+        (b'{"temperature":' + b"1" * 1_000_000 + b"}", "temperature", "invalid_value", "out of range"),
+        (b'{"seed":' + b"1" * 1_000_000 + b"}", "seed", "invalid_value", "out of range"),
+        (b'{"temperature":1e999}', "temperature", "invalid_value", "out of range"),
+        (b'{"tools":' + b"[" * 100_000, None, "invalid_json", "nested too deeply"),
+        (b'{"stage_params":' + b'{"a":' * 100_000, None, "invalid_json", "nested too deeply"),
+        (b'{"model":"\xff"}', None, "invalid_json", "not UTF-8"),
+        (b'{"model":"a\\ud800b"', None, "invalid_json", "half"),
+        (b'{"model":"echo",}', None, "invalid_json", "trailing comma"),
+        (b'{"temperature":NaN}', None, "invalid_json", "byte"),
+        (b"", None, "invalid_json", "too early"),
+        (b"[]", None, "invalid_value", "expected object, got array"),
+    ],
+    ids=lambda given: repr(given)[:60],
+)
+def test_the_error_names_the_field(body: bytes, param: str | None, code: str | None, said: str) -> None:
+    error = refusal(body)
+    assert error.param == param
+    assert said in error.message
+    if code is not None:
+        assert error.code == code
+
+
+def test_errors_of_the_other_routes_name_the_field() -> None:
+    assert refusal(b'{"model":"echo"}', CompletionRequest).param == "prompt"
+    speed = refusal(b'{"model":"echo","input":"x","speed":2}', SpeechRequest)
+    assert speed.param == "speed"
+    assert "<= 1" in speed.message
+
+
+def completion(prompt: Any) -> CompletionRequest:
+    return decode(json.dumps({"model": "echo", "prompt": prompt}).encode(), CompletionRequest)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "meant"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([3], [3])]
+)
+def test_a_prompt_is_a_text_or_tokens_or_a_list_of_one_of_these(prompt: Any, meant: str | list[int]) -> None:
+    assert completion(prompt).text_or_tokens() == meant
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (["a", "b"], "prompt"),
+        ([[1], [2]], "prompt"),
+        ([1, "a"], "prompt"),
+        ([], "prompt"),
+        ("", "prompt"),
+        ([[]], "prompt[0]"),
+        ({}, "prompt"),
+        (None, "prompt"),
+        ([1, -1], "prompt[1]"),
+        ([[1, 2**31]], "prompt[0][1]"),
+    ],
+)
+def test_any_other_prompt_is_refused(prompt: Any, param: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        completion(prompt).text_or_tokens()
+    assert caught.value.param == param
+
+
+def test_numbers_may_be_written_as_some_languages_write_them() -> None:
+    request = decode(
+        chat(max_tokens=16.0, seed="7", temperature="0.5", stage_params={"talker": {"top_k": 5.0}}), ChatRequest
+    )
+    assert request.max_tokens == 16
+    assert request.seed == 7
+    assert request.temperature == 0.5
+    assert request.params_by_stage()["talker"].top_k == 5
+    with pytest.raises(HttpError, match="expected float >= 0"):
+        decode(chat(temperature="nan"), ChatRequest)
+
+
+@pytest.mark.parametrize("value", [None, False, 0, "", [], {}, "none", "auto", {"type": "text"}])
+def test_a_field_that_is_not_supported_may_ask_for_nothing(value: Any) -> None:
+    decode(chat(tools=value, response_format=value), ChatRequest).refuse_unsupported()
+
+
+@pytest.mark.parametrize(
+    "value", [True, 1, "required", [1], {"type": "json_object"}, LONG, {"type": "text", "a": LONG}]
+)
+def test_a_field_that_is_not_supported_is_refused_with_any_other_value(value: Any) -> None:
+    with pytest.raises(HttpError) as caught:
+        decode(chat(tools=value), ChatRequest).refuse_unsupported()
+    assert caught.value.param == "tools"
+    assert caught.value.code == "unsupported_parameter"
+
+
+def test_metadata_is_a_bounded_mapping_of_strings() -> None:
+    decode(chat(metadata={"a": "b"}), ChatRequest).refuse_unsupported()
+    for metadata, said in (
+        ({"a": 1}, "expected str"),
+        ({"a": LONG}, "limited to 65536 bytes"),
+        ([], "expected object"),
+    ):
+        with pytest.raises(HttpError, match=said) as caught:
+            decode(chat(metadata=metadata), ChatRequest).refuse_unsupported()
+        assert caught.value.param == "metadata"
