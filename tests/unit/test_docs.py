@@ -19,6 +19,7 @@ from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig, Pipeli
 from omni_actors.config.schema import ClusterConfig
 from omni_actors.engine.media import MediaLimits
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
+from omni_actors.http_server import json_bounds, schemas
 from omni_actors.protocol.header import Limits
 from omni_actors.stage import early_chunks
 from scripts import docs_hooks, reference_docs
@@ -194,6 +195,12 @@ def test_the_known_limits_are_those_of_the_code() -> None:
     assert found == {
         "stages of a pipeline": most(PipelineConfig, "stages"),
         "nodes": most(ClusterConfig, "nnodes"),
+        "JSON of an HTTP request without its media": json_bounds.MAX_TEXT_BYTES,
+        "members and items in it": json_bounds.MAX_VALUES,
+        "members and items in it, text completions": json_bounds.MAX_TOKEN_VALUES,
+        "lists and objects in it": json_bounds.MAX_CONTAINERS,
+        "messages of a chat": schemas.MAX_MESSAGES,
+        "parts of a message": schemas.MAX_PARTS,
         "requests in flight": most(CoordinatorConfig, "max_in_flight"),
         "requests that wait for a slot": most(CoordinatorConfig, "max_queued"),
         "tensors and media in a message": message.buffers,
