@@ -5,9 +5,12 @@ from __future__ import annotations
 import collections
 import ctypes
 import math
+import resource
 import signal
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+
+FILES = 65_536  # open files to ask for, where each connection is one
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -25,6 +28,19 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose own parent dies, so that they are found among the children."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def raise_file_limit(reserved: int) -> int:
+    """Raise the soft limit of open files towards the hard one; return how many connections then fit.
+
+    Args:
+        reserved: files that the process needs for everything else.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(soft, FILES) if hard == resource.RLIM_INFINITY or hard > FILES else hard
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(1, wanted - reserved)
 
 
 def describe_exit(code: int | None) -> str:

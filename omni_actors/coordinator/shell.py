@@ -52,7 +52,7 @@ from omni_actors.telemetry.collector import Exporter, TelemetryCollector
 from omni_actors.transport.credit import Traffic
 from omni_actors.transport.curve import load_keys
 from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.sockets import PeerGone, Sockets, receive_with_key, try_send
+from omni_actors.transport.sockets import PeerGone, Sockets, try_send
 from omni_actors.transport.zap import EVERYONE, KeyOwners
 
 logger = get_logger(__name__)
@@ -127,7 +127,9 @@ class Coordinator:
             pipeline, self._requests, self.fleet, self._stages, self._collector, decoders, self._traffic, self._dropped
         )
         self._admin = AdminCommands(self._requests, self.fleet, self._reports, self._obey, self._on_shutdown)
-        self._client_reader = SocketReader(self._clients, self._on_client, self._client_links.flush, receive_with_key)
+        self._client_reader = SocketReader(
+            self._clients, self._on_client, self._client_links.flush, self._sockets.receive_from_client
+        )
         self._control_reader = SocketReader(self._control, self._on_control)
         self._results_reader = SocketReader(self._results, self._on_result)
         self._obey(self.fleet.start(time.monotonic()))

@@ -18,7 +18,7 @@ import uvicorn
 from omni_actors import envs, logs
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.connections import bounded_protocol, raise_file_limit
+from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol
 from omni_actors.http_server.settings import (
     SPEC_FLAG,
     HttpServerSpec,
@@ -29,7 +29,7 @@ from omni_actors.http_server.settings import (
     server_settings,
     url,
 )
-from omni_actors.processes import EXIT_OK, EXIT_USAGE, die_with_parent
+from omni_actors.processes import EXIT_OK, EXIT_USAGE, die_with_parent, raise_file_limit
 
 KEEP_ALIVE_SECONDS = 30
 SHUTDOWN_SECONDS = 3
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _join_logs()
     config = uvicorn.Config(
         create_app(settings),
-        http=bounded_protocol(settings, raise_file_limit()),
+        http=bounded_protocol(settings, raise_file_limit(RESERVED_FILES)),
         log_config=None,
         access_log=False,  # the middleware logs each request with its id
         ws="none",

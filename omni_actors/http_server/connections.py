@@ -7,7 +7,6 @@ parsed, so that a connection costs at most one head.
 from __future__ import annotations
 
 import asyncio
-import resource
 from asyncio.events import TimerHandle
 from typing import Any
 
@@ -20,7 +19,6 @@ from omni_actors.logs import get_logger
 
 logger = get_logger(__name__)
 
-FILES = 65_536  # open files to ask for; each connection is one
 RESERVED_FILES = 64  # for all but connections: logs, sockets to the pipeline, media that are fetched
 LINGER_SECONDS = 1.0  # for which more of a head that is too large is read and discarded, so that its sender sees why
 PIPELINED_REQUESTS = 16  # that may wait for the answer to an earlier one on the same connection
@@ -30,16 +28,6 @@ REASONS = {
     431: "Request Header Fields Too Large",
     503: "Service Unavailable",
 }
-
-
-def raise_file_limit() -> int:
-    """Raise the soft limit of open files towards the hard one; return how many connections then fit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard > FILES:
-        hard = max(soft, FILES)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    return max(1, hard - RESERVED_FILES)
 
 
 def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio.Protocol]:

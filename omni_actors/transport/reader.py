@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from omni_actors.transport.sockets import Socket, descriptor, receive
+from omni_actors.transport.sockets import Discarded, Socket, descriptor, receive
 
 BATCH = 256  # messages before other tasks get a turn
 
@@ -22,7 +22,7 @@ class SocketReader:
     `on_quiet` is also called when a socket that was full takes messages again.
 
     Args:
-        receive: reads one message from the socket, or raises `zmq.Again`.
+        receive: reads one message from the socket, or raises `zmq.Again` or `Discarded`.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class SocketReader:
                 return
             try:
                 frames = self._receive(self._socket)
+            except Discarded:
+                continue
             except zmq.Again:
                 self._on_quiet()
                 return

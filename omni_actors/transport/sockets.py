@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,15 +24,20 @@ import zmq
 from omni_actors.addresses import IPC, LOCAL_SCHEMES, stays_on_host, tcp_host
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
 from omni_actors.protocol.codec import Frame
+from omni_actors.transport.connection_guard import ConnectionGuard
 from omni_actors.transport.curve import MAKE_KEYS, Keys
 from omni_actors.transport.handshake_monitor import HandshakeMonitor
-from omni_actors.transport.zap import LOCAL, MEMBERS, PEER_KEY, ZapAuthenticator
+from omni_actors.transport.zap import EVERYONE, LOCAL, MEMBERS, PEER_KEY, ZapAuthenticator
 
 HIGH_WATER_MARK = 1000  # messages; a last wall: credit is the flow control
 LINGER_MS = 500  # how long a closing socket may still send
 TCP_HEARTBEAT_MS = 1000
 CONNECT_TIMEOUT_MS = 2000  # the system's own two minutes would outlast every cut of a link
+HANDSHAKE_MS = 10_000  # that a peer may take; on the connecting side, which may wait for a busy one, 30 s (the default)
 DRAIN_MESSAGES = 256
+MAX_FRAMES = 4096  # of a message; the codec allows far fewer, but reading ten million takes ten seconds
+DISCARDED_FRAMES = 256  # at a time, of a message with more
+MAX_IDENTITY = 255  # bytes, as libzmq's own sockets can have
 ZERO_COPY_BYTES = 64 << 10  # below this a copy is cheaper than tracking the buffer
 
 Socket = zmq.Socket[bytes]
@@ -72,27 +78,38 @@ def descriptor(socket: Socket) -> int:
     return int(socket.getsockopt(zmq.FD))
 
 
+class Discarded(Exception):
+    """What was read belongs to no message that could be passed on. There may be more to read."""
+
+
+_discarding: weakref.WeakSet[Socket] = weakref.WeakSet()  # sockets in the middle of a message with too many frames
+
+
 def _receive(socket: Socket) -> list[zmq.Frame]:
+    if _discarding and socket in _discarding:
+        _discard(socket)
     # Each frame knows whether more follow. Asking the socket, as pyzmq's own loop does, costs as much as receiving.
     frames = [socket.recv(_NO_WAIT, copy=False)]
     while frames[-1].more:
+        if len(frames) == MAX_FRAMES:
+            _discarding.add(socket)
+            break
         frames.append(socket.recv(_NO_WAIT, copy=False))
     return frames
 
 
+def _discard(socket: Socket) -> None:
+    """Read a part of the frames that are left of a message. Raises `Discarded` unless that were all."""
+    for _ in range(DISCARDED_FRAMES):
+        if not socket.recv(_NO_WAIT, copy=False).more:
+            _discarding.discard(socket)
+            return
+    raise Discarded
+
+
 def receive(socket: Socket) -> list[bytes]:
-    """Return the next message. Raises `zmq.Again` if there is none."""
+    """Return the next message, at most `MAX_FRAMES` of it. Raises `zmq.Again` if there is none, and `Discarded`."""
     return [frame.bytes for frame in _receive(socket)]
-
-
-def receive_with_key(socket: Socket) -> list[bytes]:
-    """Do the same, with the public key (Z85) of the peer's connection in front; b"" for a connection without keys."""
-    frames = _receive(socket)
-    try:
-        key = str(frames[0].get(PEER_KEY)).encode()
-    except zmq.ZMQError:  # libzmq has no such property
-        key = b""
-    return [key, *(frame.bytes for frame in frames)]
 
 
 def drain(socket: Socket, maximum: int = DRAIN_MESSAGES) -> list[list[Frame]]:
@@ -102,6 +119,8 @@ def drain(socket: Socket, maximum: int = DRAIN_MESSAGES) -> list[list[Frame]]:
     while len(messages) < maximum and int(socket.getsockopt(zmq.EVENTS)) & READABLE:
         try:
             frames = _receive(socket)
+        except Discarded:
+            continue
         except zmq.Again:  # the event was no message: a peer that left, or its credentials
             break
         messages.append([frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer for frame in frames])
@@ -132,6 +151,7 @@ class Sockets:
         self._max_message_bytes = max_message_bytes
         self._authenticator: ZapAuthenticator | None = None
         self._files: list[_SocketFile] = []
+        self._guard: ConnectionGuard | None = None
 
     def _socket(self, kind: int, linger_ms: int) -> Socket:
         socket = self.context.socket(kind)
@@ -195,6 +215,8 @@ class Sockets:
                     hint="Start the pipeline with its own folder of keys.",
                 )
             self._secure(socket, endpoint, open_to)
+            if not endpoint.startswith(LOCAL_SCHEMES):
+                self._protect(socket, open_to)
             try:
                 socket.bind(endpoint)
             except zmq.ZMQError as error:
@@ -233,6 +255,30 @@ class Sockets:
                 socket.connect(endpoint)
             except zmq.ZMQError as error:
                 raise InvalidRequest(f"{endpoint!r} is not an endpoint: {error}.") from error
+
+    def receive_from_client(self, socket: Socket) -> list[bytes]:
+        """Return the next message of a socket that is open to everyone, as `receive` does.
+
+        In front of it is the public key (Z85) of the peer's connection; b"" for a connection without keys.
+        """
+        frames = _receive(socket)
+        if self._guard is not None:
+            self._guard.heard(frames[0])
+        if len(frames[0]) > MAX_IDENTITY:  # it would stand in front of every answer
+            raise Discarded
+        try:
+            key = str(frames[0].get(PEER_KEY)).encode()
+        except zmq.ZMQError:  # libzmq has no such property
+            key = b""
+        return [key, *(frame.bytes for frame in frames)]
+
+    def _protect(self, socket: Socket, open_to: str) -> None:
+        """Bound what strangers may do to a TCP endpoint that is about to be bound."""
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        if self._guard is None:
+            self._guard = ConnectionGuard(self.context, self._max_message_bytes, self.keys is not None)
+            self._guard.start()
+        self._guard.watch(socket, watched=open_to == EVERYONE)
 
     def _secure(self, socket: Socket, endpoint: str, open_to: str | None = None) -> None:
         """Set the options of the next bind (if `open_to` is given) or connect of a socket."""

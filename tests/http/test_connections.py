@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.connections import PIPELINED_REQUESTS, bounded_protocol, raise_file_limit
+from omni_actors.http_server.connections import PIPELINED_REQUESTS, bounded_protocol
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.servers import HttpPipeline, serving
 from tests.support.waiting import until
@@ -163,20 +160,6 @@ def test_a_connection_with_a_request_keeps_its_place() -> None:
             made.sendall(b"hello")
             assert next_answer(made)[0] == 400  # no multipart form, but it was read
             made.close()
-
-
-def test_the_file_limit_is_raised_as_far_as_it_may_be() -> None:
-    code = "from omni_actors.http_server.connections import raise_file_limit as f; print(f())"
-    limited = subprocess.run(
-        [sys.executable, "-c", code],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert int(limited.stdout) == 512 - 64
-    assert raise_file_limit() <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def test_bodies_that_arrive_count_towards_the_limit_of_all() -> None:

@@ -29,8 +29,9 @@ from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.curve import load_keys, make_client, make_cluster
 from omni_actors.transport.handshake_monitor import HandshakeMonitor
-from omni_actors.transport.sockets import Socket, Sockets, drain, receive_with_key, try_send
+from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from omni_actors.transport.zap import EVERYONE, LOCAL, MEMBERS, ZapAuthenticator
+from tests.support import zmtp
 from tests.support.waiting import until
 
 REFUSED_SECONDS = 5.0  # within which a peer knows that it was refused
@@ -108,21 +109,67 @@ def refusal_of(contexts: list[Sockets], keys: Path | None, endpoint: str, socket
 # -- who may connect --------------------------------------------------------------------------------------------------
 
 
-def test_each_key_opens_its_own_endpoints(folder: Path, contexts: list[Sockets]) -> None:
-    coordinator = Coordinator(contexts, folder)
-    alice = folder / "clients" / "alice"
-    assert refusal_of(contexts, folder, coordinator.control_endpoint, coordinator.control) is None
-    assert refusal_of(contexts, folder, coordinator.results_endpoint, coordinator.results) is None
-    assert refusal_of(contexts, folder, coordinator.client_endpoint, coordinator.clients) is None
-    assert refusal_of(contexts, alice, coordinator.client_endpoint, coordinator.clients) is None
-    # A client is no stage: it can neither report results nor control.
-    for endpoint, socket in (
-        (coordinator.control_endpoint, coordinator.control),
-        (coordinator.results_endpoint, coordinator.results),
+MEMBER, CLIENT, OPERATOR, FORGED, OTHER, NONE = "pipeline", "client", "operator", "forged", "other pipeline", "none"
+NOT_ALLOWED, HANGS_UP, ASKS = "does not allow this key", "hangs up", "asks for keys"
+
+
+@pytest.fixture(scope="module")
+def holders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
+    """Folders of keys by who holds them. A forged one is unknown, but its holder has the pipeline's public key."""
+    made = tmp_path_factory.mktemp("holders")
+    for name in ("pipeline", "forged", "other"):
+        make_cluster(made / name)
+    forged = make_client(made / "forged", "mallory")
+    (forged / "cluster.key").write_bytes((made / "pipeline" / "cluster.key").read_bytes())
+    return {
+        MEMBER: made / "pipeline",
+        CLIENT: make_client(made / "pipeline", "alice"),
+        OPERATOR: make_client(made / "pipeline", "olga", operator=True),
+        FORGED: forged,
+        OTHER: made / "other",
+        NONE: None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("holder", "on_clients", "on_others"),
+    [
+        (MEMBER, None, None),
+        (CLIENT, None, NOT_ALLOWED),
+        (OPERATOR, None, NOT_ALLOWED),
+        (FORGED, NOT_ALLOWED, NOT_ALLOWED),
+        (OTHER, HANGS_UP, HANGS_UP),
+        (NONE, ASKS, ASKS),
+    ],
+)
+def test_each_key_opens_its_own_endpoints(
+    holders: dict[str, Path | None], contexts: list[Sockets], holder: str, on_clients: str | None, on_others: str | None
+) -> None:
+    """A client, also an operator, is no stage: it can neither report results, nor control, nor feed a stage."""
+    coordinator = Coordinator(contexts, holders[MEMBER])
+    inbox, inbox_endpoint = coordinator.sockets.pull(TCP)
+    for endpoint, socket, wanted in (
+        (coordinator.client_endpoint, coordinator.clients, on_clients),
+        (coordinator.control_endpoint, coordinator.control, on_others),
+        (coordinator.results_endpoint, coordinator.results, on_others),
+        (inbox_endpoint, inbox, on_others),
     ):
-        refusal = refusal_of(contexts, alice, endpoint, socket)
-        assert isinstance(refusal, Unauthorized)
-        assert "does not allow this key" in str(refusal)
+        refusal = refusal_of(contexts, holders[holder], endpoint, socket)
+        assert (refusal is None) == (wanted is None)
+        assert refusal is None or isinstance(refusal, Unauthorized)
+        assert (wanted or "") in str(refusal)
+
+
+@pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN", b"CURVE", b"GSSAPI", b""])
+def test_every_endpoint_speaks_one_mechanism(folder: Path, contexts: list[Sockets], mechanism: bytes) -> None:
+    """And what comes instead of its handshake is never delivered."""
+    coordinator = Coordinator(contexts, folder)
+    hello = {b"NULL": b"\x05READY", b"PLAIN": b"\x05HELLO\x05alice\x06secret"}.get(mechanism, b"\x05HELLO" + bytes(194))
+    for endpoint in (coordinator.client_endpoint, coordinator.control_endpoint, coordinator.results_endpoint):
+        with zmtp.connect(endpoint) as stranger:
+            stranger.sendall(zmtp.greeting(mechanism) + zmtp.command(hello) + zmtp.frame(b"let me in"))
+            assert zmtp.closed(stranger)
+    assert not any(map(drain, (coordinator.clients, coordinator.control, coordinator.results)))
 
 
 def test_messages_come_with_the_key_of_their_connection(
@@ -138,7 +185,8 @@ def test_messages_come_with_the_key_of_their_connection(
         until(lambda mine=mine: try_send(mine, [b"one", b"two"]), what="a connection")
         until(lambda: coordinator.clients.getsockopt(zmq.EVENTS) & zmq.POLLIN, what="the message")
         given = load_keys(keys)
-        assert receive_with_key(coordinator.clients) == [given.public if given else b"", b"cluster", b"one", b"two"]
+        got = coordinator.sockets.receive_from_client(coordinator.clients)
+        assert got == [given.public if given else b"", b"cluster", b"one", b"two"]
         handshake.close()
         mine.close(linger=0)
 
@@ -193,20 +241,6 @@ def test_wrong_keys_are_refused_with_the_reason(folder: Path, other: Path, conte
     refusal = refusal_of(contexts, None, coordinator.control_endpoint, coordinator.control)
     assert isinstance(refusal, Unauthorized)
     assert "asks for keys" in str(refusal)
-
-
-def test_an_unknown_key_that_knows_the_pipeline(
-    tmp_path: Path, folder: Path, other: Path, contexts: list[Sockets]
-) -> None:
-    """The pipeline's public key is no secret: knowing it and having any pair is not enough."""
-    coordinator = Coordinator(contexts, folder)
-    forged = tmp_path / "forged"
-    make_cluster(forged)
-    handed = make_client(forged, "mallory")
-    (handed / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
-    refusal = refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients)
-    assert isinstance(refusal, Unauthorized)
-    assert "does not allow this key" in str(refusal)
 
 
 def test_keys_towards_a_pipeline_without(folder: Path, contexts: list[Sockets]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from omni_actors.processes import Backoff, describe_exit
+from omni_actors.processes import Backoff, describe_exit, raise_file_limit
 
 
 def test_the_first_restart_is_immediate_and_later_delays_double() -> None:
@@ -81,3 +82,17 @@ def test_a_child_dies_with_its_parent() -> None:
         while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def test_the_file_limit_is_raised_as_far_as_it_may_be() -> None:
+    code = "from omni_actors.processes import raise_file_limit as f; print(f(64))"
+    limited = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert int(limited.stdout) == 512 - 64
+    assert raise_file_limit(64) <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]

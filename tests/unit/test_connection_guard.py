@@ -1,0 +1,241 @@
+"""What strangers and clients may do to a TCP endpoint of ours: real sockets, and peers that speak ZMTP by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from omni_actors.transport import connection_guard as guard_module
+from omni_actors.transport import sockets as sockets_module
+from omni_actors.transport.connection_guard import (
+    HANDSHAKE_BYTES,
+    SENT_BEFORE_ACCEPTED,
+    Connection,
+    Connections,
+    Counters,
+)
+from omni_actors.transport.curve import load_keys, make_cluster
+from omni_actors.transport.sockets import MAX_FRAMES, MAX_IDENTITY, Discarded, Socket, Sockets, try_send
+from omni_actors.transport.zap import EVERYONE
+from tests.support.waiting import until
+from tests.support.zmtp import closed, connect, dealer, frame, greeting
+
+TCP = "tcp://127.0.0.1:0"
+MESSAGE_BYTES = 1 << 20
+Bound = tuple[Sockets, Socket, str]
+
+
+@pytest.fixture
+def bind() -> Iterator[Callable[..., Bound]]:
+    """Binds a socket for clients; gives it with its factory and its endpoint."""
+    made: list[Sockets] = []
+
+    def one(keys: Path | None = None) -> Bound:
+        made.append(Sockets(max_message_bytes=MESSAGE_BYTES, keys=load_keys(keys)))
+        return made[-1], *made[-1].router(TCP, EVERYONE)
+
+    yield one
+    for sockets in made:
+        sockets.context.destroy(linger=0)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_cluster(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def messages(sockets: Sockets, router: Socket) -> list[list[bytes]]:
+    """What has arrived, without the keys."""
+    found = []
+    while True:
+        try:
+            found.append(sockets.receive_from_client(router)[1:])
+        except Discarded:
+            continue
+        except zmq.Again:
+            return found
+
+
+def arrives(sockets: Sockets, router: Socket, wanted: list[bytes]) -> None:
+    until(lambda: wanted in messages(sockets, router), what="the message")
+
+
+@contextlib.contextmanager
+def member(keys: Path | None, endpoint: str) -> Iterator[Socket]:
+    sockets = Sockets(keys=load_keys(keys))
+    made, handshake = sockets.dealer(endpoint, b"member")
+    yield made
+    handshake.close()
+    sockets.context.destroy(linger=0)
+
+
+# -- connections and handshakes ---------------------------------------------------------------------------------------
+
+
+def test_silent_connections_make_room_for_those_that_speak(
+    bind: Callable[..., Bound], keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "CONNECTIONS", 8)
+    sockets, router, endpoint = bind(keys)
+    strangers = [connect(endpoint) for _ in range(32)]
+    for stranger in strangers[::2]:
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(greeting(b"CURVE"))
+    for stranger in strangers[:24]:
+        assert closed(stranger)
+    with member(keys, endpoint) as mine:
+        until(lambda: try_send(mine, [b"hello"]), what="a connection")
+        arrives(sockets, router, [b"member", b"hello"])
+        more = [connect(endpoint) for _ in range(32)]
+        for stranger in more[:24]:
+            assert closed(stranger)
+        try_send(mine, [b"again"])
+        arrives(sockets, router, [b"member", b"again"])
+    for stranger in strangers + more:
+        stranger.close()
+
+
+def test_a_handshake_that_does_not_end_is_given_up(bind: Callable[..., Bound], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets_module, "HANDSHAKE_MS", 200)
+    _, _, endpoint = bind()
+    with connect(endpoint) as silent, connect(endpoint) as half:
+        half.sendall(greeting()[:30])
+        for made in (silent, half):
+            assert closed(made)
+
+
+@pytest.mark.parametrize("flags", [4, 6, 2], ids=["a short command", "a long command", "a message"])
+def test_a_stranger_sends_no_more_than_a_handshake(bind: Callable[..., Bound], keys: Path, flags: int) -> None:
+    """libzmq keeps up to MAXMSGSIZE of it before it looks at the key."""
+    _, _, endpoint = bind(keys)
+    with connect(endpoint) as stranger:
+        stranger.sendall(greeting(b"CURVE"))
+        stranger.sendall(bytes([flags, 200]) if flags == 4 else bytes([flags]) + struct.pack(">Q", MESSAGE_BYTES))
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(bytes(MESSAGE_BYTES // 2))
+        assert closed(stranger)
+
+
+def test_large_messages_of_members_pass(bind: Callable[..., Bound], keys: Path) -> None:
+    """What they queue is not bounded by what a stranger may send, and each message completes the one before."""
+    sockets, router, endpoint = bind(keys)
+    large = os.urandom(MESSAGE_BYTES - 1000)  # room for what encryption adds
+    with member(keys, endpoint) as mine:
+        for number in range(12):
+            until(lambda: try_send(mine, [large]), what="room for a message")
+            if number % 4 == 3:
+                arrives(sockets, router, [b"member", large])
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_does_not_end_ends_its_connection(bind: Callable[..., Bound]) -> None:
+    sockets, router, endpoint = bind()
+    with dealer(endpoint, b"endless") as endless, dealer(endpoint, b"honest") as honest:
+        honest.sendall(frame(bytes(MESSAGE_BYTES // 2), more=True))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                endless.sendall(frame(bytes(MESSAGE_BYTES // 8), more=True))
+        assert closed(endless)
+        honest.sendall(frame(b"done"))
+        arrives(sockets, router, [b"honest", bytes(MESSAGE_BYTES // 2), b"done"])
+
+
+def test_a_message_of_too_many_frames_is_cut_and_the_next_ones_arrive(bind: Callable[..., Bound]) -> None:
+    sockets, router, endpoint = bind()
+    with dealer(endpoint, b"many") as many:
+        many.sendall(frame(b"", more=True) * 20_000 + frame(b"last") + frame(b"next"))
+        seen: list[list[bytes]] = []
+        until(lambda: seen.extend(messages(sockets, router)) or [b"many", b"next"] in seen, what="the next message")
+    assert seen == [[b"many", *[b""] * (MAX_FRAMES - 1)], [b"many", b"next"]]
+
+
+def test_a_sender_with_a_huge_identity_is_ignored(bind: Callable[..., Bound]) -> None:
+    sockets, router, endpoint = bind()
+    with dealer(endpoint, b"i" * (MAX_IDENTITY + 1)) as huge, dealer(endpoint, b"i" * MAX_IDENTITY) as long:
+        huge.sendall(frame(b"one"))
+        until(lambda: router.getsockopt(zmq.EVENTS) & zmq.POLLIN, what="a message")
+        assert messages(sockets, router) == []
+        long.sendall(frame(b"two"))
+        arrives(sockets, router, [b"i" * MAX_IDENTITY, b"two"])
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+def connection(encrypted: bool = True, watched: bool = True) -> Connection:
+    return Connection(0, encrypted, watched)
+
+
+def test_the_oldest_connection_that_showed_no_key_makes_room() -> None:
+    connections = Connections(2, MESSAGE_BYTES)
+    assert connections.add(1, connection()) is None
+    assert connections.add(2, connection()) is None
+    assert list(connections.to_close({1: Counters(SENT_BEFORE_ACCEPTED + 1, 600)})) == []
+    leaving = connections.add(3, connection())
+    assert leaving is not None
+    assert leaving[0] == 2
+    connections.remove(2)
+    connections.heard(3, 700)
+    leaving = connections.add(4, connection())
+    assert leaving is not None
+    assert leaving[0] == 4, "there is no other"
+
+
+def test_a_descriptor_that_is_used_again_is_another_connection() -> None:
+    connections = Connections(1, MESSAGE_BYTES)
+    connections.add(1, connection())
+    assert connections.add(1, connection()) is None
+    connections.heard(9, 0)  # one that is gone by now
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "closes"),
+    [
+        (SENT_BEFORE_ACCEPTED, HANDSHAKE_BYTES, False),
+        (SENT_BEFORE_ACCEPTED, HANDSHAKE_BYTES + 1, True),
+        (SENT_BEFORE_ACCEPTED + 1, HANDSHAKE_BYTES + 1, False),
+        (SENT_BEFORE_ACCEPTED + 1, 2 * MESSAGE_BYTES, True),
+    ],
+)
+def test_what_a_connection_may_send(sent: int, received: int, closes: bool) -> None:
+    connections = Connections(9, MESSAGE_BYTES)
+    connections.add(1, connection())
+    assert [number for number, _ in connections.to_close({1: Counters(sent, received)})] == [1] * closes
+    assert not list(connections.to_close({1: Counters(sent, received)})), "it is being closed"
+
+
+def test_all_together_send_a_few_messages_without_ending_one_and_the_largest_leaves() -> None:
+    connections = Connections(99, MESSAGE_BYTES)
+    counters = {}
+    for number in range(6):
+        connections.add(number, connection())
+        counters[number] = Counters(SENT_BEFORE_ACCEPTED + 1, MESSAGE_BYTES - 1000 * number)
+    assert [number for number, _ in connections.to_close(counters)] == [0, 1]
+    connections.heard(2, counters[2].received)
+    assert not list(connections.to_close({number: counters[number] for number in range(2, 6)}))
+
+
+def test_connections_of_members_may_queue_what_they_like() -> None:
+    connections = Connections(9, MESSAGE_BYTES)
+    connections.add(1, connection(watched=False))
+    assert not list(connections.to_close({1: Counters(SENT_BEFORE_ACCEPTED + 1, 100 * MESSAGE_BYTES)}))
+
+
+def test_a_socket_that_is_closed_frees_its_monitor(bind: Callable[..., Bound]) -> None:
+    sockets, router, endpoint = bind()
+    with dealer(endpoint), socket.socket():
+        router.close()
+    again, endpoint = sockets.router(TCP, EVERYONE)
+    with dealer(endpoint, b"late") as late:
+        late.sendall(frame(b"here"))
+        arrives(sockets, again, [b"late", b"here"])
