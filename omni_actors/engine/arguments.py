@@ -17,6 +17,7 @@ from omni_actors.engine.executor import executor_backend
 from omni_actors.engine.models import ModelKind, ModelSpec, checkpoint_architecture, find_model_spec, register_models
 from omni_actors.engine.platform import prepare
 from omni_actors.errors import ConfigError
+from omni_actors.stage.start_phases import phase
 from omni_actors.vllm_version import Platform
 
 GIB = 1 << 30
@@ -109,6 +110,7 @@ class OmniEngineArgs:
             raise ConfigError(f"Stage {stage!r} is {spec.kind}, not {self.kind}.")
         return spec
 
+    @phase("configuration")
     def create_engine_config(self) -> VllmConfig:
         """vLLM's configuration of this stage; also registers its models with vLLM.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -40,6 +40,7 @@ _REASONS = {
 }
 
 
+KV_CACHE_BYTES = "kv_cache_bytes"
 WARM_UP_LENGTH = 24
 WARM_UP_PARAMS = (
     StageParams(max_tokens=3, min_tokens=3, temperature=0.9, top_k=40, top_p=0.8, min_p=0.01, repetition_penalty=1.05),
@@ -82,6 +83,11 @@ class AutoregressiveEngine(VllmEngine[_Running]):
     def facts(self) -> EngineFacts:
         """What the coordinator learns when the stage is ready."""
         return self.adapter.facts
+
+    def sizes(self) -> Mapping[str, int]:
+        """The size of the KV cache."""
+        size = self.core.kv_cache_bytes
+        return {KV_CACHE_BYTES: size} if size else {}
 
     def warm_up(self, batches: Sequence[int]) -> None:
         """Run batches like those of real requests, so that no request waits while a kernel is compiled.

@@ -122,6 +122,12 @@ class VllmCore:
         """The worker of a stage on one GPU, which runs in this process."""
         return cast("UniProcExecutor", self._core.model_executor).driver_worker.worker
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the KV cache, if a single worker has it all; else 0, as the workers' shares may differ."""
+        alone = self.vllm_config.parallel_config.world_size == 1
+        return max(0, self._core.available_gpu_memory_for_kv_cache) if alone else 0
+
     def worker_counts(self) -> dict[str, int]:
         """State that the first worker's runner holds for requests, by name; all workers hold the same."""
         counts: dict[str, int] = self._core.model_executor.collective_rpc("omni_counts")[0]

@@ -87,6 +87,6 @@ class OmniCPUWorker(OmniWorkerBase, CPUWorker):
     def init_device(self) -> None:
         """vLLM's `init_device`, then our runner in place of the one it made."""
         # This also makes vLLM's own runner, which only allocates small buffers on the CPU.
-        super().init_device()  # type: ignore[no-untyped-call]
+        super().init_device()
         # Declared for the V1 runner; vLLM assigns its V2 runner just so.
         self.model_runner = OmniCPURunner(self.vllm_config, self.device)  # type: ignore[assignment]

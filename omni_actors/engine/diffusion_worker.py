@@ -21,6 +21,7 @@ from omni_actors.engine.diffusion_runner import (
 )
 from omni_actors.engine.worker_base import AttachedOutput, HostCopy, OmniWorkerBase, memory_hint, omni_options
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError
+from omni_actors.stage.start_phases import phase
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
     model_runner: DiffusionModelRunner  # type: ignore[assignment]  # declared as a module for vLLM's own workers
     device: torch.device
 
+    @phase("device")
     def init_device(self) -> None:
         """Choose the device; on CUDA also make the stream for copies to the host."""
         kind = self.device_config.device_type
@@ -103,6 +105,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         else:
             self.device = torch.device(kind)
 
+    @phase("weights")
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Make and load the runner.
 
@@ -118,6 +121,7 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         self.model_runner = runner_class(self.vllm_config, self.device)
         self.model_runner.load(dummy=load_dummy_weights or self.load_config.load_format == "dummy")
 
+    @phase("warm-up")
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up. The times are zero: vLLM only logs them."""
         self.model_runner.warm_up()

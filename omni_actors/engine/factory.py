@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -12,6 +13,7 @@ from omni_actors.config import PipelineConfig, StageConfig, StageKind
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.models import ModelKind, load_plugins
 from omni_actors.stage.engine_interface import StageEngine
+from omni_actors.stage.start_phases import phase
 
 ENGINE_KINDS: dict[StageKind, ModelKind] = {
     StageKind.PROMPT: "prompt",
@@ -22,8 +24,15 @@ ENGINE_KINDS: dict[StageKind, ModelKind] = {
 WARM_UP_BATCHES = (1, 2, 9, 16, 17)
 
 
-def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
-    """The engine of a pipeline's stage; `report` is called with the start-up phase."""
+def build_stage_engine(
+    pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None], sizes: Mapping[str, int] | None = None
+) -> StageEngine:
+    """The engine of a pipeline's stage.
+
+    Args:
+        report: called with the start-up phase.
+        sizes: what `StageEngine.sizes` of the replica's last process returned, not to be measured again.
+    """
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM then logs through our handlers (logs.py), in one format
     if threads := os.environ.get("OMP_NUM_THREADS"):
         # The fork server has read the variable already; this process may have another share of the cores.
@@ -32,7 +41,22 @@ def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Cal
         torch.set_num_threads(int(threads))
     load_plugins(pipeline.plugins)
     report(f"loading {stage.part} of {pipeline.model}")
-    return build_engine(stage_arguments(pipeline, stage))
+    arguments = stage_arguments(pipeline, stage)
+    if sizes and stage.kind is StageKind.AUTOREGRESSIVE:
+        arguments = with_known_sizes(arguments, sizes)
+    return build_engine(arguments)
+
+
+def with_known_sizes(arguments: OmniEngineArgs, sizes: Mapping[str, int]) -> OmniEngineArgs:
+    """Arguments with which an autoregressive engine has a KV cache as large as in its last process.
+
+    vLLM then only runs its largest batch of text, which compiled code is loaded for; what the encoders of media need
+    was found by the first process, and is part of what it left. Neither option changes the key of compiled code.
+    """
+    from omni_actors.engine.autoregressive import KV_CACHE_BYTES
+
+    known = {"kv_cache_memory_bytes": sizes[KV_CACHE_BYTES], "skip_mm_profiling": True}
+    return dataclasses.replace(arguments, engine={**arguments.engine, **known})
 
 
 def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineArgs:
@@ -96,5 +120,6 @@ def build_engine(arguments: OmniEngineArgs) -> StageEngine:
     # Nothing is compiled on the CPU; one request is enough to make a model that cannot run fail at the start.
     most = engine.core.vllm_config.scheduler_config.max_num_seqs
     cuda = engine.core.vllm_config.device_config.device_type == "cuda"
-    engine.warm_up([size for size in WARM_UP_BATCHES if size <= most] if cuda else [1])
+    with phase("warm-up"):
+        engine.warm_up([size for size in WARM_UP_BATCHES if size <= most] if cuda else [1])
     return engine

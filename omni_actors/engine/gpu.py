@@ -6,13 +6,17 @@ until the worker is made.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from omni_actors.engine.device_memory import wait_for_memory
 from omni_actors.engine.runner import OmniRunnerMixin
 from omni_actors.engine.worker_base import OmniWorkerBase
 from omni_actors.errors import ConfigError
+from omni_actors.stage.start_phases import phase
 
 GIB = 1 << 30
 OUTSIDE_TORCH_BYTES = 2 * GIB  # CUDA context, cuBLAS and captured graphs of one process
@@ -20,6 +24,11 @@ OUTSIDE_TORCH_BYTES = 2 * GIB  # CUDA context, cuBLAS and captured graphs of one
 
 class OmniGPURunner(OmniRunnerMixin, GPUModelRunner):
     """vLLM's V2 runner with rows in and out."""
+
+    @phase("graphs")
+    def capture_model(self, *args: Any, **kwargs: Any) -> int:
+        """vLLM's `capture_model`, timed."""
+        return super().capture_model(*args, **kwargs)
 
 
 class OmniGPUWorker(OmniWorkerBase, Worker):
@@ -29,6 +38,17 @@ class OmniGPUWorker(OmniWorkerBase, Worker):
     def _make_model_runner(self) -> OmniGPURunner:  # type: ignore[override]
         return OmniGPURunner(self.vllm_config, self.device)
 
+    def init_device(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's `init_device`, once the device has room: what a killed process held is released some time later."""
+        wait_for_memory(lambda: torch.cuda.mem_get_info(self.local_rank), self.cache_config.gpu_memory_utilization)
+        return super().init_device(*args, **kwargs)
+
+    @phase("KV cache")
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's `initialize_from_config`, timed."""
+        return super().initialize_from_config(*args, **kwargs)
+
+    @phase("memory profile")
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: the stage's share of the device minus this process's own peak.
 

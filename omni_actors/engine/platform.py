@@ -29,10 +29,25 @@ def prepare() -> Platform:
         from omni_actors.engine.cpu_triton import enable_interpreter
 
         enable_interpreter()
-    elif find_spec("flashinfer") is None:
-        # vLLM chooses flashinfer's sampler by the GPU alone, and would fail at the first sampled token.
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    else:
+        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache())
+        if find_spec("flashinfer") is None:
+            # vLLM chooses flashinfer's sampler by the GPU alone, and would fail at the first sampled token.
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     return platform
+
+
+def triton_cache() -> str:
+    """Folder for compiled Triton kernels: in vLLM's cache, and the same one in every start.
+
+    Left alone, Inductor sets TRITON_CACHE_DIR when the first compiled graph is made or loaded, to a folder that depends
+    on which of the two it is. A stage that loads for the first time what another start compiled would compile all
+    kernels outside of the graphs again, in its warm-up.
+    """
+    root = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "vllm"
+    )
+    return os.path.join(os.path.expanduser(root), "triton_cache")
 
 
 def preload_modules() -> list[str]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -150,6 +151,7 @@ class ReplicaProcesses:
             stage=identity.stage,
             replica=identity.replica,
             epoch=identity.epoch,
+            ordered=time.monotonic(),
             control_endpoint=self._control_endpoint,
             inbox_endpoint=f"tcp://{self._address}:0" if afar else inbox,
             devices=tuple(visible),

@@ -63,7 +63,10 @@ class Describe(Body, tag="describe", frozen=True):
 
 
 class StageStatus(Struct, frozen=True):
-    """State of one replica as the coordinator sees it. A `spare` takes requests only in the place of another."""
+    """State of one replica as the coordinator sees it. A `spare` takes requests only in the place of another.
+
+    `start` are the seconds that the phases of its process's start took, empty until it is ready.
+    """
 
     stage: str
     replica: int
@@ -73,6 +76,7 @@ class StageStatus(Struct, frozen=True):
     in_flight: int
     counts: dict[str, int] = {}
     spare: bool = False
+    start: dict[str, float] = {}
 
 
 class Description(Body, tag="description", frozen=True):

@@ -51,8 +51,9 @@ class Loading(Body, tag="loading", frozen=True):
 class Ready(Body, tag="ready", frozen=True):
     """Stage -> coordinator: the engine takes requests, `seconds` after its start-up began.
 
-    The rest are facts about the model, empty or 0 where they do not apply: voices, `sample_rate` in Hz, the longest
-    input in tokens, and the names of the additional information that this stage wants.
+    `phases` are the parts of that time by name. The rest are facts about the model, empty or 0 where they do not apply:
+    voices, `sample_rate` in Hz, the longest input in tokens, and the names of the additional information that this
+    stage wants.
     """
 
     seconds: float
@@ -60,6 +61,7 @@ class Ready(Body, tag="ready", frozen=True):
     sample_rate: int = 0
     max_input_tokens: int = 0
     wants_information: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
+    phases: Annotated[dict[Name, float], Meta(max_length=64)] = {}
 
 
 class Peer(Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -24,7 +24,7 @@ from omni_actors.processes import die_with_parent
 from omni_actors.protocol.control import Fatal, Loading
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.run_directory import clear_abandoned, scratch_folder
-from omni_actors.stage import preloaded
+from omni_actors.stage import preloaded, remembered_sizes, start_phases
 from omni_actors.stage.device_priority import DemandFlag, DevicePriority
 from omni_actors.stage.engine_interface import StageEngine
 from omni_actors.stage.events import Stop
@@ -44,6 +44,7 @@ class ReplicaSpec(NamedTuple):
     stage: str
     replica: int
     epoch: int
+    ordered: float  # when the process was ordered, on the monotonic clock
     control_endpoint: str
     inbox_endpoint: str  # tcp with port 0, or a path to which the epoch is added
     devices: tuple[str, ...]  # all GPUs that it may see, as CUDA_VISIBLE_DEVICES names them
@@ -63,6 +64,7 @@ class ReplicaSpec(NamedTuple):
 
 def main(spec: ReplicaSpec) -> None:
     """Entry of the child process. Ends the process: exit code 0 after a shutdown, 1 after a failure."""
+    start_phases.note("process", time.monotonic() - spec.ordered)
     _prepare_process(spec)
     code = 1
     try:
@@ -116,7 +118,7 @@ class StageProcess:
         self.device_priority = DevicePriority(run_dir, spec.yields_to)
         self._engine: StageEngine | None = None
         self._processor: type[StreamProcessor] | None = None
-        self._ready_after = 0.0
+        self._phases: Mapping[str, float] = {}
         self._loading = False
         self._stopping = ""  # why, once a signal has come
         self._session = self._new_session(spec.epoch)
@@ -137,18 +139,19 @@ class StageProcess:
 
     def _live(self) -> Stop:
         """Run one session after the other until one ends the process."""
-        began, epoch = time.monotonic(), self._spec.epoch
+        epoch = self._spec.epoch
         patience = WELCOME_SECONDS
         while True:
             session = self._session
-            end = session.open(patience)
+            with start_phases.phase("connection"):
+                end = session.open(patience)
             if end is None:
                 if self._engine is None:
                     self._engine = self._load(session)
-                    self._ready_after = time.monotonic() - began
-                    logger.info("ready after %.1f s", self._ready_after)
+                    self._phases = start_phases.seconds()
+                    logger.info("ready after %.1f s (%s)", sum(self._phases.values()), start_phases.listed())
                 end = session.serve(
-                    self._engine, self._processor, self._demand_flag, self.device_priority, self._ready_after
+                    self._engine, self._processor, self._demand_flag, self.device_priority, self._phases
                 )
             if isinstance(end, Stop):
                 return end
@@ -180,10 +183,14 @@ class StageProcess:
         self._processor = processor_class(self._stage)  # first: a wrong name should not wait for a model to load
         report("loading")
         self._loading = True
+        sizes = remembered_sizes.take(self._spec.run_dir, self._spec.name)
         try:
-            return build_engine(self._pipeline, self._stage, report)
+            with start_phases.phase("engine"):
+                engine = build_engine(self._pipeline, self._stage, report, sizes)
         finally:
             self._loading = False
+        remembered_sizes.keep(self._spec.run_dir, self._spec.name, engine.sizes())
+        return engine
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._loading:  # loading cannot be interrupted, and the system frees all it holds
@@ -227,8 +234,10 @@ def processor_class(stage: StageConfig) -> type[StreamProcessor] | None:
     return resolve_class(stage.inputs.processor, PROCESSORS, StreamProcessor, where)
 
 
-def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
-    """Make the engine of a stage. Only the model kinds import torch and vLLM.
+def build_engine(
+    pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None], sizes: Mapping[str, int] | None = None
+) -> StageEngine:
+    """Make the engine of a stage. Only the model kinds import torch and vLLM. `sizes`: see `StageEngine.sizes`.
 
     Raises:
         ConfigError: `engine_class` is no importable `StageEngine`, or the engine's options are wrong.
@@ -246,7 +255,8 @@ def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[
     report("importing vLLM")
     if preloaded.FAILURES:
         raise StartupError(f"The fork server could not import what stages need: {'; '.join(preloaded.FAILURES)}.")
-    from omni_actors.engine.factory import build_stage_engine
+    with start_phases.phase("imports"):
+        from omni_actors.engine.factory import build_stage_engine
 
-    engine: StageEngine = build_stage_engine(pipeline, stage, report)
+    engine: StageEngine = build_stage_engine(pipeline, stage, report, sizes)
     return engine

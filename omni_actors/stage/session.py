@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import omni_actors
 from omni_actors import logs
@@ -162,9 +162,13 @@ class Session:
         processor: type[StreamProcessor] | None,
         flag: DemandFlag,
         priority: DevicePriority,
-        seconds: float,
+        phases: Mapping[str, float],
     ) -> Stop | Lost:
-        """Report that the engine is ready (`seconds` after its start) and serve requests until the session ends."""
+        """Report that the engine is ready and serve requests until the session ends.
+
+        Args:
+            phases: seconds that the phases of the process's start took, by name.
+        """
         if self._outbound is None:
             raise ProtocolError("The stage cannot serve: no coordinator has welcomed it.")
         self._actor = StageActor(self._pipeline, self._stage, self._identity, engine, processor, time.time, self._meter)
@@ -172,11 +176,12 @@ class Session:
         wants = (*facts.wants_information, *(processor.wants_information if processor is not None else ()))
         self.tell(
             Ready(
-                seconds=seconds,
+                seconds=sum(phases.values()),
                 voices=facts.voices,
                 sample_rate=facts.sample_rate,
                 max_input_tokens=facts.max_input_tokens,
                 wants_information=tuple(dict.fromkeys(wants)),
+                phases=dict(phases),
             )
         )
         loop = EngineLoop(

@@ -72,9 +72,13 @@ async def test_sigkill_mid_answer(pipeline: RunningPipeline, stage: str) -> None
         while not (await client.describe()).healthy:  # noqa: ASYNC110 - the state is another process's
             await asyncio.sleep(0.1)
         after = await runs(client)
+        start = next(status.start for status in (await client.describe()).stages if status.stage == stage)
+    assert {"process", "connection", "configuration", "device", "weights", "warm-up"} <= set(start)
     upstream = STAGES[: STAGES.index(stage)]
     assert {name: after[name] - before[name] for name in upstream} == dict.fromkeys(upstream, 1)
     assert after[stage] == 1, "in its new life"
+    if stage in ("thinker", "talker"):
+        assert (pipeline.run_dir / f"sizes-{stage}-0").read_text() == '{"kv_cache_bytes":67108864}'
     assert len(undisturbed[1]) == 24
     assert disturbed[:2] == undisturbed[:2]
     assert disturbed[2].shape == undisturbed[2].shape

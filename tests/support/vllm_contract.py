@@ -73,7 +73,8 @@ CALLED: dict[str, str] = {
     "seed stop_token_ids ignore_eos skip_reading_prefix_cache extra_args",
     "vllm.engine.arg_utils:EngineArgs": "model worker_cls scheduler_cls distributed_executor_backend hf_overrides "
     "additional_config async_scheduling generation_config mm_processor_cache_gb kernel_config enable_prompt_embeds "
-    "skip_tokenizer_init enable_prefix_caching tensor_parallel_size pipeline_parallel_size",
+    "skip_tokenizer_init enable_prefix_caching kv_cache_memory_bytes skip_mm_profiling tensor_parallel_size "
+    "pipeline_parallel_size",
 }
 
 # Structs, dataclasses, named tuples and enumerations -> the fields or members that we read.
@@ -107,7 +108,13 @@ CONTAINS: dict[str, set[str] | list[str]] = {
         "self.num_computed_tokens",
         "self.num_prompt_tokens",
     },
-    f"{_CORE}.__init__": {"self.batch_queue", "self.step_fn", "self.scheduler", "self.model_executor"},
+    f"{_CORE}.__init__": {
+        "self.batch_queue",
+        "self.step_fn",
+        "self.scheduler",
+        "self.model_executor",
+        "self.available_gpu_memory_for_kv_cache",
+    },
     f"{_RUNNER}.__init__": {"self.output_copy_stream", "self.encoder_cache", "self.req_states"},
     f"{_RUNNER}.execute_model": {"self.execute_model_state = "},
     f"{_STATE}.__init__": {"self.rope_state", "self.prompt_embeds_state"},

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from omni_actors.errors import StartupError
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.control import Shutdown, Welcome
@@ -37,6 +38,7 @@ def spec(short_path: Path) -> ReplicaSpec:
         stage="thinker",
         replica=0,
         epoch=1,
+        ordered=time.monotonic(),
         control_endpoint=f"ipc://{short_path}/control",
         inbox_endpoint=f"ipc://{short_path}/inbox",
         devices=(),
@@ -108,6 +110,32 @@ def test_an_engine_that_fails_to_end_keeps_nothing_open(
     assert open_resources()[0] < opened, "other processes can still open the arena"
     assert open_resources()[1] == before[1]
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "the timer that ends a process that takes too long still runs"
+
+
+def test_a_process_gets_the_sizes_of_the_one_before_unless_that_failed_with_them(
+    spec: ReplicaSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, int]] = []
+
+    class Sized(EchoEngine):
+        def sizes(self) -> dict[str, int]:
+            return {"kv_cache_bytes": 5}
+
+    def build(pipeline: Any, stage: Any, report: Any, sizes: dict[str, int]) -> EchoEngine:
+        given.append(sizes)
+        if len(given) == 2:
+            raise StartupError("There is no room.")
+        return Sized(stage)
+
+    monkeypatch.setattr("omni_actors.stage.process.build_engine", build)
+    codes = []
+    for _ in range(4):
+        process, coordinator = StageProcess(spec), Coordinator(spec)
+        codes.append(process.run())
+        coordinator.leave()
+        coordinator.sockets.context.destroy(linger=0)
+    assert codes == [0, 1, 0, 0]
+    assert given == [{}, {"kv_cache_bytes": 5}, {}, {"kv_cache_bytes": 5}]
 
 
 def test_a_coordinator_that_ends_takes_the_stage_along(

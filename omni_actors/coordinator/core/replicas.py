@@ -66,7 +66,7 @@ class Replica:
     arena: ArenaAddress | None = None
     pid: int = 0
     phase: str = "starting process"
-    seconds: float = 0.0
+    start: dict[str, float] = field(default_factory=dict)  # seconds of the phases of its process's start
     voices: tuple[str, ...] = ()
     sample_rate: int = 0
     max_input_tokens: int = 0
@@ -147,7 +147,7 @@ class Replica:
     def become_ready(self, facts: Ready) -> None:
         """Take what a replica reports when its model is loaded."""
         self.on(ReplicaEvent.READY)
-        self.phase, self.seconds = "ready", facts.seconds
+        self.phase, self.start = "ready", facts.phases
         self.voices, self.sample_rate = facts.voices, facts.sample_rate
         self.max_input_tokens = facts.max_input_tokens
         self.wants_information = facts.wants_information
@@ -178,7 +178,15 @@ class Replica:
     def status(self) -> StageStatus:
         """What operators see of it."""
         return StageStatus(
-            self.stage, self.index, self.epoch, self.state, self.pid, len(self.requests), dict(self.counts), self.spare
+            self.stage,
+            self.index,
+            self.epoch,
+            self.state,
+            self.pid,
+            len(self.requests),
+            dict(self.counts),
+            self.spare,
+            self.start,
         )
 
 
