@@ -13,7 +13,7 @@ import pytest
 from omni_actors.transport.sockets import Sockets
 from tests.support import guard
 from tests.support.launcher import EchoLauncher
-from tests.support.pipelines import RunningPipeline
+from tests.support.pipelines import RunningPipeline, remove_run_directories
 from tests.support.processes import assert_nothing_left, end_all, processes_of, shared_memory_of
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ ECHO_STAGES = {"process", "chaos", "http", "nodes"}  # folders whose tests start
 def pytest_configure() -> None:
     """Starts the guard: nothing that tests start outlives them, however they end."""
     guard.begin()
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Removes the logs of pipelines if all tests have passed."""
+    if exitstatus == 0:
+        remove_run_directories()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import numpy
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
 from omni_actors.client.streams import Audio, RequestStream, Text
+from omni_actors.clocks import STEADY
 from omni_actors.errors import InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.logs import get_logger
 from omni_actors.protocol.client import (
@@ -180,7 +181,7 @@ class AsyncOmniClient:
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._streams:
             raise InvalidRequest(f"The request id {request_id!r} is in use.")
-        deadline = time.time() + timeout if timeout is not None else 0.0
+        deadline = STEADY() + timeout if timeout is not None else 0.0
         stream = self._streams[request_id] = RequestStream(request_id, self.abort)
         try:
             self._send(request_id, body, buffers, deadline)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
+from omni_actors.clocks import STEADY
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.instructions import FleetInstruction
 from omni_actors.coordinator.core.lifecycle import RequestMachine
@@ -56,7 +57,7 @@ class AdminCommands:
             text=text,
             description=self._reports.describe(client),
             edges=self._reports.edges(),
-            requests=self._requests.statuses(time.time()),
+            requests=self._requests.statuses(STEADY()),
         )
 
     def _carry_out(self, order: Operate) -> str:

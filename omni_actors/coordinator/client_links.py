@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from omni_actors.clocks import STEADY
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.instructions import Instruction, ToClient
 from omni_actors.coordinator.core.lifecycle import RequestMachine
@@ -125,11 +126,11 @@ class ClientLinks:
         link.give_up()
         link.moved = time.monotonic()
         error = SlowClient(f"The client reads too slowly: {why}.")
-        self._do(self._state.end_client(client, error, time.time()))
+        self._do(self._state.end_client(client, error, STEADY()))
 
     def _lose(self, client: bytes, why: str) -> None:
         """Drop a client's messages and end its requests. If it comes back, the answer to its ping shows that."""
         logger.warning("lost a client: %s; its requests end", why)
         self._dropped["client_lost"] += 1
         self._links.pop(client, None)
-        self._do(self._state.client_gone(client, time.time()))
+        self._do(self._state.client_gone(client, STEADY()))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from omni_actors.clocks import STEADY
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.admin import AdminCommands
 from omni_actors.coordinator.client_links import ClientLinks
@@ -152,7 +153,7 @@ class Coordinator:
             await self._stopping.wait()
             await self._drain()
         finally:
-            self._do(self._requests.shut_down(time.time()))
+            self._do(self._requests.shut_down(STEADY()))
             self._obey(self.fleet.shut_down())
             await self._close()
 
@@ -176,7 +177,7 @@ class Coordinator:
     def abandon(self) -> None:
         """Answer every client at once, as the launcher is dead. Other nodes wait for the next coordinator."""
         self.fleet.end()
-        self._do(self._requests.shut_down(time.time()))
+        self._do(self._requests.shut_down(STEADY()))
 
     async def _close(self) -> None:
         """Close all sockets; what is queued for clients gets a moment to leave."""
@@ -196,7 +197,7 @@ class Coordinator:
 
     def _on_client(self, frames: Sequence[bytes]) -> None:
         key, client, *rest = frames
-        now = time.time()
+        now = STEADY()
         try:
             envelope = self._client_decoder.decode(rest)
         except BadHeader as error:
@@ -237,7 +238,7 @@ class Coordinator:
             self._do(self._requests.reject(client, header, error, now))
 
     def _on_result(self, frames: Sequence[bytes]) -> None:
-        now = time.time()
+        now = STEADY()
         try:
             envelope = self._results_decoder.decode(frames)
         except BadHeader as error:
@@ -318,11 +319,11 @@ class Coordinator:
             case ReplicaRegistered(replica):
                 self._stages.open(replica)
             case ReplicaReady():
-                self._do(self._requests.reopen(time.time()))
+                self._do(self._requests.reopen(STEADY()))
             case ReplicaLost(replica, why, blame):
                 self._stages.close(replica.replica_id)
                 self._collector.replica_ended(replica.stage, replica.index)
-                self._do(self._requests.replica_lost(replica, time.time(), why, blame))
+                self._do(self._requests.replica_lost(replica, STEADY(), why, blame))
             case Measured(replica, Heartbeat() as beat):
                 self._collector.requests.message_received(replica.name, beat.sent)
             case Measured(replica, Snapshot() as snapshot):
@@ -332,7 +333,7 @@ class Coordinator:
 
     def _fail(self, header: Header, error: OmniError) -> None:
         """An attempt did not reach its stage."""
-        self._do(self._requests.reject_from_stage(header, error, time.time()))
+        self._do(self._requests.reject_from_stage(header, error, STEADY()))
 
     def _send_control(self, identity: str, body: Body) -> None:
         with contextlib.suppress(PeerGone):  # the fleet notices that, too
@@ -353,7 +354,7 @@ class Coordinator:
                 self._dropped["failed_tick"] += 1
 
     def _on_tick(self) -> None:
-        self._do(self._requests.tick(time.time()))
+        self._do(self._requests.tick(STEADY()))
         self._client_links.flush()
         self._client_links.sweep()
         self._collector.tick()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +14,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.request import RequestStatus
 
+from omni_actors.clocks import STEADY
 from omni_actors.engine.scheduler import OmniSchedulerInterface
 from omni_actors.engine.statistics import CoreStatistics
 from omni_actors.engine.worker_base import memory_hint
@@ -74,7 +74,7 @@ def make_request(
         mm_features=mm_features,
         sampling_params=sampling_params,
         pooling_params=None,
-        arrival_time=time.time(),
+        arrival_time=STEADY(),
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,

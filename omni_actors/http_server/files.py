@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.state import State, json_response
-from omni_actors.http_server.stores import FileStore, UploadedFile
+from omni_actors.http_server.stores import UploadedFile
 
 router = APIRouter()
 
@@ -24,13 +24,13 @@ async def upload(
         raise HttpError(400, "The file is empty.", param="file", code="invalid_value")
     if len(data) > state.settings.media_bytes:
         raise HttpError(413, f"Each file is limited to {state.settings.media_bytes} bytes.", param="file")
-    return json_response(_file(state.files.add(file.filename or "file", purpose, data), state.files))
+    return json_response(_file(state.files.add(file.filename or "file", purpose, data)))
 
 
 @router.get("/v1/files", response_class=Response)
 async def files(state: State) -> Response:
     """All uploaded files."""
-    found = [_file(file, state.files) for file in state.files.list()]
+    found = [_file(file) for file in state.files.list()]
     return json_response({"object": "list", "data": found, "has_more": False})
 
 
@@ -40,7 +40,7 @@ async def file(file_id: str, state: State) -> Response:
     found = state.files.find(file_id)
     if found is None:
         raise _no_file(file_id)
-    return json_response(_file(found, state.files))
+    return json_response(_file(found))
 
 
 @router.delete("/v1/files/{file_id}", response_class=Response)
@@ -55,13 +55,13 @@ def _no_file(file_id: str) -> HttpError:
     return HttpError(404, f"There is no file {file_id[:100]!r}.", param="file_id", code="file_not_found")
 
 
-def _file(file: UploadedFile, files: FileStore) -> dict[str, Any]:
+def _file(file: UploadedFile) -> dict[str, Any]:
     return {
         "id": file.id,
         "object": "file",
         "bytes": len(file.data),
-        "created_at": int(file.created),
-        "expires_at": files.expires(file),
+        "created_at": file.created,
+        "expires_at": file.expires,
         "filename": file.name,
         "purpose": file.purpose,
         "status": "processed",

@@ -12,22 +12,27 @@ from omni_actors.http_server.errors import HttpError
 
 @dataclass(frozen=True)
 class UploadedFile:
-    """A file of `/v1/files`."""
+    """A file of `/v1/files`; `created` and `expires` are Unix times to show, `kept_until` is a monotonic one."""
 
     id: str
     name: str
     purpose: str
     data: bytes
-    created: float
+    created: int
+    expires: int
+    kept_until: float
 
 
 class FileStore:
-    """Uploaded files, bounded in bytes and in time. The oldest are removed first.
+    """Uploaded files, bounded in number, bytes and time. The oldest are removed first.
 
     Args:
         limit: bytes of all files together.
         seconds: how long a file is kept.
     """
+
+    FILES = 1000
+    NAME_BYTES = 255
 
     def __init__(self, limit: int, seconds: float) -> None:
         self._limit = limit
@@ -35,13 +40,24 @@ class FileStore:
         self._files: dict[str, UploadedFile] = {}
 
     def add(self, name: str, purpose: str, data: bytes) -> UploadedFile:
-        """Keep a file, in place of the oldest ones if need be. Raises `HttpError` 413 if it alone is too large."""
+        """Keep a file, in place of the oldest ones if need be.
+
+        Raises:
+            HttpError: 413 if it alone is too large, 400 if its name is too long.
+        """
         if len(data) > self._limit:
             raise HttpError(413, f"All files together are limited to {self._limit} bytes.", param="file")
-        file = UploadedFile(f"file-{uuid.uuid4().hex}", name, purpose, data, time.time())
-        self._files[file.id] = file
+        if len(name.encode()) > self.NAME_BYTES:
+            message = f"The file's name has more than {self.NAME_BYTES} bytes."
+            raise HttpError(400, message, param="file", code="invalid_value")
+        now = time.time()
+        kept_until = time.monotonic() + self._seconds
+        file = UploadedFile(
+            f"file-{uuid.uuid4().hex}", name, purpose, data, int(now), int(now + self._seconds), kept_until
+        )
         self._expire()
-        while sum(len(held.data) for held in self._files.values()) > self._limit:
+        self._files[file.id] = file
+        while len(self._files) > self.FILES or sum(len(held.data) for held in self._files.values()) > self._limit:
             del self._files[next(iter(self._files))]
         return file
 
@@ -59,13 +75,9 @@ class FileStore:
         self._expire()
         return tuple(self._files.values())
 
-    def expires(self, file: UploadedFile) -> int:
-        """Unix time at which a file is removed."""
-        return int(file.created + self._seconds)
-
     def _expire(self) -> None:
-        oldest = time.time() - self._seconds
-        for file in [file for file in self._files.values() if file.created < oldest]:
+        now = time.monotonic()
+        for file in [file for file in self._files.values() if file.kept_until < now]:
             del self._files[file.id]
 
 
@@ -80,13 +92,13 @@ class Transcripts:
 
     def add(self, audio_id: str, text: str) -> int:
         """Keep a text; returns the Unix time until which its id is known."""
-        now = time.time()
+        now = time.monotonic()
         self._texts[audio_id] = (now + self.SECONDS, text)
         while len(self._texts) > self.LIMIT or next(iter(self._texts.values()))[0] < now:
             del self._texts[next(iter(self._texts))]
-        return int(now + self.SECONDS)
+        return int(time.time() + self.SECONDS)
 
     def find(self, audio_id: str) -> str | None:
         """The text of a spoken answer, if it is still kept."""
-        expires, text = self._texts.get(audio_id, (0.0, ""))
-        return text if expires >= time.time() else None
+        kept_until, text = self._texts.get(audio_id, (0.0, ""))
+        return text if kept_until >= time.monotonic() else None

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 from msgspec import Struct
 
+from omni_actors.clocks import STEADY
 from omni_actors.errors import InvalidPayload, OmniError
 from omni_actors.protocol.header import Block, Body, Header, Limits
 from omni_actors.protocol.tensors import HostTensor, TensorRef, check_extent
@@ -82,7 +83,7 @@ def encode(
     limits: Limits | None = None,
     blocks: tuple[Block, ...] = (),
 ) -> list[Frame]:
-    """Return the frames of a message. Fills in the header's `kind`, `n_buffers` and `blocks`.
+    """Return the frames of a message. Fills in the header's `kind`, `n_buffers` and `blocks`, converts its `deadline`.
 
     Args:
         buffers: all buffers of the message.
@@ -94,7 +95,8 @@ def encode(
     """
     limits = limits or DEFAULT_LIMITS
     _check_buffers(body, buffers, limits)
-    header = msgspec.structs.replace(header, kind=_kind(body), n_buffers=len(buffers), blocks=blocks)
+    deadline = header.deadline and header.deadline + STEADY.jumped()
+    header = msgspec.structs.replace(header, kind=_kind(body), n_buffers=len(buffers), blocks=blocks, deadline=deadline)
     try:
         header_frame = _header_encoder.encode(header)
         body_frame = msgspec.msgpack.encode(body)
@@ -158,6 +160,8 @@ class Decoder(Generic[BodyT]):
             raise BadHeader("buffer_count")
         if header.kind not in self._kinds:
             raise BadHeader("kind")
+        if header.deadline and (jumped := STEADY.jumped()):
+            header = msgspec.structs.replace(header, deadline=header.deadline - jumped)
         return header
 
     def _decode_rest(self, header: Header, frames: Sequence[Frame]) -> Envelope[BodyT]:

@@ -70,7 +70,7 @@ class Header(Struct, frozen=True, array_like=True):
         epoch: epoch of the sending replica.
         attempt: the attempt at the request: the sender's in results, the receiver's in everything else.
         seq: number of the message among those of one sender about one attempt, from 0.
-        deadline: Unix time in seconds; 0 for none.
+        deadline: Unix time in seconds, of the wall clock on the wire and of `STEADY` elsewhere; 0 for none.
         n_buffers: buffers of the message, in frames and in blocks.
         blocks: the buffers that are not frames of this message.
     """

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from omni_actors.clocks import AnchoredClock
 from omni_actors.protocol.telemetry import EndedWork, StageTimeline
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.clocks import AnchoredClock
 from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.transfers import TransferTrack, track_of
 

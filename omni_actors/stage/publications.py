@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from omni_actors.clocks import STEADY
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.common import Credit
 from omni_actors.protocol.header import MAX_BLOCKS, Block, ReplicaId
@@ -50,7 +50,7 @@ class Publications:
                 continue
             block = placed.get(id(buffer))
             if block is None:
-                expires = (message.header.deadline or time.time() + NO_DEADLINE_SECONDS) + GRACE_SECONDS
+                expires = (message.header.deadline or STEADY() + NO_DEADLINE_SECONDS) + GRACE_SECONDS
                 block = arena.reserve(size, self._identity, expires)
                 if block is None:
                     continue
@@ -96,7 +96,7 @@ class Publications:
     def expire(self) -> None:
         """Free blocks whose receivers have not given them back in time."""
         if self._arena is not None:
-            self._arena.expire(time.time())
+            self._arena.expire(STEADY())
 
     def counts(self) -> dict[str, int]:
         """Blocks in use, and totals of those published and of buffers that did not fit; empty without an arena."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 
 import omni_actors
 from omni_actors import logs
+from omni_actors.clocks import STEADY, AnchoredClock
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import ProtocolError, StartupError
 from omni_actors.protocol.common import Credit
@@ -29,7 +30,6 @@ from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.processors import StreamProcessor
 from omni_actors.stage.recorder import Recorder
-from omni_actors.telemetry.clocks import AnchoredClock
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.curve import load_keys
 from omni_actors.transport.sockets import Sockets
@@ -171,7 +171,7 @@ class Session:
         """
         if self._outbound is None:
             raise ProtocolError("The stage cannot serve: no coordinator has welcomed it.")
-        self._actor = StageActor(self._pipeline, self._stage, self._identity, engine, processor, time.time, self._meter)
+        self._actor = StageActor(self._pipeline, self._stage, self._identity, engine, processor, STEADY, self._meter)
         facts = engine.facts
         wants = (*facts.wants_information, *(processor.wants_information if processor is not None else ()))
         self.tell(

@@ -1,28 +1,10 @@
-"""Comparable moments: a process's own never jump, and the offsets between processes are estimated."""
+"""Estimates by how much the clocks of two processes differ."""
 
 from __future__ import annotations
 
 import collections
-import time
-from collections.abc import Callable
 
 KEPT = 64  # observations in each direction; older ones say less, as clocks drift
-
-
-class AnchoredClock:
-    """Unix time that starts at the wall clock and advances with the monotonic clock."""
-
-    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
-        self._anchor = wall() - monotonic()
-
-    def __call__(self) -> float:
-        """Seconds since the epoch, never less than at the call before."""
-        return self._anchor + self._monotonic()
-
-    def of(self, monotonic: float) -> float:
-        """Convert a reading of the monotonic clock."""
-        return self._anchor + monotonic
 
 
 class ClockOffset:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from omni_actors.clocks import AnchoredClock
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.logs import get_logger
 from omni_actors.protocol.client import Observation, Observe, Subject
 from omni_actors.protocol.telemetry import Snapshot
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.clocks import AnchoredClock
 from omni_actors.telemetry.merge import StageMeters
 from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.process_metrics import edge_metrics, process_metrics

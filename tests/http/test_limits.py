@@ -15,9 +15,10 @@ import pytest
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.app import create_app
+from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.media import VIDEO_RATE, read_video
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.stores import FileStore
+from omni_actors.http_server.stores import FileStore, Transcripts
 from tests.support.servers import HttpPipeline, film, picture, serving, sound
 from tests.support.waiting import until
 
@@ -244,9 +245,40 @@ def test_files_are_bounded_in_bytes_and_time() -> None:
     assert files.find(second.id) is None
 
 
+def test_files_are_bounded_in_number_and_their_names_in_length() -> None:
+    files = FileStore(limit=1 << 20, seconds=60)
+    for number in range(FileStore.FILES + 7):
+        files.add(f"{number}", "user_data", b"x")
+    assert [len(files.list()), files.list()[0].name] == [FileStore.FILES, "7"]
+    files.add("\u00e9" * 127, "user_data", b"x")
+    with pytest.raises(HttpError, match="more than 255 bytes"):
+        files.add("\u00e9" * 128, "user_data", b"x")
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_jump_of_the_clock_removes_no_file_or_transcript_and_keeps_none(
+    monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    files, transcripts = FileStore(limit=100, seconds=0.05), Transcripts()
+    lasting = FileStore(limit=100, seconds=60)
+    kept, file = lasting.add("a", "user_data", b"x"), files.add("a", "user_data", b"x")
+    transcripts.add("spoken", "a text")
+    usual = time.time
+    monkeypatch.setattr(time, "time", lambda: usual() + 2 * jump)
+    assert lasting.find(kept.id) is kept
+    assert transcripts.find("spoken") == "a text"
+    transcripts.add("later", "another")
+    assert transcripts.find("spoken") == "a text"
+    time.sleep(0.06)
+    assert files.find(file.id) is None
+
+
 def test_uploads_are_limited(small: str) -> None:
     response = httpx.post(f"{small}/v1/files", files={"file": ("a", b"x" * 50_001)})
     assert response.status_code == 413
+    response = httpx.post(f"{small}/v1/files", files={"file": ("a" * 3000, b"x")})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "file"
     response = httpx.post(f"{small}/v1/files", files={"file": ("a", b"")})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "file"

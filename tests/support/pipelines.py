@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,14 @@ from pathlib import Path
 from omni_actors.client import OmniClient
 from omni_actors.errors import OmniError
 from tests.support.paths import REPOSITORY
+
+RUN_DIRECTORIES: list[Path] = []  # of this session of tests, with the logs of its pipelines
+
+
+def remove_run_directories() -> None:
+    """Remove the logs of all pipelines: nothing has failed that they could explain."""
+    while RUN_DIRECTORIES:
+        shutil.rmtree(RUN_DIRECTORIES.pop())
 
 
 class RunningPipeline:
@@ -27,6 +36,7 @@ class RunningPipeline:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.run_dir = Path(tempfile.mkdtemp(prefix="omni-test-"))
+        RUN_DIRECTORIES.append(self.run_dir)
         self.endpoint = f"ipc://{self.run_dir}/client"
         command = [sys.executable, "-m", "omni_actors.launch", str(config), "--run-dir", str(self.run_dir)]
         for key, value in (overrides or {}).items():

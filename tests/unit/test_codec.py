@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_actors.clocks import STEADY
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.client import ClientToCoordinator, Submit
 from omni_actors.protocol.codec import MAGIC, BadBody, BadHeader, BufferList, Decoder, encode
@@ -313,3 +316,15 @@ def test_bounds_are_checked_on_decode() -> None:
         frames = encode(Header("", request_id="r1"), Submit(prompt=prompt, **wrong))
         with pytest.raises(BadBody):
             Decoder(ClientToCoordinator).decode(frames)
+
+
+def test_deadlines_on_the_wire_are_those_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    header = msgspec.structs.replace(HEADER, deadline=STEADY() + 60)
+    usual = time.time
+    monkeypatch.setattr(time, "time", lambda: usual() + 3600)
+    frames = encode(header, *audio())
+    on_the_wire = msgspec.msgpack.decode(frames[1], type=Header).deadline
+    assert on_the_wire == pytest.approx(time.time() + 60, abs=5)
+    assert Decoder(FromStage).decode(frames).header.deadline == pytest.approx(header.deadline, abs=0.1)
+    without = encode(msgspec.structs.replace(HEADER, deadline=0.0), *audio())
+    assert Decoder(FromStage).decode(without).header.deadline == 0.0

@@ -9,6 +9,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from omni_actors.clocks import AnchoredClock
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.header import Header, Limits, ReplicaId
@@ -20,7 +21,6 @@ from omni_actors.stage.engine_interface import BudgetStatistics, EngineStatistic
 from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
 from omni_actors.stage.snapshot import Baseline
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.clocks import AnchoredClock
 from omni_actors.telemetry.collector import TelemetryCollector
 from omni_actors.telemetry.merge import StageMeters
 from omni_actors.telemetry.meters import Histogram, Meters

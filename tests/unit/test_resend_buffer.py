@@ -7,6 +7,7 @@ import dataclasses
 import msgspec
 import pytest
 
+from omni_actors.clocks import AnchoredClock
 from omni_actors.errors import ErrorCode, InvalidPayload, StageLost
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.common import Abort, Failed
@@ -22,7 +23,6 @@ from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, Budget, ResendBuffer
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.clocks import AnchoredClock
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest
 
 TALKER, AGAIN = ROUTE[2], ReplicaId("talker", 0, 6)
