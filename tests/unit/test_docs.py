@@ -20,6 +20,7 @@ from omni_actors.config.schema import ClusterConfig
 from omni_actors.engine.media import MediaLimits
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
 from omni_actors.http_server import json_bounds, schemas
+from omni_actors.http_server.stores import FileStore
 from omni_actors.protocol.header import Limits
 from omni_actors.stage import early_chunks
 from scripts import docs_hooks, reference_docs
@@ -193,6 +194,7 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         found[name] = int(number) * UNITS.get(unit, 1)
     message, media = Limits(), MediaLimits()
     assert found == {
+        "uploaded files, the oldest of which make room": FileStore.FILES,
         "stages of a pipeline": most(PipelineConfig, "stages"),
         "nodes": most(ClusterConfig, "nnodes"),
         "JSON of an HTTP request without its media": json_bounds.MAX_TEXT_BYTES,
