@@ -1,7 +1,8 @@
-"""What the tests of real models compare with."""
+"""What the tests of real models compare with, and what makes engines in the tests' process bearable."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,19 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
+from triton.runtime.interpreter import GridExecutor  # noqa: E402
+
 from tests.support.reference import Reference  # noqa: E402
+from tests.support.tracing import untraced  # noqa: E402
+
+# On the CPU, Triton's interpreter runs the kernels of vLLM, which take most of a step.
+GridExecutor.__call__ = untraced(GridExecutor.__call__)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_are_no_garbage() -> None:
+    """vLLM collects garbage eight times while an engine starts, 0.2 s each while all modules are looked through."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from tests.support.reference import Reference
 pytestmark = pytest.mark.e2e
 
 SAMPLES = 480  # per codec token
-CHUNK_ERROR = 0.01  # of chunks against the whole, relative to the peak (tests/e2e/test_chunks.py)
+CHUNK_ERROR = 0.01  # of chunks against the whole, relative to the peak (tests/e2e/diffusion/test_chunks.py)
 PARAMS = {"num_steps": 4, "guidance_scale": 0.5}
 
 

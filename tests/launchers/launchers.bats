@@ -24,17 +24,17 @@ launch() {
 # said TEXT [COUNT]: waits until it stands there so many times.
 said() {
     local turn
-    for ((turn = 0; turn < 400; turn++)); do
+    for ((turn = 0; turn < 1600; turn++)); do
         [[ $(grep -cF -- "$1" output) -lt ${2:-1} ]] || return 0
         sleep 0.05
     done
     echo "waited in vain for ${2:-1} x '$1':" && cat output && return 1
 }
 
-# ends_with CODE: it ends within five seconds and leaves no process behind.
+# ends_with CODE: it ends within 20 seconds and leaves no process behind.
 ends_with() {
     local turn code=0
-    for ((turn = 0; turn < 100; turn++)); do
+    for ((turn = 0; turn < 400; turn++)); do
         kill -0 "$launcher" 2> /dev/null || break
         sleep 0.05
     done
@@ -42,7 +42,7 @@ ends_with() {
     ! kill -0 "$launcher" 2> /dev/null || { echo "it has not ended"; return 1; }
     wait "$launcher" || code=$?
     [[ $code == "$1" ]] || { echo "exit code $code"; return 1; }
-    for ((turn = 0; turn < 20; turn++)); do
+    for ((turn = 0; turn < 100; turn++)); do
         lives || return 0
         sleep 0.05
     done

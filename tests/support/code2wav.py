@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.diffusion import DiffusionEngine
 from tests.support.reference import InjectedNoise, Reference, one_thread, vocoder_noise
 
 WHOLE = {"policy": "whole"}
+CHUNKS = {"first_blocks": 1, "largest_blocks": 4}
 
 
 def arguments(
@@ -19,6 +22,15 @@ def arguments(
 ) -> OmniEngineArgs:
     config = OmniModelConfig(str(checkpoint), "code2wav", decode=decode)
     return OmniEngineArgs(config, "diffusion", engine=engine, asynchronous=asynchronous)
+
+
+def run_dry(engine: DiffusionEngine) -> None:
+    """Steps until nothing is left to do."""
+    for _ in range(500):
+        if not engine.runnable():
+            return
+        engine.step()
+    pytest.fail("the engine does not become idle")
 
 
 def codec_tokens(count: int, seed: int) -> list[int]:

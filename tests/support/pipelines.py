@@ -14,6 +14,7 @@ from pathlib import Path
 from omni_actors.client import OmniClient
 from omni_actors.errors import OmniError
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import PATIENCE
 
 RUN_DIRECTORIES: list[Path] = []  # of this session of tests, with the logs of its pipelines
 
@@ -69,7 +70,7 @@ class RunningPipeline:
 
     def assert_idle(self, timeout: float = 10.0) -> None:
         """All counts of all stages return to zero."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * PATIENCE
         with OmniClient(self.endpoint) as client:
             while True:
                 stages = client.describe().stages

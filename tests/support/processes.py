@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE
+
 
 def processes_of(folder: Path) -> dict[int, str]:
     """Living processes that hold a file in `folder` open (all of a launcher's log there): pid -> command line."""
@@ -66,7 +68,7 @@ def assert_nothing_left(folder: Path, seconds: float = 5.0, shared: set[str] | N
     def sockets() -> list[str]:
         return [str(entry) for entry in folder.rglob("*") if entry.is_socket()]
 
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * PATIENCE
     while (processes := processes_of(folder)) or sockets():
         assert time.monotonic() < deadline, f"left behind: {processes} {sockets()}"
         time.sleep(0.05)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import PATIENCE
 
 STUBS = REPOSITORY / "tests" / "launchers" / "stubs"
 
@@ -43,7 +44,7 @@ class Started:
         return self._output.read_text(errors="replace")
 
     def until(self, text: str, count: int = 1, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * PATIENCE
         while self.output.count(text) < count:
             assert time.monotonic() < deadline, f"waited in vain for {count} x {text!r}:\n{self.output}"
             assert self.process.poll() is None, self.output
@@ -53,7 +54,7 @@ class Started:
         """The exit code, after a signal to all processes of the terminal if one is given."""
         if number is not None:
             os.killpg(self.process.pid, number)
-        return self.process.wait(seconds)
+        return self.process.wait(seconds * PATIENCE)
 
     def members(self) -> dict[int, str]:
         """Living processes of its session, those of remote commands included: pid -> command line."""
@@ -70,7 +71,7 @@ class Started:
         return found
 
     def assert_nothing_left(self, seconds: float = 5.0) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * PATIENCE
         while left := self.members():
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.02)

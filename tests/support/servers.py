@@ -19,6 +19,7 @@ from PIL import Image
 from starlette.types import ASGIApp
 
 from tests.support.pipelines import RunningPipeline
+from tests.support.waiting import PATIENCE
 
 ECHO = "stage_configs/echo.yaml"
 
@@ -72,7 +73,7 @@ class HttpPipeline(RunningPipeline):
 
 
 def wait_healthy(url: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * PATIENCE
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:

@@ -14,37 +14,14 @@ from omni_actors.engine.diffusion_runner import DiffusionJob
 from omni_actors.errors import EngineError, InvalidPayload
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
-from tests.support.code2wav import arguments, difference
+from tests.support.code2wav import CHUNKS, arguments, difference, run_dry
 from tests.support.speech import STEPS, Spec, Speech
 
 pytestmark = pytest.mark.e2e
 
 BLOCK = 12  # codec tokens
 LONG: Spec = (80, "Chelsie", 0.5, 2)  # several chunks
-DECODE = {"first_blocks": 1, "largest_blocks": 4}
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def shared_engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
-    engine = DiffusionEngine(arguments(tiny_checkpoint, asynchronous=request.param, decode=DECODE))
-    yield engine
-    engine.shutdown()
-
-
-@pytest.fixture
-def engine(shared_engine: DiffusionEngine) -> Iterator[DiffusionEngine]:
-    """The engine, idle before and after a test."""
-    yield shared_engine
-    run_dry(shared_engine)
-    assert set(shared_engine.counts().values()) == {0}, shared_engine.counts()
-
-
-def run_dry(engine: DiffusionEngine) -> None:
-    for _ in range(500):
-        if not engine.runnable():
-            return
-        engine.step()
-    pytest.fail("the engine does not become idle")
+DECODE = CHUNKS
 
 
 @dataclass

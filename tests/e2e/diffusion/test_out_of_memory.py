@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.errors import EngineError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
-from tests.support.code2wav import arguments, difference
+from tests.support.code2wav import CHUNKS, arguments, difference
 from tests.support.speech import Spec, Speech
 from tests.support.stage_driver import Driver, make_engine, token_inputs
 
 pytestmark = pytest.mark.e2e
 
+DECODE = CHUNKS
 SPEC: Spec = (60, "Chelsie", 0.5, 3)
 NAMES = ("a", "b", "c")
 
@@ -40,21 +41,6 @@ def assert_out_of_memory(error: Exception) -> None:
     assert error.__cause__ is error.__context__ is None, (
         "the first error's traceback would keep its step's tensors alive"
     )
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def shared_engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
-    decode = {"first_blocks": 1, "largest_blocks": 4}
-    engine = DiffusionEngine(arguments(tiny_checkpoint, asynchronous=request.param, decode=decode))
-    yield engine
-    engine.shutdown()
-
-
-@pytest.fixture
-def engine(shared_engine: DiffusionEngine) -> Iterator[DiffusionEngine]:
-    yield shared_engine
-    assert not shared_engine.runnable()
-    assert set(shared_engine.counts().values()) == {0}, shared_engine.counts()
 
 
 def speak(engine: DiffusionEngine, *names: str) -> Speech:

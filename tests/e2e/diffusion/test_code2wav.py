@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,12 @@ from omni_actors.errors import (  # noqa: E402
 from omni_actors.protocol.payloads import StageParams  # noqa: E402
 from omni_actors.protocol.tensors import DType, HostTensor  # noqa: E402
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest  # noqa: E402
-from tests.support.code2wav import arguments, codec_tokens, difference, expected  # noqa: E402
+from tests.support.code2wav import WHOLE, arguments, codec_tokens, difference, expected  # noqa: E402
 from tests.support.reference import Reference  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
+DECODE = WHOLE
 TOLERANCE = 1e-4  # of the waveform's peak, against transformers
 BATCH_TOLERANCE = 5e-6  # of the peak, against the same request alone: float rounding
 
@@ -53,20 +54,6 @@ MIX = [
     (7, 1, "Ethan", 0.5),
     (24, 8, "Ethan", 0.5),
 ]
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def shared_engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
-    engine = DiffusionEngine(arguments(tiny_checkpoint, asynchronous=request.param))
-    yield engine
-    engine.shutdown()
-
-
-@pytest.fixture
-def engine(shared_engine: DiffusionEngine) -> Iterator[DiffusionEngine]:
-    yield shared_engine
-    drain(shared_engine)
-    assert set(shared_engine.counts().values()) == {0}, shared_engine.counts()
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -18,11 +17,12 @@ from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong  # noqa: E402
 from omni_actors.protocol.payloads import StageParams  # noqa: E402
 from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest  # noqa: E402
-from tests.support.code2wav import WHOLE, arguments, codec_tokens, difference  # noqa: E402
+from tests.support.code2wav import CHUNKS, WHOLE, codec_tokens, difference  # noqa: E402
 from tests.support.speech import STEPS, Spec, Speech  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
+DECODE = CHUNKS
 SAMPLES = 480  # per codec token
 BLOCK = 12  # codec tokens
 LENGTHS = (1, 11, 12, 13, 24, 25, 37, 48, 61, 100)
@@ -30,29 +30,9 @@ LENGTHS = (1, 11, 12, 13, 24, 25, 37, 48, 61, 100)
 PEAK_ERROR, RMS_ERROR, SPECTRAL_DISTANCE = 0.01, 0.001, 0.02
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def shared_engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
-    decode = {"first_blocks": 1, "largest_blocks": 4}
-    engine = DiffusionEngine(arguments(tiny_checkpoint, asynchronous=request.param, decode=decode))
-    yield engine
-    engine.shutdown()
-
-
 @pytest.fixture
-def engine(shared_engine: DiffusionEngine) -> Iterator[DiffusionEngine]:
-    yield shared_engine
-    for _ in range(200):
-        if not shared_engine.runnable():
-            break
-        shared_engine.step()
-    assert set(shared_engine.counts().values()) == {0}, shared_engine.counts()
-
-
-@pytest.fixture(scope="module")
-def whole_engine(tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
-    engine = DiffusionEngine(arguments(tiny_checkpoint, decode=WHOLE))
-    yield engine
-    engine.shutdown()
+def whole_engine(vocoders: Callable[..., DiffusionEngine]) -> DiffusionEngine:
+    return vocoders(False, WHOLE)
 
 
 def whole(engine: DiffusionEngine, spec: Spec) -> np.ndarray:
