@@ -217,7 +217,8 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         reconnect_timeout: seconds for which stages and nodes keep their models and wait for a lost coordinator.
         retain_bytes: bytes of admitted requests kept, all together, so that they can run again; one that does not fit
             fails when a replica that holds it is lost.
-        max_attempts: how often one request may run.
+        max_attempts: how often one request may run, after losses that are not its fault; one that crashes its stage is
+            found sooner.
         default_timeout: seconds until the deadline of requests that set none.
         max_timeout: the latest deadline that a request may ask for, in seconds from now.
         tombstone_ttl: seconds for which an ended request is remembered, to absorb late messages.
@@ -240,7 +241,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
     reconnect_timeout: Seconds = 300.0
     retain_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 256 << 20
-    max_attempts: Annotated[int, Meta(ge=1, le=255)] = 4
+    max_attempts: Annotated[int, Meta(ge=1, le=255)] = 64
     default_timeout: Seconds = 600.0
     max_timeout: Seconds = 86_400.0
     tombstone_ttl: Seconds = 60.0

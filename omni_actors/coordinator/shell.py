@@ -320,10 +320,10 @@ class Coordinator:
                 self._stages.open(replica)
             case ReplicaReady():
                 self._do(self._requests.reopen(STEADY()))
-            case ReplicaLost(replica, why, blame):
+            case ReplicaLost(replica, why, evidence):
                 self._stages.close(replica.replica_id)
                 self._collector.replica_ended(replica.stage, replica.index)
-                self._do(self._requests.replica_lost(replica, STEADY(), why, blame))
+                self._do(self._requests.replica_lost(replica, STEADY(), why, evidence))
             case Measured(replica, Heartbeat() as beat):
                 self._collector.requests.message_received(replica.name, beat.sent)
             case Measured(replica, Snapshot() as snapshot):

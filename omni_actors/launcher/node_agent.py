@@ -96,7 +96,7 @@ class NodeAgent:
         self._processes.refuse_starts(interrupt=bool(self._starting))
         self._starts.put_nowait(None)
         await self._starter
-        self._processes.on_exit = lambda identity, how: None  # the coordinator is no longer there to read it
+        self._processes.on_exit = lambda identity, how, code: None  # the coordinator is no longer there to read it
         self._disconnect()
         await asyncio.get_running_loop().run_in_executor(None, self._sockets.context.term)
 
@@ -219,10 +219,10 @@ class NodeAgent:
                 self._report(replica_id, f"cannot start a process: {error}", "")
             self._starting.discard(replica_id)
 
-    def _on_exit(self, replica_id: ReplicaId, how: str) -> None:
-        self._report(replica_id, how, self._processes.log_tail(replica_id))
+    def _on_exit(self, replica_id: ReplicaId, how: str, code: int | None) -> None:
+        self._report(replica_id, how, self._processes.log_tail(replica_id), code)
 
-    def _report(self, replica_id: ReplicaId, how: str, log: str) -> None:
+    def _report(self, replica_id: ReplicaId, how: str, log: str, code: int | None = None) -> None:
         """Report the end of a replica, with the last lines of its log if they fit into a message."""
         ended = ReplicaEnded(
             stage=replica_id.stage,
@@ -230,6 +230,7 @@ class NodeAgent:
             spawn_epoch=replica_id.epoch,
             how=how[:1000],
             log=log[-LOG_CHARACTERS:],
+            exit_code=code,
         )
         try:
             self._send(ended)

@@ -49,7 +49,8 @@ KILL_SECONDS = 2.0  # for the system to remove a killed process
 class ReplicaProcesses:
     """Owns the stage processes of this host; each is identified by the epoch with which it was started.
 
-    `on_exit` is called in the event loop with a replica's identity and a phrase on how its process ended.
+    `on_exit` is called in the event loop with a replica's identity, a phrase on how its process ended, and its exit
+    code.
 
     Args:
         control_endpoint: endpoint where the coordinator listens for stages.
@@ -63,7 +64,7 @@ class ReplicaProcesses:
         self._pipeline = pipeline
         self._run_directory = run_directory
         self._control_endpoint = control_endpoint
-        self.on_exit: Callable[[ReplicaId, str], None] = lambda identity, how: None
+        self.on_exit: Callable[[ReplicaId, str, int | None], None] = lambda identity, how, code: None
         self.mps = NO_MPS  # set before the first start
         self._processes: dict[ReplicaId, ForkServerProcess] = {}
         self._dead: dict[ReplicaId, float] = {}  # since when, until their shared memory is removed
@@ -174,7 +175,7 @@ class ReplicaProcesses:
             self._none_left.set()
         if process.exitcode and not self._stopping:
             self._run_directory.keep = True
-        self.on_exit(identity, describe_exit(process.exitcode))
+        self.on_exit(identity, describe_exit(process.exitcode), process.exitcode)
 
     def log_tail(self, identity: ReplicaId) -> str:
         """Return the last lines of a replica's log."""

@@ -68,13 +68,17 @@ class KillReplica(Body, tag="kill_replica", frozen=True):
 
 
 class ReplicaEnded(Body, tag="replica_ended", frozen=True):
-    """Node -> coordinator: a process ended or could not be started, as `how` says. `log` is the end of its log."""
+    """Node -> coordinator: a process ended or could not be started, as `how` says. `log` is the end of its log.
+
+    `exit_code` is negative for a signal, and `None` if there was no process.
+    """
 
     stage: StageName
     replica: ReplicaIndex
     spawn_epoch: Count
     how: Annotated[str, Meta(max_length=4096)]
     log: Annotated[str, Meta(max_length=65536)] = ""
+    exit_code: int | None = None
 
 
 class Launched(Body, tag="launched", frozen=True):

@@ -66,6 +66,23 @@ def await_runs(launcher: EchoLauncher, stage: str, runs: int) -> None:
     assert counted() == runs
 
 
+async def test_ten_kills_in_a_row_lose_nothing_but_time(launch: Launch) -> None:
+    """Each as soon as the stage is back: more than it may fail to start, and enough to make suspects of all requests."""
+    data = disturbed_chain(0.03)
+    data["coordinator"] = {"heartbeat_interval": 0.5}
+    launcher = launch(data).wait_ready()
+    async with connected(launcher.endpoint) as (client, losses):
+        running = asyncio.create_task(Load(client, total=30, width=15).run())
+        await until_in_flight(losses.client, 15)
+        for _ in range(10):
+            losses.kill("thinker/0")
+            await losses.finish()
+        await running
+        assert (await client.describe()).healthy
+    assert launcher.output.count("thinker/0 died (killed by signal 9)") == 10
+    launcher.wait_idle()
+
+
 async def test_two_hundred_requests_in_flight_are_all_replayed(launch: Launch) -> None:
     launcher = launch(disturbed_chain(0.05)).wait_ready()
     async with connected(launcher.endpoint) as (client, losses):
@@ -190,7 +207,7 @@ async def test_a_request_whose_loop_raises_is_poison(launch: Launch) -> None:
 
 
 async def test_one_poisonous_request_among_many_fails_alone(launch: Launch) -> None:
-    """It ends up to three replicas before it is known; no other request fails."""
+    """It is found among 13 within seven crashes; no other request fails."""
     launcher = launch(disturbed_chain(0.005)).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         load = Load(client, total=60, width=12)
@@ -199,7 +216,7 @@ async def test_one_poisonous_request_among_many_fails_alone(launch: Launch) -> N
         with pytest.raises(Poison) as caught:
             await client.generate({"prompt_token_ids": [65] * 10 + [CRASH_TOKEN]}, modalities=["text"], timeout=30)
         await running
-    assert 2 <= str(caught.value).count("prompt/0 (epoch") <= 3
+    assert 2 <= str(caught.value).count("prompt/0 (epoch") <= 7
 
 
 async def test_a_request_that_takes_all_memory_fails_alone(launch: Launch) -> None:

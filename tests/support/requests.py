@@ -7,6 +7,7 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
 from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.core.observer import Observer
@@ -124,8 +125,8 @@ class CheckedRequestMachine(RequestMachine):
                 request = self.active[request_id]
                 assert request.replica_id(replica.stage) == replica.replica_id
                 assert (request_id in replica.computing) == (replica.stage not in request.usage)
-            if replica.reserved_for in replica.computing:
-                assert replica.computing == {replica.reserved_for}, "a suspect runs alone"
+            suspects = [name for name in replica.computing if self.active[name].suspected_by == replica.stage]
+            assert replica.reserved or not suspects, "suspects run apart from others"
         for stage in self.pipeline.stages:
             free = [item for item in self.replicas if item.stage == stage.name and item.takes_requests]
             best = min(free, key=lambda item: item.preference, default=None)
@@ -231,20 +232,26 @@ def sound(first: int, count: int) -> tuple[AudioChunk, tuple[bytes, ...]]:
 
 
 def lose(
-    state: RequestMachine, stage: str, index: int = 0, restart: bool = True, why: str = "killed by signal 9"
+    state: RequestMachine,
+    stage: str,
+    index: int = 0,
+    restart: bool = True,
+    why: str = "killed by signal 9",
+    evidence: Evidence = Evidence.CRASHED,
+    now: float = NOW,
 ) -> list[Instruction]:
     replica = state.replicas.current(stage, index)
     assert replica is not None
     replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
-    return state.replica_lost(replica, NOW, why, blame=not replica.orders.restart)
+    return state.replica_lost(replica, now, why, Evidence.NONE if replica.orders.restart else evidence)
 
 
-def bring_back(state: RequestMachine, stage: str, index: int = 0) -> list[Instruction]:
+def bring_back(state: RequestMachine, stage: str, index: int = 0, now: float = NOW) -> list[Instruction]:
     before = state.replicas.current(stage, index)
     assert before is not None
     replica = state.replicas.add(stage, index, before.epoch + 1)
     replica.state = ReplicaState.READY
-    return state.reopen(NOW)
+    return state.reopen(now)
 
 
 def again(state: RequestMachine, stage: str, body: object, seq: int, epoch: int = 1, attempt: int = 1, **more) -> list:
@@ -254,7 +261,7 @@ def again(state: RequestMachine, stage: str, body: object, seq: int, epoch: int 
 
 def finish(state: RequestMachine, request_id: str) -> None:
     request = state.active[request_id]
-    for stage in STAGES:
+    for stage in request.stages:
         header = header_from(
             request.replica_id(stage), request_id, request.next_seq.get(stage, 0), request.attempts[stage]
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.fleet import KILL_SECONDS, STOP_SECONDS, TICK_SECONDS
 from omni_actors.coordinator.core.instructions import Level, Log, Measured, ReplicaLost
 from omni_actors.coordinator.core.states import LaunchState, ReplicaState
@@ -68,7 +69,7 @@ def test_a_process_that_registers_again_loses_its_requests_without_blame() -> No
     again = world.hello("talker", epoch=epoch + 1, spawn_epoch=epoch)
     (lost,) = [item for item in again if isinstance(item, ReplicaLost)]
     assert lost.replica.epoch == epoch
-    assert not lost.blame
+    assert lost.evidence is Evidence.NONE
     assert world.replica("talker").spawn_epoch == epoch
     assert not starts(again)
     assert to_stage(world.take(world.fleet.link_cut(lost.replica.replica_id)), Reregister) == ["talker/0"]
@@ -146,7 +147,7 @@ def test_a_restart_drains_first_and_blames_no_request() -> None:
     assert to_stage(world.wait(TICK_SECONDS), Shutdown) == ["talker/0"]
     ended = world.ended("talker", how="exit code 0")
     assert announced(ended) == ["talker/0 has stopped and restarts", "starting talker/0 again"]
-    assert not any(item.blame for item in ended if isinstance(item, ReplicaLost))
+    assert not any(item.evidence for item in ended if isinstance(item, ReplicaLost))
     assert [item.level for item in ended if isinstance(item, Log)] == [Level.DEBUG]
     assert world.fleet.health.restarts(world.replica("talker")) == 0
     world.ready("talker")

@@ -223,7 +223,7 @@ def test_a_silent_node_is_away_and_takes_back_what_still_runs_when_it_returns() 
     silent = world.wait(4.2, "node 1", "talker/1")
     assert announced(silent) == ["node 1 is away: silent for 4.0 s"]
     assert losses(silent) == {"talker/1": "node 1 is away: silent for 4.0 s"}
-    assert not any(item.blame for item in silent if isinstance(item, ReplicaLost))
+    assert not any(item.evidence for item in silent if isinstance(item, ReplicaLost))
     assert world.state("talker", 1) is ReplicaState.DEAD
     assert not world.killed
     assert to_node(world.node(NodeBeat(), 1), Reregister, 1) == [Reregister()]

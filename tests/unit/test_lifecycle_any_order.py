@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.instructions import Instruction, ToStage
 from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, StageLost
@@ -142,18 +143,27 @@ class AnyOrder(RuleBasedStateMachine):
         self.silenced.update(self.state.requests_of(client))
         self.take(self.state.client_gone(client, self.now))
 
-    @rule(stage=st.sampled_from(STAGES), index=st.integers(0, 1), restart=st.booleans(), wanted=st.booleans())
-    def replica_lost(self, stage: str, index: int, restart: bool, wanted: bool) -> None:
+    @rule(
+        stage=st.sampled_from(STAGES),
+        index=st.integers(0, 1),
+        restart=st.booleans(),
+        wanted=st.booleans(),
+        evidence=st.sampled_from(Evidence),
+    )
+    def replica_lost(self, stage: str, index: int, restart: bool, wanted: bool, evidence: Evidence) -> None:
         replica = self.state.replicas.current(stage, index)
         if replica is not None and replica.alive:
             replica.orders.restart = restart and wanted
             computing = {name for name in replica.computing if not self.through_with(name, stage)}
             replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
-            instructions = self.state.replica_lost(replica, self.now, "test", blame=not (restart and wanted))
+            instructions = self.state.replica_lost(
+                replica, self.now, "test", Evidence.NONE if restart and wanted else evidence
+            )
             for item in instructions:
                 if isinstance(item.body, Failed) and item.body.code is ErrorCode.POISON:
                     assert computing == {item.request_id}, "declared poison, but it was not alone"
-                    assert not wanted or not restart
+                    assert evidence
+                    assert not (wanted and restart)
             self.take(instructions)
 
     def through_with(self, request_id: str, stage: str) -> bool:
@@ -198,7 +208,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.state.in_flight + self.state.queued == 0
         for request_id in set(self.admitted) - self.silenced:
             assert self.terminals[request_id] == 1
-        assert not any(replica.requests or replica.reserved_for for replica in self.state.replicas)
+        assert not any(replica.requests or replica.reserved for replica in self.state.replicas)
         assert self.state.active.deadlines == 0
 
 

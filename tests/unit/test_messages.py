@@ -208,7 +208,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     (NodeLeaving(reason="SIGTERM"), []),
     (StartReplica("talker", 1, 3), []),
     (KillReplica("talker", 1, 3), []),
-    (ReplicaEnded("talker", 1, 3, "exit code 1", "last words"), []),
+    (ReplicaEnded("talker", 1, 3, "killed by signal 9", "last words", -9), []),
     (Launched(), []),
     (Resend(receiver=REPLICA, attempt=2), []),
     (Ended(request_ids=("r1", "r2")), []),

@@ -26,10 +26,8 @@ from tests.support.requests import (
     ask,
     bring_back,
     failure,
-    finish,
     letter,
     lose,
-    opened_requests,
     opened_stages,
     ready,
     replica_id,
@@ -250,106 +248,6 @@ def test_a_replay_that_says_something_else_or_less_fails() -> None:
             body = failure(again(state, "thinker", done(), 0, 2))
         assert body.code is ErrorCode.STAGE_LOST
         assert "did not repeat" in body.message
-
-
-def test_poison_after_two_replicas_of_a_stage() -> None:
-    state = ready()
-    ask(state)
-    lose(state, "talker", why="first")
-    bring_back(state, "talker")
-    body = failure(lose(state, "talker", why="second"))
-    assert body.code is ErrorCode.POISON
-    assert body.stage == "talker"
-    assert not body.retryable
-    assert "talker/0 (epoch 1): first; talker/0 (epoch 2): second" in body.message
-
-
-def test_of_several_suspects_only_the_culprit_fails() -> None:
-    state = ready(max_in_flight=9)
-    for name in ("a", "culprit", "z"):
-        ask(state, name)
-    lose(state, "talker")
-    bring_back(state, "talker")
-    ask(state, "new")
-    assert not [item for item in lose(state, "talker") if isinstance(item, ToClient)], "it may be any of the three"
-    assert opened_requests(bring_back(state, "talker")) == {"new"}, "those that are not suspected go first"
-    assert ask(state, "later") == [], "the talker is emptied for a suspect"
-    assert state.tick(NOW) == []
-    finish(state, "new")
-    assert opened_requests(state.tick(NOW)) == {"a"}, "alone"
-    assert ask(state, "much later") == []
-    finish(state, "a")
-    assert opened_requests(state.tick(NOW)) == {"later", "much later"}, (
-        "between two isolation runs those that waited get in"
-    )
-    finish(state, "later")
-    assert opened_requests(state.tick(NOW)) == set(), "not empty yet"
-    finish(state, "much later")
-    assert opened_requests(state.tick(NOW)) == {"culprit"}
-    body = failure(lose(state, "talker"))
-    assert body.code is ErrorCode.POISON
-    assert "3 replicas died" in body.message
-    assert set(state.requests_of(ALICE)) == {"z"}
-    assert opened_requests(bring_back(state, "talker")) == {"z"}
-    assert state.active["z"].suspected_by is None, "it was there each time that the culprit one was"
-    assert "r" in opened_requests(ask(state, "r"))
-
-
-def test_a_request_is_poison_only_if_it_ran_alone_at_the_crash() -> None:
-    """Another poisonous request comes each time: the one that was there at every loss has done nothing."""
-    state = ready(max_in_flight=9, max_attempts=9)
-    ask(state, "innocent")
-    ask(state, "first")
-    lose(state, "talker")
-    state.abort(ALICE, "first", NOW)
-    bring_back(state, "talker")
-    ask(state, "second")
-    lost = lose(state, "talker")
-    assert not [item for item in lost if isinstance(item, ToClient)]
-    assert opened_requests(bring_back(state, "talker")) == {"second"}
-    state.abort(ALICE, "second", NOW)
-    assert opened_requests(state.tick(NOW)) == {"innocent"}
-    assert ask(state, "third") == [], "it has to wait"
-    finish(state, "innocent")
-    assert "innocent" not in state.requests_of(ALICE)
-
-
-def test_an_isolation_run_needs_only_one_of_the_replicas() -> None:
-    state = ready(replicas=2, max_in_flight=9)
-    for name in ("a", "b", "c"):
-        ask(state, name)  # a and c on talker/0, b on talker/1
-    lose(state, "talker")  # they run on talker/1 from now on
-    second = state.replicas.current("talker", 1)
-    assert second.requests == {"a", "b", "c"}
-    lose(state, "talker", 1)
-    assert opened_requests(bring_back(state, "talker", 0)) == {"b"}
-    assert state.replicas.current("talker", 0).reserved_for == "a"
-    assert opened_requests(bring_back(state, "talker", 1)) == set(), "one isolation run at a time"
-    assert "new" in opened_requests(ask(state, "new"))
-    assert state.replicas.current("talker", 1).requests == {"new"}
-    finish(state, "b")
-    assert opened_requests(state.tick(NOW)) == {"a"}
-    state.abort(ALICE, "a", NOW)
-    assert opened_requests(state.tick(NOW)) == {"c"}
-    finish(state, "c")
-    state.tick(NOW)
-    assert not [replica for replica in state.replicas if replica.reserved_for]
-
-
-def test_an_isolation_run_ends_with_the_replica_reserved_for_it() -> None:
-    state = ready(replicas=2, max_in_flight=9)
-    ask(state, "a")
-    ask(state, "x")
-    ask(state, "b")
-    lose(state, "talker")
-    lose(state, "talker", 1)
-    bring_back(state, "talker", 0)
-    assert state.replicas.current("talker", 0).reserved_for == "a"
-    lose(state, "talker")  # x was there alone, for the second time
-    assert opened_requests(bring_back(state, "talker", 1)) != set()
-    state.client_gone(ALICE, NOW)
-    state.tick(NOW)
-    assert not [replica for replica in state.replicas if replica.reserved_for]
 
 
 def test_losses_of_several_stages_are_no_poison_but_bounded() -> None:

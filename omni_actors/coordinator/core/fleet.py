@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import omni_actors
 from omni_actors.config import PipelineConfig
+from omni_actors.coordinator.core.evidence import Evidence, evidence_of
 from omni_actors.coordinator.core.health import HealthPolicy
 from omni_actors.coordinator.core.instructions import (
     FleetInstruction,
@@ -200,7 +201,7 @@ class Fleet(Outbox):
         elif isinstance(body, ReplicaEnded):
             replica = self.replicas.current(body.stage, body.replica)
             if replica is not None and replica.spawn_epoch == body.spawn_epoch and replica.alive:
-                self._died(replica, body.how, body.log, now)
+                self._died(replica, body.how, body.log, now, evidence_of(body.exit_code))
         return self._taken()
 
     def _node_hello(self, node: Node, hello: NodeHello, now: float) -> None:
@@ -234,7 +235,7 @@ class Fleet(Outbox):
             for stage, index in takeover.start:
                 self._start(stage, index, now)
         for replica in takeover.ended:  # last: a death restarts all that is due
-            self._died(replica, "its node knows nothing of it", "", now)
+            self._died(replica, "its node knows nothing of it", "", now, Evidence.KILLED)
 
     def _give_up_nodes(self, now: float) -> None:
         for node in self.nodes.silent(now, self._settings.heartbeat_timeout):
@@ -254,7 +255,7 @@ class Fleet(Outbox):
                 replica.orders.clear_kill()
                 replica.left_with_node = True
                 self._log(Level.ERROR, f"lost: {away}", replica)
-                self._lose(replica, away, restart=False, blame=False)
+                self._lose(replica, away, restart=False)
         self._fail(f"Node {node.rank} was lost while the pipeline started: {why}")
 
     # -- stage processes ----------------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ class Fleet(Outbox):
             self._drop_disorder(current, "hello")
         elif kind is HelloKind.RENEWED:
             if current.registered:
-                self._lose(current, "it has registered again", restart=True, blame=False)
+                self._lose(current, "it has registered again", restart=True)
             renewed = self.replicas.add(*place, replica_id.epoch, current.spawn_epoch, current.node)
             renewed.phase = "registering again"
             self.health.spawned(renewed, now)
@@ -351,14 +352,14 @@ class Fleet(Outbox):
 
     # -- ends and restarts --------------------------------------------------------------------------------------------
 
-    def _died(self, replica: Replica, how: str, log: str, now: float) -> None:
+    def _died(self, replica: Replica, how: str, log: str, now: float, evidence: Evidence) -> None:
         """Plan a restart. While the pipeline starts, a stage that is left without any replica ends the launch."""
         killed = replica.orders.clear_kill()
-        cause = f"{killed}; {how}" if killed else how
+        cause, evidence = (f"{killed}; {how}", Evidence.CRASHED) if killed else (how, evidence)
         asked = replica.orders.restart
         restart = not self.launch.ending and self.health.plan(replica, now)
         self._log(Level.DEBUG if asked or self.launch.ending else Level.ERROR, f"ended: {cause}", replica)
-        self._lose(replica, cause, restart, blame=not asked)
+        self._lose(replica, cause, restart, Evidence.NONE if asked else evidence)
         if not self.launch.wanted:
             return
         text, culprit = explain_end(replica, f"died ({cause})", log), self.launch.culprit
@@ -375,9 +376,9 @@ class Fleet(Outbox):
         if self.launch.wanted:
             self._restart_due(now)
 
-    def _lose(self, replica: Replica, why: str, restart: bool, blame: bool) -> None:
+    def _lose(self, replica: Replica, why: str, restart: bool, evidence: Evidence = Evidence.NONE) -> None:
         replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
-        self._instructions.append(ReplicaLost(replica, why, blame))
+        self._instructions.append(ReplicaLost(replica, why, evidence))
         self._fill_places(replica.stage)
         if not self.launch.ending:
             self._announce_peers()
@@ -439,7 +440,7 @@ class Fleet(Outbox):
             if replica.orders.stop_until <= now:
                 self._kill(replica, "it did not stop", now)
             if replica.orders.kill_until <= now and replica.alive:
-                self._died(replica, "its node does not answer", "", now)
+                self._died(replica, "its node does not answer", "", now, Evidence.NONE)
 
     # -- operators ----------------------------------------------------------------------------------------------------
 

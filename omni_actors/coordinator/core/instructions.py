@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.control import CoordinatorToStage, Heartbeat
@@ -109,11 +110,11 @@ class ReplicaReady:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """Disconnect from a replica; what it held runs again or fails. `blame`: its requests may be at fault."""
+    """Disconnect from a replica; what it held runs again or fails. `evidence`: what that says against its requests."""
 
     replica: Replica
     why: str
-    blame: bool
+    evidence: Evidence
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.delivery import diverged
+from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.gate import Gate
 from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
 from omni_actors.coordinator.core.observer import Observer
@@ -20,7 +21,7 @@ from omni_actors.coordinator.core.planning import Planner, Unavailable, Wait
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.requests import ActiveRequest, RequestBook
 from omni_actors.coordinator.core.states import RequestEvent, RequestState
-from omni_actors.coordinator.core.suspects import clear_others, poison, record_crash
+from omni_actors.coordinator.core.suspects import poison
 from omni_actors.errors import (
     Aborted,
     DeadlineExceeded,
@@ -140,7 +141,7 @@ class RequestMachine:
 
     def _open(self, request: ActiveRequest, now: float) -> list[Instruction]:
         """Bind the stages that have no replica and announce the request to them, or let it wait for one."""
-        plan = self.planner.plan(request)
+        plan = self.planner.plan(request, now)
         if isinstance(plan, Wait):
             return []
         if isinstance(plan, Unavailable):
@@ -150,6 +151,7 @@ class RequestMachine:
             replica.hold(request.request_id)
             request.bound[replica.stage] = replica.replica_id
             request.attempts[replica.stage] = request.attempt
+            request.opened_at[replica.stage] = now
         self.active.on(request, RequestEvent.OPENED)
         self._observer.bound(request.request_id, request.attempt, request.route, opened)
         # Later stages first: each should know the request before the first output of the stage before it.
@@ -200,9 +202,10 @@ class RequestMachine:
             request.retained = None
 
     def reopen(self, now: float) -> list[Instruction]:
-        """Run the requests that wait, in order of priority. Call it when a replica has become ready."""
+        """Run the requests that wait: suspects, then in order of priority. Call it when a replica has become ready."""
         self._isolation_runs.ended = False
-        return [instruction for request in self.active.waiting() for instruction in self._open(request, now)]
+        waiting = sorted(self.active.waiting(), key=self._isolation_runs.rank)
+        return [instruction for request in waiting for instruction in self._open(request, now)]
 
     def abort(self, client: bytes, request_id: str, now: float) -> list[Instruction]:
         """A client ends its own request. Idempotent; requests of others are not touched."""
@@ -326,7 +329,7 @@ class RequestMachine:
         if replica is not None:
             replica.finished(request.request_id)
         if request.suspected_by == stage:
-            self._isolation_runs.end(request)
+            self._isolation_runs.clear(request)
         if len(request.usage) < len(request.stages):
             return []
         if not request.delivery.complete:
@@ -342,19 +345,20 @@ class RequestMachine:
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def replica_lost(self, replica: Replica, now: float, why: str, blame: bool = True) -> list[Instruction]:
-        """Run again or fail what a lost replica held. `blame`: its requests may be at fault."""
+    def replica_lost(
+        self, replica: Replica, now: float, why: str, evidence: Evidence = Evidence.CRASHED
+    ) -> list[Instruction]:
+        """Run again or fail what a lost replica held. `evidence`: what the loss says against its requests."""
         error = StageLost(f"{replica.name} (epoch {replica.epoch}) died: {why}.", stage=replica.stage)
         held = [self.active[request_id] for request_id in sorted(replica.requests) if request_id in self.active]
         replica.release_all()
         self._ended.pop(replica.replica_id, None)
         held = [request for request in held if not self.planner.is_through_with(request, replica.stage)]
-        culprit = record_crash(held, replica, why) if blame else None
+        culprit = self._isolation_runs.record_crash(held, replica, why, evidence, self.planner.may_have_begun, now)
         instructions: list[Instruction] = []
         if culprit is not None:
             instructions += self._fail(culprit, poison(culprit, replica.stage), now)
-            for cleared in clear_others(culprit, self.active):
-                self._isolation_runs.end(cleared)
+            self._isolation_runs.clear_others(culprit, self.active)
         for request in held:
             if request is not culprit:
                 instructions += self._replay_or_fail(request, replica.stage, error, now)
@@ -391,7 +395,8 @@ class RequestMachine:
             for request in self.active.late(now)
             for instruction in self._fail(request, _too_late(request), now)
         ]
-        if self._isolation_runs.ended or self._isolation_runs.running:  # a replica is empty now, or free again
+        self._isolation_runs.tick(now)
+        if self._isolation_runs.ended or self._isolation_runs:  # a replica is free again, or may be empty for suspects
             instructions += self.reopen(now)
         return instructions + self._tell_ended()
 
@@ -437,17 +442,17 @@ class RequestMachine:
     def _unbind(self, request: ActiveRequest, stages: Iterable[str]) -> None:
         for stage in list(stages):
             replica_id = request.bound.pop(stage)
-            del request.attempts[stage]
+            del request.attempts[stage], request.opened_at[stage]
             replica = self.replicas.at(replica_id)
             if replica is not None:
                 replica.release(request.request_id)
-        self._isolation_runs.end(request)
 
     def _close(self, request: ActiveRequest, now: float) -> None:
         self.active.remove(request)
         if self._slots.leave(request.request_id):  # else no stage has heard of it
             self._release_input(request)
             self._unbind(request, request.bound)
+            self._isolation_runs.clear(request)
             self._tombstones.add(request.request_id, now)
 
     def _to_client(self, request: ActiveRequest, body: Body, buffers: Sequence[Frame] = ()) -> ToClient:

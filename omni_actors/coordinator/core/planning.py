@@ -37,17 +37,18 @@ class Unavailable:
 
 
 class Planner:
-    """Reads requests and replicas and changes neither, but for the replica that it reserves for a suspect."""
+    """Reads requests and replicas and changes neither, but for the replicas that it reserves for suspects."""
 
     def __init__(self, pipeline: PipelineConfig, replicas: ReplicaTable) -> None:
         self._replicas = replicas
         self._entry = pipeline.entry.name
         self._max_attempts = pipeline.coordinator.max_attempts
         self._policies = {stage.name: stage.on_replica_loss for stage in pipeline.stages}
+        self._speaks = {stage.name: bool(stage.outputs) for stage in pipeline.stages}
         self.graph = StageGraph(pipeline)
         self.isolation_runs = IsolationRuns(replicas)
 
-    def plan(self, request: ActiveRequest) -> Route | Wait | Unavailable:
+    def plan(self, request: ActiveRequest, now: float) -> Route | Wait | Unavailable:
         """Choose the least loaded replica of every stage that the request still needs."""
         missing = request.missing
         if self._entry in missing and request.retained is None:
@@ -55,8 +56,8 @@ class Planner:
         chosen = []
         # The stage that suspects it last: no replica is emptied for a request that has to wait for another one.
         for stage in sorted(missing, key=lambda stage: stage == request.suspected_by):
-            alone = request.suspected_by == stage
-            replica = self.isolation_runs.replica_for(request, stage) if alone else self._replicas.choose(stage)
+            suspected = request.suspected_by == stage
+            replica = self.isolation_runs.replica_for(request, now) if suspected else self._replicas.choose(stage)
             if replica is None:
                 return Wait(stage) if self._replicas.recoverable(stage) else Unavailable(_unavailable(request, stage))
             chosen.append(replica)
@@ -102,6 +103,18 @@ class Planner:
         replica_id = request.bound.get(stage)
         replica = self._replicas.at(replica_id) if replica_id is not None else None
         return replica is not None and replica.alive
+
+    def may_have_begun(self, request: ActiveRequest, stage: str) -> bool:
+        """Whether a stage may have got input for a request: one that has not cannot have died of it.
+
+        A stage that sends text or audio to the coordinator does so no later than it feeds the stages after it.
+        """
+        for source in self.graph.sources[stage]:
+            if source not in request.stages or source in request.usage or request.next_seq.get(source):
+                continue
+            if self._speaks[source] or not self.may_have_begun(request, source):
+                return False
+        return True
 
     def is_through_with(self, request: ActiveRequest, stage: str) -> bool:
         """Whether a request needs nothing more of a stage: it is done, and so are those that take its output.

@@ -17,7 +17,7 @@ STALE_ENTRIES = 64  # that a stage's heap may hold in addition to twice its repl
 
 # A change of these is reported to the table: the choice of a replica, or what clients learn, depends on them.
 _FACTS = frozenset({"voices", "sample_rate"})
-_REPORTED = _FACTS | {"state", "congested", "reserved_for", "requests", "spare"}
+_REPORTED = _FACTS | {"state", "congested", "reserved", "requests", "spare"}
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Replica:
     computing: set[str] = field(default_factory=set)  # those of them that this stage has not finished
     productive: bool = False  # this process has finished a request
     congested: bool = False  # it has granted no credit for more input
-    reserved_for: str = ""  # the only request that it accepts
+    reserved: bool = False  # kept for suspects
     # Times of the health policy's clock: the process was started, was last heard of, its engine loop last advanced.
     spawned: float = 0.0
     heard: float = 0.0
@@ -133,7 +133,7 @@ class Replica:
     @property
     def takes_requests(self) -> bool:
         """Whether any request may be bound to it."""
-        return self.serves and not self.reserved_for
+        return self.serves and not self.reserved
 
     @property
     def preference(self) -> tuple[bool, int, int]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from omni_actors.coordinator.core.delivery import Delivery
+from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, RequestEvent, RequestState
 from omni_actors.protocol.client import RequestStatus
 from omni_actors.protocol.codec import Frame
@@ -18,16 +20,23 @@ from omni_actors.protocol.payloads import AdditionalInformationEntry, Additional
 from omni_actors.protocol.results import StageUsage
 from omni_actors.transitions import advance
 
+LISTED_LOSSES = 8  # the newest ones, for operators
 STALE_DEADLINES = 1024  # entries of ended requests that the heap may hold next to those of active ones
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A replica that died while it held a request. `computing`: its stage had not finished the request."""
+    """A replica that died while it held a request.
+
+    `evidence` is what that says against the request, `alone` whether the replica computed no other one, and `seconds`
+    how long it had held the request.
+    """
 
     replica_id: ReplicaId
     why: str
-    computing: bool
+    evidence: Evidence
+    alone: bool = False
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.replica_id.name} (epoch {self.replica_id.epoch}): {self.why}"
@@ -88,13 +97,14 @@ class ActiveRequest:
     bound: dict[str, ReplicaId] = field(default_factory=dict)  # by stage; not all of them while it waits
     attempt: int = 0
     attempts: dict[str, int] = field(default_factory=dict)
+    opened_at: dict[str, float] = field(default_factory=dict)  # when each bound stage was
     losses_made_up: int = 0
     client_seq: int = 0
     next_seq: dict[str, int] = field(default_factory=dict)
     usage: dict[str, StageUsage] = field(default_factory=dict)
     delivery: Delivery = field(default_factory=Delivery)
     losses: list[Loss] = field(default_factory=list)
-    suspected_by: str | None = None  # the stage in which it runs alone, to see whether it crashes it again
+    suspected_by: str | None = None  # the stage in which it runs apart from others, to see if it crashes it again
 
     @property
     def route(self) -> tuple[ReplicaId, ...]:
@@ -107,8 +117,20 @@ class ActiveRequest:
         return [stage for stage in self.stages if stage not in self.bound]
 
     def losses_of(self, stage: str | None) -> int:
-        """How many replicas of a stage died while they computed this request."""
-        return sum(loss.replica_id.stage == stage and loss.computing for loss in self.losses)
+        """How many losses of a stage's replicas count against this request."""
+        return sum(loss.replica_id.stage == stage and loss.evidence > 0 for loss in self.losses)
+
+    def evidence(self, stage: str, alone: bool = False) -> int:
+        """Sum of what counts against this request in a stage; `alone`: of losses when no other was computed."""
+        losses = [loss for loss in self.losses if loss.replica_id.stage == stage and (loss.alone or not alone)]
+        return sum(loss.evidence for loss in losses)
+
+    def forgive(self, excused: Callable[[ReplicaId], bool]) -> None:
+        """Stop counting the losses of some replicas against this request."""
+        self.losses = [
+            dataclasses.replace(loss, evidence=Evidence.NONE) if excused(loss.replica_id) else loss
+            for loss in self.losses
+        ]
 
     def replica_id(self, stage: str) -> ReplicaId | None:
         """The replica that it is bound to in a stage; None while there is none."""
@@ -131,7 +153,7 @@ class ActiveRequest:
             tuple(replica_id.name for replica_id in self.route),
             tuple(self.usage),
             self.deadline - now,
-            tuple(str(loss) for loss in self.losses),
+            tuple(str(loss) for loss in self.losses[-LISTED_LOSSES:]),
         )
 
 
@@ -204,12 +226,8 @@ class RequestBook:
         return list(itertools.islice(self._all.values(), count))
 
     def waiting(self) -> list[ActiveRequest]:
-        """Those that have a slot and wait for a stage, by priority.
-
-        Suspects come last, so that others get in before a replica is emptied for one.
-        """
-        requests = [self._all[request_id] for request_id in self._waiting]
-        return sorted(requests, key=lambda request: (request.suspected_by is not None, request.priority))
+        """Those that have a slot and wait for a stage, in order of priority."""
+        return sorted((self._all[request_id] for request_id in self._waiting), key=lambda request: request.priority)
 
     @property
     def deadlines(self) -> int:
