@@ -67,7 +67,7 @@ def await_runs(launcher: EchoLauncher, stage: str, runs: int) -> None:
 
 
 async def test_ten_kills_in_a_row_lose_nothing_but_time(launch: Launch) -> None:
-    """Each as soon as the stage is back: more than it may fail to start, and enough to make suspects of all requests."""
+    """Each as soon as the stage is back: more than it may fail to start, and enough to suspect all requests."""
     data = disturbed_chain(0.03)
     data["coordinator"] = {"heartbeat_interval": 0.5}
     launcher = launch(data).wait_ready()
