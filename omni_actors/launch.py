@@ -9,16 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni_actors import __version__, config, logs
+from omni_actors import __version__, config, flags, logs
 from omni_actors.config import placement
 from omni_actors.errors import ConfigError, OmniError
 from omni_actors.http_server.settings import add_flags, given_flags
 from omni_actors.launcher.engine_check import check_engines
 from omni_actors.launcher.launcher import Launcher, host_addresses
 from omni_actors.launcher.one_request import answer
+from omni_actors.launcher.preflight import check_launch
 from omni_actors.logs import say
 from omni_actors.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
-from omni_actors.transport.curve import load_keys
 
 CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets
     "model": "model",
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         logs.configure("launcher")
         loaded = config.load(options.config, overrides(options))
-        load_keys(loaded.pipeline.coordinator.keys_dir)  # a wrong folder is an error before anything starts
+        check_launch(loaded.pipeline, options)
         if options.check:
             print(config.describe(loaded))
             print("\n".join(check_engines(loaded.pipeline)))
@@ -74,9 +74,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", help="client endpoint: 'ipc', or tcp://ADDRESS:PORT")
     parser.add_argument("--keys", metavar="DIR", help="CURVE keys, made by omni-actors keys; needed off this host")
     parser.add_argument(
-        "--record", metavar="DIR", type=Path, help="record every stage's messages, for omni-actors replay"
+        "--record", metavar="DIR", type=flags.path, help="record every stage's messages, for omni-actors replay"
     )
-    parser.add_argument("--startup-timeout", type=float, help="seconds until every stage must be ready")
+    parser.add_argument("--startup-timeout", type=flags.seconds, help="seconds until every stage must be ready")
     parser.add_argument("--mps", choices=["auto", "off"], help="CUDA MPS where replicas share a GPU (default: auto)")
     parser.add_argument(
         "--set",
@@ -98,14 +98,20 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics here, without the HTTP server")
     parser.add_argument("--metrics-insecure", action="store_true", help="let --metrics listen off loopback")
     request = parser.add_argument_group("one request")
-    request.add_argument("--prompt", help="answer this and exit")
-    request.add_argument("--audio", action="append", default=[], metavar="FILE", help="audio to go with the prompt")
-    request.add_argument("--image", action="append", default=[], metavar="FILE", help="image to go with the prompt")
-    request.add_argument("--save-audio", metavar="WAV", help="write the spoken answer here")
-    request.add_argument("--modalities", help="comma-separated outputs (default: all that are needed)")
-    request.add_argument("--voice", help="speaker")
-    request.add_argument("--seed", type=int, help="seed of sampling and of the vocoder's noise")
-    request.add_argument("--timeout", type=float, default=600.0, help="seconds for the answer")
+    request.add_argument("--prompt", type=flags.text, help="answer this and exit")
+    request.add_argument(
+        "--audio", type=flags.path, action="append", default=[], metavar="FILE", help="audio to go with the prompt"
+    )
+    request.add_argument(
+        "--image", type=flags.path, action="append", default=[], metavar="FILE", help="image to go with the prompt"
+    )
+    request.add_argument("--save-audio", type=flags.path, metavar="WAV", help="write the spoken answer here")
+    request.add_argument("--modalities", type=flags.line, help="comma-separated outputs (default: all that are needed)")
+    request.add_argument("--voice", type=flags.line, help="speaker")
+    request.add_argument("--seed", type=flags.seed, help="seed of sampling and of the vocoder's noise")
+    request.add_argument(
+        "--timeout", type=flags.seconds, help="seconds for the answer (default: coordinator.default_timeout)"
+    )
     return parser
 
 
@@ -133,8 +139,6 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
     if rank not in placement.ranks(pipeline):
         say(f"nothing is placed on node {rank}")
         return EXIT_OK
-    if options.headless and rank == 0 and (options.http or options.prompt):
-        raise ConfigError("--headless runs stages only; it goes with neither --http nor --prompt.")
     launcher = Launcher(pipeline, await host_addresses(pipeline))
     launcher.own_process()
     try:

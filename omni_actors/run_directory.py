@@ -14,6 +14,7 @@ from typing import IO
 
 from omni_actors import segments
 from omni_actors.errors import ConfigError
+from omni_actors.paths import check_folder_can_be_made, expanded
 
 logger = logging.getLogger(__name__)
 
@@ -43,27 +44,22 @@ class RunDirectory:
     def __init__(self, path: str | None = None) -> None:
         self.temporary = path is None  # whether the folder was made for this run alone
         self.keep = False  # set after a failure, whose logs are still useful
-        if path is None:
-            self.path = Path(tempfile.mkdtemp(prefix="omni-", dir=short_temporary_folder()))
-        else:
-            self.path = Path(path).expanduser().absolute()
-        longest = len(os.fsencode(self.path)) + 1 + LONGEST_SOCKET_NAME
-        if longest > MAX_IPC_PATH:
-            raise ConfigError(
-                f"The run directory {self.path} is too long: socket paths may have {MAX_IPC_PATH} bytes, "
-                f"so it may have {MAX_IPC_PATH - LONGEST_SOCKET_NAME - 1}.",
-                hint="Choose a shorter --run-dir.",
-            )
         self._fork_server_files: set[Path] = set()
         self._next_touch = 0.0
         try:
+            if path is None:
+                self.path = Path(tempfile.mkdtemp(prefix="omni-", dir=short_temporary_folder()))
+            else:
+                self.path = check_run_directory(path)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._make_private()
+            _check_private(self.path)
+            self.path.chmod(0o700)
             self.logs.mkdir(exist_ok=True)
             self._take_lock()
             self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise ConfigError(f"Cannot use the run directory {self.path}: {error.strerror}.") from error
+            where = path or error.filename or short_temporary_folder()
+            raise ConfigError(f"Cannot use the run directory {where}: {error.strerror}.") from error
         _sweep(self.path)  # what a killed run left behind: we hold the lock, so no one uses it
 
     @property
@@ -83,21 +79,6 @@ class RunDirectory:
     def log_file(self, replica: str) -> Path:
         """Path of the log of a replica, named as talker/0."""
         return self.logs / f"{replica.replace('/', '-')}.log"
-
-    def _make_private(self) -> None:
-        """Set mode 0700, but refuse a folder in which others work, such as /tmp, and one (or a link) that is theirs."""
-        for status in (self.path.lstat(), self.path.stat()):
-            if status.st_uid not in (os.geteuid(), 0):
-                raise ConfigError(
-                    f"The run directory {self.path} belongs to user {status.st_uid}, and this process is of user "
-                    f"{os.geteuid()}.",
-                    hint="Choose another --run-dir, or start the pipeline as its owner.",
-                )
-        if self.path.stat().st_mode & 0o022:
-            raise ConfigError(
-                f"Others may write to the run directory {self.path}.", hint="Choose a folder for this pipeline alone."
-            )
-        self.path.chmod(0o700)
 
     def _take_lock(self) -> None:
         deadline = time.monotonic() + LOCK_SECONDS
@@ -172,6 +153,37 @@ class RunDirectory:
                 self.path.rmdir()
         self._lock.close()
         os.close(self._folder)
+
+
+def check_run_directory(path: str) -> Path:
+    """Return the folder's absolute path. Raises `ConfigError` if it cannot hold sockets or be written to."""
+    folder = expanded(path, "coordinator.run_dir")
+    longest = len(os.fsencode(folder)) + 1 + LONGEST_SOCKET_NAME
+    if longest > MAX_IPC_PATH:
+        raise ConfigError(
+            f"The run directory {folder} is too long: socket paths may have {MAX_IPC_PATH} bytes, "
+            f"so it may have {MAX_IPC_PATH - LONGEST_SOCKET_NAME - 1}.",
+            hint="Choose a shorter --run-dir.",
+        )
+    check_folder_can_be_made(folder, "coordinator.run_dir")
+    if folder.exists():
+        _check_private(folder)
+    return folder
+
+
+def _check_private(folder: Path) -> None:
+    """Refuse a folder in which others work, such as /tmp, and one (or a link) that is theirs."""
+    for status in (folder.lstat(), folder.stat()):
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"The run directory {folder} belongs to user {status.st_uid}, and this process is of user "
+                f"{os.geteuid()}.",
+                hint="Choose another --run-dir, or start the pipeline as its owner.",
+            )
+    if folder.stat().st_mode & 0o022:
+        raise ConfigError(
+            f"Others may write to the run directory {folder}.", hint="Choose a folder for this pipeline alone."
+        )
 
 
 def clear_abandoned(path: Path, temporary: bool) -> None:

@@ -13,6 +13,7 @@ from omni_actors.config.schema import DEFAULT_GPU_MEMORY_UTILIZATION, PipelineCo
 from omni_actors.errors import ConfigError
 
 DEVICE_FILES = Path("/dev")
+MOST_GPUS = 1024  # of a host: above the highest number that `devices` can name
 COMPUTING_KINDS = (StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION, StageKind.CUSTOM)  # those that may use a GPU
 
 
@@ -40,10 +41,15 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
 
 
 def gpus_of_replica(stage: StageConfig) -> int:
-    """Return how many GPUs a replica takes."""
-    sizes = (stage.engine.get(f"{how}_parallel_size", 1) for how in ("tensor", "pipeline"))
-    # The engine reports sizes that are wrong.
-    return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
+    """Return how many GPUs a replica takes. Raises `ConfigError` if no host has as many."""
+    sizes = {
+        f"engine.{how}_parallel_size": stage.engine.get(f"{how}_parallel_size", 1) for how in ("tensor", "pipeline")
+    }
+    for key, size in sizes.items():
+        if isinstance(size, int) and size > MOST_GPUS:
+            raise ConfigError(f"stages.{stage.name}.{key} is {size}; at most {MOST_GPUS} GPUs are possible.")
+    # The engine reports sizes that are otherwise wrong.
+    return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes.values())
 
 
 def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
@@ -51,7 +57,7 @@ def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
     placed, size = stage_devices(stage, devices), gpus_of_replica(stage)
     if not placed:
         return []
-    before = sum(stage.node_of(other) == stage.node_of(index) for other in range(index))
+    before = index // len(stage.nodes)  # replicas on the same node, as its nodes differ
     first = before % max(1, len(placed) // size) * size
     return placed[first : first + size]
 

@@ -6,13 +6,12 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
-from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from vllm.config import VllmConfig
-from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 
+from omni_actors.engine.argument_checks import problem_of
 from omni_actors.engine.executor import executor_backend
 from omni_actors.engine.models import ModelKind, ModelSpec, checkpoint_architecture, find_model_spec, register_models
 from omni_actors.engine.platform import prepare
@@ -98,7 +97,7 @@ class OmniEngineArgs:
         """Check values that can be judged without the checkpoint. Raises `ConfigError` for a wrong one."""
         self._parallel_sizes()
         for name, value in self.engine.items():
-            problem = wrong_type(name, value)
+            problem = problem_of(name, value)
             if problem:
                 raise ConfigError(f"{self.where}.{name}: {problem}; got {value!r}.")
 
@@ -140,8 +139,15 @@ class OmniEngineArgs:
             arguments["async_scheduling"] = self.asynchronous
         try:
             config = EngineArgs(**arguments).create_engine_config()
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"vLLM refuses the arguments of the {self.model_config.model_stage}: {error}") from error
+        except ConfigError:
+            raise
+        except Exception as error:  # vLLM and transformers raise anything, above all for a checkpoint's odd config.json
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ConfigError(
+                f"vLLM refuses the arguments of the {self.model_config.model_stage}, or the config.json of "
+                f"{self.model_config.model}: {kind}{error}",
+                hint="Correct the one or the other; omni-actors check tries both without starting anything.",
+            ) from error
         if self.asynchronous is not None:
             # The CPU platform always turns it off, although its executor supports it; tests turn it back on.
             config.scheduler_config.async_scheduling = self.asynchronous
@@ -180,27 +186,3 @@ class OmniEngineArgs:
         else:
             name = "scheduler.Omni"
         return f"omni_actors.engine.{name}{'Async' if asynchronous else ''}Scheduler"
-
-
-def wrong_type(name: str, value: object) -> str:
-    """Say what is wrong with the type of an argument; "" if nothing is, or if vLLM's annotation cannot be evaluated.
-
-    Numbers, words and switches must have the type itself, so that `"8"` is not a number. A mapping may stand for an
-    object of vLLM's configuration.
-    """
-    argument = next(item for item in dataclasses.fields(EngineArgs) if item.name == name)
-    if value is None and argument.default is None:
-        return ""  # not every annotation admits the default
-    # One by one: some annotations of vLLM name types that exist for its type checker alone.
-    holder = type("Holder", (), {"__annotations__": {name: argument.type}})
-    try:
-        adapter = TypeAdapter(get_type_hints(holder, vars(arg_utils), include_extras=True)[name])
-    except (NameError, PydanticUserError, PydanticSchemaGenerationError):  # a type that only vLLM itself can build
-        return ""
-    try:
-        adapter.validate_python(value, strict=not isinstance(value, dict | list))
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"] if isinstance(value, dict | list))
-        return f"{path}: {first['msg']}" if path else first["msg"]
-    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import socket
 import ssl
 from typing import Any, get_type_hints
@@ -10,12 +11,15 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec import Struct
 
-from omni_actors import envs
+from omni_actors import envs, flags
 from omni_actors.addresses import is_loopback
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ConfigError
+from omni_actors.paths import check_readable, expanded
 
 BACKLOG = 2048
+MAX_PEM_BYTES = 1 << 20
+MEDIA_HOST = re.compile(r"\.?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 SPEC_FLAG = "--spec"  # the launcher starts the process with this and an `HttpServerSpec` instead of the other flags
 
 
@@ -68,6 +72,7 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--http-insecure", action="store_true", help="listen off loopback without an API key")
     parser.add_argument(
         "--served-name",
+        type=flags.line,
         action="append",
         default=[],
         metavar="NAME",
@@ -81,7 +86,7 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
         help="host from which media may be fetched over https; .example.com allows its subdomains too",
     )
     for name, hint in get_type_hints(HttpConfig).items():
-        kind = {int: int, float: float}.get(hint, str)
+        kind = {int: int, float: flags.finite}.get(hint, str)
         action: dict[str, Any] = {"type": kind}
         if name == "cors_origins":
             action = {"action": "append", "default": None, "metavar": "ORIGIN"}
@@ -116,8 +121,17 @@ def server_settings(http: HttpConfig, endpoint: str, keys: str | None, options: 
         api_key=api_key,
         check_host=api_key is None and not options.http_insecure,  # `bind` then allows loopback only
         served_names=tuple(options.served_name),
-        media_hosts=tuple(dict.fromkeys([*envs.media_hosts(), *(host.lower() for host in options.media_host)])),
+        media_hosts=media_hosts(options),
     )
+
+
+def media_hosts(options: argparse.Namespace) -> tuple[str, ...]:
+    """Hosts from which media may be fetched, from flags and environment. Raises `ConfigError` for what is no host."""
+    hosts = tuple(dict.fromkeys([*envs.media_hosts(), *(host.lower() for host in options.media_host)]))
+    for host in hosts:
+        if not MEDIA_HOST.fullmatch(host):
+            raise ConfigError(f"--media-host: {host!r} is no host name.", hint="For instance media.example.com.")
+    return hosts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,10 +144,20 @@ def bind(address: str, settings: ServerSettings, insecure: bool) -> socket.socke
     Raises:
         ConfigError: the address is wrong or taken, would be open to others without a key, or TLS cannot be used.
     """
+    return _listen(*check_listening(address, settings, settings.api_key, insecure))
+
+
+def check_listening(address: str, config: HttpConfig, api_key: str | None, insecure: bool) -> tuple[str, int]:
+    """Return host and port of `HOST:PORT`, without binding it.
+
+    Raises:
+        ConfigError: the address is wrong, would be open to others without a key, or TLS cannot be used.
+    """
     host, port = parse_address(address)
-    check_exposure(host, settings.api_key, insecure)
-    check_certificate(settings)
-    return _listen(host, port)
+    check_exposure(host, api_key, insecure)
+    check_certificate(config)
+    _resolve(host, port)
+    return host, port
 
 
 def check_certificate(config: HttpConfig) -> None:
@@ -142,6 +166,10 @@ def check_certificate(config: HttpConfig) -> None:
         return
     if config.certificate is None or config.key is None:
         raise ConfigError("http.certificate and http.key go together: one of them is missing.")
+    for name, path in (("http.certificate", config.certificate), ("http.key", config.key)):
+        size = check_readable(expanded(path, name), name)
+        if size > MAX_PEM_BYTES:
+            raise ConfigError(f"{name}: {path} has {size} bytes; a PEM file of this kind has a few thousand.")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(config.certificate, config.key, password=_no_password)
@@ -177,13 +205,8 @@ def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Open a listening socket. Raises `ConfigError` if the address is taken or is not one of this host."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"--http: {host!r} is not an address of this host: {error}.") from error
+    family, address = _resolve(host, port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -194,6 +217,15 @@ def _listen(host: str, port: int) -> socket.socket:
             f"Cannot listen on {host}:{port}: {error.strerror}.", hint="Choose another address or port."
         ) from error
     return listener
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """The family and address to bind. Raises `ConfigError` for a name that is unknown or none."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--http: {host!r} is not an address of this host: {error}.") from error
+    return family, address
 
 
 def url(listener: socket.socket, config: HttpConfig) -> str:

@@ -12,15 +12,16 @@ import time
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
-from omni_actors.addresses import is_loopback, resolve, resolve_eventually, source_address
+from omni_actors.addresses import resolve, resolve_eventually, source_address
 from omni_actors.client import AsyncOmniClient
 from omni_actors.config import PipelineConfig, placement
-from omni_actors.errors import ConfigError, StartupError
-from omni_actors.http_server.settings import parse_address, server_settings
+from omni_actors.errors import StartupError
+from omni_actors.http_server.settings import server_settings
 from omni_actors.launcher.coordinator_child import CoordinatorChild
 from omni_actors.launcher.http_child import HttpChild
 from omni_actors.launcher.mps import MpsChild
 from omni_actors.launcher.node_agent import NodeAgent
+from omni_actors.launcher.preflight import check_metrics_address
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.logs import get_logger, say
 from omni_actors.processes import EXIT_FAILED
@@ -140,12 +141,7 @@ class Launcher:
         Raises:
             ConfigError: the address is wrong or taken, or would be open to others.
         """
-        host, port = parse_address(address, "--metrics")
-        if not is_loopback(host) and not insecure:
-            raise ConfigError(
-                f"--metrics {host}: metrics have no key, so that anyone who reaches the address can read them.",
-                hint="Use 127.0.0.1, or add --metrics-insecure if that is intended.",
-            )
+        host, port = check_metrics_address(address, insecure)
         client = AsyncOmniClient(self.endpoint, keys=self._pipeline.coordinator.keys_dir)
         self._metrics_client = await client.__aenter__()
         self._metrics = MetricsEndpoint(host, port, client.metrics)

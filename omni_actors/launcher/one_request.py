@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy
 import soundfile
+from numpy.typing import NDArray
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import StartupError
@@ -15,7 +18,7 @@ from omni_actors.processes import EXIT_OK
 
 async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -> int:
     """Send one request and write its answer; returns the exit code. Raises what the request failed with."""
-    pieces = []
+    pieces: list[NDArray[numpy.float32]] = []
     rate = 0
     async with AsyncOmniClient(endpoint, keys=keys) as client:
         stream = await client.submit(
@@ -23,8 +26,8 @@ async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -
             modalities=needed_modalities(options),
             voice=options.voice,
             seed=options.seed,
-            audios=[Path(name) for name in options.audio],
-            images=[Path(name) for name in options.image],
+            audios=[path.expanduser() for path in options.audio],
+            images=[path.expanduser() for path in options.image],
             timeout=options.timeout,
         )
         async for event in stream:
@@ -34,20 +37,27 @@ async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -
                 pieces.append(event.samples)
                 rate = event.sample_rate
     print(flush=True)
-    if options.save_audio:
-        if not pieces:
-            raise StartupError("The answer has no audio to save.", hint="Add --modalities text,audio.")
-        with soundfile.SoundFile(options.save_audio, "w", rate, 1, format="WAV", subtype="PCM_16") as file:
+    if options.save_audio is not None:
+        _save(options.save_audio.expanduser(), pieces, rate)
+    return EXIT_OK
+
+
+def _save(path: Path, pieces: Sequence[NDArray[numpy.float32]], rate: int) -> None:
+    """Write sound to a WAV file. Raises `StartupError` if there is none or it cannot be written."""
+    if not pieces:
+        raise StartupError("The answer has no audio to save.", hint="Add --modalities text,audio.")
+    try:
+        with soundfile.SoundFile(path, "w", rate, 1, format="WAV", subtype="PCM_16") as file:
             for piece in pieces:
                 file.write(piece)
-        seconds = sum(len(piece) for piece in pieces) / rate
-        say(f"wrote {seconds:.2f} s of audio to {options.save_audio}")
-    return EXIT_OK
+    except (OSError, soundfile.SoundFileError) as error:  # a full disk, for instance
+        raise StartupError(f"Cannot write {path}: {error}.", hint="The answer's text is above.") from error
+    say(f"wrote {sum(map(len, pieces)) / rate:.2f} s of audio to {path}")
 
 
 def needed_modalities(options: argparse.Namespace) -> list[str] | None:
     """The modalities to request: those given, else text alone unless audio is to be saved; `None` for all."""
     if options.modalities:
         given: str = options.modalities
-        return given.split(",")
-    return None if options.save_audio else ["text"]
+        return [modality.strip() for modality in given.split(",")]
+    return None if options.save_audio is not None else ["text"]

@@ -73,6 +73,8 @@ def load_keys(folder: str | Path | None) -> Keys | None:
 
 def read_key(path: Path) -> tuple[bytes, bytes | None]:
     """Return the public key and, if the file holds it, the secret one. Errors never show what is in the file."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"Cannot read the key {path}: it is not a regular file.", hint=f"{MAKE_KEYS}.")
     try:
         public, secret = zmq.auth.load_certificate(path)
         for key in (public, secret):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from dataclasses import replace
@@ -53,3 +54,12 @@ def test_vllms_former_model_runner_is_refused(vllm_config: VllmConfig, monkeypat
     with pytest.raises(ConfigError, match="V1 model runner") as caught:
         VllmCore(vllm_config)
     assert "platform.prepare" in caught.value.hint
+
+
+def test_wrong_types_within_a_config_json_are_named(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    config["thinker_config"]["text_config"]["hidden_size"] = "many"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = OmniEngineArgs(OmniModelConfig(str(tmp_path), "thinker"), "autoregressive")
+    with pytest.raises(ConfigError, match=f"(?s)the config.json of {tmp_path}: .*'hidden_size' expected int, got str"):
+        arguments.create_engine_config()

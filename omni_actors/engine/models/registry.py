@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from omni_actors.config import check_allowed
+from omni_actors.config.checkpoint import CONFIG_NAME, read_checkpoint_config
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.payloads import StageParams
 
@@ -130,14 +132,24 @@ def register_models(spec: ModelSpec) -> None:
 
 
 def checkpoint_architecture(model: str) -> str:
-    """The architecture named by a checkpoint's config.json. Raises `ConfigError` if the file cannot be read."""
-    from transformers import PretrainedConfig
+    """The architecture named by a checkpoint's config.json.
+
+    Args:
+        model: folder, or hub name of a checkpoint.
+
+    Raises:
+        ConfigError: the file cannot be read or is not what it should be.
+    """
+    return str(read_checkpoint_config(_config_file(model))["architectures"][0])
+
+
+def _config_file(model: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model) / CONFIG_NAME
+    from transformers.utils import cached_file
 
     try:
-        config, _ = PretrainedConfig.get_config_dict(model)
-    except OSError as error:
+        found = cached_file(model, CONFIG_NAME)
+    except OSError as error:  # neither cached nor to be had from the hub
         raise ConfigError(f"Cannot read the configuration of {model!r}: {error}") from error
-    architectures = config.get("architectures") or []
-    if len(architectures) != 1:
-        raise ConfigError(f"config.json of {model!r} must name one architecture; it names {architectures}.")
-    return str(architectures[0])
+    return Path(found)

@@ -1,0 +1,75 @@
+"""Types of command-line flags, for `argparse`: a value out of range ends the command with 2 and names the flag."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+LONGEST_SECONDS = 1e7
+LARGEST_SEED = 2**63 - 1
+
+
+def seconds(text: str) -> float:
+    """A time above 0, up to the longest that the configuration knows."""
+    number = _finite(text)
+    if not 0 < number <= LONGEST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {LONGEST_SECONDS:g}")
+    return number
+
+
+def seconds_or_none(text: str) -> float:
+    """The same, or 0 for none."""
+    return 0.0 if _finite(text) == 0 else seconds(text)
+
+
+def seed(text: str) -> int:
+    """A seed as requests take it."""
+    number = _whole(text)
+    if not 0 <= number <= LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {LARGEST_SEED}")
+    return number
+
+
+def finite(text: str) -> float:
+    """A number whose range is checked elsewhere, but neither infinite nor NaN."""
+    return _finite(text)
+
+
+def text(given: str) -> str:
+    """A text that can be sent: UTF-8, without control characters other than line breaks and tabs."""
+    if any(0xD800 <= ord(letter) <= 0xDFFF for letter in given):
+        raise argparse.ArgumentTypeError("the text is not encoded in UTF-8")
+    return given
+
+
+def line(given: str) -> str:
+    """A text of one line that is not empty."""
+    if not given or not text(given).isprintable():
+        raise argparse.ArgumentTypeError(f"{given!r} is not a text of one line")
+    return given
+
+
+def path(given: str) -> Path:
+    """The path of a file or folder."""
+    if not given:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(given)
+
+
+def _finite(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if number != number or number in (float("inf"), float("-inf")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return number
+
+
+def _whole(text: str) -> int:
+    if len(text) > 64:
+        raise argparse.ArgumentTypeError(f"a number of {len(text)} characters is too long")
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
