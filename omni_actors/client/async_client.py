@@ -275,7 +275,12 @@ class AsyncOmniClient:
     def _on_handshake(self, frames: Sequence[bytes]) -> None:
         """Handle an event of the connection; a refusal ends everything that waits for an answer."""
         self._handshake.on(frames)
-        refusal = self._handshake.verdict.refusal
+        verdict = self._handshake.verdict
+        if verdict.connected and verdict.disconnected:
+            verdict.disconnected = False
+            with contextlib.suppress(OmniError):  # the next ping says so, too
+                self._send("", Credit())  # this client is still there, on a new connection
+        refusal = verdict.refusal
         if refusal is None:
             return
         for request_id in list(self._streams):

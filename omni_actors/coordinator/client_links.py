@@ -17,6 +17,7 @@ from omni_actors.protocol.codec import encode
 from omni_actors.protocol.common import Credit
 from omni_actors.protocol.header import Header
 from omni_actors.transport.credit import Traffic, Window, wire_size
+from omni_actors.transport.disconnects import PeerConnections
 from omni_actors.transport.link import Link
 from omni_actors.transport.sockets import PeerGone, Socket
 
@@ -24,6 +25,7 @@ logger = get_logger(__name__)
 
 FORGET_CLIENT_SECONDS = 600.0  # after which a client without requests that owes credit counts as gone
 SWEEP_SECONDS = 10.0
+LOOK_SECONDS = 0.5  # how often connections are looked at
 
 
 class ClientLinks:
@@ -52,6 +54,8 @@ class ClientLinks:
         self._traffic = traffic
         self._dropped = dropped
         self._links: dict[bytes, Link] = {}
+        self._connections = PeerConnections()
+        self._next_look = 0.0
         self._next_sweep = 0.0
 
     def send(self, message: ToClient) -> None:
@@ -95,6 +99,21 @@ class ClientLinks:
                 link.flush()
                 if link.stalled():
                     self._end_slow(client, link, "it took nothing for too long")
+
+    def heard(self, client: bytes, descriptor: bytes) -> None:
+        """Note which connection a message of a client came over."""
+        self._connections.heard(client, descriptor)
+
+    def end_gone(self) -> None:
+        """End the requests of clients whose connection was closed, also if nothing is being sent to them."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        for client in self._connections.gone(now):
+            if self._state.requests_of(client):
+                self._lose(client, "its connection was closed")
+            self._links.pop(client, None)
 
     def sweep(self) -> None:
         """Forget clients that have nothing in flight; most have closed by now."""

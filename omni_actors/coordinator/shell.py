@@ -196,7 +196,8 @@ class Coordinator:
     # -- inbound ------------------------------------------------------------------------------------------------------
 
     def _on_client(self, frames: Sequence[bytes]) -> None:
-        key, client, *rest = frames
+        key, descriptor, client, *rest = frames
+        self._client_links.heard(client, descriptor)
         now = STEADY()
         try:
             envelope = self._client_decoder.decode(rest)
@@ -281,7 +282,7 @@ class Coordinator:
     def _do(self, instructions: Iterable[Instruction]) -> None:
         """Carry out what was decided about requests, and open those that can have a slot now."""
         self._send(instructions)
-        self._send(self._requests.fill(time.time()))
+        self._send(self._requests.fill(STEADY()))
         self._client_reader.poke()  # sending may have swallowed the descriptor's edge
         if self._requests.in_flight or self._requests.queued:
             self._idle.clear()
@@ -356,6 +357,7 @@ class Coordinator:
     def _on_tick(self) -> None:
         self._do(self._requests.tick(STEADY()))
         self._client_links.flush()
+        self._client_links.end_gone()
         self._client_links.sweep()
         self._collector.tick()
         self._stages.grant(everything=True)

@@ -1,12 +1,14 @@
-"""Detects sockets that have lost their connection and reconnect without a word.
+"""Detects connections that are gone: those that a socket makes, and those that a ROUTER accepts.
 
-A cut TCP link loses what was on its way, and the credit for it never comes back. A peer that died cuts its link too,
-but then the coordinator announces the death within `GRACE_SECONDS`, and the link is no longer watched.
+A socket reconnects without a word. A cut TCP link loses what was on its way, and the credit for it never comes back. A
+peer that died cuts its link too, but then the coordinator announces the death within `GRACE_SECONDS`, and the link is
+no longer watched.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import os
+from typing import Generic, NamedTuple, TypeVar
 
 import zmq
 
@@ -52,3 +54,52 @@ class DisconnectDetector(Generic[Name]):
         """Stop watching all sockets, which are still open."""
         for name in list(self._watched):
             self.forget(name)
+
+
+class Connection(NamedTuple):
+    """An accepted connection: its descriptor in this process, and its inode, which no other connection has."""
+
+    descriptor: int
+    inode: int
+
+
+class PeerConnections:
+    """Finds the peers of a ROUTER whose connection was closed, although nothing is sent to them.
+
+    libzmq says with a message which descriptor it came from, and closes that as soon as the peer is gone or silent for
+    too long. Its own monitor names no peers.
+    """
+
+    def __init__(self) -> None:
+        self._connections: dict[bytes, Connection] = {}
+        self._since: dict[bytes, float] = {}
+
+    def heard(self, peer: bytes, descriptor: bytes) -> None:
+        """Note that a message of `peer` came over the connection with this descriptor, b"" for an unknown one."""
+        inode = _inode(int(descriptor)) if descriptor else 0
+        if inode:
+            self._connections[peer] = Connection(int(descriptor), inode)
+            self._since.pop(peer, None)
+        elif descriptor:
+            self._connections[peer] = Connection(int(descriptor), 0)  # closed already
+
+    def gone(self, now: float) -> list[bytes]:
+        """Return the peers whose connection was closed `GRACE_SECONDS` ago or earlier, and forget them.
+
+        Those that were heard on another connection since then are not among them.
+        """
+        for peer, connection in self._connections.items():
+            if _inode(connection.descriptor) != connection.inode or not connection.inode:
+                self._since.setdefault(peer, now)
+        found = [peer for peer, since in self._since.items() if since + GRACE_SECONDS <= now]
+        for peer in found:
+            del self._since[peer], self._connections[peer]
+        return found
+
+
+def _inode(descriptor: int) -> int:
+    """The inode of an open descriptor; 0 if it is closed."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return 0

@@ -31,7 +31,8 @@ class Verdict:
 
     Attributes:
         final: the socket will never connect.
-        disconnected: an established connection was lost. Its reader may reset it.
+        connected: there is an established connection.
+        disconnected: one was lost. Its reader may reset it.
     """
 
     def __init__(self, endpoint: str, keys: Keys | None) -> None:
@@ -40,7 +41,7 @@ class Verdict:
         self._hang_ups = 0
         self._first_hang_up = 0.0
         self._refusal: tuple[str, str] | None = None
-        self._connected = False
+        self.connected = False
         self.final = False
         self.disconnected = False
 
@@ -52,10 +53,10 @@ class Verdict:
     def on(self, event: int, now: float) -> None:
         """Take note of a monitor event."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._hang_ups, self._refusal, self._connected = 0, None, True
+            self._hang_ups, self._refusal, self.connected = 0, None, True
         elif event == zmq.EVENT_DISCONNECTED:  # also follows a failed handshake
-            self.disconnected = self.disconnected or self._connected
-            self._connected = False
+            self.disconnected = self.disconnected or self.connected
+            self.connected = False
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._refuse("does not allow this key", "Ask its operator whether the key was revoked.", final=True)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and self._keys is None:

@@ -38,6 +38,7 @@ DRAIN_MESSAGES = 256
 MAX_FRAMES = 4096  # of a message; the codec allows far fewer, but reading ten million takes ten seconds
 DISCARDED_FRAMES = 256  # at a time, of a message with more
 MAX_IDENTITY = 255  # bytes, as libzmq's own sockets can have
+DESCRIPTOR = "__fd"  # property of a message in which libzmq gives the descriptor that it was read from
 ZERO_COPY_BYTES = 64 << 10  # below this a copy is cheaper than tracking the buffer
 
 Socket = zmq.Socket[bytes]
@@ -135,6 +136,13 @@ class _SocketFile(NamedTuple):
     folder: int
 
 
+def _property(frame: zmq.Frame, name: str) -> bytes:
+    try:
+        return str(frame.get(name)).encode()
+    except zmq.ZMQError:  # libzmq has no such property
+        return b""
+
+
 class Sockets:
     """Makes sockets of one context. Not thread-safe except for `context`, which is; only one thread may bind.
 
@@ -192,6 +200,8 @@ class Sockets:
         """A connected DEALER with a fixed identity, and the monitor that reports why it is refused or disconnected."""
         socket = self._socket(zmq.DEALER, LINGER_MS)
         socket.setsockopt(zmq.IDENTITY, identity)
+        # The ROUTER then misses us also while it cannot send: its own questions wait behind what we do not read.
+        socket.setsockopt(zmq.HEARTBEAT_TTL, 5 * TCP_HEARTBEAT_MS)
         monitor = HandshakeMonitor(socket, endpoint, self.keys)
         try:
             self.connect(socket, endpoint)
@@ -259,18 +269,16 @@ class Sockets:
     def receive_from_client(self, socket: Socket) -> list[bytes]:
         """Return the next message of a socket that is open to everyone, as `receive` does.
 
-        In front of it is the public key (Z85) of the peer's connection; b"" for a connection without keys.
+        In front of it are two facts about the peer's connection: its public key (Z85), b"" for a connection without
+        keys, and its descriptor in this process, in digits.
         """
         frames = _receive(socket)
         if self._guard is not None:
             self._guard.heard(frames[0])
         if len(frames[0]) > MAX_IDENTITY:  # it would stand in front of every answer
             raise Discarded
-        try:
-            key = str(frames[0].get(PEER_KEY)).encode()
-        except zmq.ZMQError:  # libzmq has no such property
-            key = b""
-        return [key, *(frame.bytes for frame in frames)]
+        about = (_property(frames[0], name) for name in (PEER_KEY, DESCRIPTOR))
+        return [*about, *(frame.bytes for frame in frames)]
 
     def _protect(self, socket: Socket, open_to: str) -> None:
         """Bound what strangers may do to a TCP endpoint that is about to be bound."""

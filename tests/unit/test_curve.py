@@ -185,8 +185,9 @@ def test_messages_come_with_the_key_of_their_connection(
         until(lambda mine=mine: try_send(mine, [b"one", b"two"]), what="a connection")
         until(lambda: coordinator.clients.getsockopt(zmq.EVENTS) & zmq.POLLIN, what="the message")
         given = load_keys(keys)
-        got = coordinator.sockets.receive_from_client(coordinator.clients)
-        assert got == [given.public if given else b"", b"cluster", b"one", b"two"]
+        key, descriptor, *frames = coordinator.sockets.receive_from_client(coordinator.clients)
+        assert [key, *frames] == [given.public if given else b"", b"cluster", b"one", b"two"]
+        assert os.readlink(f"/proc/self/fd/{int(descriptor)}").startswith("socket:")
         handshake.close()
         mine.close(linger=0)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import zmq
 
-from omni_actors.transport.disconnects import GRACE_SECONDS, DisconnectDetector
+from omni_actors.transport.disconnects import GRACE_SECONDS, DisconnectDetector, PeerConnections
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.support.waiting import until
 
@@ -49,3 +50,48 @@ def test_a_socket_file_is_not_watched(sockets: Sockets, short_path: Path) -> Non
     push.disable_monitor()
     monitor.close(linger=0)
     detector.close()
+
+
+def test_a_router_s_peers_are_gone_when_their_connections_are(sockets: Sockets, short_path: Path) -> None:
+    router, endpoint = sockets.router(f"ipc://{short_path}/clients")
+    peers = PeerConnections()
+
+    def connect(name: bytes) -> Socket:
+        dealer, monitor = sockets.dealer(endpoint, name)
+        monitor.close()
+        try_send(dealer, [b"x"])
+        until(lambda: router.poll(0), what="the message")
+        _, descriptor, peer, _ = sockets.receive_from_client(router)
+        peers.heard(peer, descriptor)
+        return dealer
+
+    def found(now: float) -> list[bytes]:
+        return peers.gone(now) or peers.gone(now + GRACE_SECONDS)
+
+    alice, bob = connect(b"alice"), connect(b"bob")
+    assert found(0.0) == []
+    alice.close(linger=0)
+    until(lambda: found(10.0) == [b"alice"], what="the detection")
+    assert found(99.0) == [], "each only once"
+    bob.close(linger=0)
+    until(lambda: peers.gone(100.0) or peers.gone(100.0 + GRACE_SECONDS / 2) == [], what="the end of its connection")
+    carol = connect(b"carol")  # perhaps with the descriptor that was bob's
+    back = connect(b"bob")
+    assert found(110.0) == [], "it came back in time"
+    for dealer in (back, carol):
+        dealer.close(linger=0)
+    until(lambda: set(found(120.0)) == {b"bob", b"carol"}, what="the detection of both")
+
+
+def test_a_message_that_outlived_its_connection_is_one_of_a_peer_that_is_gone() -> None:
+    peers = PeerConnections()
+    reading, writing = os.pipe()
+    os.close(writing)
+    peers.heard(b"alive", str(reading).encode())
+    peers.heard(b"dead", str(writing).encode())
+    peers.heard(b"unknown", b"")
+    assert peers.gone(0.0) == []
+    assert peers.gone(GRACE_SECONDS) == [b"dead"]
+    os.close(reading)
+    assert peers.gone(10.0) == []
+    assert peers.gone(10.0 + GRACE_SECONDS) == [b"alive"]

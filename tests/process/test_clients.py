@@ -1,0 +1,122 @@
+"""Clients share the slots of a pipeline, and one that is gone has none."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from omni_actors.client import AsyncOmniClient
+from omni_actors.errors import Overloaded
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.settings import ServerSettings
+from tests.support.builders import flow_chain
+from tests.support.flooder import TOKENS, flooding
+from tests.support.launcher import EchoLauncher
+from tests.support.processes import end_all
+from tests.support.servers import serving
+from tests.support.waiting import eventually, until
+
+NEVER = 1000.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def shared_pipeline() -> Iterator[EchoLauncher]:
+    """16 slots. Long requests take half a minute; a client that does not read is left alone."""
+    flow = {"client_window_messages": 256, "client_messages": 1_000_000, "client_stall_seconds": NEVER}
+    data = flow_chain(flow, thinker={"step_seconds": 0.01})
+    data["coordinator"] |= {"max_in_flight": 16, "max_queued": 24}
+    with tempfile.TemporaryDirectory(prefix="ot-", dir="/tmp") as name:
+        try:
+            pipeline = EchoLauncher(Path(name), data).wait_ready()
+            yield pipeline
+            assert pipeline.end() == 0
+        finally:
+            end_all(Path(name))
+
+
+@pytest.fixture
+def pipeline(shared_pipeline: EchoLauncher) -> Iterator[EchoLauncher]:
+    """The same, idle again after each test."""
+    yield shared_pipeline
+    shared_pipeline.wait_idle(20)
+
+
+def tokens_sent(metrics: str) -> float:
+    return next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith("omni_text_tokens_total"))
+
+
+async def test_a_client_that_reads_nothing_and_vanishes_holds_nothing(pipeline: EchoLauncher) -> None:
+    """Also one that is stopped, and whatever is in its window: nothing is sent to either of them any more."""
+    async with AsyncOmniClient(pipeline.endpoint) as watcher:
+        with flooding(pipeline.endpoint, 3) as stopped, flooding(pipeline.endpoint, 12) as killed:
+
+            async def window_is_full() -> bool:
+                return tokens_sent(await watcher.metrics()) > 2 * 15 * 256
+
+            await eventually(window_is_full, 20, "more text than both windows have room for")
+            assert (await watcher.describe()).in_flight == 15
+            killed.send_signal(signal.SIGKILL)
+            stopped.send_signal(signal.SIGSTOP)
+
+            async def all_free() -> bool:
+                return not (await watcher.describe()).in_flight
+
+            await eventually(all_free, 15, "their requests end")
+            counts = (await watcher.describe()).counts
+            assert counts["dropped_client_lost"] >= 2
+            assert "dropped_client_slow" not in counts
+
+
+async def test_newcomers_are_served_while_a_client_has_all_that_it_can_get(pipeline: EchoLauncher) -> None:
+    with flooding(pipeline.endpoint, 60):
+        async with AsyncOmniClient(pipeline.endpoint) as client:
+
+            async def holds_all() -> bool:
+                description = await client.describe()
+                return (description.in_flight, description.queued) == (15, 24)
+
+            await eventually(holds_all, 10, "the flood")
+            for _ in range(3):
+                assert (await client.generate("hello", modalities=["text"])).text == "hello"
+            two = await asyncio.gather(*(client.generate("two", modalities=["text"]) for _ in range(2)))
+            assert [output.text for output in two] == ["two", "two"], "one after the other, through the queue"
+            description = await client.describe()
+            assert (description.in_flight, description.queued) == (15, 23), "a queued one of the flooder made room"
+
+
+async def test_whoever_asks_for_too_much_at_once_is_refused_alone(pipeline: EchoLauncher) -> None:
+    async with AsyncOmniClient(pipeline.endpoint) as greedy, AsyncOmniClient(pipeline.endpoint) as modest:
+        many = [await greedy.submit("x" * TOKENS, modalities=["text"]) for _ in range(50)]
+        few = [asyncio.create_task(modest.generate("modest", modalities=["text"])) for _ in range(8)]
+        assert {(await one).text for one in few} == {"modest"}
+        await greedy.close()
+        ends = await asyncio.gather(*(stream.result() for stream in many), return_exceptions=True)
+        assert sum(isinstance(end, Overloaded) for end in ends) in range(50 - 15 - 24, 50 - 15)
+
+
+def test_an_http_client_that_floods_leaves_room_for_another_address(pipeline: EchoLauncher) -> None:
+    def body(text: str, **fields: object) -> dict[str, object]:
+        return {"model": "echo", "messages": [{"role": "user", "content": text}], **fields}
+
+    async def run(url: str) -> str:
+        route = f"{url}/v1/chat/completions"
+        other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with httpx.AsyncClient(timeout=60) as flooder, httpx.AsyncClient(transport=other, timeout=60) as client:
+            flood = [asyncio.create_task(flooder.post(route, json=body("x" * TOKENS))) for _ in range(20)]
+            await eventually(lambda: pipeline.describe().queued == 6, 10, "14 of 20 run")
+            answer = (await client.post(route, json=body("hello"))).json()
+            assert pipeline.describe().in_flight == 14
+            for task in flood:
+                task.cancel()
+            await asyncio.gather(*flood, return_exceptions=True)
+            return answer["choices"][0]["message"]["content"]
+
+    with serving(create_app(ServerSettings(endpoint=pipeline.endpoint))) as url:
+        assert asyncio.run(run(url)) == "hello"
+        until(lambda: not pipeline.describe().in_flight, 10, "the flood ends with its connections")
