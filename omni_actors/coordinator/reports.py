@@ -70,6 +70,7 @@ class Reports:
             counts=self._counts(),
             outputs={modality: stage.name for stage in self._pipeline.stages for modality in stage.outputs},
             sampling_stages=tuple(stage.name for stage in self._pipeline.stages if PARAMS_BY_KIND[stage.kind]),
+            max_media=requests.gate.max_media,
         )
 
     def _counts(self) -> dict[str, int]:

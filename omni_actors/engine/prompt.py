@@ -1,35 +1,32 @@
-"""The prompt stage: chat template, tokenizer and the model's processor, in a separate process.
+"""The prompt stage: prompts become token ids and encoded features, in a separate process.
 
 Images and audio take tens of milliseconds to seconds to prepare; in the thinker's loop they would stall the next token
 of every other request. The output is that of vLLM's own front end, byte for byte, so the thinker treats it like any
-vLLM request.
+vLLM request. Here, too, media must not stall others: prompts with media are processed on threads, whose decoders are
+processes of their own (`media/decoders.py`), while texts are processed in the stage's loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import queue
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 
 import jinja2
-import torch
 from vllm.exceptions import VLLMClientError
-from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.media import DecodedMedia, MediaLimits, check_media, decode_media
-from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width
-from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, OmniError, PromptTooLong
+from omni_actors.engine.prompt_processing import PromptProcessor
+from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.logs import trace_of
-from omni_actors.protocol.fields import unpack_token_ids
-from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, Prompt
+from omni_actors.media.decoders import THREADS, DecoderThreads, Task
+from omni_actors.media.limits import MediaLimits
+from omni_actors.protocol.payloads import Prompt
 from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,
@@ -43,28 +40,12 @@ from omni_actors.stage.engine_interface import (
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAMES = 256  # tensors in one message
-# With fewer samples at 16 kHz the audio encoder has no frame to encode (one window every 160 samples, then two
-# convolutions with stride 2).
-MIN_AUDIO_SAMPLES = 321
+WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for media
+
+Processed = tuple[list[int], dict[str, HostTensor]]
 
 
-def seconds_per_patch(seconds: float, patches: int, positions_per_second: int) -> float:
-    """The `seconds` per patch with which vLLM's time positions of a video come closest to those of transformers.
-
-    Both floor `patch * seconds * positions_per_second`, vLLM in double precision, transformers in single. If the
-    product is a whole number, as for 25 frames per second, the last bit of `seconds` decides.
-    """
-    index = torch.arange(patches)
-    wanted = (index.float() * torch.tensor(seconds, dtype=torch.float32) * positions_per_second).long()
-
-    def misses(candidate: float) -> int:
-        return int(((index.double() * (candidate * positions_per_second)).long() != wanted).sum())
-
-    return min(torch.tensor(seconds, dtype=torch.float32).item(), seconds, key=misses)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
     request: StageRequest
     prompt: Prompt
@@ -72,8 +53,9 @@ class _Waiting:
 
 
 class PromptEngine(StageEngine):
-    """Turns prompts into token ids and encoded features, one request per step, by priority and arrival.
+    """Turns prompts into token ids and encoded features, by priority and arrival.
 
+    A step returns one prompt: one with media that is ready, or else the most urgent text, which it processes itself.
     With `scheduling_policy: fcfs`, its own or that of the stage after it, priority does not count.
 
     Args:
@@ -85,39 +67,34 @@ class PromptEngine(StageEngine):
     """
 
     def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits | None = None) -> None:
-        config = arguments.create_engine_config()
-        self._input_processor = InputProcessor(config)
-        self.renderer = self._input_processor.renderer
-        if not config.model_config.supports_multimodal_inputs:
-            raise ConfigError(f"{config.model_config.model!r} takes text only.", hint="Use an Omni checkpoint.")
-        self.processor = self.renderer.get_mm_processor().info.get_hf_processor()
-        self._tokenizer = self.processor.tokenizer
-        self._vocabulary: int = config.model_config.get_vocab_size()
-        self._embeds_width = embeds_width(config.model_config)
-        self._max_tokens: int = config.model_config.max_model_len - 1  # leaves room for one token of reply
-        self.placeholders: dict[str, int] = {
-            modality: self._tokenizer.convert_tokens_to_ids(getattr(self.processor, f"{modality}_token"))
-            for modality in MEDIA_MODALITIES
-        }
-        vision = config.model_config.hf_config.thinker_config.vision_config
-        self._positions_per_second: int = getattr(vision, "tokens_per_second", 25)
-        limits = limits or MediaLimits()
-        seconds = min(limits.audio_seconds, float(self.processor.feature_extractor.chunk_length))
-        self._limits = dataclasses.replace(limits, audio_seconds=seconds)
-        self._encoder = MsgpackEncoder()
-        self._by_priority = config.scheduler_config.policy == "priority"
-        self._waiting: dict[str, _Waiting] = {}  # by request, in order of arrival
+        self.prompts = PromptProcessor(arguments, limits or MediaLimits())
+        self._texts: dict[str, _Waiting] = {}  # by request, in order of arrival; so are the two below
+        self._media: dict[str, _Waiting] = {}
+        self._running: dict[str, tuple[_Waiting, Task[Processed]]] = {}
+        self._threads = DecoderThreads()
+        self._free = THREADS  # those that have neither work nor a result that no step has taken
+        self._ready: queue.SimpleQueue[tuple[_Waiting, Future[Processed]]] = queue.SimpleQueue()
+        self._wake: Callable[[], None] = lambda: None
         self._scheduled: list[tuple[str, float]] = []
 
     @property
     def facts(self) -> EngineFacts:
-        """The longest prompt that leaves room for an answer, in tokens."""
-        return EngineFacts(max_input_tokens=self._max_tokens, embeds_width=self._embeds_width)
+        """The longest prompt that leaves room for an answer, in tokens, and how many media it may have."""
+        return EngineFacts(
+            max_input_tokens=self.prompts.max_tokens,
+            embeds_width=self.prompts.embeds_width,
+            max_media=self.prompts.max_media,
+        )
 
     @property
     def limits(self) -> MediaLimits:
         """The limits in force."""
-        return self._limits
+        return self.prompts.limits
+
+    @property
+    def decoder_pids(self) -> list[int]:
+        """Process ids of the decoders that run."""
+        return self._threads.pids
 
     # -- StageEngine
 
@@ -126,15 +103,11 @@ class PromptEngine(StageEngine):
         prompt = inputs.prompt
         if prompt is None:
             raise InvalidRequest("The prompt stage needs a prompt.")
-        if request.request_id in self._waiting:
+        if any(request.request_id in held for held in (self._texts, self._media, self._running)):
             raise InvalidRequest(f"Request {request.request_id!r} is already running.")
-        if len(inputs.media) != len(prompt.media):
-            raise InvalidPayload(f"The prompt names {len(prompt.media)} media, but has {len(inputs.media)} tensors.")
-        for index, (media, tensor) in enumerate(zip(prompt.media, inputs.media, strict=True)):
-            check_media(media, tensor, self._limits, index)
-        self._check_prompt(prompt)
-        tensors = [*inputs.media, *self._embeds(prompt, inputs)]
-        self._waiting[request.request_id] = _Waiting(request, prompt, tensors)
+        waiting = _Waiting(request, prompt, self.prompts.check(prompt, inputs))
+        (self._media if prompt.media else self._texts)[request.request_id] = waiting
+        self._fill_threads()
 
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
@@ -144,177 +117,109 @@ class PromptEngine(StageEngine):
             raise InvalidRequest(f"Request {request_id!r} got more input; a prompt comes as a whole.")
 
     def abort(self, request_id: str) -> None:
-        """Forget a prompt. Unknown ids are ignored."""
-        self._waiting.pop(request_id, None)
+        """Forget a prompt, and end what decodes its media. Unknown ids are ignored."""
+        self._texts.pop(request_id, None)
+        self._media.pop(request_id, None)
+        if request_id in self._running:
+            _, task = self._running.pop(request_id)
+            task.cancel()
 
     def runnable(self) -> bool:
-        """Whether a prompt waits."""
-        return bool(self._waiting)
+        """Whether a text waits, or a prompt with media is ready."""
+        return bool(self._texts) or not self._ready.empty()
+
+    def busy(self) -> bool:
+        """Whether threads work on prompts with media."""
+        return self._free < THREADS
+
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when a prompt with media is ready."""
+        self._wake = wake
 
     def step(self) -> Sequence[EngineEvent]:
-        """Process the most urgent request, the oldest of several."""
-        if not self._waiting:
+        """Return a prompt that is ready, or else process the most urgent text; with neither, wait for media."""
+        if self._ready.empty() and self._texts:
+            waiting = self._most_urgent(self._texts.values())
+            request_id = waiting.request.request_id
+            del self._texts[request_id]
+            self._scheduled.append((request_id, time.monotonic()))
+            return self._events(waiting, lambda: self.prompts.process(request_id, waiting.prompt, waiting.tensors))
+        if self._ready.empty() and not self.busy():
             return []
-        # A search through all is cheap compared to the processing, and needs no second index that aborts must update.
-        first = min(self._waiting.values(), key=lambda waiting: waiting.request.priority if self._by_priority else 0)
-        request = first.request
-        del self._waiting[request.request_id]
-        self._scheduled = [(request.request_id, time.monotonic())]
         try:
-            token_ids, tensors = self._process(request.request_id, first.prompt, first.tensors)
-        except OmniError as error:
-            return [ErrorEvent(request.request_id, error)]
-        except (ValueError, VLLMClientError, jinja2.TemplateError) as error:
-            # That is how the processors of vLLM and transformers report what they cannot take.
-            logger.info("request %s refused by the processor: %s", request.request_id, trace_of(error))
-            return [ErrorEvent(request.request_id, InvalidRequest(f"The prompt cannot be processed: {error}"))]
-        except Exception as error:  # noqa: BLE001 - reported as this request's error
-            logger.error("request %s failed in the processor: %s", request.request_id, trace_of(error))
-            failure = EngineError(f"The prompt's processing failed: {type(error).__name__}: {error}")
-            return [ErrorEvent(request.request_id, failure)]
-        return [
-            StreamEvent(request.request_id, token_ids=token_ids, tensors=tensors, start=0, final=True),
-            FinishedEvent(request.request_id, FinishReason.STOP, 0, max(len(token_ids), first.prompt.length)),
-        ]
+            waiting, future = self._ready.get(timeout=WAIT_SECONDS)
+        except queue.Empty:
+            return []
+        self._free += 1
+        self._fill_threads()
+        running = self._running.get(waiting.request.request_id)
+        if running is None or running[0] is not waiting:  # it was aborted
+            return []
+        del self._running[waiting.request.request_id]
+        return self._events(waiting, future.result)
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
-        """The prompt that the last step took, and when."""
+        """Prompts whose processing has begun since the last call, and when."""
         taken, self._scheduled = self._scheduled, []
         return taken
 
     def counts(self) -> dict[str, int]:
-        """Prompts that wait."""
-        return {"requests": len(self._waiting)}
+        """Prompts that wait or are processed."""
+        return {"requests": len(self._texts) + len(self._media) + len(self._running)}
 
     def shutdown(self) -> None:
-        """Forget all prompts and end the renderer's threads."""
-        self._waiting.clear()
-        self.renderer.shutdown()
-
-    # -- checks
-
-    def _check_prompt(self, prompt: Prompt) -> None:
-        if prompt.token_ids:
-            token_ids = unpack_token_ids(prompt.token_ids)
-            if wrong := [token for token in token_ids if not 0 <= token < self._vocabulary]:
-                raise InvalidPayload(f"Token id {wrong[0]} is outside the vocabulary 0..{self._vocabulary - 1}.")
-        if prompt.length:
-            self._check_length(prompt.length)
-            return
-        parts = [part for message in prompt.messages for part in message.content]
-        if not any(part.media is not None or (part.text and part.text.strip()) for part in parts):
-            raise InvalidRequest("The prompt is empty.", hint="Send some text, audio, image or video.")
-        named = {part.media for part in parts}
-        if unused := [index for index in range(len(prompt.media)) if index not in named]:
-            raise InvalidRequest(f"No message refers to media {unused}.")
-
-    def _embeds(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
-        """The embeddings of a prompt, if it came as such. The thinker checks their values."""
-        if prompt.embeds is None:
-            return []
-        if PROMPT_EMBEDS not in inputs.tensors or not self._embeds_width:
-            raise InvalidRequest(f"{PROMPT_EMBEDS}: this stage takes none.", hint="Set engine.enable_prompt_embeds.")
-        embeds = inputs.tensors[PROMPT_EMBEDS]
-        check_rows(embeds, self._embeds_width, PROMPT_EMBEDS, minimum=1)
-        return [embeds]
-
-    def _check_length(self, n_tokens: int) -> None:
-        if n_tokens > self._max_tokens:
-            raise PromptTooLong(f"The prompt has {n_tokens} tokens; at most {self._max_tokens} fit.")
-
-    def _check_placeholders(self, token_ids: Sequence[int], media: Sequence[DecodedMedia]) -> None:
-        """Raise `InvalidRequest` unless there is one placeholder per medium.
-
-        A placeholder inside a text would silently take the medium meant for the next one.
-        """
-        for modality, token_id in self.placeholders.items():
-            wanted = sum(item.modality == modality for item in media)
-            if (found := token_ids.count(token_id)) != wanted:
-                token = getattr(self.processor, f"{modality}_token")
-                raise InvalidRequest(
-                    f"The prompt contains {token} {found} times, for {wanted} {modality} media.",
-                    hint=f"Remove {token} from texts, or send one medium for each.",
-                )
+        """Forget all prompts; end decoders and threads."""
+        for held in (self._texts, self._media, self._running):
+            held.clear()
+        self._threads.close()
+        self.prompts.shutdown()
 
     # -- processing
 
-    def _process(
-        self, request_id: str, prompt: Prompt, tensors: Sequence[HostTensor]
-    ) -> tuple[list[int], dict[str, HostTensor]]:
-        if prompt.embeds is not None:  # nothing to process: there are neither texts nor media
-            return unpack_token_ids(prompt.token_ids), {PROMPT_EMBEDS: tensors[0]}
-        decoded = [
-            decode_media(media, tensor, self._limits, index)
-            for index, (media, tensor) in enumerate(zip(prompt.media, tensors, strict=True))
+    def _most_urgent(self, waiting: Iterable[_Waiting]) -> _Waiting:
+        """The one to process next, the oldest of several."""
+        # A search through all is cheap compared to the processing, and needs no second index that aborts must update.
+        return min(waiting, key=lambda entry: entry.request.priority if self.prompts.by_priority else 0)
+
+    def _fill_threads(self) -> None:
+        """Give the most urgent prompts with media to the threads that are free."""
+        while self._free and self._media:
+            waiting = self._most_urgent(self._media.values())
+            request_id = waiting.request.request_id
+            del self._media[request_id]
+            self._scheduled.append((request_id, time.monotonic()))
+            self._free -= 1
+            task = self._submit(waiting)
+            self._running[request_id] = waiting, task
+            task.future.add_done_callback(self._reporter(waiting))
+
+    def _submit(self, waiting: _Waiting) -> Task[Processed]:
+        request_id, prompt, tensors = waiting.request.request_id, waiting.prompt, waiting.tensors
+        return self._threads.submit(lambda decoder: self.prompts.process(request_id, prompt, tensors, decoder))
+
+    def _reporter(self, waiting: _Waiting) -> Callable[[Future[Processed]], None]:
+        def report(future: Future[Processed]) -> None:  # runs on a thread
+            self._ready.put((waiting, future))
+            self._wake()
+
+        return report
+
+    def _events(self, waiting: _Waiting, result: Callable[[], Processed]) -> list[EngineEvent]:
+        """What a prompt became: its output, or the error that `result` raises."""
+        request_id = waiting.request.request_id
+        try:
+            token_ids, tensors = result()
+        except OmniError as error:
+            return [ErrorEvent(request_id, error)]
+        except (ValueError, VLLMClientError, jinja2.TemplateError) as error:
+            # That is how the processors of vLLM and transformers report what they cannot take.
+            logger.info("request %s refused by the processor: %s", request_id, trace_of(error))
+            return [ErrorEvent(request_id, InvalidRequest(f"The prompt cannot be processed: {error}"))]
+        except Exception as error:  # noqa: BLE001 - reported as this request's error
+            logger.error("request %s failed in the processor: %s", request_id, trace_of(error))
+            failure = EngineError(f"The prompt's processing failed: {type(error).__name__}: {error}")
+            return [ErrorEvent(request_id, failure)]
+        return [
+            StreamEvent(request_id, token_ids=token_ids, tensors=tensors, start=0, final=True),
+            FinishedEvent(request_id, FinishReason.STOP, 0, max(len(token_ids), waiting.prompt.length)),
         ]
-        for index, item in enumerate(decoded):
-            if item.modality == "audio" and len(item.data) < MIN_AUDIO_SAMPLES:
-                raise InvalidRequest(f"media {index} (audio) is shorter than {MIN_AUDIO_SAMPLES} samples at 16 kHz.")
-        if prompt.token_ids:
-            token_ids, media = unpack_token_ids(prompt.token_ids), decoded
-        else:
-            token_ids = self._tokenizer(self._render(prompt))["input_ids"]
-            # In the order in which the messages refer to them, which is the order of the placeholders.
-            media = [
-                decoded[part.media] for message in prompt.messages for part in message.content if part.media is not None
-            ]
-        self._check_length(len(token_ids))
-        self._check_placeholders(token_ids, media)
-        if not media:
-            return token_ids, {}
-
-        data: dict[str, list[Any]] = {}
-        for item in media:
-            data.setdefault(item.modality, []).append(item.data)
-        (engine_input,) = self.renderer.render_cmpl([{"prompt_token_ids": token_ids, "multi_modal_data": data}])
-        self._check_length(len(engine_input["prompt_token_ids"]))
-        request = self._input_processor.process_inputs(
-            request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
-        )
-        self._set_video_rates(request, [item for item in media if item.modality == "video"])
-        return list(request.prompt_token_ids or ()), self._encode(request)
-
-    def _render(self, prompt: Prompt) -> str:
-        """The prompt as text, with one placeholder per medium."""
-        messages: list[dict[str, Any]] = []
-        for message in prompt.messages:
-            content: list[Mapping[str, str]] = []
-            for part in message.content:
-                if part.media is None:
-                    content.append({"type": "text", "text": part.text or ""})
-                else:
-                    content.append({"type": prompt.media[part.media].modality})
-            messages.append({"role": message.role, "content": content})
-        text: str = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text
-
-    def _set_video_rates(self, request: EngineCoreRequest, videos: Sequence[DecodedMedia]) -> None:
-        """Set the seconds per temporal patch of each video, from which the model computes its positions.
-
-        The processor takes one frame rate for all videos of a prompt, and vLLM casts the result to the model's dtype:
-        in bfloat16 a video with 30 frames per second is off by a position after four seconds.
-        """
-        frames = self.processor.video_processor.temporal_patch_size
-        features = [feature for feature in request.mm_features or () if feature.modality == "video"]
-        for feature, video in zip(features, videos, strict=True):
-            item = feature.data
-            if item is None:  # vLLM leaves out what its cache holds, which is off (`arguments.py`)
-                raise EngineError("vLLM left out the features of a video.")
-            patches = int(cast("torch.Tensor", item["video_grid_thw"].data)[0])
-            seconds = seconds_per_patch(frames / video.frames_per_second, patches, self._positions_per_second)
-            field = item["second_per_grid_ts"]
-            data = torch.tensor(seconds, dtype=torch.float64)
-            item["second_per_grid_ts"] = dataclasses.replace(field, data=data)
-
-    def _encode(self, request: EngineCoreRequest) -> dict[str, HostTensor]:
-        """A request in vLLM's own encoding. The tensors share the features' memory, which nothing changes any more."""
-        frames = self._encoder.encode(request)
-        if len(frames) > MAX_FRAMES:
-            raise InvalidRequest(
-                f"The media of the prompt make {len(frames)} tensors; at most {MAX_FRAMES} are allowed."
-            )
-        encoded = {}
-        for index, frame in enumerate(frames):
-            data = memoryview(cast("bytes | bytearray | memoryview", frame)).cast("B")  # never the frame of a socket
-            encoded[f"{FRAME_PREFIX}{index}"] = HostTensor(DType.U8, (data.nbytes,), data)
-        return encoded

@@ -121,7 +121,7 @@ class StageLLM:
     def _run(self, answers: Mapping[str, _Answer]) -> None:
         """Step until the engine holds none of the requests, whatever happens."""
         try:
-            while self.engine.runnable() or self._end_what_waits(answers):
+            while self.engine.runnable() or self.engine.busy() or self._end_what_waits(answers):
                 for event in self.engine.step():
                     answers[event.request_id].take(event)
         finally:

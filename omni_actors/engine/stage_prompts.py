@@ -87,7 +87,10 @@ class StagePrompts:
                 raise InvalidRequest(f"{MULTI_MODAL_DATA}: the stage {self._stage!r} takes no media.")
             self._prompt_engine = PromptEngine(arguments)
         self._prompt_engine.start(StageRequest("prompt", StageParams(), 0), self._prompt_inputs(given))
-        event = self._prompt_engine.step()[0]
+        events = self._prompt_engine.step()
+        while not events:
+            events = self._prompt_engine.step()
+        event = events[0]
         if isinstance(event, ErrorEvent):
             raise event.error
         if not isinstance(event, StreamEvent):

@@ -47,7 +47,7 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
     answer = await Answer.begin(
         request,
         state,
-        await state.media.messages(body.messages),
+        await state.media.messages(body.messages, description.max_media),
         FIELDS,
         modalities=body.modalities or ["text"],
         voice=voice_name(body.audio.voice) if spoken and body.audio else None,

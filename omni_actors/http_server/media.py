@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-import numpy
-import soundfile
-from numpy.typing import NDArray
-from PIL import Image
-
+from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.long_strings import base64_of, string_of
 from omni_actors.http_server.schemas import (
     AnyMessage,
-    AnyPart,
     AssistantMessage,
     AudioPart,
     AudioUrlPart,
@@ -26,34 +22,71 @@ from omni_actors.http_server.schemas import (
     SystemMessage,
     TextPart,
     UserMessage,
+    VideoUrlPart,
 )
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
+from omni_actors.media.decoders import Decoder, DecoderThreads
+from omni_actors.media.limits import DEFAULT_VIDEO_RATE, MediaLimits, MediaTooLarge, check_counts
+from omni_actors.media.messages import AUDIO_FILE, IMAGE_FILE, UNKNOWN_FILE, VIDEO_FILE, Item
 from omni_actors.protocol.payloads import MEDIA_MODALITIES
 
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_URL = 2048  # bytes of a URL, or of a data: URI before its data
-VIDEO_RATE = 2.0  # frames per second to keep, as Qwen2.5-Omni was trained
-VIDEO_SIDE = 640  # longest side of a kept frame, in pixels
+MediaPart = AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart | FilePart
+KINDS = {"audio": AUDIO_FILE, "image": IMAGE_FILE, "video": VIDEO_FILE}
+T = TypeVar("T")
+
+
+class _Medium(NamedTuple):
+    """A medium of a request: its bytes, the field that they came in, and the part of a message that they complete."""
+
+    modality: str
+    data: bytes
+    param: str
+    part: dict[str, Any]
+
+    @classmethod
+    def of(cls, modality: str, data: bytes, param: str) -> _Medium:
+        return cls(modality, data, param, {"type": modality})
 
 
 class MediaReader:
     """Converts chat messages, fetching and checking their media."""
 
-    def __init__(self, settings: ServerSettings, fetcher: Fetcher, files: FileStore, transcripts: Transcripts) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        fetcher: Fetcher,
+        files: FileStore,
+        transcripts: Transcripts,
+        decoders: DecoderThreads,
+    ) -> None:
         self._settings = settings
+        self._decoders = decoders
         self._fetcher = fetcher
         self._files = files
         self._transcripts = transcripts
 
-    async def messages(self, messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
+    async def messages(self, messages: Sequence[AnyMessage], max_media: Mapping[str, int]) -> list[dict[str, Any]]:
         """Messages as `AsyncOmniClient.submit` takes them.
+
+        Args:
+            max_media: how many media a prompt may have, by modality; no limit for those that are missing.
 
         Raises:
             HttpError: 400 or 413, with the field at fault.
         """
         self._check_count(messages)
-        return [await self._message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        found: list[_Medium] = []
+        converted = [
+            await self._message(message, f"messages[{index}]", found) for index, message in enumerate(messages)
+        ]
+        try:
+            check_counts((medium.modality for medium in found), max_media)
+        except InvalidRequest as error:
+            raise bad_field("messages", error.message) from None
+        await self._check(found)
+        return converted
 
     def _check_count(self, messages: Sequence[AnyMessage]) -> None:
         parts = [part for message in messages for part in message.content or () if not isinstance(part, str)]
@@ -63,7 +96,7 @@ class MediaReader:
                 "messages", f"The messages have {count} media; at most {self._settings.media_parts} are allowed."
             )
 
-    async def _message(self, message: AnyMessage, where: str) -> dict[str, Any]:
+    async def _message(self, message: AnyMessage, where: str, found: list[_Medium]) -> dict[str, Any]:
         role = "user" if isinstance(message, UserMessage) else "assistant"
         if isinstance(message, SystemMessage):
             role = "system"
@@ -72,7 +105,16 @@ class MediaReader:
         content = message.content or ""
         if isinstance(content, str):
             return {"role": role, "content": content}
-        parts = [await self._part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
+        parts: list[dict[str, Any]] = []
+        for index, part in enumerate(content):
+            if isinstance(part, TextPart):
+                parts.append({"type": "text", "text": part.text})
+                continue
+            medium = await self._part(part, f"{where}.content[{index}]")
+            if not medium.data:
+                raise bad_field(medium.param, "The data is empty.")
+            found.append(medium)
+            parts.append(medium.part)
         return {"role": role, "content": parts}
 
     def _said(self, message: AssistantMessage, where: str) -> str:
@@ -83,13 +125,11 @@ class MediaReader:
             raise bad_field(f"{where}.audio.id", "This audio is not known, or no longer: send its text as content.")
         return text
 
-    async def _part(self, part: AnyPart, where: str) -> dict[str, Any]:
-        if isinstance(part, TextPart):
-            return {"type": "text", "text": part.text}
+    async def _part(self, part: MediaPart, where: str) -> _Medium:
         if isinstance(part, AudioPart):
             param = f"{where}.input_audio.data"
             text = await asyncio.to_thread(string_of, part.input_audio.data, param)
-            return await self._medium("audio", await self._base64(text, param), param)
+            return _Medium.of("audio", await self._base64(text, param), param)
         if isinstance(part, FilePart):
             return await self._file(part, f"{where}.file")
         if isinstance(part, ImageUrlPart):
@@ -100,23 +140,25 @@ class MediaReader:
             modality, url = "video", part.video_url.url
         param = f"{where}.{modality}_url.url"
         text = await asyncio.to_thread(string_of, url, param)
-        return await self._medium(modality, await self._bytes(text, modality, param), param)
+        return _Medium.of(modality, await self._bytes(text, modality, param), param)
 
-    async def _file(self, part: FilePart, where: str) -> dict[str, Any]:
+    async def _file(self, part: FilePart, where: str) -> _Medium:
         if (part.file.file_id is None) == (not part.file.is_inline):
             raise bad_field(where, "Give exactly one of file_id and file_data.")
         if part.file.is_inline:
             param = f"{where}.file_data"
             text = await asyncio.to_thread(string_of, part.file.file_data, param)
             modality = modality_of(text, param)
-            return await self._medium(modality, await self._bytes(text, modality, param), param)
+            return _Medium.of(modality, await self._bytes(text, modality, param), param)
         param = f"{where}.file_id"
         file = self._files.find(part.file.file_id or "")
         if file is None:
             raise bad_field(
                 param, f"There is no file {part.file.file_id!r}, or no longer: upload it again.", "file_not_found"
             )
-        return await self._medium(await asyncio.to_thread(sniff, file.data, param), file.data, param)
+        items = [(Item(UNKNOWN_FILE, "The file", len(file.data)), file.data)]
+        measured = await self._on_decoder(lambda decoder: decoder.measure(items, MediaLimits()), param)
+        return _Medium.of(measured.modality, file.data, param)
 
     async def _bytes(self, url: memoryview, modality: str, param: str) -> bytes:
         start = bytes(url[:MAX_URL])
@@ -142,18 +184,46 @@ class MediaReader:
             )
         return await asyncio.to_thread(base64_of, text, param)
 
-    async def _medium(self, modality: str, data: bytes, param: str) -> dict[str, Any]:
-        if not data:
-            raise bad_field(param, "The data is empty.")
-        value: bytes | tuple[NDArray[numpy.uint8], float] = data
-        # In a thread: headers of malicious files may take long, and video is decoded here.
-        if modality == "audio":
-            await asyncio.to_thread(check_audio, data, self._settings.audio_seconds, param)
-        elif modality == "image":
-            await asyncio.to_thread(check_image, data, self._settings.image_pixels, param)
-        else:
-            value = await asyncio.to_thread(read_video, data, self._settings.video_seconds, param)
-        return {"type": modality, modality: value}
+    async def _check(self, found: Sequence[_Medium]) -> None:
+        """Check audio and images by their headers, decode video, and complete the parts of the messages.
+
+        The stage that decodes audio and images checks them again, and more.
+        """
+        limits = MediaLimits(
+            audio_seconds=self._settings.audio_seconds,
+            image_pixels=self._settings.image_pixels,
+            video_seconds=self._settings.video_seconds,
+        )
+        for medium in found:
+            value, size = await self._on_decoder(partial(_checked, medium, limits), medium.param)
+            medium.part[medium.modality] = value
+            limits = replace(limits, decoded_bytes=limits.decoded_bytes - size)
+
+    async def _on_decoder(self, work: Callable[[Decoder], T], param: str) -> T:
+        """Run `work` on a thread with a decoder: C code reads these files, in a process that it alone can break."""
+        task = self._decoders.submit(work)
+        try:
+            return await asyncio.wrap_future(task.future)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        except MediaTooLarge as error:
+            raise HttpError(413, str(error), param=param, code="media_too_large") from None
+        except MalformedMedia as error:
+            raise bad_field(param, error.message, "malformed_media") from None
+        except InvalidRequest as error:
+            raise bad_field(param, str(error)) from None
+        except OmniError as error:
+            raise HttpError.of(error) from None
+
+
+def _checked(medium: _Medium, limits: MediaLimits, decoder: Decoder) -> tuple[Any, int]:
+    """What the client library takes for a medium, and its bytes after decoding."""
+    items = [(Item(KINDS[medium.modality], f"The {medium.modality}", len(medium.data)), medium.data)]
+    if medium.modality == "video":
+        (frames,) = decoder.decode(items, limits)
+        return (frames, DEFAULT_VIDEO_RATE), frames.nbytes
+    return medium.data, decoder.measure(items, limits).size
 
 
 def modality_of(url: memoryview, param: str) -> str:
@@ -163,82 +233,3 @@ def modality_of(url: memoryview, param: str) -> str:
     if kind not in MEDIA_MODALITIES:
         raise bad_field(param, "This must be a data: URI of an audio, image or video type.")
     return kind
-
-
-def sniff(data: bytes, param: str) -> str:
-    """The modality of an uploaded file, by its content."""
-    try:
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS):
-            return "image"
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        pass  # not an image: the next reader decides
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)):
-            return "audio"
-    except (soundfile.LibsndfileError, ValueError, RuntimeError):
-        pass  # not audio either: PyAV decides whether it is a video, and reports what is wrong
-    return "video"
-
-
-def check_audio(data: bytes, limit: float, param: str) -> None:
-    """Raise `HttpError` unless this is audio of at most `limit` seconds. The engine checks again on decoding."""
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            seconds = file.frames / file.samplerate
-    except (soundfile.LibsndfileError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        raise bad_field(param, f"The audio cannot be read: {error}", "malformed_media") from None
-    if seconds > limit:
-        message = f"The audio is {seconds:.1f} s long; at most {limit:g} s are allowed."
-        raise HttpError(413, message, param=param, code="media_too_large")
-
-
-def check_image(data: bytes, limit: int, param: str) -> None:
-    """Raise `HttpError` unless this is an image of at most `limit` pixels. Reads the header only."""
-    try:
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-            width, height = image.size
-    except Image.DecompressionBombError:
-        width, height = limit, 2
-    except (OSError, ValueError, SyntaxError):  # what Pillow's readers raise for files that they cannot read
-        raise bad_field(
-            param, f"The image cannot be read; it must be one of {', '.join(IMAGE_FORMATS)}.", "malformed_media"
-        ) from None
-    if width * height > limit:
-        raise HttpError(413, f"The image has more than {limit} pixels.", param=param, code="media_too_large")
-
-
-def read_video(data: bytes, limit: float, param: str) -> tuple[NDArray[numpy.uint8], float]:
-    """Decode a video file to frames, u8 [frames, height, width, 3], and their rate, `VIDEO_RATE` per second.
-
-    Raises:
-        HttpError: 400 if it cannot be read or PyAV is not installed, 413 if it is longer than `limit` seconds.
-    """
-    try:
-        import av
-    except ImportError:
-        raise bad_field(
-            param, "The server cannot read video: its operator must install PyAV (pip install 'omni_actors[http]')."
-        ) from None
-    frames: list[NDArray[numpy.uint8]] = []
-    try:
-        with av.open(io.BytesIO(data), "r") as container:
-            for frame in container.decode(video=0):
-                seconds = float(frame.time or 0.0)
-                if seconds > limit:
-                    raise HttpError(413, f"The video is longer than {limit:g} s.", param=param, code="media_too_large")
-                if seconds * VIDEO_RATE < len(frames):
-                    continue
-                scale = min(1.0, VIDEO_SIDE / max(frame.width, frame.height))
-                size = (max(2, round(frame.width * scale)), max(2, round(frame.height * scale)))
-                small = frame.reformat(width=size[0], height=size[1], format="rgb24")
-                picture = numpy.ascontiguousarray(small.to_ndarray(), dtype=numpy.uint8)
-                if frames and picture.shape != frames[0].shape:
-                    raise bad_field(param, "The frames of the video differ in size.", "malformed_media")
-                frames.append(picture)
-    except (av.FFmpegError, ValueError, IndexError, MemoryError) as error:
-        raise bad_field(param, f"The video cannot be read: {error}", "malformed_media") from None
-    if not frames:
-        raise bad_field(param, "The video has no frames.", "malformed_media")
-    if len(frames) % 2:
-        frames.append(frames[-1])  # the model takes frames in pairs
-    return numpy.stack(frames), VIDEO_RATE

@@ -20,6 +20,7 @@ from omni_actors.http_server.media import MediaReader
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.http_server.tenants import TenantNames
+from omni_actors.media.decoders import DecoderThreads
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.payloads import StageParams
 
@@ -35,9 +36,9 @@ class ServerState:
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
         self.files = FileStore(settings.files_bytes, settings.file_seconds)
         self.transcripts = Transcripts()
-        self.media = MediaReader(
-            settings, fetcher or Fetcher(settings.media_hosts, settings.media_bytes), self.files, self.transcripts
-        )
+        self._decoders = DecoderThreads(video=True)
+        fetcher = fetcher or Fetcher(settings.media_hosts, settings.media_bytes)
+        self.media = MediaReader(settings, fetcher, self.files, self.transcripts, self._decoders)
         self.tenants = TenantNames()
         self.started = int(time.time())
         self._description: Description | None = None
@@ -61,11 +62,12 @@ class ServerState:
         return self._description
 
     async def close(self) -> None:
-        """Close the connection to the pipeline."""
+        """Close the connection to the pipeline, and end the decoders."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
         await self.client.close()
+        await asyncio.to_thread(self._decoders.close)
 
     # -- names --------------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ class Description(Body, tag="description", frozen=True):
         counts: what the coordinator refused or dropped, by reason.
         outputs: the stage that produces each modality.
         sampling_stages: stages for which a request may set parameters, in the pipeline's order.
+        max_media: how many media a prompt may have, by modality; no limit for those that are missing.
     """
 
     pipeline: str
@@ -106,6 +107,7 @@ class Description(Body, tag="description", frozen=True):
     outputs: dict[str, str] = {}
     sampling_stages: tuple[str, ...] = ()
     queued: int = 0
+    max_media: dict[str, int] = {}
 
 
 class Operation(enum.StrEnum):

@@ -52,8 +52,8 @@ class Ready(Body, tag="ready", frozen=True):
     """Stage -> coordinator: the engine takes requests, `seconds` after its start-up began.
 
     `phases` are the parts of that time by name. The rest are facts about the model, empty or 0 where they do not apply:
-    voices, `sample_rate` in Hz, the longest input in tokens, and the names of the additional information that this
-    stage wants.
+    voices, `sample_rate` in Hz, the longest input in tokens, the names of the additional information that this stage
+    wants, and how many media a prompt may have, by modality.
     """
 
     seconds: float
@@ -62,6 +62,7 @@ class Ready(Body, tag="ready", frozen=True):
     max_input_tokens: int = 0
     wants_information: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
     phases: Annotated[dict[Name, float], Meta(max_length=64)] = {}
+    max_media: dict[Name, Count] = {}
 
 
 class Peer(Struct, frozen=True, array_like=True):

@@ -176,7 +176,7 @@ class StageActor:
         nothing left to do, and either way its senders get credit. By the same argument the stage after this one gives
         credit to this one, so what the engine makes never waits for ever.
         """
-        if not self._engine.runnable():
+        if not (self._engine.runnable() or self._engine.busy()):
             return False
         complete = self._attempts.count(AttemptState.INPUT_COMPLETE)
         return complete > self._backlog_requests or self._engine.over_budget()

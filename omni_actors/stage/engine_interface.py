@@ -6,7 +6,7 @@ Nothing here imports torch or vLLM; tensors cross as `HostTensor`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.config import StageConfig
@@ -160,6 +160,7 @@ class EngineFacts:
         max_input_tokens: longest input in tokens, 0 for unknown.
         embeds_width: width of the prompt embeddings that it takes as the entry stage; 0 if it takes none.
         wants_information: names of the additional information that a client may send to it.
+        max_media: how many media a prompt may have, by modality; no limit for those that are missing.
     """
 
     voices: tuple[str, ...] = ()
@@ -167,6 +168,7 @@ class EngineFacts:
     max_input_tokens: int = 0
     embeds_width: int = 0
     wants_information: tuple[str, ...] = ()
+    max_media: Mapping[str, int] = field(default_factory=dict)
 
 
 class StageEngine(ABC):
@@ -216,6 +218,13 @@ class StageEngine(ABC):
     @abstractmethod
     def runnable(self) -> bool:
         """Whether `step` would do something now. If not, the loop sleeps until the next input."""
+
+    def busy(self) -> bool:
+        """Whether work goes on outside `step`, after which the engine is runnable without further input."""
+        return False
+
+    def on_progress(self, wake: Callable[[], None]) -> None:  # noqa: B027 - not every engine has work outside `step`
+        """Take a function that ends the loop's sleep, for work outside `step`. Any thread may call it."""
 
     def waits_for_input(self, request_id: str) -> bool:
         """Whether a started request goes on only when `extend` brings more of its input."""

@@ -61,6 +61,7 @@ class EngineLoop:
         self._flag = flag
         self._priority = priority
         self._baseline = Baseline(engine)
+        engine.on_progress(inbox.wake)
         self._heartbeat_interval = pipeline.coordinator.heartbeat_interval
         self._snapshot_bytes = pipeline.limits.body_bytes
         flow = pipeline.flow

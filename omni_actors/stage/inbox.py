@@ -53,10 +53,14 @@ class Inbox:
         if self._waiting:
             self._wakeup.set()
 
+    def wake(self) -> None:
+        """End the main thread's wait, or its next one; callable from any thread."""
+        self._wakeup.set()
+
     def take(self, timeout: float, maximum: int = LIMIT) -> list[Event]:
         """Return the events that are there; if none are, those that come first within `timeout` seconds.
 
-        Returns an empty list early when only credit came, because the caller may be able to go on with it.
+        Returns an empty list early after `wake`, or when only credit came: the caller may be able to go on.
         """
         if not self._events and timeout > 0:
             self._wait(timeout)

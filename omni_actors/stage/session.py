@@ -182,6 +182,7 @@ class Session:
                 max_input_tokens=facts.max_input_tokens,
                 wants_information=tuple(dict.fromkeys(wants)),
                 phases=dict(phases),
+                max_media=dict(facts.max_media),
             )
         )
         loop = EngineLoop(

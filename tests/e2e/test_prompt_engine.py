@@ -24,8 +24,9 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.serial_utils import MsgpackDecoder  # noqa: E402
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
-from omni_actors.engine.media import MediaLimits  # noqa: E402
-from omni_actors.engine.prompt import FRAME_PREFIX, MIN_AUDIO_SAMPLES, PromptEngine, seconds_per_patch  # noqa: E402
+from omni_actors.engine.prompt import PromptEngine  # noqa: E402
+from omni_actors.engine.prompt_processing import MIN_AUDIO_SAMPLES, seconds_per_patch  # noqa: E402
+from omni_actors.engine.tensors import FRAME_PREFIX  # noqa: E402
 from omni_actors.errors import (  # noqa: E402
     EngineError,
     InvalidPayload,
@@ -35,6 +36,7 @@ from omni_actors.errors import (  # noqa: E402
     PromptTooLong,
     UnknownModality,
 )
+from omni_actors.media.limits import MediaLimits  # noqa: E402
 from omni_actors.protocol.fields import pack_token_ids  # noqa: E402
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams  # noqa: E402
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef  # noqa: E402
@@ -232,7 +234,7 @@ def test_equal_to_transformers_processor(engine: PromptEngine, reference: Refere
             assert not data["use_audio_in_video"]
     for position, modality in zip((feature.mm_position for feature in request.mm_features), order, strict=True):
         place = stream.token_ids[position.offset : position.offset + position.length]
-        assert set(place) == {engine.placeholders[modality]}
+        assert set(place) == {engine.prompts.placeholders[modality]}
 
 
 @pytest.mark.parametrize("case", ["text", "audio at 44.1 kHz", "video", "all"])
@@ -282,7 +284,7 @@ def test_token_ids_are_taken_as_they_are(engine: PromptEngine):
 
 def test_token_ids_with_placeholders_take_media(engine: PromptEngine):
     media = (item("image", PICTURE), audio())
-    placeholders = engine.placeholders
+    placeholders = engine.prompts.placeholders
     ids = [5, placeholders["audio"], 6, placeholders["image"], 7]
     prompt = Prompt(token_ids=pack_token_ids(ids), media=tuple(media for media, _ in media))
     stream = process(engine, prompt, [tensor for _, tensor in media])
@@ -423,7 +425,7 @@ BAD = {
 def test_bad_input_gets_a_typed_error(engine: PromptEngine, case: str):
     (prompt, media), error_class, text = BAD[case]
     error = failure(engine, prompt, media)
-    assert type(error) is error_class, error
+    assert error.code is error_class.code, error
     assert re.search(text, error.message), error.message
     assert "Traceback" not in str(error)
     # The next request is served as if nothing had been.
@@ -437,7 +439,7 @@ def test_lengths_and_bytes_of_arrays_must_agree(engine: PromptEngine):
 
 
 def test_unexpected_failures_are_engine_errors(engine: PromptEngine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine.processor, "apply_chat_template", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(engine.prompts.processor, "apply_chat_template", lambda *_, **__: 1 / 0)
     error = failure(engine, *chat("hi"))
     assert isinstance(error, EngineError)
     assert "ZeroDivisionError: division by zero" in error.message
@@ -447,7 +449,7 @@ def test_refusal_by_the_processor_is_the_requests_fault(engine: PromptEngine, mo
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("aspect ratio too large")
 
-    monkeypatch.setattr(engine.renderer, "render_cmpl", refuse)
+    monkeypatch.setattr(engine.prompts.renderer, "render_cmpl", refuse)
     error = failure(engine, *chat(0, media=(audio(),)))
     assert isinstance(error, InvalidRequest)
     assert "aspect ratio" in error.message

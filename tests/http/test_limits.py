@@ -10,13 +10,11 @@ import time
 from collections.abc import Iterator
 
 import httpx
-import numpy
 import pytest
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.media import VIDEO_RATE, read_video
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from tests.support.servers import HttpPipeline, film, picture, serving, sound
@@ -285,12 +283,3 @@ def test_uploads_are_limited(small: str) -> None:
     response = httpx.post(f"{small}/v1/files", files={"other": ("a", b"x")})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "file"
-
-
-def test_video_becomes_two_frames_a_second() -> None:
-    frames, rate = read_video(film(2.0), 10.0, "x")
-    assert rate == VIDEO_RATE
-    assert frames.shape == (4, 64, 64, 3)
-    assert frames.dtype == numpy.uint8
-    large, _ = read_video(film(0.5, side=1280), 10.0, "x")
-    assert large.shape[1:] == (640, 640, 3)

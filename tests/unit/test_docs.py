@@ -17,10 +17,10 @@ from msgspec import Struct
 from omni_actors.cli.main import SUBCOMMANDS
 from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig, PipelineConfig, StageConfig
 from omni_actors.config.schema import ClusterConfig
-from omni_actors.engine.media import MediaLimits
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
 from omni_actors.http_server import json_bounds, schemas
 from omni_actors.http_server.stores import FileStore
+from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.header import Limits
 from omni_actors.stage import early_chunks
 from scripts import docs_hooks, reference_docs

@@ -259,6 +259,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         [bytes(4), b"x"],
     ),
     (Ready(seconds=1.5, wants_information=("speed", "names")), []),
+    (Ready(seconds=1.5, max_media={"image": 4, "video": 1}), []),
 ]
 HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from omni_actors.config import PARAMS_BY_KIND, CoordinatorConfig, PipelineConfig, suggest
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice
+from omni_actors.media.limits import check_counts
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, StageParams
@@ -22,12 +23,17 @@ class AdmittedRequest(NamedTuple):
 
 
 def admit(
-    pipeline: PipelineConfig, submit: Submit, voices: tuple[str, ...], max_input_tokens: int = 0
+    pipeline: PipelineConfig,
+    submit: Submit,
+    voices: tuple[str, ...],
+    max_input_tokens: int = 0,
+    max_media: Mapping[str, int] | None = None,
 ) -> AdmittedRequest:
     """Check a request against the pipeline.
 
     Args:
         max_input_tokens: longest prompt of token ids, 0 for unknown. The tokens of a text are counted by its stage.
+        max_media: how many media a prompt may have, by modality; no limit for those that are missing.
 
     Raises:
         UnknownModality, UnknownVoice, PromptTooLong, InvalidRequest: naming the valid values.
@@ -43,6 +49,7 @@ def admit(
     tokens = submit.prompt.length
     if 0 < max_input_tokens < tokens:
         raise PromptTooLong(f"The prompt has {tokens} tokens; at most {max_input_tokens} are allowed.")
+    check_counts((medium.modality for medium in submit.prompt.media), max_media or {})
     stages = pipeline.route(submit.modalities)
     return AdmittedRequest(stages, _stage_params(pipeline, submit.params), frozenset(submit.modalities))
 

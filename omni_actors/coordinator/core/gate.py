@@ -53,13 +53,22 @@ class Gate:
         limits = [replica.max_input_tokens for replica in self._replicas.of(self._pipeline.entry.name)]
         return min((limit for limit in limits if limit), default=0)
 
+    @property
+    def max_media(self) -> dict[str, int]:
+        """How many media a prompt may have, by modality, for every replica of the entry stage."""
+        most: dict[str, int] = {}
+        for replica in self._replicas.of(self._pipeline.entry.name):
+            for modality, count in replica.max_media.items():
+                most[modality] = min(count, most.get(modality, count))
+        return most
+
     def admit(
         self, client: bytes, header: Header, submit: Submit, buffers: Sequence[Frame], now: float
     ) -> ActiveRequest:
         """Check a request against the pipeline and its state. Raises `OmniError`."""
         deadline = deadline_of(self._pipeline.coordinator, header.deadline, now)
         longest = self.max_input_tokens if submit.prompt.length else 0
-        admitted = admit(self._pipeline, submit, self._replicas.voices, longest)
+        admitted = admit(self._pipeline, submit, self._replicas.voices, longest, self.max_media)
         size = size_of(submit, buffers)
         for stage in admitted.stages:
             waits = self._planner.may_wait_for(stage) and self._may_retain(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from omni_actors.coordinator.core.states import REPLICA_TRANSITIONS, ReplicaEvent, ReplicaState
@@ -71,6 +71,7 @@ class Replica:
     sample_rate: int = 0
     max_input_tokens: int = 0
     wants_information: tuple[str, ...] = ()
+    max_media: Mapping[str, int] = field(default_factory=dict)
     progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
@@ -151,6 +152,7 @@ class Replica:
         self.voices, self.sample_rate = facts.voices, facts.sample_rate
         self.max_input_tokens = facts.max_input_tokens
         self.wants_information = facts.wants_information
+        self.max_media = facts.max_media
 
     def hold(self, request_id: str) -> None:
         """Bind a request to it."""

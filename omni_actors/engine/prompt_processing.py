@@ -1,0 +1,336 @@
+"""What the prompt stage does with a prompt: chat template, tokenizer, media, and the model's processor."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width
+from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.media.decoders import Decoder
+from omni_actors.media.limits import (
+    AUDIO_RATE,
+    DEFAULT_VIDEO_RATE,
+    Budget,
+    MediaLimits,
+    check_counts,
+    check_finite,
+    check_media,
+)
+from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_FILE, Item
+from omni_actors.protocol.fields import unpack_token_ids
+from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, Media, MediaEncoding, Prompt
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.engine_interface import StageInputs
+
+MAX_FRAMES = 256  # tensors in one message
+# With fewer samples at 16 kHz the audio encoder has no frame to encode (one window every 160 samples, then two
+# convolutions with stride 2).
+MIN_AUDIO_SAMPLES = 321
+
+
+def seconds_per_patch(seconds: float, patches: int, positions_per_second: int) -> float:
+    """The `seconds` per patch with which vLLM's time positions of a video come closest to those of transformers.
+
+    Both floor `patch * seconds * positions_per_second`, vLLM in double precision, transformers in single. If the
+    product is a whole number, as for 25 frames per second, the last bit of `seconds` decides.
+    """
+    index = torch.arange(patches)
+    wanted = (index.float() * torch.tensor(seconds, dtype=torch.float32) * positions_per_second).long()
+
+    def misses(candidate: float) -> int:
+        return int(((index.double() * (candidate * positions_per_second)).long() != wanted).sum())
+
+    return min(torch.tensor(seconds, dtype=torch.float32).item(), seconds, key=misses)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodedMedia:
+    """Input of the model: audio f32 [samples] at 16 kHz, a PIL RGB image, or video u8 [frames, height, width, 3]."""
+
+    modality: str
+    data: Any
+    frames_per_second: float = DEFAULT_VIDEO_RATE
+
+
+class PromptProcessor:
+    """Turns a prompt into token ids and encoded features.
+
+    Prompts with media may be processed on several threads: their media are decoded at the same time, and the rest one
+    after the other, because vLLM's objects are not made for more. A text needs none of these and never waits for them.
+
+    Args:
+        arguments: of kind "prompt"; the vLLM fields are those of the thinker that takes the result.
+        limits: for media; the length of audio is lowered to the limit of the model's feature extractor.
+
+    Raises:
+        ConfigError: the model has no processor for audio, images and video.
+    """
+
+    def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits) -> None:
+        config = arguments.create_engine_config()
+        self._input_processor = InputProcessor(config)
+        self.renderer = self._input_processor.renderer
+        if not config.model_config.supports_multimodal_inputs:
+            raise ConfigError(f"{config.model_config.model!r} takes text only.", hint="Use an Omni checkpoint.")
+        self._info = self.renderer.get_mm_processor().info
+        self.processor = self._info.get_hf_processor()
+        self._tokenizer = self.processor.tokenizer
+        self._vocabulary: int = config.model_config.get_vocab_size()
+        self.embeds_width = embeds_width(config.model_config)
+        self.max_tokens: int = config.model_config.max_model_len - 1  # leaves room for one token of reply
+        self.placeholders: dict[str, int] = {
+            modality: self._tokenizer.convert_tokens_to_ids(getattr(self.processor, f"{modality}_token"))
+            for modality in MEDIA_MODALITIES
+        }
+        vision = config.model_config.hf_config.thinker_config.vision_config
+        self._positions_per_second: int = getattr(vision, "tokens_per_second", 25)
+        seconds = min(limits.audio_seconds, float(self.processor.feature_extractor.chunk_length))
+        self.limits = dataclasses.replace(limits, audio_seconds=seconds)
+        self.max_media: dict[str, int] = dict(self._info.allowed_mm_limits)
+        self._encoder = MsgpackEncoder()
+        self._one_at_a_time = threading.Lock()
+        self.by_priority = config.scheduler_config.policy == "priority"
+
+    def shutdown(self) -> None:
+        """End the renderer's threads."""
+        self.renderer.shutdown()
+
+    # -- checks
+
+    def check(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
+        """Check a prompt with its media before anything is decoded; return its tensors, as `process` takes them.
+
+        Raises:
+            OmniError: something is wrong with it.
+        """
+        if len(inputs.media) != len(prompt.media):
+            raise InvalidPayload(f"The prompt names {len(prompt.media)} media, but has {len(inputs.media)} tensors.")
+        budget = Budget(self.limits)
+        for index, (media, tensor) in enumerate(zip(prompt.media, inputs.media, strict=True)):
+            check_media(media, tensor, self.limits, budget, index)
+        check_counts((media.modality for media in prompt.media), self.max_media)
+        self._check_prompt(prompt)
+        return [*inputs.media, *self._embeds(prompt, inputs)]
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        if prompt.token_ids:
+            token_ids = unpack_token_ids(prompt.token_ids)
+            if wrong := [token for token in token_ids if not 0 <= token < self._vocabulary]:
+                raise InvalidPayload(f"Token id {wrong[0]} is outside the vocabulary 0..{self._vocabulary - 1}.")
+        if prompt.length:
+            self._check_length(prompt.length)
+            return
+        parts = [part for message in prompt.messages for part in message.content]
+        if not any(part.media is not None or (part.text and part.text.strip()) for part in parts):
+            raise InvalidRequest("The prompt is empty.", hint="Send some text, audio, image or video.")
+        named = {part.media for part in parts}
+        if unused := [index for index in range(len(prompt.media)) if index not in named]:
+            raise InvalidRequest(f"No message refers to media {unused}.")
+
+    def _embeds(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
+        """The embeddings of a prompt, if it came as such. The thinker checks their values."""
+        if prompt.embeds is None:
+            return []
+        if PROMPT_EMBEDS not in inputs.tensors or not self.embeds_width:
+            raise InvalidRequest(f"{PROMPT_EMBEDS}: this stage takes none.", hint="Set engine.enable_prompt_embeds.")
+        embeds = inputs.tensors[PROMPT_EMBEDS]
+        check_rows(embeds, self.embeds_width, PROMPT_EMBEDS, minimum=1)
+        return [embeds]
+
+    def _check_length(self, n_tokens: int) -> None:
+        if n_tokens > self.max_tokens:
+            raise PromptTooLong(f"The prompt has {n_tokens} tokens; at most {self.max_tokens} fit.")
+
+    def _check_placeholders(self, token_ids: Sequence[int], media: Sequence[DecodedMedia]) -> None:
+        """Raise `InvalidRequest` unless there is one placeholder per medium.
+
+        A placeholder inside a text would silently take the medium meant for the next one.
+        """
+        for modality, token_id in self.placeholders.items():
+            wanted = sum(item.modality == modality for item in media)
+            if (found := token_ids.count(token_id)) != wanted:
+                token = getattr(self.processor, f"{modality}_token")
+                raise InvalidRequest(
+                    f"The prompt contains {token} {found} times, for {wanted} {modality} media.",
+                    hint=f"Remove {token} from texts, or send one medium for each.",
+                )
+
+    # -- processing
+
+    def process(
+        self, request_id: str, prompt: Prompt, tensors: Sequence[HostTensor], decoder: Decoder | None = None
+    ) -> tuple[list[int], dict[str, HostTensor]]:
+        """Return the token ids of a checked prompt, and its media or embeddings as tensors.
+
+        Args:
+            decoder: for prompts with media.
+
+        Raises:
+            OmniError: the request is at fault.
+            ValueError, VLLMClientError, jinja2.TemplateError: likewise, as vLLM and transformers report it.
+        """
+        if prompt.embeds is not None:  # nothing to process: there are neither texts nor media
+            return unpack_token_ids(prompt.token_ids), {PROMPT_EMBEDS: tensors[0]}
+        if not prompt.media or decoder is None:
+            return self._tokenize(prompt, []), {}
+        decoded = self._decode(prompt.media, tensors, decoder)
+        with self._one_at_a_time:
+            return self._with_media(request_id, prompt, decoded)
+
+    def _decode(self, media: Sequence[Media], tensors: Sequence[HostTensor], decoder: Decoder) -> list[DecodedMedia]:
+        """Decode media, files and other sample rates in the decoder's process; nothing shares memory with `tensors`."""
+        names = [f"media {index} ({medium.modality})" for index, medium in enumerate(media)]
+        given = list(zip(media, tensors, names, strict=True))
+        sent = [(item, tensor.data) for medium, tensor, name in given if (item := _item(medium, tensor, name))]
+        left = self.limits.decoded_bytes - sum(
+            memoryview(tensor.data).nbytes for medium, tensor, _ in given if medium.encoding is MediaEncoding.ARRAY
+        )
+        limits = dataclasses.replace(self.limits, decoded_bytes=left)
+        arrays = iter(decoder.decode(sent, limits) if sent else ())
+        decoded = [
+            _media_of(medium, next(arrays) if _item(medium, tensor, name) else _array(tensor), name)
+            for medium, tensor, name in given
+        ]
+        for result, name in zip(decoded, names, strict=True):
+            if result.modality == "audio" and len(result.data) < MIN_AUDIO_SAMPLES:
+                raise InvalidRequest(f"{name} is shorter than {MIN_AUDIO_SAMPLES} samples at 16 kHz.")
+        return decoded
+
+    def _tokenize(self, prompt: Prompt, media: Sequence[DecodedMedia]) -> list[int]:
+        """The token ids of a prompt, with one placeholder for each of its media."""
+        if prompt.token_ids:
+            token_ids = unpack_token_ids(prompt.token_ids)
+        else:
+            token_ids = self._tokenizer(self._render(prompt))["input_ids"]
+        self._check_length(len(token_ids))
+        self._check_placeholders(token_ids, media)
+        return token_ids
+
+    def _with_media(
+        self, request_id: str, prompt: Prompt, media: Sequence[DecodedMedia]
+    ) -> tuple[list[int], dict[str, HostTensor]]:
+        if not prompt.token_ids:
+            # In the order in which the messages refer to them, which is the order of the placeholders.
+            media = [
+                media[part.media] for message in prompt.messages for part in message.content if part.media is not None
+            ]
+        token_ids = self._tokenize(prompt, media)
+        self._check_length(len(token_ids) + sum(self._tokens_of(item) - 1 for item in media))
+        data: dict[str, list[Any]] = {}
+        for item in media:
+            data.setdefault(item.modality, []).append(item.data)
+        (engine_input,) = self.renderer.render_cmpl([{"prompt_token_ids": token_ids, "multi_modal_data": data}])
+        self._check_length(len(engine_input["prompt_token_ids"]))
+        request = self._input_processor.process_inputs(
+            request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
+        )
+        self._set_video_rates(request, [item for item in media if item.modality == "video"])
+        return list(request.prompt_token_ids or ()), self._encode(request)
+
+    def _tokens_of(self, item: DecodedMedia) -> int:
+        """How many tokens an image or a video becomes: known from its size, before the costly processing.
+
+        Audio counts as one token: its length is bounded, and the lengths are checked again afterwards.
+        """
+        if item.modality == "audio":
+            return 1
+        if item.modality == "image":
+            width, height = item.data.size
+            return int(
+                self._info.get_num_image_tokens(
+                    image_width=width, image_height=height, image_processor=self.processor.image_processor, mm_kwargs={}
+                )
+            )
+        frames, height, width, _ = item.data.shape
+        return int(
+            self._info.get_num_video_tokens(
+                image_width=width,
+                image_height=height,
+                num_frames=frames,
+                image_processor=self.processor.video_processor,
+                mm_kwargs={},
+            )
+        )
+
+    def _render(self, prompt: Prompt) -> str:
+        """The prompt as text, with one placeholder per medium."""
+        messages: list[dict[str, Any]] = []
+        for message in prompt.messages:
+            content: list[Mapping[str, str]] = []
+            for part in message.content:
+                if part.media is None:
+                    content.append({"type": "text", "text": part.text or ""})
+                else:
+                    content.append({"type": prompt.media[part.media].modality})
+            messages.append({"role": message.role, "content": content})
+        text: str = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def _set_video_rates(self, request: EngineCoreRequest, videos: Sequence[DecodedMedia]) -> None:
+        """Set the seconds per temporal patch of each video, from which the model computes its positions.
+
+        The processor takes one frame rate for all videos of a prompt, and vLLM casts the result to the model's dtype:
+        in bfloat16 a video with 30 frames per second is off by a position after four seconds.
+        """
+        frames = self.processor.video_processor.temporal_patch_size
+        features = [feature for feature in request.mm_features or () if feature.modality == "video"]
+        for feature, video in zip(features, videos, strict=True):
+            item = feature.data
+            if item is None:  # vLLM leaves out what its cache holds, which is off (`arguments.py`)
+                raise EngineError("vLLM left out the features of a video.")
+            patches = int(cast("torch.Tensor", item["video_grid_thw"].data)[0])
+            seconds = seconds_per_patch(frames / video.frames_per_second, patches, self._positions_per_second)
+            field = item["second_per_grid_ts"]
+            data = torch.tensor(seconds, dtype=torch.float64)
+            item["second_per_grid_ts"] = dataclasses.replace(field, data=data)
+
+    def _encode(self, request: EngineCoreRequest) -> dict[str, HostTensor]:
+        """A request in vLLM's own encoding. The tensors share the features' memory, which nothing changes any more."""
+        frames = self._encoder.encode(request)
+        if len(frames) > MAX_FRAMES:
+            raise InvalidRequest(
+                f"The media of the prompt make {len(frames)} tensors; at most {MAX_FRAMES} are allowed."
+            )
+        encoded = {}
+        for index, frame in enumerate(frames):
+            data = memoryview(cast("bytes | bytearray | memoryview", frame)).cast("B")  # never the frame of a socket
+            encoded[f"{FRAME_PREFIX}{index}"] = HostTensor(DType.U8, (data.nbytes,), data)
+        return encoded
+
+
+def _item(media: Media, tensor: HostTensor, name: str) -> Item | None:
+    """What a decoder has to do for a medium; `None` for arrays that the model's processor takes as they are."""
+    size = memoryview(tensor.data).nbytes
+    if media.encoding is MediaEncoding.FILE:
+        return Item(AUDIO_FILE if media.modality == "audio" else IMAGE_FILE, name, size)
+    if media.modality == "audio" and media.sample_rate != AUDIO_RATE:
+        return Item(AUDIO_ARRAY, name, size, media.sample_rate or AUDIO_RATE)
+    return None
+
+
+def _array(tensor: HostTensor) -> np.ndarray[Any, Any]:
+    """A copy of a tensor, because its bytes may be a socket frame that is soon reused."""
+    dtype = np.float32 if tensor.dtype is DType.F32 else np.uint8
+    return np.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape).copy()
+
+
+def _media_of(media: Media, array: np.ndarray[Any, Any], name: str) -> DecodedMedia:
+    if media.modality == "audio":
+        check_finite(bool(np.isfinite(array).all()), name)
+        return DecodedMedia("audio", array)
+    if media.modality == "image":
+        # An image, not an array: with an array the processor would guess which axis holds the channels.
+        return DecodedMedia("image", Image.fromarray(array, "RGB"))
+    return DecodedMedia("video", array, media.frames_per_second or DEFAULT_VIDEO_RATE)

@@ -1,0 +1,274 @@
+"""Decodes files and resamples sound, in pieces and within limits. Runs in the worker processes.
+
+A header is checked before anything is decoded, and not trusted afterwards: what is decoded is counted, too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeVar
+
+import numpy as np
+import soundfile
+from numpy.typing import NDArray
+
+from omni_actors.errors import EngineError, InvalidRequest, MalformedMedia, OmniError
+from omni_actors.media.limits import (
+    AUDIO_RATE,
+    DEFAULT_VIDEO_RATE,
+    PIXEL_BYTES,
+    SAMPLE_BYTES,
+    Budget,
+    MediaLimits,
+    MediaTooLarge,
+    check_finite,
+    check_rate,
+    check_seconds,
+    check_sides,
+)
+from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_FILE
+
+try:
+    import soxr
+except ImportError:  # not where only the HTTP server runs, which resamples nothing
+    soxr = None
+try:
+    from PIL import Image, ImageOps, UnidentifiedImageError, features
+except ImportError:  # not where nothing but sound is sent
+    Image = None  # type: ignore[assignment]
+
+IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP")
+# FFmpeg's containers that hold all they show themselves. Others, such as playlists, name further files.
+VIDEO_CONTAINERS: Final = "mov,mp4,matroska,webm,avi,flv,mpegts,mpeg,ogg,asf,gif"
+VIDEO_SIDE: Final = 640  # longest side of a kept frame, in pixels
+BLOCK_BYTES: Final = 1 << 20  # of samples that are decoded at a time
+UNKNOWN_FRAMES: Final = 1 << 62  # libsndfile's length of a stream whose header does not say it is larger
+
+Samples = NDArray[np.float32]
+Pixels = NDArray[np.uint8]
+Decoded = Samples | Pixels
+T = TypeVar("T")
+
+
+def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> int:
+    """Check what a medium's header says, and return the bytes that it announces after decoding.
+
+    Raises:
+        MalformedMedia: the file cannot be read.
+        InvalidRequest: it exceeds a limit.
+    """
+    if kind == AUDIO_FILE:
+        return _read(lambda: _measure_audio(data, limits, what), what)
+    if kind == IMAGE_FILE:
+        return _read(lambda: _measure_image(data, limits, what), what)
+    return 0  # arrays have been counted, and a video's frames are counted as they are decoded
+
+
+def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budget, what: str) -> Decoded:
+    """Decode a medium to f32 [samples] at 16 kHz, u8 [height, width, 3] or u8 [frames, height, width, 3].
+
+    Args:
+        rate: of an array of samples, in Hz.
+
+    Raises:
+        MalformedMedia: the file cannot be read, or samples are not finite.
+        InvalidRequest: the decoded medium exceeds a limit.
+    """
+    if kind == AUDIO_ARRAY:
+        samples = np.frombuffer(data, dtype=np.float32)
+        step = BLOCK_BYTES // SAMPLE_BYTES
+        blocks = (samples[at : at + step] for at in range(0, len(samples), step))
+        return _read(lambda: to_model_rate(blocks, rate, what), what)
+    if kind == AUDIO_FILE:
+        return _read(lambda: _decode_audio(data, limits, what, budget), what)
+    if kind == IMAGE_FILE:
+        return _read(lambda: _decode_image(data, limits, what, budget), what)
+    return _read(lambda: _decode_video(data, limits, what, budget), what)
+
+
+def preload(video: bool) -> None:
+    """Import what the libraries import when it is first needed, as a decoder can open no files then."""
+    if Image is not None:
+        Image.init()
+        features.check("webp")
+    if video and importlib.util.find_spec("av") is not None:
+        for module in pkgutil.walk_packages(importlib.import_module("av").__path__, "av."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+
+
+def sniff(data: bytes) -> str:
+    """The modality of a file, by its content: "image" or "audio", and "video" if it is neither."""
+    if Image is not None:
+        try:
+            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS):
+                return "image"
+        except Image.DecompressionBombError:
+            return "image"
+        except (OSError, ValueError, SyntaxError):
+            pass  # not an image: the next reader decides
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)):
+            return "audio"
+    except (soundfile.LibsndfileError, ValueError, RuntimeError):
+        return "video"  # its reader reports what is wrong
+
+
+def _read(reader: Callable[[], T], what: str) -> T:
+    """Run a decoder on a client's bytes. However the decoder fails, the error is `MalformedMedia`."""
+    try:
+        return reader()
+    except OmniError:
+        raise
+    except MemoryError as error:
+        raise MediaTooLarge(f"{what} takes too much memory to decode.", hint="Send a smaller one.") from error
+    except soundfile.LibsndfileError as error:
+        raise MalformedMedia(f"{what} cannot be read: {error.error_string}") from error
+    except Exception as error:
+        raise MalformedMedia(f"{what} cannot be read: {type(error).__name__}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Audio
+
+
+class _Stream(soundfile.SoundFile):  # type: ignore[misc]
+    """A file that is read from its beginning to its end.
+
+    `SoundFile` seeks to its own position after every read. In compressed files that may change the samples that follow,
+    and it fails where the header does not say how long the file is.
+    """
+
+    def seekable(self) -> bool:
+        return False
+
+
+def _measure_audio(data: bytes, limits: MediaLimits, what: str) -> int:
+    with _Stream(io.BytesIO(data)) as file:
+        return _check_audio_header(file, limits, what)
+
+
+def _check_audio_header(file: soundfile.SoundFile, limits: MediaLimits, what: str) -> int:
+    check_rate(file.samplerate, limits, what)
+    if file.channels > limits.channels:
+        raise InvalidRequest(f"{what} has {file.channels} channels; at most {limits.channels} are allowed.")
+    frames = file.frames if file.frames < UNKNOWN_FRAMES else 0
+    check_seconds(frames / file.samplerate, limits.audio_seconds, what)
+    return int(frames * file.channels * SAMPLE_BYTES)
+
+
+def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Samples:
+    """Mono f32 [samples] at 16 kHz from a file that libsndfile knows (WAV, FLAC, OGG, MP3)."""
+    with _Stream(io.BytesIO(data)) as file:
+        _check_audio_header(file, limits, what)
+        return to_model_rate(_mono_blocks(file, limits, what, budget), file.samplerate, what)
+
+
+def _mono_blocks(file: soundfile.SoundFile, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
+    block = BLOCK_BYTES // SAMPLE_BYTES // file.channels
+    total = 0
+    while len(samples := file.read(block, dtype="float32", always_2d=True)):
+        total += len(samples)
+        budget.take(samples.nbytes, what)
+        check_seconds(total / file.samplerate, limits.audio_seconds, what)
+        yield samples.mean(axis=1)
+    if not total:
+        raise MalformedMedia(f"{what} holds no samples.")
+
+
+def to_model_rate(blocks: Iterable[Samples], rate: int, what: str) -> Samples:
+    """Join blocks of mono samples at `rate` Hz, resampled to 16 kHz one by one.
+
+    The result has the same bits as if all of them were resampled at once.
+
+    Raises:
+        MalformedMedia: a sample is not finite, or there are too few.
+    """
+    resampler = soxr.ResampleStream(rate, AUDIO_RATE, 1, dtype="float32") if rate != AUDIO_RATE else None
+    pieces: list[Samples] = []
+    for block in blocks:
+        check_finite(bool(np.isfinite(block).all()), what)
+        pieces.append(resampler.resample_chunk(block) if resampler is not None else block)
+    if resampler is not None:
+        pieces.append(resampler.resample_chunk(np.empty(0, np.float32), last=True))
+    joined = np.concatenate(pieces)
+    if not len(joined):
+        raise MalformedMedia(f"{what} is too short to be resampled.")
+    return joined
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images
+
+
+def _open_image(data: bytes, limits: MediaLimits, what: str) -> Image.Image:
+    if Image is None:
+        raise EngineError("Images cannot be read here.", hint="Install Pillow.")
+    try:
+        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+    except UnidentifiedImageError as error:
+        raise MalformedMedia(f"{what} is not a {', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]} file.") from error
+    except Image.DecompressionBombError as error:
+        raise MediaTooLarge(f"{what}: {error}", hint="Scale it down.") from error
+    # Checked before decoding: a small file may unpack to gigabytes.
+    check_sides(image.width, image.height, limits.image_pixels, limits, what)
+    return image
+
+
+def _measure_image(data: bytes, limits: MediaLimits, what: str) -> int:
+    with _open_image(data, limits, what) as image:
+        return image.width * image.height * PIXEL_BYTES
+
+
+def _decode_image(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
+    with _open_image(data, limits, what) as image:
+        budget.take(image.width * image.height * PIXEL_BYTES, what)
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Video
+
+
+def _decode_video(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
+    """Frames u8 [n, height, width, 3] of a video file, `DEFAULT_VIDEO_RATE` per second."""
+    try:
+        import av
+    except ImportError:
+        raise InvalidRequest(
+            "The server cannot read video.", hint="Its operator must install PyAV (pip install 'omni_actors[http]')."
+        ) from None
+    kept: list[Pixels] = []
+    with av.open(io.BytesIO(data), "r", options={"format_whitelist": VIDEO_CONTAINERS}) as container:
+        if not container.streams.video:
+            raise MalformedMedia(f"{what} has no pictures.")
+        stream = container.streams.video[0]
+        context = stream.codec_context
+        check_sides(context.width, context.height, limits.film_pixels, limits, what)
+        context.options = {"max_pixels": str(limits.film_pixels)}  # later frames may be larger than the header says
+        context.thread_count = 1
+        for count, frame in enumerate(container.decode(stream)):
+            seconds = float(frame.time or 0.0)
+            if count >= limits.film_frames:
+                raise MediaTooLarge(f"{what} has more than {limits.film_frames} frames.")
+            check_seconds(seconds, limits.video_seconds, what)
+            if seconds * DEFAULT_VIDEO_RATE < len(kept):
+                continue
+            check_sides(frame.width, frame.height, limits.film_pixels, limits, what)
+            scale = min(1.0, VIDEO_SIDE / max(frame.width, frame.height))
+            size = (max(2, round(frame.width * scale)), max(2, round(frame.height * scale)))
+            budget.take(size[0] * size[1] * PIXEL_BYTES, what)
+            small = frame.reformat(width=size[0], height=size[1], format="rgb24")
+            picture = np.ascontiguousarray(small.to_ndarray(), dtype=np.uint8)
+            if kept and picture.shape != kept[0].shape:
+                raise MalformedMedia("The frames of the video differ in size.")
+            kept.append(picture)
+    if not kept:
+        raise MalformedMedia(f"{what} has no frames.")
+    if len(kept) % 2:
+        budget.take(kept[-1].nbytes, what)
+        kept.append(kept[-1])  # the model takes frames in pairs
+    return np.stack(kept)

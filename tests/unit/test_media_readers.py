@@ -1,0 +1,193 @@
+"""Reading audio, images and video within limits: headers are checked first and not trusted afterwards."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import av
+import numpy as np
+import pytest
+import soundfile
+import soxr
+from PIL import Image
+
+from omni_actors.errors import InvalidRequest, MalformedMedia
+from omni_actors.media.limits import AUDIO_RATE, Budget, MediaLimits, MediaTooLarge
+from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_FILE, VIDEO_FILE
+from omni_actors.media.readers import BLOCK_BYTES, Decoded, decode, measure, sniff
+
+RANDOM = np.random.default_rng(0)
+
+
+def sound(shape: tuple[int, ...], rate: int, kind: str = "WAV", subtype: str | None = "FLOAT") -> bytes:
+    sink = io.BytesIO()
+    soundfile.write(sink, (0.1 * RANDOM.standard_normal(shape)).astype(np.float32), rate, subtype=subtype, format=kind)
+    return sink.getvalue()
+
+
+def silence(rate: int, channels: int, kind: str) -> bytes:
+    sink = io.BytesIO()
+    soundfile.write(sink, np.zeros((rate, channels), np.int16), rate, format=kind)
+    return sink.getvalue()
+
+
+def picture(width: int, height: int, kind: str = "PNG", frames: int = 1) -> bytes:
+    sink = io.BytesIO()
+    first, *rest = [Image.new("RGB", (width, height), (index, 0, 0)) for index in range(frames)]
+    first.save(sink, kind, **({"save_all": True, "append_images": rest} if rest else {}))
+    return sink.getvalue()
+
+
+def film(frames: int, side: int, rate: int = 10) -> bytes:
+    sink = io.BytesIO()
+    with av.open(sink, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width = stream.height = side
+        stream.pix_fmt = "yuv420p"
+        picture = av.VideoFrame.from_ndarray(np.zeros((side, side, 3), np.uint8), "rgb24")
+        for _ in range(frames):
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    return sink.getvalue()
+
+
+def wav_header(rate: int, channels: int, announced: int) -> bytes:
+    layout = (16, 1, channels, rate, 2 * channels * rate & 0xFFFFFFFF, 2 * channels & 0xFFFF, 16)
+    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", announced + 36, b"WAVE", b"fmt ", *layout, b"data", announced)
+
+
+def read(kind: str, data: bytes, rate: int = 0, **limits: float) -> Decoded:
+    given = MediaLimits(**limits)  # type: ignore[arg-type]
+    return decode(kind, data, rate, given, Budget(given), "it")
+
+
+def header(kind: str, data: bytes, **limits: float) -> int:
+    return measure(kind, data, MediaLimits(**limits), "it")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rate", [1000, 8000, 11_025, 44_100, 48_000, 96_000, 655_350])
+def test_resampling_in_blocks_changes_no_bit(rate: int) -> None:
+    block = BLOCK_BYTES // 4
+    for length in (17, rate // 3, block, block + 1):
+        samples = (0.1 * RANDOM.standard_normal(length)).astype(np.float32)
+        whole = soxr.resample(samples, rate, AUDIO_RATE)
+        if len(whole):
+            assert np.array_equal(read(AUDIO_ARRAY, samples.tobytes(), rate), whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype"),
+    [("WAV", "FLOAT"), ("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_III")],
+)
+def test_files_are_read_mixed_and_resampled_in_blocks_to_the_same_bits(kind: str, subtype: str) -> None:
+    data = sound((BLOCK_BYTES // 4, 2), 48_000, kind, subtype)  # two blocks
+    samples, _ = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    assert np.array_equal(read(AUDIO_FILE, data), soxr.resample(samples.mean(axis=1), 48_000, AUDIO_RATE))
+
+
+def test_a_flac_of_a_few_kilobytes_and_many_samples_is_refused_by_its_header() -> None:
+    data = silence(655_350, 8, "FLAC")
+    assert len(data) < 20_000
+    assert header(AUDIO_FILE, data) == 655_350 * 8 * 4
+    with pytest.raises(MediaTooLarge, match=r"lasts 1.0 s; at most 0.5 s"):
+        header(AUDIO_FILE, data, audio_seconds=0.5)
+
+
+def test_a_flac_that_hides_its_length_is_refused_at_the_limit() -> None:
+    data = bytearray(silence(48_000, 8, "FLAC"))
+    data[21] &= 0xF0  # STREAMINFO: 36 bits of the number of samples, of which 0 is "unknown"
+    data[22:26] = bytes(4)
+    assert header(AUDIO_FILE, bytes(data)) == 0
+    with pytest.raises(MediaTooLarge, match="exceed 1000000 bytes when decoded"):
+        read(AUDIO_FILE, bytes(data), decoded_bytes=1_000_000)
+    with pytest.raises(MediaTooLarge, match=r"at most 0\.9 s"):
+        read(AUDIO_FILE, bytes(data), audio_seconds=0.9)
+    assert len(read(AUDIO_FILE, bytes(data))) == AUDIO_RATE
+
+
+def test_a_wav_that_announces_more_than_it_holds_is_read_to_its_end() -> None:
+    data = wav_header(AUDIO_RATE, 1, 0xFFFFFF00) + bytes(2 * 800)
+    assert header(AUDIO_FILE, data) == 4 * 800
+    assert len(read(AUDIO_FILE, data)) == 800
+
+
+def test_an_ogg_of_several_streams_is_read_like_its_first() -> None:
+    chained = sound((8000, 1), 8000, "OGG", "VORBIS") + sound((48_000, 2), 48_000, "OGG", "VORBIS")
+    assert len(read(AUDIO_FILE, chained)) <= 2 * AUDIO_RATE
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "text"),
+    [
+        (wav_header(1, 1, 200) + bytes(200), InvalidRequest, "1 Hz is outside"),
+        (wav_header(AUDIO_RATE, 17, 3400) + bytes(3400), InvalidRequest, "17 channels"),
+        (wav_header(AUDIO_RATE, 65_535, 131_070) + bytes(131_070), MalformedMedia, "cannot be read"),
+        (wav_header(0xFFFFFFFF >> 3, 1, 200) + bytes(200), InvalidRequest, "Hz is outside"),
+        (wav_header(AUDIO_RATE, 1, 0), MalformedMedia, "no samples"),
+        (b"", MalformedMedia, "cannot be read"),
+    ],
+)
+def test_audio_with_a_strange_header_is_refused(data: bytes, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        read(AUDIO_FILE, data)
+
+
+def test_samples_that_are_not_finite_are_refused_in_any_block() -> None:
+    samples = np.zeros(BLOCK_BYTES // 4 + 10, np.float32)
+    samples[-1] = np.nan
+    with pytest.raises(MalformedMedia, match="NaN"):
+        read(AUDIO_ARRAY, samples.tobytes(), 48_000)
+
+
+def test_an_image_announces_its_pixels_and_is_refused_before_it_is_unpacked() -> None:
+    data = picture(2000, 1500)
+    assert header(IMAGE_FILE, data) == 2000 * 1500 * 3
+    with pytest.raises(MediaTooLarge, match="2000 x 1500 pixels; at most 2000000"):
+        header(IMAGE_FILE, data, image_pixels=2_000_000)
+    with pytest.raises(MediaTooLarge, match="exceed 8999999 bytes"):
+        read(IMAGE_FILE, data, decoded_bytes=8_999_999)
+    assert read(IMAGE_FILE, data, decoded_bytes=9_000_000).shape == (1500, 2000, 3)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_of_an_animation_only_the_first_picture_is_read(kind: str) -> None:
+    pixels = read(IMAGE_FILE, picture(64, 32, kind, frames=30), decoded_bytes=64 * 32 * 3)
+    assert pixels.shape == (32, 64, 3)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "TIFF"])
+def test_other_image_formats_are_not_read(kind: str) -> None:
+    with pytest.raises(MalformedMedia, match="PNG, JPEG or WEBP"):
+        read(IMAGE_FILE, picture(64, 32, kind, frames=30))
+
+
+def test_of_a_video_two_frames_a_second_are_kept() -> None:
+    assert read(VIDEO_FILE, film(20, 64)).shape == (4, 64, 64, 3)
+    assert read(VIDEO_FILE, film(5, 1280)).shape == (2, 640, 640, 3)
+
+
+def test_a_video_is_refused_for_its_frames_their_size_or_what_is_kept() -> None:
+    data = film(20, 64)
+    with pytest.raises(MediaTooLarge, match="64 x 64 pixels; at most 4095"):
+        read(VIDEO_FILE, data, film_pixels=64 * 64 - 1)
+    with pytest.raises(MediaTooLarge, match="more than 19 frames"):
+        read(VIDEO_FILE, data, film_frames=19)
+    with pytest.raises(MediaTooLarge, match="exceed 24576 bytes"):
+        read(VIDEO_FILE, data, decoded_bytes=2 * 64 * 64 * 3)
+    with pytest.raises(MediaTooLarge, match="at most 1 s"):
+        read(VIDEO_FILE, data, video_seconds=1.0)
+
+
+def test_a_video_that_names_other_files_is_not_followed(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("films")
+    (folder / "secret.mp4").write_bytes(film(5, 64))
+    monkeypatch.chdir(folder)
+    with pytest.raises(MalformedMedia):
+        read(VIDEO_FILE, b"ffconcat version 1.0\nfile secret.mp4\n")
+
+
+def test_files_are_told_apart_by_their_content() -> None:
+    assert [sniff(data) for data in (picture(8, 8), sound((99, 1), 16_000), film(2, 64))] == ["image", "audio", "video"]
