@@ -194,11 +194,10 @@ class PromptProcessor:
         names = [f"media {index} ({medium.modality})" for index, medium in enumerate(media)]
         given = list(zip(media, tensors, names, strict=True))
         sent = [(item, tensor.data) for medium, tensor, name in given if (item := _item(medium, tensor, name))]
-        left = self.limits.decoded_bytes - sum(
+        used = sum(
             memoryview(tensor.data).nbytes for medium, tensor, _ in given if medium.encoding is MediaEncoding.ARRAY
         )
-        limits = dataclasses.replace(self.limits, decoded_bytes=left)
-        arrays = iter(decoder.decode(sent, limits) if sent else ())
+        arrays = iter(decoder.decode(sent, self.limits, used) if sent else ())
         decoded = [
             _media_of(medium, next(arrays) if _item(medium, tensor, name) else _array(tensor), name)
             for medium, tensor, name in given

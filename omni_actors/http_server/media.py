@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -194,10 +193,11 @@ class MediaReader:
             image_pixels=self._settings.image_pixels,
             video_seconds=self._settings.video_seconds,
         )
+        used = 0
         for medium in found:
-            value, size = await self._on_decoder(partial(_checked, medium, limits), medium.param)
+            value, size = await self._on_decoder(partial(_checked, medium, limits, used), medium.param)
             medium.part[medium.modality] = value
-            limits = replace(limits, decoded_bytes=limits.decoded_bytes - size)
+            used += size
 
     async def _on_decoder(self, work: Callable[[Decoder], T], param: str) -> T:
         """Run `work` on a thread with a decoder: C code reads these files, in a process that it alone can break."""
@@ -217,13 +217,13 @@ class MediaReader:
             raise HttpError.of(error) from None
 
 
-def _checked(medium: _Medium, limits: MediaLimits, decoder: Decoder) -> tuple[Any, int]:
+def _checked(medium: _Medium, limits: MediaLimits, used: int, decoder: Decoder) -> tuple[Any, int]:
     """What the client library takes for a medium, and its bytes after decoding."""
     items = [(Item(KINDS[medium.modality], f"The {medium.modality}", len(medium.data)), medium.data)]
     if medium.modality == "video":
-        (frames,) = decoder.decode(items, limits)
+        (frames,) = decoder.decode(items, limits, used)
         return (frames, DEFAULT_VIDEO_RATE), frames.nbytes
-    return medium.data, decoder.measure(items, limits).size
+    return medium.data, decoder.measure(items, limits, used).size
 
 
 def modality_of(url: memoryview, param: str) -> str:

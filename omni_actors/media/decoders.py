@@ -90,24 +90,27 @@ class Decoder:
         with self._lock:
             self._given_up, self.decoded_bytes = False, 0
 
-    def decode(self, items: Sequence[tuple[Item, Buffer]], limits: MediaLimits) -> list[Array]:
+    def decode(self, items: Sequence[tuple[Item, Buffer]], limits: MediaLimits, used: int = 0) -> list[Array]:
         """Decode the media of a request; see `readers.decode` for the results.
+
+        Args:
+            used: bytes that other media of the request take after decoding.
 
         Raises:
             MalformedMedia, InvalidRequest: as the readers say, or the decoder crashed on the media or takes too long.
             EngineError: no decoder starts.
             Aborted: the request was given up.
         """
-        return self._run(items, Job(tuple(item for item, _ in items), limits))[1]
+        return self._run(items, Job(tuple(item for item, _ in items), limits, used))[1]
 
-    def measure(self, items: Sequence[tuple[Item, Buffer]], limits: MediaLimits) -> Measured:
+    def measure(self, items: Sequence[tuple[Item, Buffer]], limits: MediaLimits, used: int = 0) -> Measured:
         """Check media by their headers. Raises as `decode` does."""
-        return self._run(items, Job(tuple(item for item, _ in items), limits, measure=True))[0]
+        return self._run(items, Job(tuple(item for item, _ in items), limits, used, measure=True))[0]
 
     def _run(self, items: Sequence[tuple[Item, Buffer]], job: Job) -> tuple[Measured, list[Array]]:
         channel = self.start()
         done: list[Array] = []
-        pixels = job.limits.decoded_bytes
+        pixels = job.limits.decoded_bytes - job.used
         channel.deadline = time.monotonic() + self._seconds
         try:
             channel.send(job, [data for _, data in items])

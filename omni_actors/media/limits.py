@@ -54,10 +54,11 @@ class MediaLimits:
 
 
 class Budget:
-    """The bytes that a request's media may still take after decoding."""
+    """The bytes that a request's media may still take after decoding; `used` of them are taken."""
 
-    def __init__(self, limits: MediaLimits) -> None:
-        self._limit = self._left = limits.decoded_bytes
+    def __init__(self, limits: MediaLimits, used: int = 0) -> None:
+        self._limit = limits.decoded_bytes
+        self._left = limits.decoded_bytes - used
 
     def take(self, size: int, what: str) -> None:
         """Count `size` bytes. Raises `MediaTooLarge` if the media of the request exceed the limit with them."""

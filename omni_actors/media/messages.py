@@ -44,10 +44,14 @@ class Item(Struct, frozen=True):
 
 
 class Job(Struct, frozen=True):
-    """Measure all items; then decode them, unless `measure` says that this is all. An unknown file is only named."""
+    """Measure all items; then decode them, unless `measure` says that this is all. An unknown file is only named.
+
+    Other media of the request have `used` bytes of what the limits allow.
+    """
 
     items: tuple[Item, ...]
     limits: MediaLimits
+    used: int = 0
     measure: bool = False
 
 

@@ -64,7 +64,7 @@ def _serve(channel: Channel, job: Job) -> None:
         if job.items and job.items[0].kind == UNKNOWN_FILE:
             channel.send(Measured(0, sniff(data[0])))
             return
-        announced, budget = Budget(job.limits), Budget(job.limits)
+        announced, budget = Budget(job.limits, job.used), Budget(job.limits, job.used)
         sizes = []
         for item, content in zip(job.items, data, strict=True):
             sizes.append(measure(item.kind, content, job.limits, item.what))

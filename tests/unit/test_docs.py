@@ -20,6 +20,7 @@ from omni_actors.config.schema import ClusterConfig
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
 from omni_actors.http_server import json_bounds, schemas
 from omni_actors.http_server.stores import FileStore
+from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.header import Limits
 from omni_actors.stage import early_chunks
@@ -212,6 +213,12 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         "audio of a prompt": media.audio_seconds,
         "frames of a video": media.video_frames,
         "pixels of an image": media.image_pixels,
+        "all media of a request, decoded": media.decoded_bytes,
+        "time to decode them": decoders.DECODE_SECONDS,
+        "memory to decode one of them": decoders.MEMORY_BYTES,
+        "pixels of a frame in a video file": media.film_pixels,
+        "frames in a video file": media.film_frames,
+        "audio channels in a file": media.channels,
         "input that waits for its announcement, per replica": early_chunks.MAX_BYTES,
     }
 

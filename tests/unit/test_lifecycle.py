@@ -15,9 +15,10 @@ from omni_actors.protocol.client import Done, Submit
 from omni_actors.protocol.common import Abort, Failed
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header
-from omni_actors.protocol.payloads import Prompt, StageParams
+from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
 from omni_actors.protocol.results import TextDelta
 from omni_actors.protocol.stage import OpenRequest
+from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.protocol.tombstones import Tombstones
 from tests.support.builders import done, header_from, pipeline, submit
 from tests.support.requests import (
@@ -81,6 +82,21 @@ def test_long_prompts_of_tokens_are_refused_before_any_stage_sees_them() -> None
     assert body.code is ErrorCode.PROMPT_TOO_LONG
     assert "20 tokens; at most 19" in body.message
     assert failure_free(state.submit(ALICE, Header("", "r2"), prompt(19), [], NOW)), "as many as all replicas take"
+
+
+def test_more_media_than_every_replica_takes_are_refused_before_any_stage_sees_them() -> None:
+    def prompt(*modalities: str) -> Submit:
+        media = tuple(Media(modality, MediaEncoding.FILE, TensorRef(DType.U8, (5,), 0)) for modality in modalities)
+        message = ChatMessage("user", tuple(ContentPart(media=index) for index in range(len(media))))
+        return Submit(prompt=Prompt(messages=(message,), media=media), modalities=("text",))
+
+    state = ready(replicas=2)
+    for replica, most in zip(state.replicas, ({"image": 3, "audio": 1}, {"image": 2}), strict=False):
+        replica.max_media = most
+    body = failure(state.submit(ALICE, Header("", "r1"), prompt(*["image"] * 3), [b"media"], NOW))
+    assert body.code is ErrorCode.INVALID_REQUEST
+    assert "3 media of the kind image; at most 2" in body.message
+    assert failure_free(state.submit(ALICE, Header("", "r2"), prompt("image", "image", "audio"), [b"media"], NOW))
 
 
 def failure_free(instructions: list[Instruction]) -> bool:

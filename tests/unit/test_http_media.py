@@ -1,0 +1,91 @@
+"""Media in the messages of an HTTP request: counted before any is read, and read by decoders."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+
+import msgspec
+import numpy
+import pytest
+from PIL import Image
+
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.fetch import Fetcher
+from omni_actors.http_server.media import MediaReader
+from omni_actors.http_server.schemas import AnyMessage
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.stores import FileStore, Transcripts
+from omni_actors.media.decoders import DecoderThreads
+from tests.support.servers import film, picture, sound
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Iterator[DecoderThreads]:
+    threads = DecoderThreads(video=True)
+    yield threads
+    threads.close()
+
+
+@pytest.fixture
+def files() -> FileStore:
+    return FileStore(1 << 20, 60.0)
+
+
+@pytest.fixture
+def reader(decoders: DecoderThreads, files: FileStore) -> MediaReader:
+    return MediaReader(ServerSettings(endpoint="ipc:///nowhere"), Fetcher([], 1), files, Transcripts(), decoders)
+
+
+def part(modality: str, data: bytes) -> dict:
+    url = f"data:{modality}/any;base64,{base64.b64encode(data).decode()}"
+    return {"type": f"{modality}_url", f"{modality}_url": {"url": url}}
+
+
+def messages(*parts: dict) -> list[AnyMessage]:
+    return msgspec.json.decode(json.dumps([{"role": "user", "content": list(parts)}]), type=list[AnyMessage])
+
+
+async def test_more_media_than_a_prompt_may_have_are_refused_before_any_is_read(
+    reader: MediaReader, files: FileStore, decoders: DecoderThreads
+) -> None:
+    broken = part("audio", b"this would be malformed_media")
+    with pytest.raises(HttpError, match=r"3 media of the kind audio; at most 2") as refused:
+        await reader.messages(messages(broken, broken, broken), {"audio": 2, "image": 1})
+    assert refused.value.param == "messages"
+    assert decoders.pids == []
+
+
+async def test_uploaded_files_are_counted_as_what_they_are(reader: MediaReader, files: FileStore) -> None:
+    upload = {"type": "file", "file": {"file_id": files.add("a", "user_data", picture(8, 8)).id}}
+    with pytest.raises(HttpError, match=r"2 media of the kind image; at most 1"):
+        await reader.messages(messages(upload, part("image", picture(8, 8))), {"image": 1})
+
+
+async def test_media_become_what_the_client_library_takes(reader: MediaReader) -> None:
+    sent = {"audio": sound(0.1), "image": picture(8, 8), "video": film(1.0)}
+    (message,) = await reader.messages(messages(*[part(modality, data) for modality, data in sent.items()]), {})
+    audio, image, video = message["content"]
+    assert audio == {"type": "audio", "audio": sent["audio"]}
+    assert image == {"type": "image", "image": sent["image"]}
+    frames, rate = video["video"]
+    assert frames.shape == (2, 64, 64, 3)
+    assert frames.dtype == numpy.uint8
+    assert rate == 2.0
+
+
+async def test_all_media_of_a_request_share_one_limit(reader: MediaReader) -> None:
+    large = part("image", picture_of_zeros(4096, 4096))
+    with pytest.raises(HttpError, match="exceed 268435456 bytes when decoded") as refused:
+        await reader.messages(messages(*[large] * 6), {})
+    assert refused.value.status == 413
+    assert refused.value.code == "media_too_large"
+    assert refused.value.param == "messages[0].content[5].image_url.url"
+
+
+def picture_of_zeros(width: int, height: int) -> bytes:
+    sink = io.BytesIO()
+    Image.new("1", (width, height)).save(sink, "PNG")
+    return sink.getvalue()
