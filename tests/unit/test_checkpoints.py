@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tools import checkpoints
 from tools.checkpoints.__main__ import main
+from tools.checkpoints.configuration import tiny_config
+from tools.checkpoints.shards import draw, write_random_shards
 from tools.checkpoints.weights import scale_of
 
 LAYOUT = {
@@ -179,3 +182,36 @@ def test_a_missed_figure_is_named():
 def test_every_parameter_needs_a_rule():
     with pytest.raises(checkpoints.CheckpointError, match="no rule"):
         scale_of("thinker.model.something_new")
+
+
+def test_random_weights_of_any_size_are_those_of_the_model(tmp_path):
+    """At toy size; with `full --weights` the same function writes 21.5 GB."""
+    from transformers import Qwen2_5OmniForConditionalGeneration
+
+    config = tiny_config(5)
+    total = write_random_shards(tmp_path, config, spoken_ids=[7, 9], sounds=256, shard_bytes=500_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert {path.name for path in files} == set(index["weight_map"].values())
+    read = {name: value for path in files for name, value in load_file(path).items()}
+    with torch.device("meta"):
+        model = Qwen2_5OmniForConditionalGeneration(config)
+    assert {name: value.shape for name, value in read.items()} == {
+        name: value.shape for name, value in model.state_dict().items()
+    }
+    assert total == index["metadata"]["total_size"] == sum(2 * value.numel() for value in read.values())
+    assert all(value.dtype is torch.bfloat16 and value.isfinite().all() for value in read.values())
+    head = read["thinker.lm_head.weight"].float()
+    assert head.any(dim=1).nonzero().flatten().tolist() == [7, 9]
+    assert not read["talker.codec_head.weight"][256:].any()
+    assert head[7].std() == pytest.approx(3 / 128**0.5, rel=0.3)
+    assert not torch.equal(head[7], head[9])
+
+
+def test_a_parameter_larger_than_the_noise_repeats_it():
+    noise = torch.arange(7.0)
+    drawn = draw("talker.model.embed_tokens.weight", torch.Size([4, 5]), noise, 0, torch.float32).flatten()
+    assert sorted(drawn[:7].tolist()) == noise.tolist()
+    assert torch.equal(drawn[7:14], drawn[:7])
+    assert torch.equal(drawn[14:], drawn[:6])

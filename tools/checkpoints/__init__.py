@@ -1,13 +1,14 @@
 """Writes Qwen2.5-Omni checkpoints without a network: one tiny and runnable, one full-sized and without weights.
 
     python -m tools.checkpoints tiny OUT_DIR [--seed N]
-    python -m tools.checkpoints full OUT_DIR
+    python -m tools.checkpoints full OUT_DIR [--weights]
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
 tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not clipped
 (docs/adr/0002-tiny-checkpoint.md). It checks this at the end and fails if the outputs do not vary enough.
 
-`full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`.
+`full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`. With
+`--weights` it has random ones, 21.5 GB, for measurements of loading; their answers are not checked.
 
 Both use the layout of the published checkpoint, so the same code loads either.
 """
@@ -22,6 +23,7 @@ import torch
 
 from tools.checkpoints.configuration import (
     ARCHITECTURE,
+    FULL_CODEC,
     full_config,
     make_generation_config,
     make_processor,
@@ -29,6 +31,7 @@ from tools.checkpoints.configuration import (
 )
 from tools.checkpoints.errors import CheckpointError, FolderError
 from tools.checkpoints.measure import Answer, failed_checks, measure_answers, print_answers
+from tools.checkpoints.shards import INDEX_FILE, write_random_shards
 from tools.checkpoints.tokenizer import FULL_TOKENS, TINY_TOKENS, make_tokenizer
 from tools.checkpoints.weights import draw_weights, make_voices, spoken_token_ids
 
@@ -42,7 +45,7 @@ def claim_folder(folder: Path, contents: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()) and not (folder / MARKER_FILE).exists():
         raise FolderError(f"{folder} is not empty and was not written by this command; name another directory")
-    for old in [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]:
+    for old in [*folder.glob("*.safetensors"), *folder.glob(INDEX_FILE)]:
         old.unlink()  # a full checkpoint over a tiny one must not keep the weights
     (folder / MARKER_FILE).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
@@ -81,8 +84,11 @@ def write_tiny(folder: Path, seed: int = 0, *, check: bool = True) -> list[Answe
     return answers
 
 
-def write_full(folder: Path) -> None:
-    """Writes the checkpoint with the published sizes, without weights. Raises FolderError like `write_tiny`."""
+def write_full(folder: Path, *, weights: bool = False) -> None:
+    """Writes the checkpoint with the published sizes; with `weights` random ones too, 21.5 GB of bfloat16.
+
+    Raises FolderError like `write_tiny`.
+    """
     claim_folder(folder, {"kind": "full"})
     tokenizer = make_tokenizer(FULL_TOKENS)
     config = full_config(tokenizer.convert_tokens_to_ids("user"))
@@ -91,3 +97,5 @@ def write_full(folder: Path) -> None:
     make_processor(tokenizer, audio_seconds=300, max_pixels=12845056).save_pretrained(folder)
     dit = config.token2wav_config.dit_config
     write_voices(folder, make_voices(FULL_TOKENS, 0, mel_dim=dit.mel_dim, speaker_dim=dit.enc_emb_dim))
+    if weights:
+        write_random_shards(folder, config, spoken_ids=spoken_token_ids(tokenizer), sounds=FULL_CODEC.sounds)

@@ -25,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     tiny.add_argument("out_dir", type=Path)
     tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes (default: 0)")
     full = kinds.add_parser("full", help="published 7B sizes, no weights (vLLM: load_format dummy)")
+    full.add_argument("--weights", action="store_true", help="random weights, too: 21.5 GB")
     full.add_argument("out_dir", type=Path)
     return parser
 
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.kind == "tiny":
             print_answers(write_tiny(options.out_dir, options.seed))
         else:
-            write_full(options.out_dir)
+            write_full(options.out_dir, weights=options.weights)
     except (FolderError, OSError) as error:
         print(f"checkpoints: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,28 +87,44 @@ def fan_in(name: str, shape: torch.Size) -> int:
 
 def draw_parameter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     """Returns the value of one parameter, float32."""
+    mean, std = spread_of(name, shape)
+    return centre(name, mean + normal(shape, seed, name, std))
+
+
+def spread_of(name: str, shape: torch.Size) -> tuple[float, float]:
+    """Returns mean and spread of the named parameter; raises CheckpointError for a name that no rule covers."""
     scale = scale_of(name)
-    std = scale.std if scale.gain is None else scale.gain / fan_in(name, shape) ** 0.5
-    value = scale.mean + normal(shape, seed, name, std)
-    if name.endswith("conv_post.weight"):
-        # The vocoder's activations have a large mean; without this the waveform would have a large offset.
-        value -= value.mean(dim=-1, keepdim=True)
-    return value
+    return scale.mean, scale.std if scale.gain is None else scale.gain / fan_in(name, shape) ** 0.5
+
+
+def centre(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Returns the value of a parameter without its mean, if the parameter is one that needs that."""
+    if not name.endswith("conv_post.weight"):
+        return value
+    # The vocoder's activations have a large mean; without this the waveform would have a large offset.
+    return value - value.mean(dim=-1, keepdim=True)
 
 
 @torch.no_grad()
 def draw_weights(model: Qwen2_5OmniForConditionalGeneration, seed: int, spoken_ids: list[int]) -> None:
-    """Fills a model in place. The thinker only answers with `spoken_ids`, the talker with codec sounds.
-
-    The other rows of the two output layers are zero: a logit of 0 never wins against the best of the others, so no
-    reply ends before its length limit and every codec token has a row in the vocoder's embedding.
-    """
+    """Fills a model in place. The thinker only answers with `spoken_ids`, the talker with codec sounds."""
     for name, parameter in model.named_parameters():
         parameter.copy_(draw_parameter(name, parameter.shape, seed))
-    keep = torch.zeros(model.thinker.lm_head.weight.shape[0], 1)
-    keep[spoken_ids] = 1
-    model.thinker.lm_head.weight.mul_(keep)
-    model.talker.codec_head.weight[TINY_CODEC.sounds :] = 0
+        restrict_output(name, parameter, spoken_ids, TINY_CODEC.sounds)
+
+
+def restrict_output(name: str, value: torch.Tensor, spoken_ids: Sequence[int], sounds: int) -> None:
+    """Leaves of the two output layers, in place, the rows of `spoken_ids` and of the first `sounds` codec tokens.
+
+    The others are zero: a logit of 0 never wins against the best of the others, so no reply ends before its length
+    limit and every codec token has a row in the vocoder's embedding.
+    """
+    if name == "thinker.lm_head.weight":
+        silent = torch.ones(len(value), dtype=torch.bool)
+        silent[spoken_ids] = False
+        value[silent] = 0
+    elif name == "talker.codec_head.weight":
+        value[sounds:] = 0
 
 
 def spoken_token_ids(tokenizer: Any) -> list[int]:
