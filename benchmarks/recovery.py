@@ -8,6 +8,11 @@ seconds; also counts how often each stage computed the request.
 
 Then measures, on an idle pipeline, how soon each loss is noticed and repaired: a signal to the stage (`SIGKILL`,
 `SIGSTOP`), a `hang` of an echo stage's engine loop, or SIGKILL of the `coordinator`.
+
+    python benchmarks/recovery.py CONFIG --streams 16 [--spares 0 1] [--stages thinker talker code2wav] [--runs 2]
+
+Measures under load instead: so many listeners ask for one answer after the other while each stage is killed in turn,
+`--runs` times. `benchmarks/recovery_load.py` says what is measured.
 """
 
 from __future__ import annotations
@@ -18,24 +23,23 @@ import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
+from recovery_load import print_load, ready, start
 
-from omni_actors import config
 from omni_actors.client import AsyncOmniClient, Audio
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import StageStatus
 from omni_actors.stage.echo import HANG_TOKEN
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PROMPT = "Tell me, in a few words, why the sea is salt and the rivers are not."
 PARAMS = {"thinker": {"max_tokens": 96, "ignore_eos": True}, "talker": {"max_tokens": 480, "min_tokens": 480}}
+NOT_KEPT = {"retain_bytes": "0"}  # of every stage
 SETTLE_SECONDS = 1.5  # until heartbeats have reported all counts
 
 
@@ -47,30 +51,6 @@ class Measurements:
     silence: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
     runs: dict[str, int] = field(default_factory=dict)
-
-
-def start(arguments: argparse.Namespace, run_dir: str, keep: bool) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "omni_actors.launch", arguments.config, "--run-dir", run_dir]
-    overrides = dict(item.split("=", 1) for item in arguments.set)
-    for stage in config.load(arguments.config, overrides).pipeline.stages:
-        overrides |= {f"stages.{stage.name}.restarts": "1000", f"stages.{stage.name}.restart_backoff": "0.01"}
-        if not keep:
-            overrides[f"stages.{stage.name}.retain_bytes"] = "0"
-    for key, value in overrides.items():
-        command += ["--set", f"{key}={value}"]
-    return subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
-
-
-async def ready(client: AsyncOmniClient, process: subprocess.Popen[bytes]) -> None:
-    async with asyncio.timeout(600):
-        while process.poll() is None:
-            try:
-                if (await client.describe(timeout=1.0)).healthy:
-                    return
-            except OmniError:
-                continue
-            await asyncio.sleep(0.05)
-    raise SystemExit(f"the launcher ended with {process.returncode}")
 
 
 async def answer(
@@ -106,7 +86,7 @@ async def runs(client: AsyncOmniClient) -> dict[str, int]:
 async def measure(arguments: argparse.Namespace, keep: bool) -> Measurements:
     measured = Measurements()
     with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
-        process = start(arguments, run_dir, keep)
+        process = start(arguments.config, arguments.set, run_dir, {} if keep else NOT_KEPT)
         try:
             async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
                 await ready(client, process)
@@ -142,7 +122,7 @@ async def detect(arguments: argparse.Namespace, loss: str) -> tuple[list[float],
     """
     noticed, back = [], []
     with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
-        process = start(arguments, run_dir, keep=True)
+        process = start(arguments.config, arguments.set, run_dir, {})
         try:
             async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
                 await ready(client, process)
@@ -183,8 +163,18 @@ async def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--losses", nargs="*", default=["SIGKILL", "SIGSTOP", "coordinator"], metavar="LOSS")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--streams", type=int, default=0, help="measure under the load of so many listeners")
+    parser.add_argument("--spares", type=int, nargs="*", default=[0, 1], help="of each stage that is killed")
+    parser.add_argument("--stages", nargs="*", default=["thinker", "talker", "code2wav"], help="to kill under load")
+    parser.add_argument("--text-tokens", type=int, default=96)
+    parser.add_argument("--codec-tokens", type=int, default=480)
     arguments = parser.parse_args()
-    report = {}
+    if arguments.streams:
+        rows = await print_load(arguments)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=1))
+        return
+    report: dict[str, Any] = {}
     for name, keep in (("kept", True), ("not kept", False)):
         measured = await measure(arguments, keep)
         report[name] = vars(measured)
