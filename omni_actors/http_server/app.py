@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartParser
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -79,6 +80,8 @@ def create_routes(settings: ServerSettings, *, fetcher: Fetcher | None = None) -
             yield
             await state.close()
 
+    # Uploads are kept in memory, so they do not lie in files on the way there, where a full disk would fail them.
+    MultiPartParser.spool_max_size = settings.body_bytes
     app = FastAPI(title="omni_actors", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_exception_handler(HttpError, _on_http_error)
     app.add_exception_handler(OmniError, _on_omni_error)

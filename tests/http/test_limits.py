@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -269,6 +270,13 @@ def test_a_jump_of_the_clock_removes_no_file_or_transcript_and_keeps_none(
     assert transcripts.find("spoken") == "a text"
     time.sleep(0.06)
     assert files.find(file.id) is None
+
+
+def test_uploads_touch_no_disk(echo_pipeline: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(create_app(ServerSettings(endpoint=echo_pipeline.endpoint))) as url:
+        monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+        response = httpx.post(f"{url}/v1/files", files={"file": ("a", b"x" * 3_000_000)})
+        assert (response.status_code, response.json()["bytes"]) == (200, 3_000_000)
 
 
 def test_uploads_are_limited(small: str) -> None:
