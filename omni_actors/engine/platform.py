@@ -25,6 +25,8 @@ def prepare() -> Platform:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     # Tokens sampled from NaN look like any others; with this an engine can fail the request.
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
+    # By default in /tmp, under a name that another user of the host can take first: what is compiled there is executed.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _in_cache("torch_inductor"))
     if platform is Platform.CPU:
         from omni_actors.engine.cpu_triton import enable_interpreter
 
@@ -44,10 +46,15 @@ def triton_cache() -> str:
     on which of the two it is. A stage that loads for the first time what another start compiled would compile all
     kernels outside of the graphs again, in its warm-up.
     """
+    return _in_cache("triton_cache")
+
+
+def _in_cache(name: str) -> str:
+    """Return the path of a folder in vLLM's cache."""
     root = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "vllm"
     )
-    return os.path.join(os.path.expanduser(root), "triton_cache")
+    return os.path.join(os.path.expanduser(root), name)
 
 
 def preload_modules() -> list[str]:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ USUAL_FOLDER = "/tmp/nvidia-mps"  # where CUDA looks unless that variable is set
 START_SECONDS = 45.0  # the guardian's own deadlines end earlier
 STOP_SECONDS = 15.0  # likewise
 CONNECT_SECONDS = 1.0
+PEER = struct.Struct("3i")  # process, user and group behind a Unix socket
 
 Replica = tuple[str, int]  # stage, index
 
@@ -188,11 +190,15 @@ def find_control(folders: Iterable[str]) -> str | None:
 
 
 def answers(folder: str) -> bool:
-    """Whether an MPS daemon listens in `folder`."""
+    """Whether an MPS daemon of this user or of root listens in `folder`; the usual one is open to all users."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(CONNECT_SECONDS)
         try:
             probe.connect(str(Path(folder) / "control"))
         except OSError:
             return False
-        return True
+        _, owner, _ = PEER.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+    if owner not in (0, os.geteuid()):
+        logger.warning("not using the MPS daemon at %s: it belongs to user %d", folder, owner)
+        return False
+    return True

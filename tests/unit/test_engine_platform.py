@@ -32,6 +32,20 @@ print('torch' in sys.modules, 'vllm' in sys.modules, os.environ['VLLM_USE_V2_MOD
     assert run(code) == "False False 1 1"
 
 
+def test_compiled_code_is_not_kept_where_other_users_may_write() -> None:
+    code = """
+import os
+for name in ('TORCHINDUCTOR_CACHE_DIR', 'VLLM_CACHE_ROOT', 'XDG_CACHE_HOME'): os.environ.pop(name, None)
+os.environ['HOME'] = '/somewhere'
+import omni_actors.engine.platform
+omni_actors.engine.platform.prepare()
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+os.makedirs = lambda *_, **__: None
+print(cache_dir())
+"""
+    assert run(code) == "/somewhere/.cache/vllm/torch_inductor"
+
+
 def test_the_shim_steps_aside_for_a_real_backend():
     code = """
 import os

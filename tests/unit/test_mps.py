@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from omni_actors import config
 from omni_actors.errors import ConfigError
-from omni_actors.launcher.mps import NO_MPS, MpsClients, find_control, plan
+from omni_actors.launcher.mps import NO_MPS, MpsClients, answers, find_control, plan
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.run_directory import RunDirectory
 from tests.support.builders import chain, load
+from tests.support.other_user import AS_ROOT, NOBODY, python
 
 KINDS = {"thinker": "autoregressive", "talker": "autoregressive", "code2wav": "diffusion"}
 
@@ -85,6 +87,28 @@ def test_the_daemon_gets_all_gpus_of_a_replica_that_shares_one(tmp_path: Path) -
     assert dict(found.shared) == {1: [("thinker", 0), ("talker", 0)]}
     assert found.devices == (0, 1)
     assert found.replicas == {("thinker", 0), ("talker", 0)}
+
+
+LISTENER = """
+import socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("listens", flush=True)
+sys.stdin.read()
+"""
+
+
+@AS_ROOT
+@pytest.mark.parametrize("user", [0, NOBODY])
+def test_a_daemon_of_another_user_is_not_used(short_path: Path, user: int) -> None:
+    short_path.chmod(0o777)
+    command = [python(), "-S", "-c", LISTENER, str(short_path / "control")]
+    with subprocess.Popen(command, user=user, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == b"listens\n"
+        assert answers(str(short_path)) is (user == 0)
+        daemon.communicate()
 
 
 def test_only_replicas_that_share_a_gpu_get_the_pipes(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

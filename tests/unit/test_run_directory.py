@@ -14,8 +14,7 @@ import pytest
 
 from omni_actors.errors import ConfigError
 from omni_actors.run_directory import RunDirectory
-
-NOBODY = 65534
+from tests.support.other_user import AS_ROOT, NOBODY
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def test_a_cleaner_at_work_does_not_disturb(run: RunDirectory) -> None:
     os.close(folder)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives folders to another user")
+@AS_ROOT
 @pytest.mark.parametrize("link", [False, True])
 def test_a_folder_or_link_of_another_user_is_refused_and_left_as_it_is(short_path: Path, link: bool) -> None:
     folder = short_path / "run"

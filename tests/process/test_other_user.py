@@ -1,0 +1,95 @@
+"""What another user of the host can do with a running pipeline: nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from omni_actors.client import OmniClient
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
+from tests.support.other_user import AS_ROOT, NOBODY, python
+from tests.support.servers import free_port
+
+SECRET = "a-secret-that-no-one-else-may-read"
+
+# Tries everything on the paths and processes of its arguments, and prints what was not refused.
+ATTACK = """
+import json, os, signal, socket, sys
+paths, sockets, pids = json.loads(sys.argv[1])
+done = []
+
+def attempt(what, action):
+    try:
+        action()
+    except (PermissionError, IsADirectoryError):
+        return
+    except OSError as error:
+        done.append([what, str(error)])
+    else:
+        done.append([what, "done"])
+
+def connect(path):
+    with socket.socket(socket.AF_UNIX) as one:
+        one.connect(path)
+
+for path in paths:
+    attempt(f"list {path}", lambda: os.listdir(path))
+    attempt(f"read {path}", lambda: os.close(os.open(path, os.O_RDONLY)))
+    attempt(f"write {path}", lambda: os.close(os.open(path, os.O_WRONLY)))
+    attempt(f"remove {path}", lambda: os.unlink(path))
+for path in sockets:
+    attempt(f"connect to {path}", lambda: connect(path))
+for pid in pids:
+    attempt(f"environment of {pid}", lambda: os.close(os.open(f"/proc/{pid}/environ", os.O_RDONLY)))
+    attempt(f"memory of {pid}", lambda: os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY)))
+    attempt(f"files of {pid}", lambda: os.listdir(f"/proc/{pid}/fd"))
+    attempt(f"end {pid}", lambda: os.kill(pid, signal.SIGTERM))
+print(json.dumps(done))
+"""
+
+
+@AS_ROOT
+def test_another_user_reads_reaches_and_ends_nothing(
+    launch: Callable[..., EchoLauncher], short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_path.chmod(0o755)  # the run directory protects itself
+    port = free_port()
+    monkeypatch.setenv("OMNI_ACTORS_API_KEY", SECRET)
+    launcher = launch(chain(), "--http", f"127.0.0.1:{port}", "--record", str(short_path / "record")).wait_ready()
+    with OmniClient(launcher.endpoint) as client:
+        assert client.generate("mine").text == "mine"
+    (run,) = short_path.glob("omni-*")
+    paths = [path for folder in (run, short_path / "record") for path in (folder, *folder.rglob("*"))]
+    sockets = [path for path in paths if path.is_socket()]
+    assert {"client", "control", "results"} < {path.name for path in sockets}
+    processes = [psutil.Process(launcher.process.pid), *psutil.Process(launcher.process.pid).children(recursive=True)]
+    assert len(processes) >= 7
+    tried = json.dumps([[*map(str, paths)], [*map(str, sockets)], [process.pid for process in processes]])
+    attack = subprocess.run(
+        [python(), "-S", "-c", ATTACK, tried],
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=60,
+    )
+    assert json.loads(attack.stdout) == []
+    # What everyone may read: command lines, and names of abstract sockets.
+    assert not [process.pid for process in processes if SECRET in " ".join(process.cmdline())]
+    own = {connection.laddr for process in processes for connection in process.net_connections("unix")}
+    assert not [name for name in own if name.startswith(("@", "\0"))]
+    listening = {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {("127.0.0.1", port)}
+    assert launcher.describe().healthy
