@@ -2,6 +2,9 @@
 
     python benchmarks/serve.py stage_configs/qwen2_5_omni.yaml --model DIR --concurrency 1 8 32
     python benchmarks/serve.py --endpoint ipc:///tmp/omni-x/client --rate 2 4 --requests 200
+    python benchmarks/serve.py --endpoint ipc:///tmp/omni-x/client --http http://127.0.0.1:8000
+
+With `--http` every load is measured twice: through our client and over HTTP.
 
 All requests have the same lengths (`--text-tokens`, `--codec-tokens`, no earlier end). workload.py defines the columns
 and their units. A warm-up round precedes each load. `--json FILE` writes the results with versions and flags.
@@ -12,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import statistics
 import sys
@@ -22,56 +24,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import workload
+from askers import Asker, ClientAsker, HttpAsker
 from workload import Sample
 
 from omni_actors import config
 from omni_actors.cli import top
-from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.client import AsyncOmniClient
 from omni_actors.launch import Launcher
 from omni_actors.stage.meter import HeldBack
 from omni_actors.telemetry import metric_table as table
 
 SNAPSHOT_SECONDS = 1.0  # two heartbeats, until the stages have reported all counts of a load
-
-
-class Asker:
-    """Sends the workload's requests through our client."""
-
-    def __init__(self, client: AsyncOmniClient, options: argparse.Namespace) -> None:
-        self._client = client
-        self._options = options
-        self._numbers = itertools.count()
-        # With min_tokens the end tokens are not sampled; if they were ignored instead, they would reach the vocoder.
-        count = options.text_tokens
-        self._params = {"thinker": {"max_tokens": count, "min_tokens": count, "temperature": 0.0}}
-        if options.codec_tokens:
-            self._params["talker"] = {"max_tokens": options.codec_tokens, "min_tokens": options.codec_tokens}
-        self._modalities = ["text", "audio"] if options.codec_tokens else ["text"]
-
-    async def __call__(self, index: int) -> Sample:
-        began = time.perf_counter()
-        sample = Sample()
-        stream = await self._client.submit(
-            workload.prompt(next(self._numbers), self._options.prompt_repeats),
-            modalities=self._modalities,
-            params=self._params,
-            seed=index,
-            timeout=self._options.timeout,
-        )
-        async for item in stream:
-            now = time.perf_counter() - began
-            if isinstance(item, Text):
-                sample.first_text = sample.first_text or now
-                sample.text_tokens += len(item.token_ids)
-            elif isinstance(item, Audio):
-                sample.first_audio = sample.first_audio or now
-                sample.audio_seconds += len(item.samples) / item.sample_rate
-        sample.total = time.perf_counter() - began
-        sample.stages = {stage: (usage.first_output, usage.finished) for stage, usage in stream.usage.items()}
-        sample.prompt_tokens = stream.usage["thinker"].input_tokens if "thinker" in stream.usage else 0
-        return sample
 
 
 def stage_times(samples: Sequence[Sample]) -> str:
@@ -98,8 +64,8 @@ def busy(rates: top.Rates) -> str:
     return "\n".join(parts)
 
 
-async def measure(endpoint: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All loads against a running pipeline."""
+async def measure(endpoint: str, options: argparse.Namespace, url: str = "") -> list[dict[str, Any]]:
+    """All loads against a running pipeline; over HTTP, too, if its server has a `url`."""
     rows = []
 
     async def keep(load: str, run: Awaitable[tuple[list[Sample], float]]) -> None:
@@ -112,19 +78,28 @@ async def measure(endpoint: str, options: argparse.Namespace) -> list[dict[str, 
         now = replace(await top.scrape(client), time=before.time + wall)
         print(f"{stage_times(samples)}\n{busy(top.Rates(before, now))}", file=sys.stderr, flush=True)
 
-    async with AsyncOmniClient(endpoint) as client:
+    async with AsyncOmniClient(endpoint) as client, http_client(url, options) as http:
         description = await client.describe()
         stages = ", ".join(f"{stage.stage}/{stage.replica}" for stage in description.stages)
         print(f"{description.pipeline} ({description.model}): {stages}", file=sys.stderr)
-        ask = Asker(client, options)
+        askers: dict[str, Asker] = {"": ClientAsker(client, options)}
+        if url:
+            askers[" over HTTP"] = HttpAsker(http, description.pipeline, options)
         for concurrency in options.concurrency:
-            await workload.closed_loop(ask, concurrency, concurrency)
-            count = max(options.rounds * concurrency, 3)
-            await keep(f"c={concurrency}", workload.closed_loop(ask, concurrency, count))
+            for way, ask in askers.items():
+                await workload.closed_loop(ask, concurrency, concurrency)
+                count = max(options.rounds * concurrency, 3)
+                await keep(f"c={concurrency}{way}", workload.closed_loop(ask, concurrency, count))
         for rate in options.rate:
-            await workload.closed_loop(ask, 4, 8)
-            await keep(f"{rate:g}/s", workload.poisson(ask, rate, options.requests))
+            for way, ask in askers.items():
+                await workload.closed_loop(ask, 4, 8)
+                await keep(f"{rate:g}/s{way}", workload.poisson(ask, rate, options.requests))
     return rows
+
+
+def http_client(url: str, options: argparse.Namespace) -> httpx.AsyncClient:
+    """A client with as many connections as a load needs."""
+    return httpx.AsyncClient(base_url=url, timeout=options.timeout, limits=httpx.Limits(max_connections=None))
 
 
 @contextlib.asynccontextmanager
@@ -166,7 +141,7 @@ async def main(options: argparse.Namespace) -> None:
     facts: dict[str, Any] = {}
     with workload.DeviceMemory() as memory:
         if options.endpoint:
-            rows = await measure(options.endpoint, options)
+            rows = await measure(options.endpoint, options, options.http)
         else:
             async with pipeline(options) as (endpoint, ready):
                 facts["ready_s"] = round(ready, 1)
@@ -182,9 +157,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", help="start this pipeline for the measurement")
     parser.add_argument("--endpoint", help="measure a running pipeline instead")
+    parser.add_argument("--http", default="", metavar="URL", help="measure the running pipeline's HTTP server, too")
     add_load_arguments(parser)
     arguments = parser.parse_args()
     if not (arguments.config or arguments.endpoint):
         parser.error("give a pipeline's YAML or --endpoint")
+    if arguments.http and not arguments.endpoint:
+        parser.error("--http needs --endpoint: start the pipeline with --http HOST:PORT first")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(main(arguments))

@@ -106,10 +106,9 @@ async def drive(options: argparse.Namespace) -> dict[str, Any]:
             now = time.perf_counter() - began
             sample.first_text = sample.first_text or now
             if output.final_output_type == "audio":
-                sample.first_audio = sample.first_audio or now
-                sample.audio_seconds += samples_in(output) / SAMPLE_RATE
+                sample.playback.add(now, samples_in(output) / SAMPLE_RATE)
         sample.total = time.perf_counter() - began
-        if not sample.audio_seconds:
+        if not sample.playback.seconds:
             raise RuntimeError(f"Request {index} was answered without sound; the last output was a {type(output)}.")
         return sample
 

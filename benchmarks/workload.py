@@ -1,7 +1,9 @@
 """The workload of the benchmarks and its measurements, the same for every system.
 
-TTFT: seconds from submission to the first text token at the client. TTFA: the same to the first audio samples. RTF:
-seconds until the end of the answer / seconds of its audio. Requests arrive in a closed loop (always N in flight) or as
+TTFT: seconds from submission to the first text token at the client. TTFA: the same to the first audio samples. Smooth
+start: the same to the earliest moment at which a listener can press play and hear no gap. Stalled: answers in which a
+listener who presses play at the first sample hears a gap of over 50 ms. RTF: seconds until the end of the answer /
+seconds of its audio. Requests arrive in a closed loop (always N in flight) or as
 a Poisson process.
 """
 
@@ -22,6 +24,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from omni_actors.telemetry.playback import Playback
+
 PROMPT = "Tell me about the sea and the sky today please. "
 QUANTILES = (50, 95, 99)
 
@@ -31,11 +35,10 @@ class Sample:
     """One answer: seconds since its submission, tokens, audio."""
 
     first_text: float = 0.0
-    first_audio: float = 0.0
     total: float = 0.0
     prompt_tokens: int = 0
     text_tokens: int = 0
-    audio_seconds: float = 0.0
+    playback: Playback = field(default_factory=Playback)
     stages: dict[str, tuple[float, float]] = field(default_factory=dict)  # first output, finished
 
 
@@ -76,7 +79,8 @@ async def poisson(ask: Ask, rate: float, count: int, seed: int = 0) -> tuple[lis
 
 def summary(load: str, samples: Sequence[Sample], wall: float) -> dict[str, Any]:
     """A row of the table: medians and throughput, the higher quantiles as 'p50 / p95 / p99'."""
-    audio = sum(sample.audio_seconds for sample in samples)
+    playbacks = [sample.playback for sample in samples]
+    audio = sum(playback.seconds for playback in playbacks)
     row: dict[str, Any] = {
         "load": load,
         "requests": len(samples),
@@ -87,8 +91,11 @@ def summary(load: str, samples: Sequence[Sample], wall: float) -> dict[str, Any]
         "prompt_tokens": round(statistics.mean(sample.prompt_tokens for sample in samples)),
     }
     if audio:
-        row["ttfa_ms"] = _quantiles([1000 * sample.first_audio for sample in samples], 0)
-        row["rtf"] = _quantiles([sample.total / sample.audio_seconds for sample in samples], 3)
+        row["ttfa_ms"] = _quantiles([1000 * playback.first for playback in playbacks], 0)
+        row["smooth_start_ms"] = _quantiles([1000 * playback.smooth_start for playback in playbacks], 0)
+        row["stalled"] = f"{sum(playback.stalled for playback in playbacks)} of {len(playbacks)}"
+        row["longest_gap_s"] = round(max(playback.longest_gap for playback in playbacks), 2)
+        row["rtf"] = _quantiles([sample.total / sample.playback.seconds for sample in samples], 3)
         row["audio_s_per_s"] = round(audio / wall, 1)
     return row
 

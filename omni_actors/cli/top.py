@@ -147,6 +147,7 @@ def _summary(rates: Rates) -> Text:
         f"{ended:.0f} ended, {bad:.0f} of them failed or refused",
         f"first text {_time(rates.mean(metrics.FIRST_TEXT))}",
         f"first audio {_time(rates.mean(metrics.FIRST_AUDIO))}",
+        f"smooth after {_time(rates.mean(metrics.SMOOTH_START))}",
         f"real-time factor {'-' if factor is None else f'{factor:.2f}'}",
     ]
     health = ("healthy", "green") if description.healthy else ("degraded", "red")

@@ -67,6 +67,18 @@ FIRST_TEXT = _histogram(
 FIRST_AUDIO = _histogram(
     "omni_time_to_first_audio_seconds", (), _WAITS, "Time from a request's arrival to its first samples (TTFA)."
 )
+SMOOTH_START = _histogram(
+    "omni_smooth_start_seconds",
+    (),
+    _WAITS,
+    "Time from a done request's arrival to the earliest moment at which its audio can be played without a gap.",
+)
+AUDIO_GAPS = _histogram(
+    "omni_audio_gaps_seconds",
+    (),
+    _WAITS,
+    "Silence in the audio of a done request, all gaps together, for who plays it from the first samples on.",
+)
 REALTIME_FACTOR = _histogram(
     "omni_realtime_factor",
     (),

@@ -21,6 +21,7 @@ from omni_actors.protocol.telemetry import EndedWork, RequestTimeline, StageTime
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.clocks import ClockOffset
 from omni_actors.telemetry.meters import Meters
+from omni_actors.telemetry.playback import Playback
 from omni_actors.telemetry.timeline import PHASES, replica_name
 from omni_actors.telemetry.transfers import TransferTrack, track_of
 
@@ -48,8 +49,7 @@ class _RunningRequest:
     stages: list[StageTimeline] = field(default_factory=list)
     deliveries: dict[str, TransferTrack] = field(default_factory=dict)
     first_text: float = 0.0
-    first_audio: float = 0.0
-    audio_seconds: float = 0.0
+    playback: Playback = field(default_factory=Playback)
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class RequestLog(Observer):
         self._request_seconds = meters.histogram(table.REQUEST_SECONDS)
         self._first_text = meters.histogram(table.FIRST_TEXT)
         self._first_audio = meters.histogram(table.FIRST_AUDIO)
+        self._smooth_start = meters.histogram(table.SMOOTH_START)
+        self._audio_gaps = meters.histogram(table.AUDIO_GAPS)
         self._factor = meters.histogram(table.REALTIME_FACTOR)
         for metric in (table.AUDIO_SECONDS, table.TEXT_TOKENS, table.REPLAYS):
             meters.set(metric, to=0)
@@ -157,12 +159,12 @@ class RequestLog(Observer):
                 self._first_text.observe(request.first_text - request.arrived)
             return
         seconds = body.samples.shape[0] / body.sample_rate
-        request.audio_seconds += seconds
         self._meters.count(table.AUDIO_SECONDS, by=seconds)
-        if not request.first_audio:
-            request.first_audio = self._clock()
-            request.events.append(TimelineEvent("first_audio", request.first_audio))
-            self._first_audio.observe(request.first_audio - request.arrived)
+        now, is_first = self._clock(), not request.playback.first
+        request.playback.add(now, seconds)
+        if is_first:
+            request.events.append(TimelineEvent("first_audio", now))
+            self._first_audio.observe(now - request.arrived)
 
     def stage_done(self, header: Header, body: StageDone) -> None:
         """Take over the stage's own timeline of the request."""
@@ -184,8 +186,10 @@ class RequestLog(Observer):
         request.events.append(TimelineEvent("ended", now, "" if error is None else code))
         if error is None:
             self._request_seconds.observe(now - request.arrived)
-            if request.audio_seconds:
-                self._factor.observe((now - request.arrived) / request.audio_seconds)
+            if request.playback.seconds:
+                self._factor.observe((now - request.arrived) / request.playback.seconds)
+                self._smooth_start.observe(request.playback.smooth_start - request.arrived)
+                self._audio_gaps.observe(request.playback.gaps)
         timeline = self._timeline(request_id, request, "done" if error is None else code)
         self._finished[request_id] = Finished(timeline, request.parent_id, request.sampled)
         if error is None:

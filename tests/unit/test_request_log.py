@@ -53,6 +53,19 @@ def test_a_done_request_is_counted_and_timed() -> None:
     assert [finished.timeline for finished in seen.settled] == [timeline]
 
 
+def test_sound_that_comes_late_is_a_gap_and_delays_the_smooth_start() -> None:
+    seen = Observed()
+    seen.begin("late")
+    for seconds in (1.0, 1.75, 0.5):  # of pieces that last a second each
+        seen.audio(seconds, "late")
+    seen.log.ended("late", None)
+    seen.begin("failed")
+    seen.audio(1.0, "failed")
+    seen.log.ended("failed", EngineError("no"))
+    assert seen.observations(table.SMOOTH_START) == (1, 1.75)
+    assert seen.observations(table.AUDIO_GAPS) == (1, 0.75)
+
+
 def test_refused_and_failed_requests_are_counted_by_code() -> None:
     seen = Observed()
     seen.log.refused(Overloaded("full"))

@@ -95,6 +95,7 @@ async function converse(body, message, item, player, signal) {
     }
     if (delta.audio?.data && player) {
       times.audio ??= performance.now() - began;
+      times.smooth = Math.max(times.smooth ?? 0, performance.now() - began - 1000 * player.seconds);
       player.add(samplesOf(delta.audio.data));
       document.body.dataset.audioSeconds = player.seconds.toFixed(3);
     }

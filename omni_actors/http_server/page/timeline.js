@@ -47,7 +47,7 @@ function lanesOfUsage(usage) {
 
 /** A row with what the page itself has seen; `times` are in milliseconds. */
 function laneOfPage(times) {
-  const marks = [["first text", times.text], ["first sound", times.audio], ["end", times.total]];
+  const marks = [["first text", times.text], ["first sound", times.audio], ["smooth start", times.smooth], ["end", times.total]];
   return {
     name: "this page", about: "this page",
     parts: marks.filter(([, at]) => at !== undefined).map(([name, at]) => ({ name, kind: "mark", at: at / 1000, seconds: 0 })),
@@ -98,7 +98,7 @@ export function showTimeline(timeline, usage, times, audioSeconds) {
   $("timeline").replaceChildren(...lanes.map((lane) => laneElement(lane, total)), axis);
   $("details").textContent = timeline && timeline.outcome !== "done" ? `Ended with ${timeline.outcome}.` : "";
   const measurements = [
-    ["First text", times.text], ["First sound", times.audio], ["Whole answer", times.total],
+    ["First text", times.text], ["First sound", times.audio], ["Smooth start", times.smooth], ["Whole answer", times.total],
   ].filter(([, value]) => value !== undefined).map(([name, value]) => [name, `${value.toFixed(0)} ms`]);
   if (audioSeconds) {
     measurements.push(["Audio", `${audioSeconds.toFixed(2)} s`]);

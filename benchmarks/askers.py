@@ -1,0 +1,108 @@
+"""Sends the workload's requests to a pipeline: through our client, or over HTTP as OpenAI's clients do."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from typing import Any
+
+import httpx
+import workload
+from workload import Sample
+
+from omni_actors.client import AsyncOmniClient, Audio, Text
+
+SAMPLE_RATE = 24_000
+SAMPLE_BYTES = 2  # of pcm16
+
+
+class Asker:
+    """Makes requests whose answers have the lengths of `options`; subclasses send them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._numbers = itertools.count()
+        # With min_tokens the end tokens are not sampled; if they were ignored instead, they would reach the vocoder.
+        count = options.text_tokens
+        self._params = {"thinker": {"max_tokens": count, "min_tokens": count, "temperature": 0.0}}
+        if options.codec_tokens:
+            self._params["talker"] = {"max_tokens": options.codec_tokens, "min_tokens": options.codec_tokens}
+        self._modalities = ["text", "audio"] if options.codec_tokens else ["text"]
+
+    def _prompt(self) -> str:
+        return workload.prompt(next(self._numbers), self._options.prompt_repeats)
+
+
+class ClientAsker(Asker):
+    """Asks over ZMQ."""
+
+    def __init__(self, client: AsyncOmniClient, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self._client = client
+
+    async def __call__(self, index: int) -> Sample:
+        began = time.perf_counter()
+        sample = Sample()
+        stream = await self._client.submit(
+            self._prompt(), modalities=self._modalities, params=self._params, seed=index, timeout=self._options.timeout
+        )
+        async for item in stream:
+            now = time.perf_counter() - began
+            if isinstance(item, Text):
+                sample.first_text = sample.first_text or now
+                sample.text_tokens += len(item.token_ids)
+            elif isinstance(item, Audio):
+                sample.playback.add(now, len(item.samples) / item.sample_rate)
+        sample.total = time.perf_counter() - began
+        sample.stages = {stage: (usage.first_output, usage.finished) for stage, usage in stream.usage.items()}
+        sample.prompt_tokens = stream.usage["thinker"].input_tokens if "thinker" in stream.usage else 0
+        return sample
+
+
+class HttpAsker(Asker):
+    """Asks over HTTP: a streamed chat completion, its sound as pcm16 in base64."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self._client = client
+        self._body: dict[str, Any] = {
+            "model": model,
+            "modalities": self._modalities,
+            "stage_params": self._params,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    async def __call__(self, index: int) -> Sample:
+        began = time.perf_counter()
+        sample = Sample()
+        body = self._body | {"messages": [{"role": "user", "content": self._prompt()}], "seed": index}
+        usage: dict[str, Any] | None = None
+        async with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.is_error:
+                raise RuntimeError((await response.aread()).decode(errors="replace"))
+            async for line in response.aiter_lines():
+                now = time.perf_counter() - began
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"])
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    audio = choice["delta"].get("audio") or {}
+                    if choice["delta"].get("content") or audio.get("transcript"):
+                        sample.first_text = sample.first_text or now
+                    if data := audio.get("data"):
+                        size = len(data) // 4 * 3 - data[-2:].count("=")
+                        sample.playback.add(now, size / SAMPLE_BYTES / SAMPLE_RATE)
+        sample.total = time.perf_counter() - began
+        if usage is None:
+            raise RuntimeError("The answer was cut short.")
+        sample.text_tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+        sample.stages = {
+            stage: (times["first_output"], times["finished"]) for stage, times in usage.get("stages", {}).items()
+        }
+        return sample

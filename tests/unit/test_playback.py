@@ -1,0 +1,65 @@
+"""Smooth start and gaps of an answer's sound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_actors.telemetry.playback import Playback
+
+PIECES = st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.01, 3.0)), min_size=1, max_size=20)
+
+
+def played(pieces: list[tuple[float, float]], begin: float | None) -> list[float]:
+    """The gaps that a listener hears who presses play at `begin`, or when the first piece comes."""
+    gaps, position = [], pieces[0][0] if begin is None else begin
+    for came, seconds in pieces:
+        gaps.append(max(0.0, came - position))
+        position = max(position, came) + seconds
+    return gaps
+
+
+def arrivals(pieces: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The pieces with the moment of each instead of the time since the one before."""
+    now, timed = 100.0, []
+    for wait, seconds in pieces:
+        now += wait
+        timed.append((now, seconds))
+    return timed
+
+
+def of(pieces: list[tuple[float, float]]) -> Playback:
+    playback = Playback()
+    for came, seconds in pieces:
+        playback.add(came, seconds)
+    return playback
+
+
+def test_a_late_second_piece_is_a_gap() -> None:
+    playback = of([(10.0, 0.24), (10.5, 0.48), (10.6, 5.0)])
+    assert playback.first == 10.0
+    assert playback.longest_gap == pytest.approx(0.26)
+    assert playback.smooth_start == pytest.approx(10.26)
+    assert playback.gaps == pytest.approx(0.26)
+    assert playback.seconds == pytest.approx(5.72)
+    assert playback.stalled
+
+
+def test_sound_that_is_always_ahead_has_no_gap() -> None:
+    playback = of([(10.0, 0.24), (10.2, 0.24), (10.4, 5.0)])
+    assert playback.smooth_start == playback.first == 10.0
+    assert not playback.stalled
+    assert not of([]).stalled
+
+
+@given(PIECES)
+def test_both_listeners_hear_what_is_said_of_them(pieces: list[tuple[float, float]]) -> None:
+    timed = arrivals(pieces)
+    playback = of(timed)
+    gaps = played(timed, None)
+    assert playback.longest_gap == pytest.approx(max(gaps), abs=1e-6)
+    assert playback.gaps == pytest.approx(sum(gaps), abs=1e-6)
+    assert sum(played(timed, playback.smooth_start)) == pytest.approx(0.0, abs=1e-6)
+    if sum(gaps) > 0.002:
+        assert sum(played(timed, playback.smooth_start - 0.001)) > 0.0, "no earlier moment would do"
