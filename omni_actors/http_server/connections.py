@@ -11,9 +11,9 @@ from asyncio.events import TimerHandle
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.pipelining import PipelinedProtocol
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.logs import get_logger
 
@@ -41,7 +41,7 @@ def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio
     return type("Protocol", (BoundedProtocol,), limits)  # uvicorn makes one for each connection, without arguments
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class BoundedProtocol(PipelinedProtocol):
     """Refuses what exceeds its limits, with 400, 408, 431 or 503, and closes the connection.
 
     A head lasts from the start of the connection, or the first byte after the request before, to its empty line. If

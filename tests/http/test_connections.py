@@ -11,7 +11,12 @@ import httpx
 import pytest
 
 from omni_actors.http_server.app import create_app
+<<<<<<< HEAD
 from omni_actors.http_server.connections import PIPELINED_REQUESTS, bounded_protocol
+=======
+from omni_actors.http_server.connections import PIPELINED_REQUESTS, bounded_protocol, raise_file_limit
+from omni_actors.http_server.pipelining import WAITING_BYTES
+>>>>>>> 4adcc86 (A client that leaves with requests waiting on its connection ends the one being answered; a fuzzer for the HTTP server that found it)
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.servers import HttpPipeline, serving
 from tests.support.waiting import until
@@ -113,6 +118,13 @@ def test_requests_that_wait_for_their_turn_on_a_connection_are_bounded(address: 
         with contextlib.suppress(ConnectionError):
             made.sendall((GET + b"\r\n") * (PIPELINED_REQUESTS + 8))
         assert closed(made)
+
+
+def test_bodies_that_wait_for_their_turn_on_a_connection_are_bounded(address: tuple[str, int]) -> None:
+    waiting = POST + b"Content-Length: %d\r\n\r\n" % WAITING_BYTES + b"x" * WAITING_BYTES
+    with connect(address) as made, contextlib.suppress(ConnectionError):
+        made.sendall(GET + b"\r\n" + waiting + waiting)
+        assert made.recv(65536) == b"", "it is closed before any of them is answered"
 
 
 def test_what_is_not_http_is_refused_in_the_format_of_all_errors(address: tuple[str, int]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import socket
 
 import httpx
 import openai
@@ -176,6 +178,18 @@ def test_closing_a_stream_frees_every_stage(slow: HttpPipeline) -> None:
     wait_in_flight(slow, 0)
     slow.assert_idle(timeout=5)
     assert "the client went away" in slow.log()
+
+
+def test_a_client_that_leaves_with_more_requests_in_a_row_frees_every_stage(slow: HttpPipeline) -> None:
+    body = json.dumps({"model": "echo", "messages": LONG}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    asked = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    host, port = slow.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(asked)
+        wait_in_flight(slow, 1)
+        connection.sendall(asked + asked[:100])
+    wait_in_flight(slow, 0)
 
 
 def test_cancelling_a_whole_answer_frees_every_stage(slow: HttpPipeline) -> None:
