@@ -11,12 +11,8 @@ import httpx
 import pytest
 
 from omni_actors.http_server.app import create_app
-<<<<<<< HEAD
 from omni_actors.http_server.connections import PIPELINED_REQUESTS, bounded_protocol
-=======
-from omni_actors.http_server.connections import PIPELINED_REQUESTS, bounded_protocol, raise_file_limit
 from omni_actors.http_server.pipelining import WAITING_BYTES
->>>>>>> 4adcc86 (A client that leaves with requests waiting on its connection ends the one being answered; a fuzzer for the HTTP server that found it)
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.servers import HttpPipeline, serving
 from tests.support.waiting import until
