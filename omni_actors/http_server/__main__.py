@@ -58,8 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-        ssl_certfile=settings.certificate,
-        ssl_keyfile=settings.key,
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(uvicorn.Server(config).serve(sockets=[listener]))

@@ -1,25 +1,32 @@
-"""Bounds on connections: how many there are, and how large and how slow the head of a request may be.
+"""Bounds on connections: how many there are, how slow a TLS handshake and how large and slow a head may be.
 
 uvicorn's parser keeps whatever a head holds, before anything could check a key. Here bytes are counted before they are
-parsed, so that a connection costs at most one head.
+parsed, so that a connection costs at most one head. uvicorn would also leave TLS to asyncio, which counts no
+connections during the handshake and gives each a minute; so it begins here, on connections that are counted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
+import types
 from asyncio.events import TimerHandle
-from typing import Any
+from collections.abc import Coroutine, Generator
+from typing import Any, TypeVar
 
 import msgspec
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.pipelining import PipelinedProtocol
-from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.settings import ServerSettings, tls_context
 from omni_actors.logs import get_logger
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 RESERVED_FILES = 64  # for all but connections: logs, sockets to the pipeline, media that are fetched
+TLS_CLOSE_SECONDS = 2.0  # for the peer to answer the end of its encrypted connection
 LINGER_SECONDS = 1.0  # for which more of a head that is too large is read and discarded, so that its sender sees why
 PIPELINED_REQUESTS = 16  # that may wait for the answer to an earlier one on the same connection
 REASONS = {
@@ -32,25 +39,42 @@ REASONS = {
 
 def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio.Protocol]:
     """Make uvicorn's protocol class for one server, with at most `connections` at a time."""
-    limits = {
+    limits: dict[str, Any] = {
         "head_limit": settings.head_bytes,
         "head_seconds": settings.head_timeout,
         "connection_limit": min(settings.connections, connections),
+        "tls": tls_context(settings),
         "idle": {},
     }
     return type("Protocol", (BoundedProtocol,), limits)  # uvicorn makes one for each connection, without arguments
 
 
+def _begun(coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    """Run a coroutine until it first waits: now, not at the loop's next turn. The result continues it."""
+    steps = coroutine.__await__()
+    first = next(steps)
+
+    @types.coroutine
+    def rest() -> Generator[Any, Any, T]:
+        with contextlib.suppress(BaseException):  # `steps` raises it again
+            yield first
+        return (yield from steps)
+
+    return rest()
+
+
 class BoundedProtocol(PipelinedProtocol):
     """Refuses what exceeds its limits, with 400, 408, 431 or 503, and closes the connection.
 
-    A head lasts from the start of the connection, or the first byte after the request before, to its empty line. If
-    there are too many connections, the one that has been without a request for longest is closed for the new one.
+    A head lasts from the start of the connection (so it includes a TLS handshake), or the first byte after the request
+    before, to its empty line. If there are too many connections, the one that has been without a request for longest is
+    closed for the new one.
     """
 
     head_limit: int
     head_seconds: float
     connection_limit: int
+    tls: ssl.SSLContext | None
     idle: dict[BoundedProtocol, None]  # connections without a request, the oldest first
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,12 +83,19 @@ class BoundedProtocol(PipelinedProtocol):
         self._head_bytes = self._trailer_bytes = 0
         self._clock: TimerHandle | None = None
         self._refused = False
+        self._handshake: asyncio.Task[asyncio.Transport | None] | None = None
+        self._early: list[bytes] = []  # what was decrypted before the handshake was known to be over
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Make room for the connection, and start the clock for its first head."""
-        super().connection_made(transport)
+        """Make room for the connection, start the clock for its first head, and begin the TLS handshake, if any."""
+        if self.tls is None:
+            super().connection_made(transport)
+        else:
+            self.transport = transport
+            self.connections.add(self)
+            self._start_tls(self.tls)
         if len(self.connections) > self.connection_limit:
             if not self.idle:
                 self._refuse(503, f"All {self.connection_limit} connections are in use: try again.", "overloaded")
@@ -74,13 +105,43 @@ class BoundedProtocol(PipelinedProtocol):
         self.idle[self] = None
         self._start_clock()
 
+    def _start_tls(self, context: ssl.SSLContext) -> None:
+        secured = self.loop.start_tls(
+            self.transport,
+            self,
+            context,
+            server_side=True,
+            ssl_handshake_timeout=self.head_seconds,
+            ssl_shutdown_timeout=TLS_CLOSE_SECONDS,
+        )
+        # It must take over before the loop reads anything.
+        self._handshake = self.loop.create_task(_begun(secured), name="TLS handshake")
+        self._handshake.add_done_callback(self._on_handshake)
+
+    def _on_handshake(self, handshake: asyncio.Task[asyncio.Transport | None]) -> None:
+        self._handshake = None
+        error = asyncio.CancelledError() if handshake.cancelled() else handshake.exception()
+        secured = None if error is not None else handshake.result()
+        if secured is None or secured.is_closing() or self._refused:
+            logger.debug("TLS handshake failed: %r", error)
+            self.transport.abort()
+            self.connection_lost(error if isinstance(error, Exception) else None)
+            return
+        super().connection_made(secured)
+        early, self._early = self._early, []
+        for data in early:
+            self.data_received(data)
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Forget the connection. Idempotent."""
         self._leave_idle()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse no more of a head than it may have."""
+        if self._handshake is not None:
+            self._early.append(data)
+            return
         while data and not self._refused and not self.transport.is_closing():
             if not self._in_head:
                 super().data_received(data)
@@ -159,6 +220,9 @@ class BoundedProtocol(PipelinedProtocol):
             return
         self._refused = True
         logger.debug("connection refused: %d %s", status, message)
+        if self._handshake is not None:  # its peer cannot read an answer yet
+            self.transport.abort()
+            return
         if self._answering():  # bytes written now would become part of that answer
             self.transport.close()
             return

@@ -155,15 +155,19 @@ def check_listening(address: str, config: HttpConfig, api_key: str | None, insec
     """
     host, port = parse_address(address)
     check_exposure(host, api_key, insecure)
-    check_certificate(config)
+    tls_context(config)
     _resolve(host, port)
     return host, port
 
 
-def check_certificate(config: HttpConfig) -> None:
-    """Raise `ConfigError` unless certificate and key are both absent, or both readable and belong together."""
+def tls_context(config: HttpConfig) -> ssl.SSLContext | None:
+    """What connections are encrypted with; `None` if there is no certificate.
+
+    Raises:
+        ConfigError: certificate or key are missing, cannot be read, or do not belong together.
+    """
     if config.certificate is None and config.key is None:
-        return
+        return None
     if config.certificate is None or config.key is None:
         raise ConfigError("http.certificate and http.key go together: one of them is missing.")
     for name, path in (("http.certificate", config.certificate), ("http.key", config.key)):
@@ -178,6 +182,7 @@ def check_certificate(config: HttpConfig) -> None:
             f"The certificate {config.certificate!r} with the key {config.key!r} cannot be used: {error}.",
             hint="Both are PEM files; the key is that of the certificate and has no password.",
         ) from error
+    return context
 
 
 def _no_password() -> str:

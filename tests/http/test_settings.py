@@ -23,10 +23,10 @@ from omni_actors.http_server.settings import (
     HttpServerSpec,
     ServerSettings,
     add_flags,
-    check_certificate,
     given_flags,
     http_config,
     server_settings,
+    tls_context,
 )
 from tests.support.builders import chain, load
 from tests.support.paths import REPOSITORY
@@ -243,7 +243,7 @@ def test_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
 def test_certificates_that_cannot_be_used(pem: Path, certificate: str | None, key: str | None, word: str) -> None:
     given = {name: str(pem / file) for name, file in (("certificate", certificate), ("key", key)) if file is not None}
     with pytest.raises(ConfigError, match=word):
-        check_certificate(HttpConfig(**given))
+        tls_context(HttpConfig(**given))
 
 
 def test_a_wrong_certificate_ends_the_launch_at_once(pem: Path) -> None:
