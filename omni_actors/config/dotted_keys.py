@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -42,6 +43,7 @@ def find_unknown_key(data: Any, struct: type[Struct], place: Place = ()) -> tupl
     return None
 
 
+@functools.cache  # to evaluate the annotations takes milliseconds
 def _fields(struct: type[Struct]) -> dict[str, Any]:
     """The annotations of a struct's fields, by the names that they have in the YAML."""
     hints = get_type_hints(struct, include_extras=True)

@@ -40,6 +40,8 @@ def here(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (short_path / "sound.wav").write_bytes(b"RIFF")
     (short_path / "empty.wav").touch()
     (short_path / "folder").mkdir()
+    (short_path / "shared").mkdir()
+    (short_path / "shared").chmod(0o777)
     os.mkfifo(short_path / "pipe")
     (short_path / "junk.pem").write_text("junk")
     authority = trustme.CA()
@@ -91,6 +93,7 @@ REFUSED = [
     (("--run-dir", "sound.wav"), "sound.wav is not a folder"),
     (("--run-dir", "sound.wav/run"), "sound.wav is not a folder"),
     (("--run-dir", ""), "coordinator.run_dir: Expected `str` of length >= 1"),
+    (("--run-dir", "shared"), "Others may write to the run directory "),
     (("--record", "sound.wav"), "coordinator.record_dir: "),
     (("--record", ""), "argument --record: the path is empty"),
     (("--keys", "none"), "none"),
