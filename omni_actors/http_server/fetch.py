@@ -11,15 +11,20 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpcore
 
 from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.reservations import RESERVATION
 
 FETCH_SECONDS = 20.0
 HTTPS_PORT = 443
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+RESOLVERS = 8  # names that are looked up at a time: a slow name server must not take the threads that decode
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
@@ -34,14 +39,21 @@ def is_public(address: str) -> bool:
         embedded = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
         if embedded is not None:
             return is_public(str(embedded))
-        if parsed in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
+        if parsed in NAT64:
             return is_public(str(ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)))
+        if parsed not in GLOBAL_UNICAST:  # `is_global` is also true of site-local and unassigned addresses
+            return False
     return parsed.is_global and not parsed.is_multicast
+
+
+_resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolver")
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
     """The addresses of a host name."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(
+        _resolvers, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    )
     return [str(entry[4][0]) for entry in found]
 
 
@@ -110,7 +122,7 @@ class Fetcher:
         self._hosts = hosts
         self._limit = limit
         self._ports = ports
-        self._trust = trust
+        self._trust = trust or (ssl.create_default_context() if hosts else None)
         self._backend = CheckedBackend(resolve, allowed)
 
     def check(self, url: str, param: str) -> None:
@@ -119,7 +131,7 @@ class Fetcher:
             raise bad_field(param, "This server fetches no media by URL: send a data: URI.", "url_not_allowed")
         try:
             parts = urlsplit(url)
-            host, port = (parts.hostname or "").lower(), parts.port or HTTPS_PORT
+            host, port = (parts.hostname or "").lower(), HTTPS_PORT if parts.port is None else parts.port
         except ValueError:
             raise bad_field(param, "This is not a valid URL.", "invalid_url") from None
         if parts.scheme != "https":
@@ -134,7 +146,11 @@ class Fetcher:
             raise bad_field(param, f"Media may not be fetched from {host!r}.", "url_not_allowed")
 
     async def fetch(self, url: str, param: str) -> bytes:
-        """Fetch `url`. Raises `HttpError` 400 for any failure; the message reveals nothing about the network."""
+        """Fetch `url`. What it holds counts towards the bytes of the request that this task handles.
+
+        Raises:
+            HttpError: 400 for any failure, with a message that reveals nothing about the network; 413 or 503 for size.
+        """
         self.check(url, param)
         try:
             async with asyncio.timeout(FETCH_SECONDS):
@@ -146,11 +162,10 @@ class Fetcher:
             raise bad_field(param, "The URL could not be fetched.", "media_not_fetched") from None
 
     async def _get(self, url: str, param: str) -> bytes:
-        trust = self._trust or ssl.create_default_context()
         pieces: list[bytes] = []
         size = 0
         async with (
-            httpcore.AsyncConnectionPool(ssl_context=trust, network_backend=self._backend) as pool,
+            httpcore.AsyncConnectionPool(ssl_context=self._trust, network_backend=self._backend) as pool,
             pool.stream("GET", url, headers={"Host": urlsplit(url).netloc, "User-Agent": "omni_actors"}) as response,
         ):
             if response.status != 200:
@@ -163,5 +178,7 @@ class Fetcher:
                     raise HttpError(
                         413, f"The file at this URL exceeds {self._limit} bytes.", param=param, code="media_too_large"
                     )
+                if (reservation := RESERVATION.get(None)) is not None:
+                    reservation.add(len(piece))
                 pieces.append(piece)
         return b"".join(pieces)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.addresses import is_loopback
 from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.reservations import RESERVATION, BodyBytes, Reservation
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.web_page import PAGE_FILES
 from omni_actors.logs import get_logger
@@ -42,7 +43,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        self._bodies = _BodyBytes(settings.bodies_bytes)
+        self._bodies = BodyBytes(settings.bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; websockets and lifespan events pass through untouched."""
@@ -80,7 +81,8 @@ class RequestMiddleware:
             )
 
     async def _check_and_run(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        reservation = _Reservation(self._bodies)
+        reservation = Reservation(self._bodies)
+        RESERVATION.set(reservation)
         try:
             try:
                 self._check_host(headers)
@@ -160,7 +162,7 @@ class RequestMiddleware:
 
     # -- body ---------------------------------------------------------------------------------------------------------
 
-    async def _read(self, headers: Headers, receive: Receive, reservation: _Reservation) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, reservation: Reservation) -> bytes:
         limit = self._settings.body_bytes
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:
@@ -184,40 +186,6 @@ class RequestMiddleware:
                 408, f"The body did not arrive completely within {seconds:g} s.", code="body_timeout"
             ) from None
         return b"".join(pieces)
-
-
-class _BodyBytes:
-    """Bytes of all bodies that arrive or are handled."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-
-
-class _Reservation:
-    """What one body takes of them."""
-
-    def __init__(self, bodies: _BodyBytes) -> None:
-        self._bodies = bodies
-        self.size = 0
-
-    def add(self, size: int) -> None:
-        """Count a piece. Raises `HttpError` 503 if all bodies together are too large."""
-        if self._bodies.used + size > self._bodies.limit:
-            raise HttpError(
-                503,
-                "The server holds too many bytes of other requests: try again.",
-                code="overloaded",
-                kind="service_unavailable_error",
-                retry_after=1.0,
-            )
-        self.size += size
-        self._bodies.used += size
-
-    def release(self) -> None:
-        """Give all of it back."""
-        self._bodies.used -= self.size
-        self.size = 0
 
 
 def _too_large(limit: int) -> HttpError:

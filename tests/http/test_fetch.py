@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,14 @@ HOSTS = ("media.example.com", ".cdn.example.com")
         "64:ff9b::7f00:1",
         "2002:7f00:1::",
         "198.51.100.7",
+        "240.0.0.1",
+        "::127.0.0.1",
+        "::ffff:0:127.0.0.1",
+        "64:ff9b:1::7f00:1",
+        "fec0::1",
+        "5f00::1",
+        "4000::1",
+        "fe80::1%eth0",
     ],
 )
 def test_addresses_that_are_not_public_are_recognised(address: str) -> None:
@@ -71,6 +80,12 @@ def test_public_addresses_are_recognised(address: str) -> None:
         "https://media.example.com@evil.net/",
         "https://user:pass@media.example.com/",
         "https://media.example.com:8443/",
+        "https://media.example.com:0/",
+        "https://@media.example.com/",
+        "https://media.example.com./",
+        "https://xn--mdia-bpa.example.com/",
+        "https://media.example.com%2eevil.net/",
+        "https://media%E3%80%82example.com/",
         "https://127.0.0.1/",
         "https://[::1]/",
         "https://2130706433/",
@@ -142,7 +157,10 @@ def media_server(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory
     async def missing(request: Request) -> Response:
         return Response(b"secret words", 404)
 
-    routes = [Route(f"/{f.__name__}", f) for f in (image, redirect, large, missing)]
+    async def packed(request: Request) -> Response:
+        return Response(gzip.compress(bytes(10_000_000)), headers={"content-encoding": "gzip"})
+
+    routes = [Route(f"/{f.__name__}", f) for f in (image, redirect, large, missing, packed)]
     with serving(
         Starlette(routes=routes), ssl_certfile=str(folder / "chain.pem"), ssl_keyfile=str(folder / "key.pem")
     ) as url:
@@ -181,6 +199,67 @@ def test_an_allowed_url_is_fetched(make: Make, media_server: int) -> None:
 def test_redirects_are_not_followed(make: Make, media_server: int) -> None:
     with pytest.raises(HttpError, match="Redirects are not followed"):
         get(make(), media_server, "redirect")
+
+
+def test_what_is_packed_stays_packed(make: Make, media_server: int) -> None:
+    assert len(get(make(), media_server, "packed")) < 100_000
+
+
+def test_proxies_of_the_environment_are_not_used(
+    make: Make, media_server: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert get(make(), media_server, "image") == picture()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nshort!",
+        b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 100_000,
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 1000,
+        b"",
+        b"\0" * 100_000,
+    ],
+    ids=["too short", "two lengths", "a large head", "only continue", "nothing", "junk"],
+)
+def test_answers_that_are_no_http_are_errors(authority: trustme.CA, answer: bytes) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("media.example.com").configure_cert(context)
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+
+    async def run() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(answer)
+            writer.close()
+
+        async def resolve(host: str, port: int) -> Sequence[str]:
+            return ["127.0.0.1"]
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context) as server:
+            port = server.sockets[0].getsockname()[1]
+            fetcher = Fetcher(HOSTS, 10**6, ports=(port,), trust=trust, resolve=resolve, allowed=lambda _: True)
+            with pytest.raises(HttpError, match="could not be fetched"):
+                await fetcher.fetch(f"https://media.example.com:{port}/", "field")
+
+    asyncio.run(run())
+
+
+def test_what_was_fetched_counts_towards_the_bytes_of_all_requests(
+    echo: HttpPipeline, make: Make, media_server: int
+) -> None:
+    """Else a body of a kilobyte could make the server hold half a gigabyte."""
+    part = {"type": "image_url", "image_url": {"url": f"https://media.example.com:{media_server}/large"}}
+    body = {"model": "echo", "messages": [{"role": "user", "content": [part] * 3}]}
+    settings = ServerSettings(endpoint=echo.endpoint, body_bytes=100_000, bodies_bytes=300_000)
+    with serving(create_app(settings, fetcher=make(limit=250_000))) as url:
+        for _ in range(2):  # what the first one held was given back
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "overloaded"
 
 
 def test_a_file_that_is_too_large_is_refused(make: Make, media_server: int) -> None:

@@ -1,0 +1,44 @@
+"""A bound on the bytes that all requests hold together: bodies, and media that were fetched for them."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from omni_actors.http_server.errors import HttpError
+
+
+class BodyBytes:
+    """Bytes of all requests that arrive or are handled."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+
+class Reservation:
+    """What one request takes of them."""
+
+    def __init__(self, bodies: BodyBytes) -> None:
+        self._bodies = bodies
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        """Count a piece. Raises `HttpError` 503 if all requests together hold too many."""
+        if self._bodies.used + size > self._bodies.limit:
+            raise HttpError(
+                503,
+                "The server holds too many bytes of other requests: try again.",
+                code="overloaded",
+                kind="service_unavailable_error",
+                retry_after=1.0,
+            )
+        self.size += size
+        self._bodies.used += size
+
+    def release(self) -> None:
+        """Give all of it back."""
+        self._bodies.used -= self.size
+        self.size = 0
+
+
+RESERVATION: ContextVar[Reservation] = ContextVar("reservation")  # of the request that this task handles
