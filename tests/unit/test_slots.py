@@ -41,6 +41,7 @@ def granted(made: Slots) -> list[str]:
 
 
 @given(st.integers(1, 300))
+@settings(deadline=None)
 def test_one_client_gets_all_slots_but_those_kept_for_others_who_then_get_in_at_once(count: int) -> None:
     made = slots(count)
     flood(made, count + 5, "flooder")
@@ -113,6 +114,20 @@ def test_within_their_shares_urgent_requests_go_first_then_those_of_clients_with
     assert turns(made, running, 2) == ["c", "d"], "the one with priority 2, then one that had nothing yet"
 
 
+def test_of_two_below_their_share_the_one_with_fewer_slots_goes_first() -> None:
+    made = slots(12)
+    running = [ticket("few"), *(ticket("more") for _ in range(4)), ticket("few"), *(ticket("rest") for _ in range(5))]
+    for one in running:
+        made.enter(one)
+        made.next()
+    flood(made, 3, "few")
+    flood(made, 3, "more")
+    running[0], running[-1] = running[-1], running[0]
+    made.enter(ticket("rest"))
+    made.leave(running.pop().request_id)
+    assert turns(made, running, 2) == ["few", "few"], "although it got its last slot later"
+
+
 def test_a_blocked_request_does_not_hold_up_those_of_others() -> None:
     blocked = {"talker"}
     made = slots(4, blocked=blocked)
@@ -153,6 +168,13 @@ def test_bytes_are_bounded_too_and_nobody_leaves_in_vain() -> None:
     huge = ticket("huge", size=99)
     assert made.enter(huge) == [huge.request_id]
     assert made.waiting_bytes == 80
+    made = slots(1, line_bytes=100)
+    made.enter(ticket("a"))
+    assert granted(made) == ["a"]
+    flood(made, 3, "three", size=33)
+    late = ticket("late", size=98)
+    assert made.enter(late) == [late.request_id], "one of the three alone would not make room for it"
+    assert made.waiting == 3
 
 
 # -- any order --------------------------------------------------------------------------------------------------------
