@@ -23,7 +23,6 @@ from omni_actors.transport.sockets import PeerGone, Socket
 
 logger = get_logger(__name__)
 
-FORGET_CLIENT_SECONDS = 600.0  # after which a client without requests that owes credit counts as gone
 SWEEP_SECONDS = 10.0
 LOOK_SECONDS = 0.5  # how often connections are looked at
 
@@ -102,7 +101,10 @@ class ClientLinks:
 
     def heard(self, client: bytes, descriptor: bytes) -> None:
         """Note which connection a message of a client came over."""
-        self._connections.heard(client, descriptor)
+        link = self._links.get(client)
+        if self._connections.heard(client, descriptor) and link is not None and link.window is not None:
+            # What was on its way over the one before is lost, and so is the credit for it.
+            self.granted(client, Credit(messages=link.window.messages_out, bytes=link.window.bytes_out))
 
     def end_gone(self) -> None:
         """End the requests of clients whose connection was closed, also if nothing is being sent to them."""
@@ -116,15 +118,14 @@ class ClientLinks:
             self._links.pop(client, None)
 
     def sweep(self) -> None:
-        """Forget clients that have nothing in flight; most have closed by now."""
+        """Forget clients that have nothing in flight and have read everything."""
         now = time.monotonic()
         if now < self._next_sweep:
             return
         self._next_sweep = now + SWEEP_SECONDS
         busy = self._state.clients()
         for client, link in list(self._links.items()):
-            idle = client not in busy and not link.backlog
-            if idle and (link.settled or link.moved + FORGET_CLIENT_SECONDS < now):
+            if client not in busy and link.settled:
                 del self._links[client]
 
     @contextlib.contextmanager
@@ -137,13 +138,14 @@ class ClientLinks:
 
     def _end_slow(self, client: bytes, link: Link, why: str) -> None:
         """Drop what waits for a client and end its requests; it gets the errors when it reads again."""
-        if not self._state.requests_of(client):  # it has not even taken the errors
-            self._lose(client, "it reads nothing")
+        link.give_up()
+        link.moved = time.monotonic()
+        if not self._state.requests_of(client):  # it has not even taken the errors, or asks and does not read
+            logger.warning("dropped messages for a client: %s", why)
+            self._dropped["client_messages"] += 1
             return
         logger.warning("ended the requests of a slow client: %s", why)
         self._dropped["client_slow"] += 1
-        link.give_up()
-        link.moved = time.monotonic()
         error = SlowClient(f"The client reads too slowly: {why}.")
         self._do(self._state.end_client(client, error, STEADY()))
 

@@ -74,7 +74,7 @@ class RequestMiddleware:
                 logging.DEBUG if quiet else logging.INFO,
                 "%s %s %d in %.3f s",
                 scope["method"],
-                scope["path"][:200],
+                _printable(scope["path"][:200]),
                 status,
                 time.monotonic() - began,
                 extra={"request_id": request_id},
@@ -186,6 +186,11 @@ class RequestMiddleware:
                 408, f"The body did not arrive completely within {seconds:g} s.", code="body_timeout"
             ) from None
         return b"".join(pieces)
+
+
+def _printable(path: str) -> str:
+    """The path as it may stand in a log: %0A in a URL must not begin a line."""
+    return path if path.isprintable() else ascii(path)
 
 
 def _too_large(limit: int) -> HttpError:

@@ -74,14 +74,19 @@ class PeerConnections:
         self._connections: dict[bytes, Connection] = {}
         self._since: dict[bytes, float] = {}
 
-    def heard(self, peer: bytes, descriptor: bytes) -> None:
-        """Note that a message of `peer` came over the connection with this descriptor, b"" for an unknown one."""
-        inode = _inode(int(descriptor)) if descriptor else 0
-        if inode:
-            self._connections[peer] = Connection(int(descriptor), inode)
+    def heard(self, peer: bytes, descriptor: bytes) -> bool:
+        """Note that a message of `peer` came over the connection with this descriptor, b"" for an unknown one.
+
+        Returns whether that is another connection than it had before.
+        """
+        if not descriptor:
+            return False
+        connection = Connection(int(descriptor), _inode(int(descriptor)))
+        before = self._connections.get(peer)
+        self._connections[peer] = connection
+        if connection.inode:  # else it is closed already
             self._since.pop(peer, None)
-        elif descriptor:
-            self._connections[peer] = Connection(int(descriptor), 0)  # closed already
+        return before is not None and before != connection
 
     def gone(self, now: float) -> list[bytes]:
         """Return the peers whose connection was closed `GRACE_SECONDS` ago or earlier, and forget them.

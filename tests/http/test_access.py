@@ -233,3 +233,10 @@ def test_a_separate_server_for_a_running_pipeline(echo: HttpPipeline, tmp_path: 
         process.kill()
         process.wait()
     assert "hi" not in [word.strip() for word in (tmp_path / "log").read_text().split()], "user content in the log"
+
+
+def test_a_url_cannot_forge_a_line_of_the_log(keyed: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "omni_actors")
+    assert httpx.get(f"{keyed}/a%0A2026-11-22%20ERROR%20forged%1b%5b2J").status_code == 401
+    (line,) = until(lambda: [text for text in caplog.messages if "forged" in text], 5, "the line")
+    assert line.isprintable()

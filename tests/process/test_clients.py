@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -28,8 +28,10 @@ NEVER = 1000.0  # seconds
 @pytest.fixture(scope="module")
 def shared_pipeline() -> Iterator[EchoLauncher]:
     """16 slots. Long requests take half a minute; a client that does not read is left alone."""
-    flow = {"client_window_messages": 256, "client_messages": 1_000_000, "client_stall_seconds": NEVER}
-    data = flow_chain(flow, thinker={"step_seconds": 0.01})
+    flow = {"client_window_messages": 256, "client_messages": 1_000_000, "client_bytes": 1 << 30}
+    flow["client_stall_seconds"] = NEVER
+    # The sound of a window is more than what the kernel keeps for a process that is stopped.
+    data = flow_chain(flow, thinker={"step_seconds": 0.01}, code2wav={"samples_per_token": 960})
     data["coordinator"] |= {"max_in_flight": 16, "max_queued": 24}
     with tempfile.TemporaryDirectory(prefix="ot-", dir="/tmp") as name:
         try:
@@ -47,6 +49,10 @@ def pipeline(shared_pipeline: EchoLauncher) -> Iterator[EchoLauncher]:
     shared_pipeline.wait_idle(20)
 
 
+async def _none(count: Callable[[], Awaitable[int]]) -> bool:
+    return not await count()
+
+
 def tokens_sent(metrics: str) -> float:
     return next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith("omni_text_tokens_total"))
 
@@ -54,20 +60,24 @@ def tokens_sent(metrics: str) -> float:
 async def test_a_client_that_reads_nothing_and_vanishes_holds_nothing(pipeline: EchoLauncher) -> None:
     """Also one that is stopped, and whatever is in its window: nothing is sent to either of them any more."""
     async with AsyncOmniClient(pipeline.endpoint) as watcher:
-        with flooding(pipeline.endpoint, 3) as stopped, flooding(pipeline.endpoint, 12) as killed:
 
-            async def window_is_full() -> bool:
-                return tokens_sent(await watcher.metrics()) > 2 * 15 * 256
+        async def in_flight() -> int:
+            return (await watcher.describe()).in_flight
 
-            await eventually(window_is_full, 20, "more text than both windows have room for")
-            assert (await watcher.describe()).in_flight == 15
-            killed.send_signal(signal.SIGKILL)
+        async def tokens_more_than(count: float) -> bool:
+            return tokens_sent(await watcher.metrics()) > count
+
+        with flooding(pipeline.endpoint, 3) as stopped:
+            await eventually(in_flight, 10, "its requests run")
             stopped.send_signal(signal.SIGSTOP)
-
-            async def all_free() -> bool:
-                return not (await watcher.describe()).in_flight
-
-            await eventually(all_free, 15, "their requests end")
+            before = tokens_sent(await watcher.metrics())
+            await eventually(lambda: tokens_more_than(before + 256), 10, "more text than its window has room for")
+            with flooding(pipeline.endpoint, 12) as killed:
+                before = tokens_sent(await watcher.metrics())
+                await eventually(lambda: tokens_more_than(before + 4 * 256), 20, "more than both have room for")
+                assert await in_flight() >= 12
+                killed.send_signal(signal.SIGKILL)
+                await eventually(lambda: _none(in_flight), 15, "the requests of both end")
             counts = (await watcher.describe()).counts
             assert counts["dropped_client_lost"] >= 2
             assert "dropped_client_slow" not in counts

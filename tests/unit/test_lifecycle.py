@@ -160,6 +160,15 @@ def test_ids_are_used_once() -> None:
     assert failure(ask(state, "")).code is ErrorCode.INVALID_REQUEST
 
 
+@pytest.mark.parametrize("request_id", ["a\n2026-11-22 ERROR forged", "\x1b[2J", "a\u202eb", "\x00"])
+def test_ids_that_would_forge_a_line_of_a_log_are_refused(request_id: str) -> None:
+    state = ready()
+    body = failure(ask(state, request_id))
+    assert body.code is ErrorCode.INVALID_REQUEST
+    assert body.message.isprintable()
+    assert state.in_flight == 0
+
+
 @pytest.mark.parametrize("deadline", [NOW, NOW - 1, -5.0])
 def test_deadline_in_the_past(deadline: float) -> None:
     state = ready()

@@ -133,6 +133,8 @@ class RequestMachine:
             raise _shutting_down()
         if not request_id:
             raise InvalidRequest("The request has no id.")
+        if not request_id.isprintable():  # it stands in logs, where a line break would begin a line of its own
+            raise InvalidRequest(f"The request id {request_id!r} has characters that cannot be printed.")
         if request_id in self.active or request_id in self._tombstones:
             raise InvalidRequest(f"The request id {request_id!r} was used before.", hint="Use a new id per request.")
 

@@ -1,0 +1,74 @@
+"""What waits for clients is bounded, whatever they ask and however little they read."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from omni_actors.config import FlowConfig
+from omni_actors.coordinator.client_links import ClientLinks
+from omni_actors.coordinator.core.instructions import ToClient
+from omni_actors.protocol.client import Observation
+from omni_actors.protocol.common import Credit
+from omni_actors.transport.credit import Traffic
+from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
+from tests.support.builders import pipeline
+from tests.support.requests import ready
+from tests.support.waiting import until
+
+WINDOW, OUTBOX = 256, 100
+
+
+class Answers:
+    """A coordinator's links to clients, which answers every question with the same text."""
+
+    def __init__(self, sockets: Sockets, folder: Path) -> None:
+        self.router, self.endpoint = sockets.router(f"ipc://{folder}/clients")
+        self._sockets = sockets
+        flow = FlowConfig(client_window_messages=WINDOW, client_messages=OUTBOX)
+        config = msgspec.structs.replace(pipeline(), flow=flow)
+        self.sent, self.dropped = Traffic(), collections.Counter[str]()
+        self.links = ClientLinks(self.router, config, ready(), lambda _: None, self.sent, self.dropped)
+
+    def connect(self, name: bytes) -> Socket:
+        dealer, monitor = self._sockets.dealer(self.endpoint, name)
+        monitor.close()
+        try_send(dealer, [b"hello"])
+        until(lambda: self.router.poll(0), what="the message")
+        _, descriptor, client, _ = self._sockets.receive_from_client(self.router)
+        self.links.heard(client, descriptor)
+        return dealer
+
+    def answer(self, name: bytes, count: int) -> None:
+        for number in range(count):
+            self.links.send(ToClient(name, str(number), 0, Observation(text="x" * 100)))
+
+
+@pytest.fixture
+def answers(sockets: Sockets, short_path: Path) -> Answers:
+    return Answers(sockets, short_path)
+
+
+def test_a_client_that_asks_and_does_not_read_holds_no_more_than_one_window_and_one_outbox(answers: Answers) -> None:
+    alice = answers.connect(b"alice")
+    answers.answer(b"alice", 20 * (WINDOW + OUTBOX))
+    assert answers.sent.messages == WINDOW
+    assert answers.dropped["client_messages"] > 10
+    read: list[list] = []
+    until(lambda: read.extend(drain(alice)) or len(read) == WINDOW, what="its window")
+    answers.links.granted(b"alice", Credit(messages=WINDOW, bytes=1 << 20))
+    assert WINDOW < answers.sent.messages <= WINDOW + OUTBOX, "it reads again, and gets what still waits"
+    answers.answer(b"alice", 1)
+    until(lambda: drain(alice), what="more")
+
+
+def test_a_client_with_a_new_connection_does_not_owe_what_was_lost_with_the_one_before(answers: Answers) -> None:
+    before = answers.connect(b"alice")
+    answers.answer(b"alice", WINDOW + 10)
+    before.close(linger=0)
+    after = answers.connect(b"alice")
+    read: list[list] = []
+    until(lambda: read.extend(drain(after)) or len(read) == 10, what="what waited for credit")
