@@ -1,10 +1,13 @@
-"""Sends many requests through echo stages, some aborted or late: nothing may be left over, nothing may grow.
+"""Sends many requests through echo stages that are killed again and again: nothing may be left over, nothing may grow.
 
-    python scripts/soak.py [--requests 10000] [--concurrency 64] [--seed 0]
+    python scripts/soak.py [--requests 10000] [--kills 0.01] [--slow 0.1] [--concurrency 64] [--seed 0]
 
-Exits with 1 unless every request ended properly exactly once, no process holds anything afterwards, and no process's
-private memory grows. That is read 20 times, when nothing is in flight, without the arenas and with an allocator that
-returns at once what is freed. The highest of the last quarter may exceed that of the first half by 5 %.
+Some requests are aborted, some have little time, and a part of them comes from a client that does not read for a third
+of a second at a time. For every 100th request a stage gets SIGKILL. Exits with 1 unless every request ended exactly
+once with its whole answer or a typed error, 99 % of those that were neither aborted nor short of time with an answer
+(without kills all of them), no process holds anything afterwards, and no process's private memory grows. That is read
+20 times, when nothing is in flight, without the arenas and with an allocator that returns at once what is freed. The
+highest of the last quarter may exceed that of the first half by 5 %; a stage that was killed counts when it is warm.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import contextlib
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -28,10 +33,17 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import Aborted, DeadlineExceeded, OmniError
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
+from tests.support.processes import processes_of
+from tests.support.waiting import until
 
-READINGS = 20
+ANSWERED = 0.99  # of the requests that are neither aborted nor short of time, if stages are killed
+WARM = 100  # requests after which the memory of a process counts
+SLOW_SECONDS = 0.3  # for which the slow client does not read
+ENOUGH_SECONDS = 120.0  # until the deadline of the requests that should complete
 # Of glibc: otherwise processes keep a varying amount of what they have freed.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
+
+Ends = collections.Counter[str]
 
 
 def configuration() -> dict:
@@ -43,12 +55,13 @@ def configuration() -> dict:
     return data
 
 
-async def one(client: AsyncOmniClient, chance: random.Random, ends: collections.Counter[str]) -> None:
+async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends) -> None:
     """Run a request that completes, is aborted on its way, or has little time."""
     text = "x" * chance.randrange(1, 40)
     kind = chance.choice(("whole", "whole", "abort", "deadline"))
-    timeout = chance.uniform(0.001, 0.3) if kind == "deadline" else 60.0
+    timeout = chance.uniform(0.001, 0.3) if kind == "deadline" else ENOUGH_SECONDS
     modalities = chance.choice((["text"], ["audio"], ["text", "audio"]))
+    expected = {"abort": Aborted, "deadline": DeadlineExceeded}.get(kind, ())
     try:
         stream = await client.submit(text, modalities=modalities, timeout=timeout)
         if kind == "abort":
@@ -57,20 +70,81 @@ async def one(client: AsyncOmniClient, chance: random.Random, ends: collections.
         output = await stream.result()
         good = output.text == (text if "text" in modalities else "")
         ends["finished" if good else "wrong answer"] += 1
-    except (Aborted, DeadlineExceeded) as error:
-        ends[error.code.value] += 1
     except OmniError as error:
-        ends[f"unexpected {error.code.value}"] += 1
+        ends[error.code.value if isinstance(error, expected) else f"unexpected {error.code.value}"] += 1
+
+
+class Soak:
+    """Counts what the clients of one pipeline got. The slow client has a thread, and so a loop, of its own."""
+
+    def __init__(self, launcher: EchoLauncher, options: argparse.Namespace) -> None:
+        self._launcher = launcher
+        self._options = options
+        self._chance = random.Random(options.seed)
+        self._of_client: dict[bool, Ends] = {False: collections.Counter(), True: collections.Counter()}  # by `slow`
+        self.killed = 0
+
+    @property
+    def ends(self) -> Ends:
+        return self._of_client[False] + self._of_client[True]
+
+    async def run(self, count: int) -> None:
+        """Run `count` requests, and wait until all stages are back."""
+        slow = round(count * self._options.slow)
+        killing = asyncio.create_task(self._kill_stages())
+        seed = self._chance.random()
+        await asyncio.gather(
+            self._client(count - slow, random.Random(seed), slow=False),
+            asyncio.to_thread(lambda: asyncio.run(self._client(slow, random.Random(-seed), slow=True))),
+        )
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
+        await asyncio.to_thread(until, lambda: self._launcher.describe().healthy, 30, "all stages are back")
+        await asyncio.to_thread(self._launcher.wait_idle, 10)
+
+    async def _client(self, count: int, chance: random.Random, *, slow: bool) -> None:
+        slots = asyncio.Semaphore(self._options.concurrency)
+
+        async def limited() -> None:
+            async with slots:
+                await one(client, chance, self._of_client[slow])
+
+        async def pause() -> None:
+            while slow:
+                await asyncio.sleep(0.1)
+                time.sleep(SLOW_SECONDS)  # noqa: ASYNC251 - this loop's client reads nothing meanwhile
+
+        async with AsyncOmniClient(self._launcher.endpoint) as client:
+            pausing = asyncio.create_task(pause())
+            await asyncio.gather(*(limited() for _ in range(count)))
+            pausing.cancel()
+
+    async def _kill_stages(self) -> None:
+        """Kill a stage whenever a certain number of requests has ended."""
+        async with AsyncOmniClient(self._launcher.endpoint) as client:
+            while True:
+                await asyncio.sleep(0.02)
+                if self.ends.total() * self._options.kills < self.killed + 0.5:
+                    continue
+                ready = [stage for stage in (await client.describe()).stages if stage.state == "ready"]
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._chance.choice(ready).pid, signal.SIGKILL)
+                    self.killed += 1
 
 
 def memory(launcher: EchoLauncher) -> dict[str, int]:
     """Private bytes of each process, without its arena, of which more or less is touched as blocks are reused."""
-    pids = {stage.stage: stage.pid for stage in launcher.describe().stages} | {"launcher": launcher.process.pid}
-    maps = {name: psutil.Process(pid).memory_maps(grouped=False) for name, pid in pids.items()}
-    return {
-        name: sum(each.private_clean + each.private_dirty for each in own if "memfd:" not in each.path)
-        for name, own in maps.items()
+    stages = [stage for stage in launcher.describe().stages if stage.counts.get("total_runs", 0) >= WARM]
+    titles = {title: pid for pid, title in processes_of(launcher.folder).items()}
+    pids = {stage.stage: stage.pid for stage in stages} | {
+        "coordinator": titles["omni:coordinator"],
+        "launcher": launcher.process.pid,
     }
+    sizes = {}
+    for name, pid in pids.items():
+        maps = psutil.Process(pid).memory_maps(grouped=False)
+        sizes[name] = sum(each.private_clean + each.private_dirty for each in maps if "memfd:" not in each.path)
+    return sizes
 
 
 def grows(sizes: Sequence[int], growth: float) -> bool:
@@ -78,26 +152,23 @@ def grows(sizes: Sequence[int], growth: float) -> bool:
     return max(sizes[-len(sizes) // 4 :]) > growth * max(sizes[: len(sizes) // 2])
 
 
-async def run(
-    launcher: EchoLauncher, options: argparse.Namespace
-) -> tuple[collections.Counter[str], list[dict[str, int]]]:
-    chance = random.Random(options.seed)
-    ends: collections.Counter[str] = collections.Counter()
-    slots = asyncio.Semaphore(options.concurrency)
-    readings = []
-
-    async with AsyncOmniClient(launcher.endpoint) as client:
-
-        async def limited() -> None:
-            async with slots:
-                await one(client, chance, ends)
-
-        for part in range(READINGS):
-            count = options.requests * (part + 1) // READINGS - options.requests * part // READINGS
-            await asyncio.gather(*(limited() for _ in range(count)))
-            await asyncio.to_thread(launcher.wait_idle, 10)
-            readings.append(memory(launcher))
-    return ends, readings
+def failures_of(soak: Soak, readings: Sequence[dict[str, int]], options: argparse.Namespace) -> list[str]:
+    """Say what must not be, and print what was."""
+    failures = []
+    for process in sorted({name for reading in readings for name in reading}):
+        sizes = [reading[process] for reading in readings if process in reading]
+        print(f"private memory of {process}: {', '.join(f'{size / 2**20:.0f}' for size in sizes)} MiB")
+        if len(sizes) >= 3 and grows(sizes, options.growth):
+            failures.append(f"{process} grows")
+    ends = soak.ends
+    lost = {end: count for end, count in ends.items() if end.startswith("unexpected ")}
+    if sum(lost.values()) > (1 - ANSWERED if soak.killed else 0) * (ends["finished"] + sum(lost.values())):
+        failures.append(f"too many failed: {lost}")
+    if ends["wrong answer"]:
+        failures.append("wrong answers")
+    if ends.total() != options.requests:
+        failures.append("not every request ended")
+    return failures
 
 
 def main(options: argparse.Namespace) -> int:
@@ -106,19 +177,14 @@ def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="sk-", dir="/tmp") as name:
         launcher = EchoLauncher(Path(name), configuration()).wait_ready()
         try:
-            began = time.monotonic()
-            ends, readings = asyncio.run(run(launcher, options))
-            print(f"{options.requests} requests in {time.monotonic() - began:.0f} s: {dict(ends)}")
-            launcher.wait_idle(10)
-            print("every process holds nothing")
-            for process in readings[0]:
-                sizes = [reading[process] for reading in readings]
-                print(f"private memory of {process}: {', '.join(f'{size / 2**20:.0f}' for size in sizes)} MiB")
-                if grows(sizes, options.growth):
-                    failures.append(f"{process} grows")
-            failures += [end for end in ends if end not in ("finished", "aborted", "deadline_exceeded")]
-            if ends.total() != options.requests:
-                failures.append("not every request ended")
+            soak, readings, began = Soak(launcher, options), [], time.monotonic()
+            for part in range(options.readings):
+                begin, end = (options.requests * number // options.readings for number in (part, part + 1))
+                asyncio.run(soak.run(end - begin))
+                readings.append(memory(launcher))
+            print(f"{options.requests} requests in {time.monotonic() - began:.0f} s: {dict(soak.ends)}")
+            print(f"{soak.killed} stages killed, {launcher.describe().counts['replays']} replays; nothing is held")
+            failures = failures_of(soak, readings, options)
             if launcher.end() != 0:
                 failures.append("the pipeline did not end well")
         finally:
@@ -131,7 +197,10 @@ def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--kills", type=float, default=0.01, help="kills of stages per request")
+    parser.add_argument("--slow", type=float, default=0.1, help="share of the requests of the slow client")
+    parser.add_argument("--concurrency", type=int, default=64, help="requests at a time, of each of the two clients")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--readings", type=int, default=20)
     parser.add_argument("--growth", type=float, default=1.05, help="allowed growth of memory; larger for short runs")
     sys.exit(main(parser.parse_args()))

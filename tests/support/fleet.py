@@ -111,9 +111,11 @@ class World:
     def ready(self, stage: str, index: int = 0) -> list[FleetInstruction]:
         return self.hello(stage, index) + self.says(stage, Ready(seconds=0.5), index)
 
-    def ended(self, stage: str, index: int = 0, how: str = "exit code 1", log: str = "") -> list[FleetInstruction]:
+    def ended(
+        self, stage: str, index: int = 0, how: str = "exit code 1", log: str = "", exit_code: int | None = 1
+    ) -> list[FleetInstruction]:
         replica = self.replica(stage, index)
-        return self.node(ReplicaEnded(stage, index, replica.spawn_epoch, how, log), replica.node)
+        return self.node(ReplicaEnded(stage, index, replica.spawn_epoch, how, log, exit_code), replica.node)
 
     def tick(self, seconds: float = TICK_SECONDS) -> list[FleetInstruction]:
         self.now += seconds

@@ -121,6 +121,24 @@ def test_the_end_of_a_former_process_changes_nothing() -> None:
     assert world.node(ReplicaEnded("nothing", 0, former, "exit code 1")) == []
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "hangs", "evidence"),
+    [
+        (1, False, Evidence.CRASHED),
+        (-11, False, Evidence.CRASHED),
+        (-9, False, Evidence.KILLED),
+        (-9, True, Evidence.CRASHED),
+    ],
+)
+def test_what_a_loss_says_depends_on_how_the_process_ended(exit_code: int, hangs: bool, evidence: Evidence) -> None:
+    """One that hung was killed, too, but by its launcher."""
+    world = World(heartbeat_timeout=2.0).launch()
+    if hangs:
+        world.wait(2.5, "talker/0")
+    (lost,) = [item for item in world.ended("talker", exit_code=exit_code) if isinstance(item, ReplicaLost)]
+    assert lost.evidence is evidence
+
+
 # -- operators --------------------------------------------------------------------------------------------------------
 
 

@@ -157,6 +157,15 @@ def test_a_request_is_poison_only_if_it_ran_alone_at_the_crash() -> None:
     assert state.in_flight == 0
 
 
+def test_a_crash_in_company_condemns_no_one_whatever_came_before() -> None:
+    state = ready(max_in_flight=9)
+    ask_all(state, "a")
+    crash(state)
+    ask_all(state, "b")
+    assert not [item for item in crash(state) if isinstance(item, ToClient)]
+    assert on(state) == "a", "it is a suspect now, and runs alone"
+
+
 def test_two_kills_count_as_much_as_one_crash() -> None:
     state = ready(max_in_flight=9)
     ask_all(state, "abcd")
