@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings, check_exposure, parse_address
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_titled
-from tests.support.servers import HttpPipeline, free_port, openai_client, serving, wait_healthy
+from tests.support.servers import HttpPipeline, free_port, openai_client, serving, sound, wait_healthy
 from tests.support.waiting import until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
@@ -154,6 +155,36 @@ def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
         assert response.status_code == 503
         assert response.headers["retry-after"]
         assert response.json()["missing"][0].startswith("talker/0")
+
+
+def test_killing_the_http_server_loses_its_streams_and_files_and_nothing_else(slow: HttpPipeline) -> None:
+    def stream() -> int:
+        body = {**HELLO, "messages": [{"role": "user", "content": "word " * 400}], "stream": True}
+        with httpx.stream("POST", f"{slow.url}{CHAT}", json=body, timeout=60) as answer:
+            seen = 0
+            with contextlib.suppress(httpx.TransportError):
+                for _ in answer.iter_lines():
+                    seen += 1
+                    started.release()
+                raise AssertionError("the stream ended as if it were complete")
+            return seen
+
+    file = httpx.post(f"{slow.url}/v1/files", files={"file": sound()}).json()["id"]
+    started = threading.Semaphore(0)
+    with ThreadPoolExecutor() as pool, OmniClient(slow.endpoint) as client:
+        streams = [pool.submit(stream) for _ in range(2)]
+        for _ in range(8):
+            assert started.acquire(timeout=30)
+        assert client.describe().in_flight == 2
+        (server,) = processes_titled("omni:http", slow.process.pid)
+        os.kill(server, signal.SIGKILL)
+        assert all(future.result(30) for future in streams)
+        until(lambda: not client.describe().in_flight, 15, "the requests of the dead server to end")
+        assert slow.openai(max_retries=3, timeout=30).chat.completions.create(**HELLO).choices
+        part = {"type": "file", "file": {"file_id": file}}
+        lost = httpx.post(f"{slow.url}{CHAT}", json={**HELLO, "messages": [{"role": "user", "content": [part]}]})
+        assert lost.status_code == 400
+        assert lost.json()["error"]["code"] == "file_not_found"
 
 
 def not_well(url: str) -> httpx.Response | None:

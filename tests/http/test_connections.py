@@ -129,6 +129,53 @@ def test_what_is_not_http_is_refused_in_the_format_of_all_errors(address: tuple[
     assert code == "invalid_http"
 
 
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+LAST_CHUNK = b"\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        POST + b"Content-Length: 4\r\n" + CHUNKED + LAST_CHUNK,
+        POST + CHUNKED + b"Content-Length: 4\r\n" + LAST_CHUNK,
+        POST + b"Content-Length: 0\r\nContent-Length: 5\r\n\r\nhello",
+        POST + b"Content-Length: 5, 5\r\n\r\nhello",
+        POST + b"Content-Length: +5\r\n\r\nhello",
+        POST + b"Content-Length: 0x5\r\n\r\nhello",
+        POST + b"Content-Length: 99999999999999999999999\r\n\r\nhello",
+        POST + b"Transfer-Encoding: xchunked\r\n" + LAST_CHUNK,
+        POST + b"Transfer-Encoding: chunked, identity\r\n" + LAST_CHUNK,
+        POST + b"Transfer-Encoding : chunked\r\n" + LAST_CHUNK,
+        POST + CHUNKED + b"Transfer-Encoding: identity\r\n" + LAST_CHUNK,
+        POST + b"Transfer-Encoding:\r\n chunked\r\n" + LAST_CHUNK,
+        POST.replace(b"1.1", b"1.0") + CHUNKED + LAST_CHUNK,
+        POST + CHUNKED + b"\r\n5\nhello\r\n0\r\n\r\n",
+        POST + CHUNKED + b"\r\n+5\r\nhello\r\n0\r\n\r\n",
+        POST + CHUNKED + b"\r\nfffffffffffffffff\r\nhello\r\n0\r\n\r\n",
+        POST + CHUNKED + b"\r\n5\r\nhelloXX0\r\n\r\n",
+        GET.replace(b"\r\n", b"\n") + b"\n",
+        GET + b"A: b\rC: d\r\n\r\n",
+        GET + b"A: b\r\n c\r\n\r\n",
+        GET + b"A: b\0c\r\n\r\n",
+    ],
+)
+def test_what_a_proxy_might_read_otherwise_is_refused(address: tuple[str, int], start: bytes) -> None:
+    """With two ideas of where a request ends, a proxy could be made to pass on one that it never saw."""
+    with connect(address, start + b"GET /style.css HTTP/1.1\r\nHost: localhost\r\n\r\n") as made:
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := made.recv(65536):
+                received += piece
+    assert b"HTTP/1.1 200" not in received
+
+
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
+def test_no_other_protocol_is_offered(address: tuple[str, int], protocol: bytes) -> None:
+    """The request is answered as any other one."""
+    upgrade = GET + b"Connection: Upgrade, close\r\nUpgrade: " + protocol + b"\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    assert answer_to(address, upgrade)[0] == 503  # of /health
+
+
 def test_two_hosts_are_refused(address: tuple[str, int]) -> None:
     status, code = answer_to(address, GET + b"Host: evil.example\r\n\r\n")
     assert status == 400
