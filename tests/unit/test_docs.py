@@ -24,6 +24,7 @@ from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.header import Limits
 from omni_actors.stage import early_chunks
+from omni_actors.transport import connection_guard, sockets
 from scripts import docs_hooks, reference_docs
 from tests.support.paths import REPOSITORY
 
@@ -184,6 +185,24 @@ def test_the_pattern_for_defaults_finds_them() -> None:
         ("coordinator", "reconnect_timeout", "300", "s"),
         ("", "retain_bytes", "256", "MiB"),
     ]
+
+
+def test_the_bounds_of_the_threat_model_are_those_of_the_code() -> None:
+    text = (DOCS / "security.md").read_text()
+    http, message = HttpConfig(), Limits()
+    for bound in (
+        f"{http.head_bytes >> 10} KiB and {http.head_timeout:g} s for a head",
+        f"{connection_guard.CONNECTIONS:,} connections (files less {connection_guard.RESERVED_FILES})"
+        f"; {sockets.HANDSHAKE_MS // 1000} s; the oldest",
+        f"{connection_guard.HANDSHAKE_BYTES >> 10} KiB before the key is accepted",
+        f"{sockets.MAX_FRAMES:,} frames are kept",
+        f"past {message.message_bytes >> 20} MiB, all together past "
+        f"{connection_guard.UNFINISHED * message.message_bytes >> 30} GiB",
+        f"{MediaLimits().decoded_bytes >> 20} MiB decoded for a request",
+        f"503 past {http.bodies_bytes >> 20} MiB in all",
+        f"{decoders.DECODE_SECONDS:g} s, {decoders.MEMORY_BYTES >> 30} GiB",
+    ):
+        assert bound in text
 
 
 def test_the_known_limits_are_those_of_the_code() -> None:
