@@ -48,6 +48,12 @@ def tcp_host(endpoint: str) -> str | None:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
+def is_endpoint(endpoint: str) -> bool:
+    """Whether a text has the form of an endpoint: `ipc://PATH`, `tcp://HOST:PORT` or, in one process, `inproc://NAME`."""
+    # One that is not printable may not even be encodable, such as a file name of another encoding.
+    return endpoint.isprintable() and (endpoint.startswith(LOCAL_SCHEMES) or tcp_host(endpoint) is not None)
+
+
 def stays_on_host(endpoint: str) -> bool:
     """Whether no other host can reach what is bound at, or sent to, an endpoint."""
     host = tcp_host(endpoint)

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from omni_actors import envs
+from omni_actors import envs, flags
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout
 from omni_actors.processes import EXIT_FAILED, EXIT_OK
@@ -39,7 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = operations.add_parser(name, help=text)
         command.add_argument("replica", metavar="STAGE/REPLICA", help="for instance talker/0")
-        command.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait until it is done")
+        command.add_argument(
+            "--wait", type=flags.seconds_or_none, default=0.0, metavar="SECONDS", help="wait until it is done"
+        )
     operations.add_parser("shutdown", help="end the pipeline, as SIGTERM does")
     return parser
 

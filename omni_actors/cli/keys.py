@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omni_actors.errors import ConfigError
+from omni_actors.paths import expanded
 from omni_actors.processes import EXIT_OK, EXIT_USAGE
 from omni_actors.transport.curve import ALLOWED, CLUSTER, OPERATORS, PUBLIC, SECRET, make_client, make_cluster
 
@@ -26,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--operator", action="append", default=[], metavar="NAME", help="the same for one that may also operate"
     )
     options = parser.parse_args(arguments)
-    folder = options.folder.expanduser().absolute()
     try:
+        folder = expanded(options.folder, "DIR")
         if not options.client + options.operator or not (folder / f"{CLUSTER}{SECRET}").exists():
             make_cluster(folder)
             print(f"keys of the pipeline: {folder}")

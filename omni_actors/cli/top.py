@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from omni_actors import envs
+from omni_actors import envs, flags
 from omni_actors.cli.formatting import duration, size
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
     parser.add_argument("--once", action="store_true", help="print one frame, with the rates of one interval, and exit")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two frames (default: 1)"
+        "--interval", type=flags.seconds, default=1.0, metavar="SECONDS", help="between two frames (default: 1)"
     )
     return parser
 

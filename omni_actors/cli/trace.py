@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omni_actors import envs
+from omni_actors import envs, flags
 from omni_actors.cli.formatting import duration, size
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError
+from omni_actors.paths import check_file_can_be_written
 from omni_actors.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.protocol.telemetry import RequestTimeline, StageTimeline
 from omni_actors.telemetry.timeline import chrome_trace, end_of, extent, phases, replica_name, stages, transfers
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 no such request or no answer, 2 wrong usage)."""
     options = _parser().parse_args(arguments)
     try:
+        if options.chrome is not None:
+            check_file_can_be_written(options.chrome, "--chrome")
         timeline = asyncio.run(_fetch(envs.endpoint(options.endpoint), options.keys, options.request))
         if options.chrome is not None:
             _write(options.chrome, timeline)
@@ -54,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
     parser.add_argument(
         "--chrome",
-        type=Path,
+        type=flags.path,
         metavar="FILE",
         help="write a Chrome trace (JSON) instead, for ui.perfetto.dev or chrome://tracing",
     )

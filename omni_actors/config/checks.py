@@ -18,6 +18,7 @@ from omni_actors.config.schema import (
     ClusterConfig,
     CoordinatorConfig,
     DecodeConfig,
+    HttpConfig,
     OtlpProtocol,
     PipelineConfig,
     StageConfig,
@@ -90,19 +91,24 @@ def _check_times(pipeline: PipelineConfig) -> None:
 
 def _check_sizes(pipeline: PipelineConfig) -> None:
     """Check sizes that must fit one in the other; a single one has its range in the schema."""
-    limits, http = pipeline.limits, pipeline.http
+    limits = pipeline.limits
     least = limits.header_bytes + limits.body_bytes + limits.buffer_bytes
     if limits.message_bytes < least:
         raise ConfigError(
             f"limits.message_bytes ({limits.message_bytes}) is less than header_bytes, body_bytes and buffer_bytes "
             f"together ({least})."
         )
-    if http.bodies_bytes < http.body_bytes:
-        raise ConfigError(f"http.bodies_bytes ({http.bodies_bytes}) is less than body_bytes ({http.body_bytes}).")
+    check_http_sizes(pipeline.http)
     if 0 < pipeline.flow.arena_bytes < LEAST_ARENA_BYTES:
         raise ConfigError(
             f"flow.arena_bytes ({pipeline.flow.arena_bytes}) must be at least {LEAST_ARENA_BYTES}, or 0 for no arena."
         )
+
+
+def check_http_sizes(http: HttpConfig) -> None:
+    """Raise `ConfigError` if the largest body could never be taken."""
+    if http.bodies_bytes < http.body_bytes:
+        raise ConfigError(f"http.bodies_bytes ({http.bodies_bytes}) is less than body_bytes ({http.body_bytes}).")
 
 
 def _check_exposure(coordinator: CoordinatorConfig, cluster: ClusterConfig) -> None:

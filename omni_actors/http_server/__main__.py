@@ -16,6 +16,7 @@ import setproctitle
 import uvicorn
 
 from omni_actors import envs, logs
+from omni_actors.addresses import is_endpoint
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol
@@ -30,6 +31,7 @@ from omni_actors.http_server.settings import (
     url,
 )
 from omni_actors.processes import EXIT_OK, EXIT_USAGE, die_with_parent, raise_file_limit
+from omni_actors.transport.curve import load_keys
 
 KEEP_ALIVE_SECONDS = 30
 SHUTDOWN_SECONDS = 3
@@ -81,6 +83,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _from_flags(given: Sequence[str]) -> tuple[socket.socket, ServerSettings]:
     options = parser().parse_args(given)
+    if not is_endpoint(options.endpoint):
+        raise ConfigError(f"--endpoint: {options.endpoint!r} is not of the form ipc://PATH or tcp://HOST:PORT.")
+    load_keys(options.keys)
     settings = server_settings(http_config(options), options.endpoint, options.keys, options)
     return bind(options.http, settings, options.http_insecure), settings
 

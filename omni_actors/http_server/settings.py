@@ -14,6 +14,7 @@ from msgspec import Struct
 from omni_actors import envs, flags
 from omni_actors.addresses import is_loopback
 from omni_actors.config import HttpConfig
+from omni_actors.config.checks import check_http_sizes
 from omni_actors.errors import ConfigError
 from omni_actors.paths import check_readable, expanded
 
@@ -106,9 +107,11 @@ def _flag(name: str) -> str:
 def http_config(options: argparse.Namespace) -> HttpConfig:
     """Build the section `http` from flags alone. Raises `ConfigError`, naming the key, for a value off limits."""
     try:
-        return msgspec.convert(given_flags(options), HttpConfig)
+        http = msgspec.convert(given_flags(options), HttpConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"http: {error}.") from error
+    check_http_sizes(http)
+    return http
 
 
 def server_settings(http: HttpConfig, endpoint: str, keys: str | None, options: argparse.Namespace) -> ServerSettings:

@@ -117,6 +117,8 @@ def read(path: Path) -> tuple[RecordingHeader, Iterator[Entry]]:
 
 
 def _records(path: Path) -> Iterator[bytes]:
+    if path.is_fifo():
+        raise InvalidRequest(f"Cannot read {path}: it is not a regular file.")
     try:
         file = path.open("rb")
     except OSError as error:

@@ -24,6 +24,7 @@ import zmq.auth
 from zmq.utils import z85
 
 from omni_actors.errors import ConfigError
+from omni_actors.paths import expanded
 
 CLUSTER, CLIENT = "cluster", "client"
 ALLOWED, OPERATORS, CLIENTS = "allowed", "operators", "clients"
@@ -55,7 +56,7 @@ def load_keys(folder: str | Path | None) -> Keys | None:
     """
     if folder is None:
         return None
-    folder = Path(folder).expanduser().absolute()
+    folder = expanded(folder, "keys")
     if not zmq.has("curve"):
         raise ConfigError("This build of libzmq cannot encrypt.", hint="Install pyzmq from PyPI.")
     _check_private(folder, "folder")

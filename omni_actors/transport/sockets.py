@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import zmq
 
-from omni_actors.addresses import IPC, LOCAL_SCHEMES, stays_on_host, tcp_host
+from omni_actors.addresses import IPC, LOCAL_SCHEMES, is_endpoint, stays_on_host
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
 from omni_actors.protocol.codec import Frame
 from omni_actors.transport.connection_guard import ConnectionGuard
@@ -325,5 +325,5 @@ def _closed_on_error(socket: Socket) -> Iterator[None]:
 
 
 def _check_form(endpoint: str) -> None:
-    if not endpoint.startswith(LOCAL_SCHEMES) and tcp_host(endpoint) is None:
+    if not is_endpoint(endpoint):
         raise InvalidRequest(f"{endpoint!r} is not an endpoint.", hint="An endpoint is ipc://PATH or tcp://HOST:PORT.")
