@@ -99,7 +99,7 @@ def test_long_temporary_folder_is_not_used(monkeypatch: pytest.MonkeyPatch, shor
 
 def test_path_that_is_no_folder(short_path: Path) -> None:
     (short_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="coordinator.run_dir: .*file is not a folder"):
+    with pytest.raises(ConfigError, match=r"coordinator.run_dir: .*file is not a folder"):
         RunDirectory(str(short_path / "file"))
 
 
