@@ -51,7 +51,7 @@ def pipeline(requests: int) -> PipelineConfig:
     for before, stage in itertools.pairwise(stages):
         stage["inputs"] = {"from": before["name"]}
     stages[1]["outputs"], stages[3]["outputs"] = ["text"], ["audio"]
-    coordinator = {"max_in_flight": requests + 1, "retain_bytes": 1 << 40}
+    coordinator = {"max_in_flight": 2 * requests, "retain_bytes": 1 << 40}
     return msgspec.convert({"name": "s", "model": "s", "stages": stages, "coordinator": coordinator}, PipelineConfig)
 
 

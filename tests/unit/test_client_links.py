@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from omni_actors.client import AsyncOmniClient
 from omni_actors.config import FlowConfig
 from omni_actors.coordinator.client_links import ClientLinks
 from omni_actors.coordinator.core.instructions import ToClient
-from omni_actors.protocol.client import Observation
+from omni_actors.protocol.client import ClientToCoordinator, Observation
+from omni_actors.protocol.codec import Decoder
 from omni_actors.protocol.common import Credit
 from omni_actors.transport.credit import Traffic
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.support.builders import pipeline
 from tests.support.requests import ready
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 WINDOW, OUTBOX = 256, 100
 
@@ -72,3 +75,19 @@ def test_a_client_with_a_new_connection_does_not_owe_what_was_lost_with_the_one_
     after = answers.connect(b"alice")
     read: list[list] = []
     until(lambda: read.extend(drain(after)) or len(read) == 10, what="what waited for credit")
+
+
+async def test_a_client_says_on_a_new_connection_that_it_is_still_there(sockets: Sockets, short_path: Path) -> None:
+    """Else it would count as gone until its next question."""
+    endpoint = f"ipc://{short_path}/clients"
+    before, _ = sockets.router(endpoint)
+    async with AsyncOmniClient(endpoint) as client:
+        question = asyncio.create_task(client.describe(timeout=60))
+        (first,) = await eventually(lambda: drain(before), what="its question")
+        before.close(linger=0)
+        after, _ = sockets.router(endpoint)
+        (again,) = await eventually(lambda: drain(after), what="its announcement")
+        assert again[0] == first[0]
+        assert Decoder(ClientToCoordinator).decode(again[1:]).body == Credit()
+        question.cancel()
+        await asyncio.gather(question, return_exceptions=True)

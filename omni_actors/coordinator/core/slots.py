@@ -88,6 +88,7 @@ class Slots:
         self._blocked = blocked
         self._all = _Share()
         self._owners: dict[bytes, _Share] = {}
+        self._waiting: dict[bytes, _Share] = {}  # those of them that have requests in line
         self._holders: dict[str, Ticket] = {}
         self._entries: dict[str, _Entry] = {}
         self._arrivals = 0
@@ -123,10 +124,10 @@ class Slots:
         self._arrivals += 1
         entry = _Entry(ticket.priority, self._arrivals, ticket)
         self._join(entry)
-        if self._may_have(ticket) and not self._blocked(ticket.stages):
-            return []  # `next` gives it a slot at once
         left: list[_Entry] = []
         while (by_bytes := self.waiting_bytes > self._line_bytes) or self.waiting > self._line:
+            if not left and self._may_have(ticket) and not self._blocked(ticket.stages):
+                return []  # `next` gives it a slot at once
             left.append(self._largest(by_bytes))
             self._quit(left[-1])
         if entry in left:  # then the others need not leave
@@ -141,8 +142,8 @@ class Slots:
         best: tuple[_Turn, _Entry] | None = None
         if not self._settled and self.held < self._slots and self.waiting:
             blocked = functools.cache(self._blocked)
-            for owner in self._owners.values():
-                entry = self._first_of(owner, blocked) if owner.waiting else None
+            for owner in self._waiting.values():
+                entry = self._first_of(owner, blocked)
                 if entry is None:
                     continue
                 turn = _turn(owner, len(self._owners), self._slots, entry)
@@ -217,7 +218,7 @@ class Slots:
         def largest(shares: Iterable[_Share]) -> _Share:
             return max((share for share in shares if share.waiting), key=size)
 
-        return largest(largest(self._owners.values()).tenants.values()).line[-1]
+        return largest(largest(self._waiting.values()).tenants.values()).line[-1]
 
     def _join(self, entry: _Entry) -> None:
         ticket = entry.ticket
@@ -225,7 +226,8 @@ class Slots:
             share.waiting += 1
             share.waiting_bytes += ticket.size
             share.latest = max(share.latest, entry.number)
-        bisect.insort(self._owners[ticket.owner].tenants[ticket.tenant].line, entry)
+        owner = self._waiting[ticket.owner] = self._owners[ticket.owner]
+        bisect.insort(owner.tenants[ticket.tenant].line, entry)
         self._entries[ticket.request_id] = entry
 
     def _quit(self, entry: _Entry, forget: bool = True) -> None:
@@ -234,7 +236,10 @@ class Slots:
         for share in self._shares(ticket):
             share.waiting -= 1
             share.waiting_bytes -= ticket.size
-        line = self._owners[ticket.owner].tenants[ticket.tenant].line
+        owner = self._owners[ticket.owner]
+        if not owner.waiting:
+            del self._waiting[ticket.owner]
+        line = owner.tenants[ticket.tenant].line
         del line[bisect.bisect_left(line, entry)]
         if forget:
             self._forget_idle(ticket)
