@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import threading
 from collections.abc import Callable, Coroutine, Iterable
+from socketserver import ThreadingMixIn
 from typing import Any
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.types import StartResponse, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from omni_actors.addresses import is_loopback
 from omni_actors.errors import ConfigError
 
 ANSWER_SECONDS = 5.0  # for the coordinator to gather the metrics
+CONNECTIONS = 16  # at a time, each with a thread; the oldest makes room for the next one
+READ_SECONDS = 5.0  # for which a connection may send nothing
 
 
 class _PipelineCollector(Collector):
@@ -27,6 +37,64 @@ class _PipelineCollector(Collector):
         """Raise what `fetch` raises, or `TimeoutError`; the scrape then fails with 500."""
         text = asyncio.run_coroutine_threadsafe(self._fetch(), self._loop).result(ANSWER_SECONDS)
         return text_string_to_metric_families(text)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = READ_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: scrapes are many."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 128  # connections that wait to be accepted; with 5, a burst waits seconds
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._open: dict[socket.socket, None] = {}  # the oldest first
+        self._lock = threading.Lock()
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handle a connection in a thread, after ending the oldest one if there are too many."""
+        with self._lock:
+            self._open[request] = None
+            if len(self._open) > CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):  # it has ended by itself
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that was handled."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of peers that hang up or send no HTTP."""
+
+
+class _ServerOfIPv6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _for_loopback(application: Any) -> Any:
+    """Refuse a web page whose name resolves to this host: its requests have its own name as Host."""
+
+    def check(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            name = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
+        except ValueError:
+            name = ""
+        if is_loopback(name):
+            answer: Iterable[bytes] = application(environ, start_response)
+            return answer
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"Metrics are served to loopback names only, such as 127.0.0.1.\n"]
+
+    return check
 
 
 class MetricsEndpoint:
@@ -43,13 +111,22 @@ class MetricsEndpoint:
         registry = CollectorRegistry(auto_describe=False)
         collector = _PipelineCollector(asyncio.get_running_loop(), fetch)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            application = make_wsgi_app(registry)
+            self._server = make_server(
+                host,
+                port,
+                _for_loopback(application) if is_loopback(host) else application,
+                _ServerOfIPv6 if ":" in host else _Server,
+                _Handler,
+            )
         except OSError as error:
             raise ConfigError(
                 f"--metrics: cannot listen on {host}:{port}: {error.strerror or error}.",
                 hint="Choose another address or port.",
             ) from error
         registry.register(collector)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:

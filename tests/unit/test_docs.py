@@ -24,6 +24,7 @@ from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.header import Limits
 from omni_actors.stage import early_chunks
+from omni_actors.telemetry import endpoint
 from omni_actors.transport import connection_guard, sockets
 from scripts import docs_hooks, reference_docs
 from tests.support.paths import REPOSITORY
@@ -198,6 +199,7 @@ def test_the_bounds_of_the_threat_model_are_those_of_the_code() -> None:
         f"{sockets.MAX_FRAMES:,} frames are kept",
         f"past {message.message_bytes >> 20} MiB, all together past "
         f"{connection_guard.UNFINISHED * message.message_bytes >> 30} GiB",
+        f"{endpoint.CONNECTIONS} connections, the oldest makes room",
         f"{MediaLimits().decoded_bytes >> 20} MiB decoded for a request",
         f"503 past {http.bodies_bytes >> 20} MiB in all",
         f"{decoders.DECODE_SECONDS:g} s, {decoders.MEMORY_BYTES >> 30} GiB",
