@@ -15,7 +15,6 @@ MEMORY_SECONDS = 10.0
 POLL_SECONDS = 0.05
 
 
-@phase("waiting for memory")
 def wait_for_memory(
     measure: Callable[[], tuple[int, int]],
     share: float,
@@ -28,22 +27,22 @@ def wait_for_memory(
     Does not raise if it is not: vLLM then refuses the start, with the figures and what to change.
 
     Args:
-        measure: returns the free and the total bytes of the device.
+        measure: returns the free and the total bytes of the device; its first call may initialise it.
         share: of the total, from 0 to 1.
     """
-    began = clock()
-    waited = False
-    while True:
+    with phase("device"):
         free, total = measure()
-        if free >= share * total:
-            if waited:
+    if free >= share * total:
+        return True
+    text = "waiting for memory of the device: %.1f GiB are free, %.1f GiB needed"
+    logger.warning(text, free / GIB, share * total / GIB)
+    with phase("waiting for memory"):
+        began = clock()
+        while clock() < began + MEMORY_SECONDS:
+            sleep(POLL_SECONDS)
+            free, total = measure()
+            if free >= share * total:
                 logger.info("the device's memory was free after %.1f s", clock() - began)
-            return True
-        if not waited:
-            waited = True
-            text = "waiting for memory of the device: %.1f GiB are free, %.1f GiB needed"
-            logger.warning(text, free / GIB, share * total / GIB)
-        if clock() >= began + MEMORY_SECONDS:
-            logger.error("the memory did not become free within %g s: another process holds it", MEMORY_SECONDS)
-            return False
-        sleep(POLL_SECONDS)
+                return True
+    logger.error("the memory did not become free within %g s: another process holds it", MEMORY_SECONDS)
+    return False
