@@ -84,4 +84,4 @@ class AnyOrderWithASpare(AnyOrder):
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestAnyOrderWithASpare = AnyOrderWithASpare.TestCase
-TestAnyOrderWithASpare.settings = TestAnyOrder.settings
+TestAnyOrderWithASpare.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
