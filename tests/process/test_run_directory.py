@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,3 +37,28 @@ def test_removed_sockets_and_logs_come_back_and_a_removed_folder_ends_the_pipeli
     assert f"error (startup_error): The run directory {run} was removed while the pipeline ran." in launcher.output
     assert "Traceback" not in launcher.output
     assert not run.exists()
+
+
+def test_starts_that_fail_leave_nothing(launch: Callable[..., EchoLauncher], short_path: Path) -> None:
+    """The fixture looks for processes, sockets and shared memory."""
+    (short_path / "junk.pem").write_text("junk")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        certificate = ["--http-certificate", str(short_path / "junk.pem"), "--http-key", str(short_path / "junk.pem")]
+        failing = {  # what is wrong -> arguments, exit code, the words that name it
+            "certificate": (["--http", "127.0.0.1:0", *certificate], 2, "junk.pem"),
+            "http": (["--http", address], 2, address),
+            "metrics": (["--metrics", address], 2, address),
+            "listen": (["--listen", f"tcp://{address}"], 1, address),
+        }
+        launchers = {
+            name: launch(chain(), "--run-dir", str(short_path / name), *arguments)
+            for name, (arguments, _, _) in failing.items()
+        }
+        for name, (_, code, words) in failing.items():
+            assert launchers[name].wait_end(20) == code, launchers[name].output
+            assert words in launchers[name].output
+            assert "Traceback" not in launchers[name].output
+            assert {entry.name for entry in (short_path / name).glob("*")} <= {"logs"}
