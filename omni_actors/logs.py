@@ -121,7 +121,8 @@ def configure(process: str, file: str | None = None) -> None:
 
 def say(text: str) -> None:
     """Print a line for the person at the terminal, on stderr: stdout is for the answer."""
-    print(f"[omni_actors] {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk, or a terminal that is gone, must not end a pipeline
+        print(f"[omni_actors] {text}", file=sys.stderr, flush=True)
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -90,3 +90,15 @@ def test_a_flood_is_bounded_and_a_removed_file_is_made_again(tmp_path: Path) -> 
     assert f"{8000 - LINES} lines like this one were left out: dropped a message: xxx" in after
     assert after.endswith("plain output\n")
     assert os.stat(log).st_mode & 0o777 == 0o600
+
+
+def test_output_that_cannot_be_written_stops_nothing() -> None:
+    """As on a full disk; a terminal that is gone fails in the same way."""
+    code = (
+        "from omni_actors import logs; logs.configure('x'); logs.say('a'); logs.get_logger('x').error('b'); print('on')"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stderr=full, stdout=subprocess.PIPE, check=False, timeout=60
+        )
+    assert done.stdout == b"on\n"
