@@ -25,8 +25,8 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
         message_bytes: bytes of the whole message; at least those of a header, a body and a buffer.
     """
 
-    # The lowest values are those with which a pipeline still starts and answers; any header fits in 2 KiB.
-    header_bytes: Annotated[int, Meta(ge=2048, le=64 << 10)] = 2048
+    # With the lowest values a pipeline still starts and answers: a header with all blocks has some 740 bytes.
+    header_bytes: Annotated[int, Meta(ge=1024, le=64 << 10)] = 2048
     body_bytes: Annotated[int, Meta(ge=8 << 10, le=1 << 30)] = 4 << 20
     buffers: Annotated[int, Meta(ge=MAX_BLOCKS, le=MAX_BUFFERS)] = 256
     buffer_bytes: Annotated[int, Meta(ge=16 << 10, le=1 << 34)] = 256 << 20

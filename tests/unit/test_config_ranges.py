@@ -105,7 +105,7 @@ def test_values_that_do_not_fit(tmp_path: Path, change: dict[str, Any], problem:
 def test_values_that_do_fit(tmp_path: Path) -> None:
     otlp = {"otlp_endpoint": "host:4317", "otlp_protocol": "grpc"}
     load(tmp_path, {**chain(), "coordinator": otlp, "flow": {"arena_bytes": 0}})
-    sizes = {"header_bytes": 2048, "body_bytes": 8192, "buffers": 16, "buffer_bytes": 16384, "message_bytes": 32768}
+    sizes = {"header_bytes": 1024, "body_bytes": 8192, "buffers": 16, "buffer_bytes": 16384, "message_bytes": 32768}
     assert load(tmp_path, {**chain(), "limits": sizes}).pipeline.limits.message_bytes == 32768
 
 
