@@ -23,7 +23,8 @@ import zmq
 
 from omni_actors.addresses import IPC, LOCAL_SCHEMES, is_endpoint, stays_on_host
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
-from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.codec import FIXED_FRAMES, Frame
+from omni_actors.protocol.header import MAX_BUFFERS
 from omni_actors.transport.connection_guard import ConnectionGuard
 from omni_actors.transport.curve import MAKE_KEYS, Keys
 from omni_actors.transport.handshake_monitor import HandshakeMonitor
@@ -35,7 +36,7 @@ TCP_HEARTBEAT_MS = 1000
 CONNECT_TIMEOUT_MS = 2000  # the system's own two minutes would outlast every cut of a link
 HANDSHAKE_MS = 10_000  # that a peer may take; on the connecting side, which may wait for a busy one, 30 s (the default)
 DRAIN_MESSAGES = 256
-MAX_FRAMES = 4096  # of a message; the codec allows far fewer, but reading ten million takes ten seconds
+MAX_FRAMES = 1 + FIXED_FRAMES + MAX_BUFFERS  # of a message, with its sender; reading ten million takes 14 s
 DISCARDED_FRAMES = 256  # at a time, of a message with more
 MAX_IDENTITY = 255  # bytes, as libzmq's own sockets can have
 DESCRIPTOR = "__fd"  # property of a message in which libzmq gives the descriptor that it was read from
