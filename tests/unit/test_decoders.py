@@ -151,8 +151,9 @@ def test_it_ends_with_the_process_that_it_works_for() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))
+        worker.suspend()  # as if a file kept it busy, so that it cannot see its socket close
         parent.kill()
-    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, what="the decoder has ended")
 
 
 def test_work_that_is_given_up_frees_its_thread() -> None:
