@@ -172,7 +172,7 @@ def test_timeline_of_the_pipeline_is_drawn_and_read_by_keyboard(echo: HttpPipeli
     assert work.get_attribute("width") == "25.00%"
     assert second.locator("rect.wait").get_attribute("x") == "25.00%"
     assert page.locator(".timeline .lane").nth(0).locator("rect.queue").count() == 1
-    assert page.locator(".timeline line.mark").count() == 3, "first text, first sound, end"
+    assert page.locator(".timeline line.mark").count() == 4, "first text, first sound, smooth start, end"
     page.locator("#clear").focus()
     for _ in range(20):  # from the settings back to the lanes
         if page.locator(":focus").inner_text().startswith("thinker 2"):
