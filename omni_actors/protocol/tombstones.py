@@ -6,6 +6,8 @@ over.
 
 from __future__ import annotations
 
+import collections
+
 MAXIMUM = 100_000
 
 
@@ -15,7 +17,8 @@ class Tombstones:
     def __init__(self, ttl: float, maximum: int = MAXIMUM) -> None:
         self._ttl = ttl
         self._maximum = maximum
-        self._ended: dict[str, tuple[float, int]] = {}  # (time, attempt); in order of time
+        # (time, attempt), in order of time. The first of a plain dict is searched for among all that were deleted before.
+        self._ended: collections.OrderedDict[str, tuple[float, int]] = collections.OrderedDict()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ended
@@ -32,7 +35,7 @@ class Tombstones:
         _, before = self._ended.pop(request_id, (0.0, 0))
         self._ended[request_id] = (now, max(before, attempt))
         while len(self._ended) > self._maximum:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)
 
     def expire(self, now: float) -> None:
         """Forget the requests that ended `ttl` seconds ago or earlier."""
@@ -40,4 +43,4 @@ class Tombstones:
             oldest = next(iter(self._ended))
             if self._ended[oldest][0] + self._ttl > now:
                 return
-            del self._ended[oldest]
+            self._ended.popitem(last=False)
