@@ -17,7 +17,7 @@ class Tombstones:
     def __init__(self, ttl: float, maximum: int = MAXIMUM) -> None:
         self._ttl = ttl
         self._maximum = maximum
-        # (time, attempt), in order of time. The first of a plain dict is searched for among all that were deleted before.
+        # (time, attempt), in order of time. A plain dict looks for its first entry among all that were deleted.
         self._ended: collections.OrderedDict[str, tuple[float, int]] = collections.OrderedDict()
 
     def __contains__(self, request_id: str) -> bool:
