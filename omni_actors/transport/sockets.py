@@ -201,6 +201,8 @@ class Sockets:
         """A connected DEALER with a fixed identity, and the monitor that reports why it is refused or disconnected."""
         socket = self._socket(zmq.DEALER, LINGER_MS)
         socket.setsockopt(zmq.IDENTITY, identity)
+        # Nothing may be left in the connection itself, for heartbeats would be behind it: credit bounds what comes.
+        socket.setsockopt(zmq.RCVHWM, 0)
         # The ROUTER then misses us also while it cannot send: its own questions wait behind what we do not read.
         socket.setsockopt(zmq.HEARTBEAT_TTL, 5 * TCP_HEARTBEAT_MS)
         monitor = HandshakeMonitor(socket, endpoint, self.keys)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import pytest
 import zmq
 
+from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.disconnects import GRACE_SECONDS, DisconnectDetector, PeerConnections
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
+from tests.support.paths import REPOSITORY
 from tests.support.waiting import until
 
 
@@ -96,3 +103,44 @@ def test_a_message_that_outlived_its_connection_is_one_of_a_peer_that_is_gone() 
     os.dup2(other, reading)  # another connection with the same descriptor
     assert peers.gone(10.0) == []
     assert peers.gone(10.0 + GRACE_SECONDS) == [b"alive"]
+
+
+SILENT_PEER = """
+import signal, sys
+from omni_actors.transport import sockets
+sockets.TCP_HEARTBEAT_MS = 100
+dealer, _ = sockets.Sockets().dealer(sys.argv[1], b"peer")
+dealer.send(b"hello")
+signal.pause()
+"""
+
+
+def test_a_stopped_peer_is_found_although_no_heartbeat_gets_through_what_it_did_not_read(
+    sockets: Sockets, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets_module, "TCP_HEARTBEAT_MS", 60_000)  # its own heartbeats have to do
+    router, endpoint = sockets.router(f"ipc://{short_path}/clients")
+    peers = PeerConnections()
+    with subprocess.Popen([sys.executable, "-c", SILENT_PEER, endpoint], cwd=REPOSITORY) as process:
+        try:
+            until(lambda: router.poll(0), 20, "its message")
+            _, descriptor, peer, _ = sockets.receive_from_client(router)
+            peers.heard(peer, descriptor)
+            for _ in range(2000):
+                until(lambda: try_send(router, [peer, bytes(1000)]), what="room for a message")
+            time.sleep(1.0)  # its own heartbeats pass what it leaves unread
+            assert peers.gone(0.0) == []
+            assert peers.gone(GRACE_SECONDS) == []
+
+            def is_gone_when_stopped() -> bool:
+                process.send_signal(signal.SIGCONT)
+                time.sleep(0.3)  # a heartbeat of its own has to be the last that came; if it was late, again
+                process.send_signal(signal.SIGSTOP)
+                for _ in range(100):
+                    try_send(router, [peer, bytes(100_000)])
+                time.sleep(1.0)
+                return peers.gone(0.0) == [] and peers.gone(GRACE_SECONDS) == [peer]
+
+            until(is_gone_when_stopped, 5, "its end")
+        finally:
+            process.kill()
