@@ -67,9 +67,11 @@ async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends) -> Non
         if kind == "abort":
             await asyncio.sleep(chance.uniform(0, 0.2))
             await stream.abort()
-        output = await stream.result()
+        output = await asyncio.wait_for(stream.result(), 2 * ENOUGH_SECONDS)
         good = output.text == (text if "text" in modalities else "")
         ends["finished" if good else "wrong answer"] += 1
+    except TimeoutError:
+        ends["no end"] += 1
     except OmniError as error:
         ends[error.code.value if isinstance(error, expected) else f"unexpected {error.code.value}"] += 1
 
@@ -164,8 +166,7 @@ def failures_of(soak: Soak, readings: Sequence[dict[str, int]], options: argpars
     lost = {end: count for end, count in ends.items() if end.startswith("unexpected ")}
     if sum(lost.values()) > (1 - ANSWERED if soak.killed else 0) * (ends["finished"] + sum(lost.values())):
         failures.append(f"too many failed: {lost}")
-    if ends["wrong answer"]:
-        failures.append("wrong answers")
+    failures += [end for end in ("wrong answer", "no end") if ends[end]]
     if ends.total() != options.requests:
         failures.append("not every request ended")
     return failures
