@@ -158,23 +158,22 @@ def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
 
 
 def test_killing_the_http_server_loses_its_streams_and_files_and_nothing_else(slow: HttpPipeline) -> None:
-    def stream() -> int:
+    def stream(begun: threading.Event) -> int:
         body = {**HELLO, "messages": [{"role": "user", "content": "word " * 400}], "stream": True}
         with httpx.stream("POST", f"{slow.url}{CHAT}", json=body, timeout=60) as answer:
             seen = 0
             with contextlib.suppress(httpx.TransportError):
                 for _ in answer.iter_lines():
                     seen += 1
-                    started.release()
+                    begun.set()
                 raise AssertionError("the stream ended as if it were complete")
             return seen
 
     file = httpx.post(f"{slow.url}/v1/files", files={"file": sound()}).json()["id"]
-    started = threading.Semaphore(0)
+    started = [threading.Event() for _ in range(2)]
     with ThreadPoolExecutor() as pool, OmniClient(slow.endpoint) as client:
-        streams = [pool.submit(stream) for _ in range(2)]
-        for _ in range(8):
-            assert started.acquire(timeout=30)
+        streams = [pool.submit(stream, begun) for begun in started]
+        assert all(begun.wait(30) for begun in started)
         assert client.describe().in_flight == 2
         (server,) = processes_titled("omni:http", slow.process.pid)
         os.kill(server, signal.SIGKILL)

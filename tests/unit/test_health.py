@@ -220,7 +220,7 @@ def test_every_state_is_reached_and_named_in_the_document() -> None:
         (REPLICA_TRANSITIONS, ReplicaState, ReplicaState.STARTING),
         (NODE_TRANSITIONS, NodeState, NodeState.EXPECTED),
         (LAUNCH_TRANSITIONS, LaunchState, LaunchState.STARTING),
-        (REQUEST_TRANSITIONS, RequestState, RequestState.WAITING),
+        (REQUEST_TRANSITIONS, RequestState, RequestState.QUEUED),
     ):
         assert set(table.values()) | {initial} == set(states)
     assert TARGET.read_text() == document(), "run scripts/state_diagrams.py"
