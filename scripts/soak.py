@@ -67,7 +67,8 @@ async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends) -> Non
         if kind == "abort":
             await asyncio.sleep(chance.uniform(0, 0.2))
             await stream.abort()
-        output = await asyncio.wait_for(stream.result(), 2 * ENOUGH_SECONDS)
+        async with asyncio.timeout(2 * ENOUGH_SECONDS):
+            output = await stream.result()
         good = output.text == (text if "text" in modalities else "")
         ends["finished" if good else "wrong answer"] += 1
     except TimeoutError:

@@ -248,7 +248,8 @@ class AsyncOmniClient:
         future = self._answers[token] = asyncio.get_running_loop().create_future()
         try:
             self._send(token, question)
-            answer = await asyncio.wait_for(future, timeout)
+            async with asyncio.timeout(timeout):  # wait_for would lose a cancellation that comes with the answer
+                answer = await future
         except TimeoutError:
             raise RequestTimeout(f"The coordinator at {self._endpoint} did not answer within {timeout:g} s.") from None
         finally:

@@ -172,7 +172,8 @@ class Coordinator:
         if self.fleet.launch.serving:
             say(f"no request is taken any more; {self._requests.in_flight} are in flight")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), self._pipeline.coordinator.drain_timeout)
+                async with asyncio.timeout(self._pipeline.coordinator.drain_timeout):
+                    await self._idle.wait()
 
     def abandon(self) -> None:
         """Answer every client at once, as the launcher is dead. Other nodes wait for the next coordinator."""

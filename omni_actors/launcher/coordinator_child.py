@@ -91,7 +91,8 @@ class CoordinatorChild:
             await process.stdin.drain()
             process.stdin.close()
         try:
-            line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
+            async with asyncio.timeout(START_SECONDS):
+                line = await process.stdout.readline()
         except TimeoutError:
             self.kill()
             raise StartupError(f"The coordinator did not listen within {START_SECONDS:g} s.") from None
@@ -120,7 +121,8 @@ class CoordinatorChild:
                 return
             self._on_restart(f"the coordinator died ({how}) and is started again; requests in flight are lost")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self._stopping.wait()
             if self._stopping.is_set():
                 continue
             try:

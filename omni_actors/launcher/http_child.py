@@ -87,7 +87,8 @@ class HttpChild:
         if process is not None and process.returncode is None:
             process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), STOP_SECONDS)
+                async with asyncio.timeout(STOP_SECONDS):
+                    await process.wait()
             except TimeoutError:
                 process.kill()
                 await process.wait()

@@ -146,7 +146,8 @@ class MpsChild:
             start_new_session=True,  # Ctrl-C must not reach the daemon before the stages have ended
         )
         try:
-            answer = await asyncio.wait_for(self._answer(self._guardian), START_SECONDS)
+            async with asyncio.timeout(START_SECONDS):
+                answer = await self._answer(self._guardian)
         except TimeoutError:
             self._guardian.kill()
             return f"no answer within {START_SECONDS:g} s"
@@ -177,7 +178,8 @@ class MpsChild:
         if guardian.stdin is not None:
             guardian.stdin.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(guardian.wait(), STOP_SECONDS)
+            async with asyncio.timeout(STOP_SECONDS):
+                await guardian.wait()
         if guardian.returncode is None:
             logger.error("the MPS daemon did not end; killing its guardian")
             guardian.kill()

@@ -202,7 +202,8 @@ class ReplicaProcesses:
 
     async def _all_ended(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._none_left.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._none_left.wait()
 
     def kill_replica(self, identity: ReplicaId) -> None:
         """Send SIGKILL to one replica; its end is reported like any other."""

@@ -159,7 +159,8 @@ async def test_a_loop_that_hangs_is_found_with_the_defaults(launch: Launch) -> N
         pid = await pid_of(client, "prompt/0")
         stream = await client.submit({"prompt_token_ids": [HANG_TOKEN]}, modalities=["text"])
         losses.follow(pid, "prompt/0")
-        await asyncio.wait_for(losses.noticed.wait(), 30)
+        async with asyncio.timeout(30):
+            await losses.noticed.wait()
         await stream.abort()
         await losses.finish()
     assert "prompt/0 died (no progress for " in launcher.output

@@ -97,7 +97,8 @@ async def test_sigkill_of_the_coordinator_mid_answer(pipeline: RunningPipeline) 
         await anext(stream)
         coordinator.kill()
         with pytest.raises(StageLost):
-            await asyncio.wait_for(stream.result(), 30)
+            async with asyncio.timeout(30):
+                await stream.result()
         again = await answer(client)
         assert [status.pid for status in (await client.describe()).stages] == pids
     assert again[:2] == undisturbed[:2]

@@ -158,7 +158,8 @@ async def test_through_slow_and_cut_networks(
         asking = [asyncio.create_task(ask_and_check(client, text_of(number))) for number in range(20)]
         await asyncio.sleep(0.05)
         network.cable.is_cut = True  # and stays so until all of them have ended
-        outcomes = await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), TYPED_SECONDS)
+        async with asyncio.timeout(TYPED_SECONDS):
+            outcomes = await asyncio.gather(*asking, return_exceptions=True)
         wrong = [item for item in outcomes if isinstance(item, BaseException) and not isinstance(item, OmniError)]
         assert not wrong, wrong
 

@@ -376,7 +376,8 @@ async def test_no_coordinator_answers(short_path: Path, monkeypatch: pytest.Monk
             await client.describe(timeout=0.2)
         stream = await client.submit("x", modalities=["text"])
         with pytest.raises(RequestTimeout):
-            await asyncio.wait_for(stream.result(), 5)
+            async with asyncio.timeout(5):
+                await stream.result()
     with pytest.raises(OmniError, match="is not an endpoint"):
         await AsyncOmniClient("nonsense").__aenter__()
 
@@ -388,7 +389,8 @@ async def test_launcher_killed_while_a_request_runs(launch: Launch) -> None:
         await anext(stream)
         launcher.end(signal.SIGKILL)
         with pytest.raises(StageUnavailable, match="shutting down"):  # from the coordinator, before it ends, too
-            await asyncio.wait_for(stream.result(), 2)
+            async with asyncio.timeout(2):
+                await stream.result()
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------

@@ -314,7 +314,8 @@ async def test_a_client_whose_request_was_lost_gets_an_error(
             losing.setattr("omni_actors.client.async_client.try_send", lambda socket, frames: True)
             stream = await client.submit("x", modalities=["text"])
         with pytest.raises(OmniError, match="does not know this request") as caught:
-            await asyncio.wait_for(stream.result(), 5)
+            async with asyncio.timeout(5):
+                await stream.result()
         assert caught.value.retryable
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from pathlib import Path
 
 import msgspec
@@ -14,8 +15,9 @@ from omni_actors.config import FlowConfig
 from omni_actors.coordinator.client_links import ClientLinks
 from omni_actors.coordinator.core.instructions import ToClient
 from omni_actors.protocol.client import ClientToCoordinator, Observation
-from omni_actors.protocol.codec import Decoder
+from omni_actors.protocol.codec import Decoder, encode
 from omni_actors.protocol.common import Credit
+from omni_actors.protocol.header import Header
 from omni_actors.transport.credit import Traffic
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.support.builders import pipeline
@@ -91,3 +93,22 @@ async def test_a_client_says_on_a_new_connection_that_it_is_still_there(sockets:
         assert Decoder(ClientToCoordinator).decode(again[1:]).body == Credit()
         question.cancel()
         await asyncio.gather(question, return_exceptions=True)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_question_that_is_given_up_stays_so_if_its_answer_comes_at_that_moment(
+    sockets: Sockets, short_path: Path, turns: int
+) -> None:
+    """Else a client that closes while it asks for its requests would go on asking, and its end would wait for that."""
+    router, endpoint = sockets.router(f"ipc://{short_path}/clients")
+    async with AsyncOmniClient(endpoint) as client:
+        question = asyncio.create_task(client.metrics())
+        ((name, *frames),) = await eventually(lambda: drain(router), what="its question")
+        token = Decoder(ClientToCoordinator).decode(frames).header.request_id
+        try_send(router, [name, *encode(Header("", request_id=token), Observation(text="x"))])
+        time.sleep(0.05)  # noqa: ASYNC251 - the answer has come, and this client has not looked yet
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        given_up = question.cancel()
+        await asyncio.wait([question])
+        assert question.cancelled() == given_up

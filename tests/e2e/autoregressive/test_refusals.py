@@ -184,7 +184,7 @@ def test_bad_rows_end_their_request_alone(talker, answers):
         ("thinker", "autoregressive", {"max_num_seq": 3}, "max_num_seqs"),
         ("thinker", "autoregressive", {"worker_cls": "x"}, "worker_cls"),
         ("talker", "autoregressive", {"enable_prompt_embeds": False}, "enable_prompt_embeds"),
-        ("talker", "autoregressive", {"max_model_len": -5}, "talker"),
+        ("talker", "autoregressive", {"max_model_len": -5}, "max_model_len"),
         ("talking", "autoregressive", {}, "talker"),
         ("talker", "diffusion", {}, "autoregressive"),
     ],
