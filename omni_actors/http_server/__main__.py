@@ -102,11 +102,12 @@ def _from_launcher(spec_json: str) -> tuple[socket.socket, ServerSettings]:
 
 
 def _join_logs() -> None:
-    """Log uvicorn's warnings in our format; what it logs at info, this process logs itself."""
-    theirs = logging.getLogger("uvicorn")
-    theirs.handlers[:] = logging.getLogger("omni_actors").handlers
-    theirs.setLevel(logging.WARNING)
-    theirs.propagate = False
+    """Log the libraries' warnings in our format and number; what they log at info, this process logs itself."""
+    for name in ("uvicorn", "python_multipart"):
+        theirs = logging.getLogger(name)
+        theirs.handlers[:] = logging.getLogger("omni_actors").handlers
+        theirs.setLevel(logging.WARNING)
+        theirs.propagate = False
 
 
 if __name__ == "__main__":
