@@ -28,6 +28,7 @@ FLOORS = {
     "engine": 92,
     "http_server": 93,
     "launcher": 88,
+    "media": 85,
     "protocol": 96,
     "stage": 95,
     "telemetry": 95,

@@ -50,7 +50,8 @@ def test_vllms_own_scheduler_is_refused(vllm_config: VllmConfig) -> None:
 
 
 def test_vllms_former_model_runner_is_refused(vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    # The variable that decides is read once in a process, when the first engine starts.
+    monkeypatch.setattr(type(vllm_config), "use_v2_model_runner", False)
     with pytest.raises(ConfigError, match="V1 model runner") as caught:
         VllmCore(vllm_config)
     assert "platform.prepare" in caught.value.hint

