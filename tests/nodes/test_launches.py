@@ -234,7 +234,7 @@ def test_the_ssh_launcher(network: Network, short_path: Path, fails: bool) -> No
     (short_path / "ssh").chmod(0o755)
     (short_path / "hosts").write_text("\n".join(host.address for host in network.hosts))
     data = spread()
-    data["stages"][2]["engine"] = {"fail_start": True} if fails else {}
+    data["stages"][2]["engine"] = {"fail_start": "no weights"} if fails else {}
     (short_path / "pipeline.yaml").write_text(yaml.safe_dump(data))
     with (short_path / "output").open("wb") as output:
         script = subprocess.Popen(
