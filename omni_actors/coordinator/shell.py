@@ -134,10 +134,11 @@ class Coordinator:
         self._control_reader = SocketReader(self._control, self._on_control)
         self._results_reader = SocketReader(self._results, self._on_result)
         self._obey(self.fleet.start(time.monotonic()))
+        self._restoring = asyncio.create_task(self._repeat(LOOK_SECONDS, self._restore_files), name="socket files")
         self._tickers = [
             asyncio.create_task(self._repeat(TICK_SECONDS, self._on_tick), name="coordinator tick"),
             asyncio.create_task(self._repeat(FLEET_TICK_SECONDS, self._on_fleet_tick), name="fleet tick"),
-            asyncio.create_task(self._repeat(LOOK_SECONDS, self._restore_files), name="socket files"),
+            self._restoring,
         ]
 
     # -- from the start to the end ------------------------------------------------------------------------------------
@@ -177,6 +178,7 @@ class Coordinator:
 
     def abandon(self) -> None:
         """Answer every client at once, as the launcher is dead. Other nodes wait for the next coordinator."""
+        self._restoring.cancel()  # stages remove the files from now on
         self.fleet.end()
         self._do(self._requests.shut_down(STEADY()))
 

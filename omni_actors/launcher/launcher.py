@@ -222,13 +222,16 @@ class Launcher:
 
     async def _watch_run_directory(self) -> None:
         """End the pipeline when its run directory is lost: neither clients nor restarted stages could connect."""
+        lost = ""
         while True:
+            before = lost
             try:
                 lost = self._run_directory.look()
             except OSError as error:  # the disk is full, for instance; try again
                 logger.warning("cannot look at the run directory: %s", error)
             else:
-                if lost:
+                # Twice: a signal to all processes may reach the fork server, which removes its socket, before this one.
+                if lost and lost == before:
                     self._on_shutdown(f"{lost} Start the pipeline again, with a --run-dir that nothing cleans.", True)
                     return
             await asyncio.sleep(LOOK_SECONDS)

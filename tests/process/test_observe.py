@@ -323,7 +323,7 @@ def test_trace_shows_the_last_request_and_writes_a_chrome_trace(
     assert trace.main(["unknown", "--endpoint", echo.endpoint]) == 1
     assert "no timeline of request 'unknown'" in capsys.readouterr().err
     assert trace.main(["last", "--endpoint", echo.endpoint, "--chrome", str(tmp_path / "no" / "t.json")]) == 1
-    assert "Cannot write" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
 
 
 # -- top --------------------------------------------------------------------------------------------------------------
