@@ -42,7 +42,7 @@ SAMPLE_RATE = 24_000  # Hz
 MAX_STEPS = 1000
 DUMMY_SEED = 0
 WEIGHT_PREFIX = "token2wav."
-# What "auto" means; measured in docs/benchmarks.md.
+# What "auto" means; measured in docs/benchmarks_history.md.
 AUTO_PRECISION = {"cuda": "bf16", "cpu": "float32"}
 CHUNKS = ChunkPolicy(first=1, largest=16, look_ahead=1)
 
@@ -307,7 +307,7 @@ SPEC = ModelSpec(
     hf_overrides=placeholder_overrides("token2wav_config", MAX_STEPS),
     vllm_models={ARCHITECTURE: PlaceholderModel},
     # Chunks at a time. More of them make the steps longer that first chunks and the thinker wait for
-    # (docs/benchmarks.md).
+    # (docs/benchmarks_history.md).
     engine={"max_num_seqs": 16},
     required={
         "max_model_len": MAX_STEPS + 1,
