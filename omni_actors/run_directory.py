@@ -82,7 +82,7 @@ class RunDirectory:
 
     def _take_lock(self) -> None:
         deadline = time.monotonic() + LOCK_SECONDS
-        while (lock := _try_lock(self.path, create=True)) is None:
+        while (lock := _try_lock(self.path)) is None:
             if time.monotonic() > deadline:
                 owner = (self.path / LOCK).read_text().strip() or "unknown"
                 raise ConfigError(
@@ -107,7 +107,7 @@ class RunDirectory:
             return f"The run directory {self.path} was removed while the pipeline ran."
         if not _is_file(self._lock, self.path / LOCK):
             logger.warning("the lock of the run directory was removed; taking it again")
-            lock = _try_lock(self.path, create=True)
+            lock = _try_lock(self.path)
             if lock is None:
                 return f"Another process has taken the run directory {self.path}."
             self._lock.close()
@@ -187,13 +187,19 @@ def _check_private(folder: Path) -> None:
 
 
 def clear_abandoned(path: Path, temporary: bool) -> None:
-    """Remove what a killed launcher left in its run directory.
+    """Remove what a launcher that is gone left in its run directory: all of it if it was killed, else late sockets.
 
-    Every stage process calls it at its end. Does nothing while that launcher, or a newer one, holds the lock.
+    Every stage process calls it at its end, also one that a stopping launcher no longer knew. Does nothing while that
+    launcher, or a newer one, holds the lock.
     """
-    lock = _try_lock(path, create=False)
+    try:
+        lock = _try_lock(path)
+    except OSError:  # the folder has been removed
+        return
     if lock is not None:
-        _clear(lock, path, everything=temporary)
+        lock.seek(0)
+        killed = bool(lock.read())  # an orderly end removes the file with its owner's number
+        _clear(lock, path, everything=temporary and killed)
 
 
 def _clear(lock: IO[str], path: Path, everything: bool) -> None:
@@ -206,14 +212,9 @@ def _clear(lock: IO[str], path: Path, everything: bool) -> None:
             (path / LOCK).unlink(missing_ok=True)
 
 
-def _try_lock(path: Path, create: bool) -> IO[str] | None:
-    """Open and lock the lock file; `None` if another process holds it or, unless `create`, it does not exist."""
-    try:
-        lock = open(path / LOCK, "a+" if create else "r+")  # noqa: SIM115 - held by the caller
-    except FileNotFoundError:
-        if create:
-            raise
-        return None
+def _try_lock(path: Path) -> IO[str] | None:
+    """Open and lock the lock file, made where it is missing; `None` if another process holds it."""
+    lock = open(path / LOCK, "a+")  # noqa: SIM115 - held by the caller
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

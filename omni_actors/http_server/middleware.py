@@ -83,6 +83,12 @@ class RequestMiddleware:
     async def _check_and_run(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         reservation = Reservation(self._bodies)
         RESERVATION.set(reservation)
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                reservation.release()  # first: the client's next request may come at once
+            await send(message)
+
         try:
             try:
                 self._check_host(headers)
@@ -93,9 +99,9 @@ class RequestMiddleware:
                     self._check_type(scope["path"], headers)
                     body = await self._read(headers, receive, reservation)
             except HttpError as error:
-                await error.response()(scope, receive, send)
+                await error.response()(scope, receive, answer)
                 return
-            await self._app(scope, _ReceiveAgain(body, receive), send)
+            await self._app(scope, _ReceiveAgain(body, receive), answer)
         finally:
             reservation.release()
 

@@ -36,7 +36,7 @@ class Reservation:
         self._bodies.used += size
 
     def release(self) -> None:
-        """Give all of it back."""
+        """Give all of it back. Idempotent."""
         self._bodies.used -= self.size
         self.size = 0
 

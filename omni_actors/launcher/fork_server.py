@@ -20,6 +20,7 @@ def _exit_at_once() -> None:
 
 
 # Blocked, not ignored: a signal sent to a child that has just been forked then waits until the child has its own
-# handler and unblocks it. An ignored one would be lost, and the launcher would wait for its whole shutdown_timeout.
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+# handler and unblocks it. An ignored SIGTERM would be lost, and the launcher would wait for its whole shutdown_timeout;
+# a SIGINT with the default handler, which children of a fork server get, would end a new child like a failure.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 atexit.register(_exit_at_once)

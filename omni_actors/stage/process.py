@@ -84,6 +84,7 @@ def main(spec: ReplicaSpec) -> None:
 def _prepare_process(spec: ReplicaSpec) -> None:
     # Ctrl-C reaches the whole process group; the launcher decides in which order the stages end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by the fork server until here
     die_with_parent()
     setproctitle.setproctitle(f"omni:{spec.name}")
     logs.redirect_output(spec.log_file)

@@ -57,7 +57,7 @@ def test_one_prompt_is_answered_on_the_command_line(launch: Launch, short_path: 
     samples, rate = soundfile.read(wav)
     assert (len(samples), rate) == (6 * 480, 24_000)
     assert_nothing_left(short_path, 1.0)
-    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()], sorted(short_path.rglob("*"))
 
 
 def test_one_prompt_that_fails_names_its_error(launch: Launch) -> None:
@@ -91,7 +91,7 @@ def test_a_wrong_option_of_a_stage_is_named_before_anything_starts(launch: Launc
     launcher = launch(slow(1, step_second=1.0))
     assert launcher.wait_end(20) == 2
     assert "[omni_actors]" not in launcher.output
-    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()], sorted(short_path.rglob("*"))
     assert "stages.thinker.engine.step_second" in launcher.output
     assert "Did you mean 'step_seconds'" in launcher.output
 
@@ -115,7 +115,7 @@ def test_check_starts_nothing(launch: Launch, short_path: Path) -> None:
     assert launcher.wait_end() == 0
     assert "placement" in launcher.output
     assert "[default]" in launcher.output
-    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()], sorted(short_path.rglob("*"))
 
 
 HANDSHAKE = """
@@ -188,7 +188,7 @@ def test_a_signal_ends_everything_and_answers_every_client(
             with pytest.raises(StageUnavailable, match="shutting down"):
                 stream.result()
     assert_nothing_left(short_path, 1.0)
-    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()], sorted(short_path.rglob("*"))
 
 
 @pytest.mark.parametrize("moment", ["importing", "loading", "loading, and Ctrl-C reaches all processes"])
@@ -203,7 +203,7 @@ def test_a_signal_while_starting_ends_everything(launch: Launch, short_path: Pat
     else:
         assert launcher.end(signal.SIGTERM, 10) == 0
     assert_nothing_left(short_path, 1.0)
-    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()], sorted(short_path.rglob("*"))
 
 
 def test_a_signal_does_not_wait_for_the_fork_servers_imports(launch: Launch, short_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_launcher_killed_while_a_stage_loads_leaves_nothing(launch: Launch, sh
     until(lambda: "code2wav/0 ready" in launcher.output, 10, "the others are ready")
     launcher.end(signal.SIGKILL)
     assert_nothing_left(short_path, 5.0)
-    assert not [entry for entry in short_path.iterdir() if entry.is_dir()]
+    assert not [entry for entry in short_path.iterdir() if entry.is_dir()], sorted(short_path.rglob("*"))
 
 
 # -- stages that die --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from omni_actors.errors import ConfigError
-from omni_actors.run_directory import RunDirectory
+from omni_actors.run_directory import RunDirectory, clear_abandoned
 from tests.support.other_user import AS_ROOT, NOBODY
 
 
@@ -115,3 +116,34 @@ def test_a_folder_or_link_of_another_user_is_refused_and_left_as_it_is(short_pat
         RunDirectory(str(folder))
     assert not list(folder.iterdir())
     assert folder.stat().st_mode & 0o777 == 0o755
+
+
+# -- what stages do at their end --------------------------------------------------------------------------------------
+
+
+def bind_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as late:
+        late.bind(str(path))
+
+
+def test_a_stage_that_ends_after_its_launcher_removes_its_socket_and_keeps_the_logs(short_path: Path) -> None:
+    """A launcher that is stopped while it starts a stage may end before that stage has bound its socket."""
+    run = RunDirectory(str(short_path / "run"))
+    run.log_file("prompt/0").write_text("why it failed")
+    run.close()
+    bind_socket(run.path / "prompt-0-7")
+    clear_abandoned(run.path, temporary=True)
+    assert [entry.name for entry in run.path.iterdir()] == ["logs"]
+    assert run.log_file("prompt/0").read_text() == "why it failed"
+
+
+def test_a_stage_leaves_the_sockets_of_a_launcher_that_runs(run: RunDirectory) -> None:
+    bind_socket(run.path / "prompt-0-7")
+    clear_abandoned(run.path, temporary=True)
+    assert (run.path / "prompt-0-7").is_socket()
+    assert (run.path / "lock").read_text() == str(os.getpid())
+
+
+def test_a_stage_that_ends_after_the_folder_is_gone_makes_no_new_one(short_path: Path) -> None:
+    clear_abandoned(short_path / "gone", temporary=True)
+    assert not list(short_path.iterdir())
