@@ -11,7 +11,7 @@ LARGEST_SEED = 2**63 - 1
 
 def seconds(text: str) -> float:
     """A time above 0, up to the longest that the configuration knows."""
-    number = _finite(text)
+    number = finite(text)
     if not 0 < number <= LONGEST_SECONDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {LONGEST_SECONDS:g}")
     return number
@@ -19,7 +19,7 @@ def seconds(text: str) -> float:
 
 def seconds_or_none(text: str) -> float:
     """The same, or 0 for none."""
-    return 0.0 if _finite(text) == 0 else seconds(text)
+    return 0.0 if finite(text) == 0 else seconds(text)
 
 
 def seed(text: str) -> int:
@@ -28,11 +28,6 @@ def seed(text: str) -> int:
     if not 0 <= number <= LARGEST_SEED:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {LARGEST_SEED}")
     return number
-
-
-def finite(text: str) -> float:
-    """A number whose range is checked elsewhere, but neither infinite nor NaN."""
-    return _finite(text)
 
 
 def text(given: str) -> str:
@@ -56,7 +51,8 @@ def path(given: str) -> Path:
     return Path(given)
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """A number whose range is checked elsewhere, but neither infinite nor NaN."""
     try:
         number = float(text)
     except ValueError:

@@ -364,7 +364,7 @@ class Fuzzer:
             number = next(self._numbers)
             try:
                 self.send(Case(self._seed, number))
-            except Exception as error:  # noqa: BLE001  # a thread has nobody to raise it to
+            except Exception as error:  # noqa: BLE001  # a thread has no caller to raise it to
                 self._violation(f"case {number} of seed {self._seed}: {error!r}")
 
     def _watch_health(self) -> None:

@@ -206,7 +206,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         listen: client endpoint: `ipc` (a socket in `run_dir`), or `tcp://ADDRESS:PORT`.
         keys_dir: folder of CURVE keys, made by `omni-actors keys`; without them TCP stays on this host.
         max_in_flight: requests that run at a time; each has a slot. Some slots are kept for clients that have none.
-        max_queued: requests that may wait for a slot; with more, those of whoever has most end with `overloaded`.
+        max_queued: requests that may wait for a slot; with more, the client that has most gets `overloaded`.
         startup_timeout: seconds until every stage must be ready.
         shutdown_timeout: seconds that stages may take to stop before they are killed.
         drain_timeout: seconds that a stop waits for requests in flight.

@@ -42,7 +42,7 @@ class PipelinedProtocol(HttpToolsProtocol):
             self._answered = self.cycle
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part of a body. Those that wait are bounded, because nobody has asked for them yet."""
+        """Keep a part of a body. Those that wait are bounded, because no one has asked for them yet."""
         super().on_body(body)
         if self.cycle is not self._answered:
             self._waiting_bytes += len(body)

@@ -6,7 +6,7 @@ import hashlib
 import ipaddress
 import secrets
 
-IPV6_NETWORK = 64  # bits; whoever has one of its addresses usually has all of them
+IPV6_NETWORK = 64  # bits; who has one of its addresses usually has them all
 
 
 class TenantNames:

@@ -77,7 +77,7 @@ AUDIO_GAPS = _histogram(
     "omni_audio_gaps_seconds",
     (),
     _WAITS,
-    "Silence in the audio of a done request, all gaps together, for who plays it from the first samples on.",
+    "Silence in the audio of a done request, all gaps together, when it is played from its first samples on.",
 )
 REALTIME_FACTOR = _histogram(
     "omni_realtime_factor",

@@ -20,7 +20,7 @@ class Playback:
         self.smooth_start = 0.0
         """The earliest moment at which to press play and hear no gap in what has come so far."""
         self.longest_gap = 0.0
-        """Seconds of the longest gap for who pressed play at `first`."""
+        """Seconds of the longest gap when play began at `first`."""
         self._runs_out = 0.0
 
     def add(self, now: float, seconds: float) -> None:
@@ -34,7 +34,7 @@ class Playback:
 
     @property
     def gaps(self) -> float:
-        """Seconds of all gaps for who pressed play at `first`: how much earlier that was than the smooth start."""
+        """Seconds of all gaps when play began at `first`: how much earlier that was than the smooth start."""
         return self.smooth_start - self.first
 
     @property

@@ -15,6 +15,7 @@ from omni_actors.http_server.connections import PIPELINED_REQUESTS, bounded_prot
 from omni_actors.http_server.pipelining import WAITING_BYTES
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.servers import HttpPipeline, serving
+from tests.support.tcp import closed
 from tests.support.waiting import until
 
 GET = b"GET /v1/files HTTP/1.1\r\nHost: localhost\r\n"
@@ -58,17 +59,6 @@ def answer_to(address: tuple[str, int], sent: bytes) -> tuple[int, str]:
         with contextlib.suppress(ConnectionError):  # it closes while we still send
             made.sendall(sent)
         return next_answer(made)
-
-
-def closed(made: socket.socket) -> bool:
-    try:
-        while made.recv(65536):
-            pass
-    except ConnectionError:
-        return True
-    except TimeoutError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-import trustme
 from cryptography.hazmat.primitives import serialization
 
 from omni_actors.config import HttpConfig
@@ -29,6 +28,7 @@ from omni_actors.http_server.settings import (
     tls_context,
 )
 from tests.support.builders import chain, load
+from tests.support.certificates import write_certificates
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, free_port, serving
 from tests.support.waiting import until
@@ -171,14 +171,9 @@ def test_no_origin_is_allowed_by_default(echo: HttpPipeline) -> None:
 def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ca.pem, chain.pem and key.pem for localhost, and the key of another certificate."""
     folder = tmp_path_factory.mktemp("pem")
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(folder / "ca.pem")
-    certificate = authority.issue_cert("localhost", "127.0.0.1")
-    for blob in certificate.cert_chain_pems:
-        blob.write_to_path(folder / "chain.pem", append=True)
-    certificate.private_key_pem.write_to_path(folder / "key.pem")
+    authority = write_certificates(folder)
     authority.issue_cert("localhost").private_key_pem.write_to_path(folder / "other.pem")
-    key = serialization.load_pem_private_key(certificate.private_key_pem.bytes(), None)
+    key = serialization.load_pem_private_key((folder / "key.pem").read_bytes(), None)
     (folder / "locked.pem").write_bytes(
         key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-import trustme
 
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.connections import bounded_protocol
 from omni_actors.http_server.settings import ServerSettings
+from tests.support.certificates import write_certificates
 from tests.support.servers import serving
-from tests.support.zmtp import closed
+from tests.support.tcp import closed
 
 REQUEST = b"GET /app.js HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 Address = tuple[str, int]
@@ -26,12 +26,7 @@ Address = tuple[str, int]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With ca.pem, and chain.pem and key.pem for localhost."""
     made = tmp_path_factory.mktemp("certificates")
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(made / "ca.pem")
-    certificate = authority.issue_cert("localhost", "127.0.0.1")
-    certificate.private_key_pem.write_to_path(made / "key.pem")
-    for blob in certificate.cert_chain_pems:
-        blob.write_to_path(made / "chain.pem", append=True)
+    write_certificates(made)
     return made
 
 

@@ -26,8 +26,9 @@ from omni_actors.transport.connection_guard import (
 from omni_actors.transport.curve import load_keys, make_cluster
 from omni_actors.transport.sockets import MAX_FRAMES, MAX_IDENTITY, Discarded, Socket, Sockets, try_send
 from omni_actors.transport.zap import EVERYONE
+from tests.support.tcp import closed
 from tests.support.waiting import until
-from tests.support.zmtp import closed, connect, dealer, frame, greeting
+from tests.support.zmtp import connect, dealer, frame, greeting
 
 TCP = "tcp://127.0.0.1:0"
 MESSAGE_BYTES = 1 << 20

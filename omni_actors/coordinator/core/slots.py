@@ -1,8 +1,8 @@
 """Which request gets the next slot. A request in flight has one; the others wait in a line of bounded length.
 
 Slots are shared among owners (a key, or a connection without one), and an owner's slots among its tenants: its
-connections, and the names that it gives to its own users. Nobody loses a slot, so the last ones are kept for those who
-hold none (ADR 0024).
+connections, and the names that it gives to its own users. No request loses its slot, so the last ones are kept for
+those who hold none (ADR 0024).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Slots:
         self._entries: dict[str, _Entry] = {}
         self._arrivals = 0
         self._grants = 0
-        self._settled = True  # nobody in line can have a slot before something changes
+        self._settled = True  # none in line can have a slot before something changes
 
     @property
     def held(self) -> int:
@@ -138,7 +138,7 @@ class Slots:
         return [other.ticket.request_id for other in left]
 
     def next(self) -> Ticket | None:
-        """Give a slot to the request whose turn it is; `None` if nobody can have one."""
+        """Give a slot to the request whose turn it is; `None` if none can have one."""
         best: tuple[_Turn, _Entry] | None = None
         if not self._settled and self.held < self._slots and self.waiting:
             blocked = functools.cache(self._blocked)
@@ -162,7 +162,7 @@ class Slots:
         return ticket
 
     def look_again(self) -> None:
-        """Ask anew who is blocked."""
+        """Ask again which ones are blocked."""
         self._settled = False
 
     def leave(self, request_id: str) -> bool:
@@ -210,7 +210,7 @@ class Slots:
     # -- the line -----------------------------------------------------------------------------------------------------
 
     def _largest(self, by_bytes: bool) -> _Entry:
-        """The entry that has to leave: the last one of whoever has most; of two, the one who came last."""
+        """The entry that has to leave: the last one of the owner that has most; of two, the later one."""
 
         def size(share: _Share) -> tuple[int, int]:
             return share.waiting_bytes if by_bytes else share.requests, share.latest
