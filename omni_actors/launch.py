@@ -11,7 +11,8 @@ from pathlib import Path
 
 from omni_actors import __version__, config, flags, logs
 from omni_actors.config import placement
-from omni_actors.errors import ConfigError, OmniError
+from omni_actors.config.shipped import shipped
+from omni_actors.errors import ConfigError, Fault, OmniError
 from omni_actors.http_server.settings import add_flags, given_flags
 from omni_actors.launcher.engine_check import check_engines
 from omni_actors.launcher.launcher import Launcher, host_addresses
@@ -66,7 +67,9 @@ def parser() -> argparse.ArgumentParser:
         epilog="Values: command line > environment (OMNI_ACTORS_*) > SLURM > YAML > default; --check shows the source "
         "of each.",
     )
-    parser.add_argument("config", help="the pipeline's YAML, for instance stage_configs/tiny_qwen2_5_omni.yaml")
+    parser.add_argument(
+        "config", help=f"the pipeline's YAML, or one that comes with the package: {', '.join(shipped())}"
+    )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--check", action="store_true", help="print the effective configuration and start nothing")
     parser.add_argument("--model", help="checkpoint folder or hub name")
@@ -152,6 +155,10 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
             await launcher.serve()
             return EXIT_OK
         return await launcher.until_stopped(answer(launcher.endpoint, pipeline.coordinator.keys_dir, options))
+    except OmniError as error:
+        if error.fault is not Fault.CALLER and not isinstance(error, ConfigError):
+            launcher.keep_logs()
+        raise
     finally:
         await launcher.close()
 

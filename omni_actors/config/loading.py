@@ -19,6 +19,7 @@ from omni_actors.config.checks import check_pipeline
 from omni_actors.config.devices import host_devices
 from omni_actors.config.dotted_keys import Place, dotted, find_unknown_key, flatten, suggest, takes_text
 from omni_actors.config.schema import PipelineConfig, StageConfig
+from omni_actors.config.shipped import find_config
 from omni_actors.config.yaml_reader import Document
 from omni_actors.errors import ConfigError
 from omni_actors.paths import expanded
@@ -40,14 +41,14 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
     """Read a pipeline, apply overrides and check it.
 
     Args:
-        path: the YAML file.
+        path: the YAML file, or the name of one that comes with the package.
         overrides: command-line values by dotted key, for instance `{"stages.thinker.engine.max_num_seqs": "8"}`.
         devices: number of GPUs of this host; `None` counts them.
 
     Raises:
         ConfigError: anything is wrong; it names the key and, for an unknown one, the nearest valid key.
     """
-    path = Path(path)
+    path = find_config(path)
     document = yaml_reader.read_file(path)
     data = document.value
     if not isinstance(data, dict):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from omni_actors.http_server.settings import SPEC_FLAG, HttpServerSpec, ServerSettings, bind, url
+from omni_actors.launcher.extras import pip_install
 from omni_actors.logs import get_logger
 from omni_actors.processes import Backoff, describe_exit
 
@@ -17,6 +19,7 @@ logger = get_logger(__name__)
 
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
 STOP_SECONDS = 5.0
+IMPORT_ERRORS = ("ModuleNotFoundError", "ImportError")
 
 
 class HttpChild:
@@ -27,12 +30,17 @@ class HttpChild:
         settings: of the server.
         insecure: listen off loopback even without an API key.
         log_file: where the process writes its log.
+        on_failure: called with the reason when the first process ends by itself before it can have served: the next one
+            would, too.
 
     Raises:
         ConfigError: the address is wrong or taken, would be open to others without a key, or TLS cannot be used.
     """
 
-    def __init__(self, address: str, settings: ServerSettings, insecure: bool, log_file: Path) -> None:
+    def __init__(
+        self, address: str, settings: ServerSettings, insecure: bool, log_file: Path, on_failure: Callable[[str], None]
+    ) -> None:
+        self._on_failure = on_failure
         self._listener = bind(address, settings, insecure)
         self._log_file = log_file
         self.url = url(self._listener, settings)
@@ -64,9 +72,15 @@ class HttpChild:
 
     async def _restart(self, process: asyncio.subprocess.Process) -> None:
         clock = asyncio.get_running_loop().time
+        first = True
         while True:
             began = clock()
-            how = describe_exit(await process.wait())
+            code = await process.wait()
+            how = describe_exit(code)
+            if first and code >= 0 and clock() - began < LAST_BACKOFF:
+                self._on_failure(f"The HTTP server ended while it started ({how}): {self._last_line()}")
+                return
+            first = False
             if clock() - began > LAST_BACKOFF:
                 self._backoff.reset()
             delay = self._backoff.next(clock()) or 0.0
@@ -76,6 +90,12 @@ class HttpChild:
                 process = self._process = await self._spawn()
             except OSError as error:  # out of memory or processes: try again later
                 logger.error("cannot start the HTTP server: %s", error)
+
+    def _last_line(self) -> str:
+        """The end of the log, with what to install if a module is missing."""
+        lines = self._log_file.read_text(errors="replace").splitlines()
+        last = lines[-1].strip() if lines else "its log is empty"
+        return f"{last}. Run {pip_install('http')}." if last.startswith(IMPORT_ERRORS) else last
 
     async def stop(self) -> None:
         """Send SIGTERM, then SIGKILL, and close the socket. Idempotent."""

@@ -156,7 +156,7 @@ class Launcher:
         keys = self._pipeline.coordinator.keys_dir
         settings = server_settings(self._pipeline.http, self.endpoint, keys, options)
         log_file = self._run_directory.log_file("http")
-        self._http = HttpChild(options.http, settings, options.http_insecure, log_file)
+        self._http = HttpChild(options.http, settings, options.http_insecure, log_file, self._on_http_failure)
         await self._http.start()
         say(f"HTTP on {self._http.url}")
 
@@ -201,6 +201,10 @@ class Launcher:
             await asyncio.gather(task, return_exceptions=True)
         return task
 
+    def keep_logs(self) -> None:
+        """Have the logs stay where they are, as something went wrong that they may explain."""
+        self._run_directory.keep = True
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -236,13 +240,16 @@ class Launcher:
                     return
             await asyncio.sleep(LOOK_SECONDS)
 
+    def _on_http_failure(self, reason: str) -> None:
+        self._on_shutdown(reason, failed=True)
+
     def _on_coordinator_end(self, failure: str) -> None:
         self._on_shutdown(failure, failed=bool(failure))
 
     def _on_shutdown(self, reason: str, failed: bool) -> None:
         """Handle the end of the pipeline, as the coordinator announces it or as its loss forces it."""
         if failed:
-            self._run_directory.keep = True
+            self.keep_logs()
             self._failure = self._failure or StartupError(reason, hint="")
         self._stop.set()
 
@@ -266,6 +273,8 @@ class Launcher:
             stops.append(self._http.stop())
         await asyncio.gather(*stops)
         await self._mps.stop()  # after its clients
+        if self._run_directory.keep:
+            say(f"the logs stay in {self._run_directory.logs}")
         if not self._owns_process:
             self._run_directory.close()
             return

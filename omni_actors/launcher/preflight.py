@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 from omni_actors import envs
@@ -15,13 +14,14 @@ from omni_actors.config import PipelineConfig, StageKind, placement, suggest
 from omni_actors.config.checkpoint import CONFIG_NAME, read_checkpoint_config
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.settings import check_listening, media_hosts, parse_address
+from omni_actors.launcher.extras import HTTP_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
 from omni_actors.launcher.one_request import needed_modalities
 from omni_actors.paths import check_file_can_be_written, check_folder_can_be_made, check_readable, expanded
 from omni_actors.run_directory import check_run_directory
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.transport.curve import load_keys
+from omni_actors.vllm_version import check_installed
 
-HTTP_PACKAGES = ("fastapi", "httpcore", "httptools", "multipart", "uvicorn", "uvloop")  # of the extra `http`
 MISSING_WITHOUT = {  # flag -> those that mean nothing without it
     "--prompt": ("--audio", "--image", "--save-audio", "--modalities", "--voice", "--seed", "--timeout"),
     "--http": ("--http-insecure", "--served-name", "--media-host"),
@@ -32,6 +32,7 @@ MISSING_WITHOUT = {  # flag -> those that mean nothing without it
 def check_launch(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
     """Raise `ConfigError` for the first thing that would make the launch, or its request, fail."""
     coordinator, rank = pipeline.coordinator, pipeline.cluster.node_rank
+    check_platform()
     load_keys(coordinator.keys_dir)
     if coordinator.run_dir is not None:
         check_run_directory(coordinator.run_dir)
@@ -41,6 +42,12 @@ def check_launch(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
     for stage in pipeline.stages:
         if stage.kind is StageKind.ECHO:
             EchoEngine.check_options(stage)
+    if not options.check:  # which also runs where nothing is to be served
+        if placement.runs_models(pipeline, rank):
+            check_installed()
+        for name, _ in placement.replicas_of(pipeline, rank):
+            if pipeline.stage(name).kind is StageKind.PROMPT:
+                check_packages(f"The stage {name}", MEDIA_PACKAGES, "cuda", "cpu")
     if placement.runs_models(pipeline, rank) and Path(pipeline.model).is_dir():
         read_checkpoint_config(Path(pipeline.model) / CONFIG_NAME)
     for needed, flags in MISSING_WITHOUT.items():
@@ -76,11 +83,7 @@ def check_metrics_address(address: str, insecure: bool) -> tuple[str, int]:
 
 
 def _check_http(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
-    if missing := [name for name in HTTP_PACKAGES if importlib.util.find_spec(name) is None]:
-        raise ConfigError(
-            f"--http needs packages that are not installed: {', '.join(missing)}.",
-            hint="pip install 'omni_actors[http]'.",
-        )
+    check_packages("--http", HTTP_PACKAGES, "http")
     check_listening(options.http, pipeline.http, envs.api_key(), options.http_insecure)
     media_hosts(options)
     timeout, latest = pipeline.http.request_timeout, pipeline.coordinator.max_timeout

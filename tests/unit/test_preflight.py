@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(here: Path, monkeypatch: 
 def test_http_needs_its_packages(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(preflight, "HTTP_PACKAGES", ("fastapi", "a_package_that_is_missing"))
     assert run(here, chain(), "--http", ":0") == EXIT_USAGE
-    assert "not installed: a_package_that_is_missing. pip install 'omni_actors[http]'" in capsys.readouterr().err
+    assert "not installed: a_package_that_is_missing. Run pip install 'omni_actors[http]'" in capsys.readouterr().err
 
 
 def test_a_value_of_the_file_is_refused_with_its_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,132 @@
+"""What a wheel holds, how configurations are found by name, and what is said where a part of the installation lacks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from omni_actors import launch
+from omni_actors.config import load
+from omni_actors.config.shipped import find_config, shipped
+from omni_actors.errors import ConfigError
+from omni_actors.launcher import extras
+from omni_actors.processes import EXIT_USAGE
+from omni_actors.vllm_version import check_installed
+from tests.support.builders import chain, write
+from tests.support.paths import REPOSITORY
+
+NAMES = sorted(path.stem for path in (REPOSITORY / "stage_configs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which a wheel of this package was unpacked."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("omni_actors", "stage_configs", "examples"):
+        shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*command, "-w", "out", "."], cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    unpacked = tmp_path_factory.mktemp("site-packages")
+    with zipfile.ZipFile(next((source / "out").glob("*.whl"))) as archive:
+        archive.extractall(unpacked)
+    return unpacked
+
+
+def test_the_wheel_holds_configurations_and_examples(wheel: Path) -> None:
+    package = wheel / "omni_actors"
+    for folder in ("stage_configs", "examples"):
+        ours = {
+            path.relative_to(REPOSITORY / folder)
+            for path in (REPOSITORY / folder).rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        }
+        theirs = {path.relative_to(package / folder) for path in (package / folder).rglob("*") if path.is_file()}
+        assert theirs == ours
+        assert theirs
+
+
+def test_an_installed_package_finds_its_configurations_by_name(wheel: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(wheel)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run("-c", "import omni_actors; print(omni_actors.__file__)").startswith(str(wheel))
+    assert "yaml echo.yaml" in run("-m", "omni_actors.launch", "echo", "--check")
+
+
+def test_names_paths_and_what_lies_in_the_current_folder_are_all_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shipped() == NAMES
+    assert find_config(REPOSITORY / "stage_configs" / "echo.yaml") == REPOSITORY / "stage_configs" / "echo.yaml"
+    monkeypatch.chdir(tmp_path)
+    for given in ("echo", "echo.yaml", "stage_configs/echo.yaml"):
+        assert find_config(given) == REPOSITORY / "stage_configs" / "echo.yaml", given
+    (tmp_path / "echo").mkdir()
+    (tmp_path / "echo.yaml").write_text("name: mine")
+    assert find_config("echo.yaml").read_text() == "name: mine"
+    assert load(REPOSITORY / "stage_configs" / "echo.yaml").pipeline == load("stage_configs/echo.yaml").pipeline
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_one_and_all_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean 'qwen2_5_omni'\?") as caught:
+        find_config("qwen2.5_omni")
+    assert ", ".join(NAMES) in str(caught.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        find_config(tmp_path / "echo.yaml")
+
+
+def test_a_missing_vllm_is_one_line_before_anything_starts(
+    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("omni_actors.vllm_version.metadata.version", absent)
+    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
+    check_installed.cache_clear()
+    (tmp_path / "config.json").write_text("{}")
+    run_dir = short_path / "run"
+    arguments = ["tiny_qwen2_5_omni", "--model", str(tmp_path), "--run-dir", str(run_dir)]
+    assert launch.main(arguments) == EXIT_USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "vLLM is not installed. Install omni_actors[cuda] or omni_actors[cpu]" in line
+    assert not run_dir.exists()
+    check_installed.cache_clear()
+
+
+def test_a_package_that_a_stage_needs_is_named_with_its_extra_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("omni_actors.launcher.preflight.MEDIA_PACKAGES", ("a_package_that_is_missing",))
+    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
+    (tmp_path / "config.json").write_text("{}")
+    assert launch.main(["tiny_qwen2_5_omni", "--model", str(tmp_path)]) == EXIT_USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "The stage prompt needs packages that are not installed: a_package_that_is_missing." in line
+    assert "pip install 'omni_actors[cuda]' or pip install 'omni_actors[cpu]'" in line
+
+
+def test_another_system_is_told_that_only_the_client_works_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(extras.sys, "platform", "darwin")
+    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
+    assert launch.main([str(write(tmp_path, chain()))]) == EXIT_USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Pipelines run on Linux only, and this is darwin. The client library works here" in line
