@@ -325,6 +325,10 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         request_timeout: seconds until an answer must be complete, for requests that set no `timeout`.
         read_timeout: seconds for a request's body to arrive.
         write_timeout: seconds that a client may leave a piece of its answer unread.
+        served_names: names of the model for HTTP clients, the preferred one first; by default the pipeline's `name`,
+            and `model` unless it is a path. The flag is `--served-name`, once for each.
+        voice_aliases: further names of voices, such as `alloy: Chelsie`. The flag is `--voice-alias alloy=Chelsie`,
+            once for each. A voice of the pipeline keeps its own name.
         cors_origins: origins (`https://example.com`, or `*`) whose web pages may use the server from a browser; by
             default none.
         certificate: PEM file with the certificate and its chain; makes the server speak https.
@@ -346,6 +350,8 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout: Seconds = 600.0
     read_timeout: Seconds = 60.0
     write_timeout: Seconds = 60.0
+    served_names: Annotated[list[Line], Meta(max_length=64)] = []
+    voice_aliases: Annotated[dict[Line, Line], Meta(max_length=64)] = {}
     cors_origins: Annotated[list[Origin], Meta(max_length=64)] = []
     certificate: Line | None = None
     key: Line | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.json_body import schemas
 from omni_actors.http_server.middleware import RequestMiddleware
+from omni_actors.http_server.routing import no_route
 from omni_actors.http_server.schemas import ChatRequest, CompletionRequest, SpeechRequest
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
@@ -32,6 +33,16 @@ logger = get_logger(__name__)
 
 BODIES = (ChatRequest, CompletionRequest, SpeechRequest, StageParams)  # documented besides what FastAPI documents
 ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+WANTED = {  # pydantic's types of errors, as far as the routes' parameters can have them
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller number",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "string_too_long": "a text of at most {max_length} characters",
+    "string_type": "a text",
+    "value_error": "a file",  # of a form
+}
 ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -56,7 +67,8 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> A
     Args:
         fetcher: fetches media by URL; made from `settings` if `None`.
     """
-    app: ASGIApp = RequestMiddleware(create_routes(settings, fetcher=fetcher), settings)
+    routes = create_routes(settings, fetcher=fetcher)
+    app: ASGIApp = RequestMiddleware(routes, settings, routes.routes)
     if settings.cors_origins:
         # Outermost, because a browser asks in advance without the key, and must be able to read refusals.
         app = CORSMiddleware(
@@ -112,8 +124,16 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
         return await _on_bug(request, error)
     first = error.errors()[0]
     param = str(first["loc"][-1])
-    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    return bad_field(param, f"{param}: {first['msg']}.", code).response()
+    if first["type"] == "missing":
+        return bad_field(param, f"{param}: the field is missing.", "missing_required_parameter").response()
+    return bad_field(param, f"{param}: must be {_wanted(first['type'], first.get('ctx', {}))}.").response()
+
+
+def _wanted(kind: str, limits: Mapping[str, Any]) -> str:
+    """What a parameter must be, from pydantic's name of what is wrong with it and the limits that it breaks."""
+    if kind in WANTED:
+        return WANTED[kind].format(**limits)
+    return f"another value ({kind.replace('_', ' ')})"
 
 
 async def _on_routing(request: Request, error: Exception) -> Response:
@@ -121,7 +141,7 @@ async def _on_routing(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         return await _on_bug(request, error)
     if error.status_code == 404:
-        return HttpError(404, f"There is nothing at {request.url.path[:200]!r}.", code="not_found").response()
+        return no_route(request.app.routes, request.url.path).response()
     response = HttpError(error.status_code, f"{error.detail.rstrip('.')}.", code=f"http_{error.status_code}").response()
     response.headers.update(error.headers or {})
     return response

@@ -40,7 +40,7 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
     """Answer a chat in text, or in text and speech; complete or as server-sent events."""
     body.refuse_unsupported()
     description = await state.describe()
-    state.check_model(body.model, description)
+    model = state.model_name(body.model, description)
     spoken = "audio" in (body.modalities or ())
     audio_format = _audio_format(body)
     params = state.stage_params(body.params_by_stage(), description, body.stage_fields())
@@ -50,13 +50,13 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
         await state.media.messages(body.messages, description.max_media),
         FIELDS,
         modalities=body.modalities or ["text"],
-        voice=voice_name(body.audio.voice) if spoken and body.audio else None,
+        voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
         params=params,
         seed=body.seed,
         priority=body.priority or 0,
         timeout=body.timeout,
     )
-    reply = ChatReply(request.state.request_id, body.model, spoken, description, state)
+    reply = ChatReply(request.state.request_id, model, spoken, description, state)
     if body.stream:
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
         return AnswerResponse(

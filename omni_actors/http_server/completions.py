@@ -37,7 +37,7 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
     body.refuse_unsupported()
     prompt = body.text_or_tokens()
     description = await state.describe()
-    state.check_model(body.model, description)
+    model = state.model_name(body.model, description)
     params = state.stage_params(
         body.params_by_stage(), description, {"max_tokens": DEFAULT_MAX_TOKENS, **body.stage_fields()}
     )
@@ -56,7 +56,7 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
         "id": f"cmpl-{request.state.request_id}",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": body.model,
+        "model": model,
     }
 
     def choice(text: str, finish: str | None) -> dict[str, Any]:

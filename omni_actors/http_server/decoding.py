@@ -6,6 +6,7 @@ or fields that would be right, which the type's JSON schema knows.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from collections.abc import Iterator
@@ -19,6 +20,19 @@ from omni_actors.http_server.errors import HttpError, bad_field
 T = TypeVar("T")
 NAME_CHARACTERS = 100  # of an unknown field, in a message
 PATH = re.compile(r"\$((?:\.\w+|\[\d+\]|\[\.\.\.\])+)")  # as msgspec writes it: $.messages[0].content
+EXPECTED = re.compile(
+    r"Expected `(?P<kinds>[\w |]+)`(?P<length> of length)?"
+    r"(?: (?P<relation>[<>]=?) (?P<limit>\S+?)(?:\.0)?)?(?:, got `(?P<got>\w+)`)?"
+)
+RELATIONS = {"<=": "of at most {}", ">=": "of at least {}", "<": "below {}", ">": "above {}"}
+TYPES = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 STEP = re.compile(r"\.(\w+)|\[")
 
 
@@ -62,8 +76,28 @@ def _of(message: str, kind: Any, where: str) -> HttpError:
         name = what.partition("`")[2].removesuffix("`")
         return _error(_join(where, f"{path}.{name}"), "the field is missing.", "missing_required_parameter")
     if what.startswith("Invalid "):  # value or enum value
-        return _error(_join(where, path), f"must be one of {', '.join(map(repr, _choices(kind, path)))}.")
-    return _error(_join(where, path), f"{what[:1].lower()}{what[1:].replace('`', '')}.")
+        choices = _choices(kind, path)
+        given = what.partition("'")[2].removesuffix("'")[:NAME_CHARACTERS]
+        close = difflib.get_close_matches(given, [str(choice) for choice in choices], n=1, cutoff=0.5)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        return _error(_join(where, path), f"must be one of {', '.join(map(repr, choices))}.{meant}")
+    return _error(_join(where, path), f"{in_words(what)}.")
+
+
+def in_words(what: str) -> str:
+    """Say in words what msgspec expects, such as "Expected `int | null`, got `str`"."""
+    found = EXPECTED.fullmatch(what)
+    if found is None:
+        return f"{what[:1].lower()}{what[1:].replace('`', '')}"
+    kinds = found["kinds"].split(" | ")
+    words = [TYPES.get(kind, kind) for kind in kinds]
+    wanted = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    if found["relation"]:
+        unit = {"str": " character", "array": " item", "object": " member"}[kinds[0]] if found["length"] else ""
+        unit += "s" if unit and found["limit"] != "1" else ""
+        wanted += f" {RELATIONS[found['relation']].format(found['limit'] + unit)}"
+    got = f", not {TYPES.get(found['got'], found['got'])}" if found["got"] else ""
+    return f"must be {wanted}{got}"
 
 
 def _error(param: str, message: str, code: str = "invalid_value") -> HttpError:

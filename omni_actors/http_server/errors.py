@@ -61,6 +61,7 @@ class HttpError(Exception):
         self.code = code
         self.kind = kind
         self.retry_after = retry_after
+        self.headers: dict[str, str] = {}  # further ones of the response
 
     @classmethod
     def of(cls, error: OmniError, fields: Mapping[ErrorCode, str] | None = None) -> HttpError:
@@ -79,7 +80,7 @@ class HttpError(Exception):
 
     def response(self) -> Response:
         """The HTTP response, with the headers that belong to the status."""
-        headers = {}
+        headers = dict(self.headers)
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
         if self.status == 401:

@@ -128,7 +128,8 @@ class Fetcher:
     def check(self, url: str, param: str) -> None:
         """Raise `HttpError` 400 unless this URL may be fetched."""
         if not self._hosts:
-            raise bad_field(param, "This server fetches no media by URL: send a data: URI.", "url_not_allowed")
+            message = "This server fetches no media by URL: send a data: URI, or have its operator set --media-host."
+            raise bad_field(param, message, "url_not_allowed")
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), HTTPS_PORT if parts.port is None else parts.port
@@ -143,7 +144,11 @@ class Fetcher:
                 param, "This is not a valid URL: escape spaces, backslashes and non-ASCII characters.", "invalid_url"
             )
         if not any(host == name.removeprefix(".") or (name[0] == "." and host.endswith(name)) for name in self._hosts):
-            raise bad_field(param, f"Media may not be fetched from {host!r}.", "url_not_allowed")
+            raise bad_field(
+                param,
+                f"Media may not be fetched from {host!r}: its operator can allow that with --media-host.",
+                "url_not_allowed",
+            )
 
     async def fetch(self, url: str, param: str) -> bytes:
         """Fetch `url`. What it holds counts towards the bytes of the request that this task handles.

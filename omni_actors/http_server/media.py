@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError
-from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.fetch import Fetcher
-from omni_actors.http_server.long_strings import base64_of, string_of
-from omni_actors.http_server.schemas import (
+from omni_actors.http_server.chat_messages import (
     AnyMessage,
     AssistantMessage,
     AudioPart,
@@ -23,6 +21,10 @@ from omni_actors.http_server.schemas import (
     UserMessage,
     VideoUrlPart,
 )
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.fetch import Fetcher
+from omni_actors.http_server.long_strings import base64_of, string_of
+from omni_actors.http_server.schema_fields import refuse_effects
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.media.decoders import Decoder, DecoderThreads
@@ -31,6 +33,8 @@ from omni_actors.media.messages import AUDIO_FILE, IMAGE_FILE, UNKNOWN_FILE, VID
 from omni_actors.protocol.payloads import MEDIA_MODALITIES
 
 MAX_URL = 2048  # bytes of a URL, or of a data: URI before its data
+MIN_BASE64 = 16  # characters; a shorter one may be anything
+BASE64 = re.compile(rb"[A-Za-z0-9+/_-]+={0,2}\s*")
 MediaPart = AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart | FilePart
 KINDS = {"audio": AUDIO_FILE, "image": IMAGE_FILE, "video": VIDEO_FILE}
 T = TypeVar("T")
@@ -99,8 +103,10 @@ class MediaReader:
         role = "user" if isinstance(message, UserMessage) else "assistant"
         if isinstance(message, SystemMessage):
             role = "system"
-        if isinstance(message, AssistantMessage) and message.content is None:
-            return {"role": role, "content": self._said(message, where)}
+        if isinstance(message, AssistantMessage):
+            refuse_effects(message, {}, where)
+            if not message.content:
+                return {"role": role, "content": self._said(message, where)}
         content = message.content or ""
         if isinstance(content, str):
             return {"role": role, "content": content}
@@ -120,9 +126,12 @@ class MediaReader:
         if message.audio is None:
             return message.refusal or ""
         text = self._transcripts.find(message.audio.id)
-        if text is None:
-            raise bad_field(f"{where}.audio.id", "This audio is not known, or no longer: send its text as content.")
-        return text
+        if text is None and message.audio.transcript is None:
+            raise bad_field(
+                f"{where}.audio.id",
+                "This audio is not known, or no longer: send its text as content, or as the transcript beside its id.",
+            )
+        return text if text is not None else message.audio.transcript or ""
 
     async def _part(self, part: MediaPart, where: str) -> _Medium:
         if isinstance(part, AudioPart):
@@ -162,6 +171,13 @@ class MediaReader:
     async def _bytes(self, url: memoryview, modality: str, param: str) -> bytes:
         start = bytes(url[:MAX_URL])
         if start[:5].lower() != b"data:":
+            if looks_like_base64(start):
+                raise bad_field(
+                    param,
+                    f"This is base64 without its type: put data:{modality}/TYPE;base64, in front of it. Else a URL is "
+                    "https://, on a host that the operator allows with --media-host.",
+                    "invalid_url",
+                )
             if len(url) > MAX_URL:
                 raise bad_field(param, f"A URL is limited to {MAX_URL} bytes.", "invalid_url")
             return await self._fetcher.fetch(start.decode(errors="replace"), param)
@@ -215,6 +231,11 @@ class MediaReader:
             raise bad_field(param, str(error)) from None
         except OmniError as error:
             raise HttpError.of(error) from None
+
+
+def looks_like_base64(text: bytes) -> bool:
+    """Whether the beginning of a text that should be a URL is probably base64."""
+    return len(text) >= MIN_BASE64 and BASE64.fullmatch(text) is not None
 
 
 def _checked(medium: _Medium, limits: MediaLimits, used: int, decoder: Decoder) -> tuple[Any, int]:

@@ -11,14 +11,17 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.addresses import is_loopback
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.reservations import RESERVATION, BodyBytes, Reservation
+from omni_actors.http_server.routing import check_route
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.web_page import PAGE_FILES
 from omni_actors.logs import get_logger
@@ -40,8 +43,9 @@ class RequestMiddleware:
     it is valid, else `None`) into the scope's state.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, routes: Sequence[BaseRoute]) -> None:
         self._app = app
+        self._routes = routes
         self._settings = settings
         self._bodies = BodyBytes(settings.bodies_bytes)
 
@@ -94,6 +98,7 @@ class RequestMiddleware:
                 self._check_host(headers)
                 self._check_origin(scope, headers)
                 self._check_key(scope["path"], headers)
+                check_route(self._routes, scope)
                 body = b""
                 if scope["method"] in ("POST", "PUT", "PATCH"):
                     self._check_type(scope["path"], headers)

@@ -6,179 +6,48 @@ are not supported are refused, because ignoring them would give a wrong answer.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Raw, Struct, field, json
+from msgspec import Meta, Raw, json
 
+from omni_actors.http_server import vllm_fields
+from omni_actors.http_server.chat_messages import AnyMessage
 from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import bad_field
-from omni_actors.protocol.fields import PositiveInt, Priority, Seed, TokenId
-from omni_actors.protocol.payloads import StageParams
-
-T = TypeVar("T")
+from omni_actors.http_server.schema_fields import (
+    ABSENT,
+    EmptyList,
+    EmptyObject,
+    EmptyText,
+    FreeText,
+    Metadata,
+    NoTool,
+    Null,
+    Off,
+    On,
+    One,
+    Strict,
+    Submission,
+    Switch,
+    Text,
+    Zero,
+    free_form,
+    refuse_effects,
+)
+from omni_actors.http_server.vllm_fields import TemplateArguments, VllmFields
+from omni_actors.protocol.fields import PositiveInt, TokenId
 
 MAX_TOKENS = 1_000_000
-MAX_TEXT = 4_000_000  # characters
 MAX_SPEECH_TEXT = 4096
 MAX_MESSAGES = 1024
-MAX_PARTS = 256
-MAX_FREE_FORM = 65_536  # bytes of `stage_params` and of `metadata`
-MAX_NO_EFFECT = 64  # bytes of one of the following values
-NO_EFFECT: list[Any] = [
-    None,
-    False,
-    0,
-    "",
-    [],
-    {},
-    "none",
-    "auto",
-    {"type": "text"},
-]  # values of refused fields that are not
-
-ABSENT: Any = field(default_factory=lambda: Raw(b"null"))  # a factory, because OpenAPI could not show the value
-NULLABLE_OBJECT = ["object", "null"]
-PARAMS_SCHEMA = {"$ref": "#/components/schemas/StageParams"}
 
 AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus"]
 SpeechFormat = Literal["mp3", "opus", "flac", "wav", "pcm"]
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 ONE = Meta(min_length=1, max_length=1)
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKENS)]
 PROMPT_FORMS = (Text, TokenIds, Annotated[list[Text], ONE], Annotated[list[TokenIds], ONE])
 Prompt = Annotated[Raw, Meta(extra_json_schema={"anyOf": [json.schema(form) for form in PROMPT_FORMS]})]
 AnyPrompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(max_length=MAX_TOKENS)]
-Timeout = Annotated[float, Meta(gt=0, le=86400)]
-
-# Decoded later, or not at all. A long string, such as base64, stays in the body until `long_strings.py` reads it.
-Unsupported = Annotated[Raw, Meta(extra_json_schema={"enum": NO_EFFECT})]
-LongString = Annotated[Raw, Meta(extra_json_schema={"type": "string"})]
-OptionalLongString = Annotated[Raw, Meta(extra_json_schema={"type": ["string", "null"]})]
-Metadata = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT, "additionalProperties": {"type": "string"}})]
-ParamsByStage = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT, "additionalProperties": PARAMS_SCHEMA})]
-
-
-class Strict(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """A part of a body; unknown fields are errors."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Content of messages
-
-
-class Part(Strict, frozen=True, tag_field="type"):
-    """A part of a message's content."""
-
-
-class TextPart(Part, frozen=True, tag="text"):
-    """Text in a message."""
-
-    text: Text
-
-
-class InputAudio(Strict, frozen=True):
-    """A sound in the body itself."""
-
-    data: LongString  # base64 of a file
-    format: Literal["wav", "mp3", "flac", "ogg", "opus"]
-
-
-class AudioPart(Part, frozen=True, tag="input_audio"):
-    """A sound in a message, as OpenAI's clients send it."""
-
-    input_audio: InputAudio
-
-
-class Url(Strict, frozen=True):
-    """Where a medium lies."""
-
-    url: LongString  # data: URI, or https: of an allowed host
-    detail: str | None = None  # of OpenAI's images; ignored
-
-
-class ImageUrlPart(Part, frozen=True, tag="image_url"):
-    """A picture in a message."""
-
-    image_url: Url
-
-
-class AudioUrlPart(Part, frozen=True, tag="audio_url"):
-    """A sound in a message, by URL."""
-
-    audio_url: Url
-
-
-class VideoUrlPart(Part, frozen=True, tag="video_url"):
-    """A video in a message."""
-
-    video_url: Url
-
-
-class FileReference(Strict, frozen=True):
-    """A file that was uploaded before (`file_id`) or is in the body itself (`file_data`)."""
-
-    file_id: str | None = None
-    file_data: OptionalLongString = ABSENT  # data: URI
-    filename: str | None = None
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether `file_data` is given."""
-        return not _is_null(self.file_data)
-
-
-class FilePart(Part, frozen=True, tag="file"):
-    """A file in a message; its content decides what it is."""
-
-    file: FileReference
-
-
-AnyPart = TextPart | AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart | FilePart
-UserContent = Text | Annotated[list[AnyPart], Meta(max_length=MAX_PARTS)]
-TextContent = Text | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
-
-
-class Message(Strict, frozen=True, tag_field="role"):
-    """A message of a chat."""
-
-    name: str | None = None  # ignored
-
-
-class UserMessage(Message, frozen=True, kw_only=True, tag="user"):
-    """What the user says: text, or parts with media."""
-
-    content: UserContent
-
-
-class SystemMessage(Message, frozen=True, kw_only=True, tag="system"):
-    """Instructions to the model, text only."""
-
-    content: TextContent
-
-
-class DeveloperMessage(SystemMessage, frozen=True, kw_only=True, tag="developer"):
-    """The same, by its newer name."""
-
-
-class AudioReference(Strict, frozen=True):
-    """The audio of an earlier answer, by the id that came with it."""
-
-    id: str
-
-
-class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
-    """An earlier answer: its text, or the id of its audio."""
-
-    content: TextContent | None = None
-    audio: AudioReference | None = None
-    refusal: str | None = None
-
-
-AnyMessage = UserMessage | SystemMessage | DeveloperMessage | AssistantMessage
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Requests
 
 
 class VoiceId(Strict, frozen=True):
@@ -201,24 +70,7 @@ class StreamOptions(Strict, frozen=True):
     include_obfuscation: bool | None = None  # ignored: nothing is obfuscated
 
 
-class Submission(Strict, frozen=True):
-    """The fields of all requests."""
-
-    model: str
-    seed: Seed | None = None
-    stage_params: ParamsByStage = ABSENT
-    timeout: Timeout | None = None
-    priority: Priority | None = None
-
-    def params_by_stage(self) -> dict[str, StageParams]:
-        """Decode `stage_params`. Raises `HttpError` that names the stage and the field."""
-        given = _free_form(self.stage_params, dict[str, Raw], "stage_params")
-        return {
-            stage: decode(params, StageParams, f"stage_params.{stage[:64]}") for stage, params in (given or {}).items()
-        }
-
-
-class Sampling(Submission, frozen=True):
+class Sampling(VllmFields, frozen=True, kw_only=True):
     """The fields of both chat and text completions: first OpenAI's, then vLLM's, then those that do nothing."""
 
     stream: bool | None = None
@@ -242,21 +94,32 @@ class Sampling(Submission, frozen=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: EmptyObject = ABSENT
+    prompt_cache_retention: str | None = None
 
     # Refused unless their value has no effect.
-    stop: Unsupported = ABSENT
-    frequency_penalty: Unsupported = ABSENT
-    presence_penalty: Unsupported = ABSENT
-    logit_bias: Unsupported = ABSENT
-    logprobs: Unsupported = ABSENT
-    response_format: Unsupported = ABSENT
+    stop: EmptyList = ABSENT
+    frequency_penalty: Zero = ABSENT
+    presence_penalty: Zero = ABSENT
+    logit_bias: EmptyObject = ABSENT
+    response_format: FreeText = ABSENT
+    structured_outputs: Null = ABSENT
 
-    UNSUPPORTED: ClassVar[dict[str, str]] = {
+    IGNORED: ClassVar[tuple[str, ...]] = (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "session_id",
+    )
+    HINTS: ClassVar[dict[str, str]] = {
+        **vllm_fields.HINTS,
         "stop": "Stop sequences are not supported; stage_params can name stop_token_ids.",
         "frequency_penalty": "Use repetition_penalty.",
         "presence_penalty": "Use repetition_penalty.",
-        "logit_bias": "",
-        "logprobs": "",
         "response_format": "Answers are free text.",
     }
     STAGE_FIELDS: ClassVar[tuple[str, ...]] = (
@@ -273,14 +136,12 @@ class Sampling(Submission, frozen=True):
 
     def refuse_unsupported(self) -> None:
         """Raise `HttpError` 400 for the first field with an unsupported value."""
-        for name, hint in self.UNSUPPORTED.items():
-            if _has_effect(getattr(self, name)):
-                raise bad_field(name, f"{name} is not supported. {hint}".strip(), "unsupported_parameter")
+        refuse_effects(self, self.HINTS)
         if (self.n or 1) != 1:
             raise bad_field("n", "n must be 1: one answer per request.", "unsupported_value")
         if self.stream_options is not None and not self.stream:
             raise bad_field("stream_options", "stream_options needs stream: true.")
-        _free_form(self.metadata, dict[str, str], "metadata")
+        free_form(self.metadata, dict[str, str], "metadata")
 
     def stage_fields(self) -> dict[str, Any]:
         """The sampling fields that are set, under the names of `StageParams`."""
@@ -295,24 +156,32 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     audio: AudioParameters | None = None
     max_completion_tokens: PositiveInt | None = None
 
-    tools: Unsupported = ABSENT
-    tool_choice: Unsupported = ABSENT
-    functions: Unsupported = ABSENT
-    function_call: Unsupported = ABSENT
-    prediction: Unsupported = ABSENT
-    top_logprobs: Unsupported = ABSENT
-    web_search_options: Unsupported = ABSENT
+    logprobs: Off = ABSENT
+    top_logprobs: Zero = ABSENT
+    tools: EmptyList = ABSENT
+    tool_choice: NoTool = ABSENT
+    functions: EmptyList = ABSENT
+    function_call: NoTool = ABSENT
+    prediction: Null = ABSENT
+    web_search_options: Null = ABSENT
+    moderation: Null = ABSENT
     parallel_tool_calls: bool | None = None  # ignored: there are no tools
     reasoning_effort: str | None = None  # ignored: the model has no separate reasoning
     verbosity: str | None = None  # ignored
 
-    UNSUPPORTED: ClassVar[dict[str, str]] = {
-        **Sampling.UNSUPPORTED,
-        **dict.fromkeys(
-            ("tools", "tool_choice", "functions", "function_call", "prediction", "top_logprobs", "web_search_options"),
-            "",
-        ),
-    }
+    IGNORED: ClassVar[tuple[str, ...]] = (*Sampling.IGNORED, "parallel_tool_calls", "reasoning_effort", "verbosity")
+
+    # vLLM's
+    chat_template: Null = ABSENT
+    chat_template_kwargs: TemplateArguments = ABSENT
+    add_generation_prompt: On = ABSENT
+    continue_final_message: Off = ABSENT
+    add_special_tokens: Off = ABSENT
+    documents: EmptyList = ABSENT
+    media_io_kwargs: EmptyObject = ABSENT
+    include_reasoning: Switch = ABSENT  # the model has no separate reasoning
+    echo: Off = ABSENT
+    return_prompt_text: Off = ABSENT
 
     def stage_fields(self) -> dict[str, Any]:
         """Parameters for the stages; `max_completion_tokens` wins over the older `max_tokens`."""
@@ -326,11 +195,12 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
     """Body of POST /v1/completions: one prompt, as text or token ids, or a list of that one prompt."""
 
     prompt: Prompt
-    best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
-    echo: Unsupported = ABSENT
-    suffix: Unsupported = ABSENT
-
-    UNSUPPORTED: ClassVar[dict[str, str]] = {**Sampling.UNSUPPORTED, "echo": "", "suffix": ""}
+    best_of: One = ABSENT
+    logprobs: Null = ABSENT
+    echo: Off = ABSENT
+    suffix: EmptyText = ABSENT
+    add_special_tokens: On = ABSENT
+    prompt_embeds: Null = ABSENT
 
     def text_or_tokens(self) -> str | list[int]:
         """Decode `prompt`. Raises `HttpError` unless it has one of the forms."""
@@ -354,26 +224,10 @@ class SpeechRequest(Submission, frozen=True, kw_only=True):
     voice: str | VoiceId | None = None
     response_format: SpeechFormat = "mp3"
     stream_format: Literal["audio", "sse"] | None = None
-    speed: Annotated[float, Meta(ge=1, le=1)] = 1.0  # the vocoder has one speed
+    speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None  # OpenAI's range; only 1 is possible
     instructions: Annotated[str, Meta(max_length=MAX_SPEECH_TEXT)] | None = None
 
 
 def voice_name(voice: str | VoiceId | None) -> str | None:
-    """The requested voice; `None` and "default" leave the choice to the pipeline."""
-    name = voice.id if isinstance(voice, VoiceId) else voice
-    return None if name in (None, "default") else name
-
-
-def _has_effect(value: Raw) -> bool:
-    """Whether a field that is refused asks for anything."""
-    return len(memoryview(value)) > MAX_NO_EFFECT or decode(value, object) not in NO_EFFECT
-
-
-def _free_form(value: Raw, kind: type[T], name: str) -> T | None:
-    if len(memoryview(value)) > MAX_FREE_FORM:
-        raise bad_field(name, f"{name} is limited to {MAX_FREE_FORM} bytes.")
-    return None if _is_null(value) else decode(value, kind, name)
-
-
-def _is_null(value: Raw) -> bool:
-    return bytes(memoryview(value)[:5]) == b"null"
+    """The requested voice, in either form."""
+    return voice.id if isinstance(voice, VoiceId) else voice

@@ -6,6 +6,7 @@ import argparse
 import re
 import socket
 import ssl
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import msgspec
@@ -21,6 +22,16 @@ from omni_actors.paths import check_readable, expanded
 BACKLOG = 2048
 MAX_PEM_BYTES = 1 << 20
 MEDIA_HOST = re.compile(r"\.?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+REPEATED: dict[str, tuple[str, Callable[[str], Any], str, str]] = {  # key: flag, type, value's name and help
+    "served_names": (
+        "--served-name",
+        flags.line,
+        "NAME",
+        "name of the model for HTTP clients (default: the pipeline's)",
+    ),
+    "voice_aliases": ("--voice-alias", lambda text: _alias(text), "NAME=VOICE", "another name for a voice"),
+    "cors_origins": ("--http-cors-origin", str, "ORIGIN", "`http.cors_origins` of the YAML"),
+}
 SPEC_FLAG = "--spec"  # the launcher starts the process with this and an `HttpServerSpec` instead of the other flags
 
 
@@ -33,7 +44,6 @@ class ServerSettings(HttpConfig, frozen=True, kw_only=True):
         api_key: what requests must bring as `Authorization: Bearer KEY`; `None` for no check.
         check_host: refuse requests whose Host header is not a loopback name. Without it, a web page that resolves its
             own name to 127.0.0.1 could use a server that has no key.
-        served_names: names under which the model is offered; the pipeline's name when empty.
         media_hosts: hosts from which media may be fetched over https; `.example.com` also allows its subdomains.
     """
 
@@ -41,7 +51,6 @@ class ServerSettings(HttpConfig, frozen=True, kw_only=True):
     keys: str | None = None
     api_key: str | None = None
     check_host: bool = True
-    served_names: tuple[str, ...] = ()
     media_hosts: tuple[str, ...] = ()
 
 
@@ -72,14 +81,6 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
     """
     parser.add_argument("--http-insecure", action="store_true", help="listen off loopback without an API key")
     parser.add_argument(
-        "--served-name",
-        type=flags.line,
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="name of the model for HTTP clients (default: the pipeline's)",
-    )
-    parser.add_argument(
         "--media-host",
         action="append",
         default=[],
@@ -88,20 +89,36 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
     )
     for name, hint in get_type_hints(HttpConfig).items():
         kind = {int: int, float: flags.finite}.get(hint, str)
-        action: dict[str, Any] = {"type": kind}
-        if name == "cors_origins":
-            action = {"action": "append", "default": None, "metavar": "ORIGIN"}
-        parser.add_argument(_flag(name), help=f"`http.{name}` of the YAML", **action)
+        options: dict[str, Any] = {"type": kind, "help": f"`http.{name}` of the YAML"}
+        if name in REPEATED:
+            _, kind, metavar, text = REPEATED[name]
+            options = {"type": kind, "action": "append", "metavar": metavar, "help": f"{text}; repeatable"}
+        parser.add_argument(_flag(name), **options)
 
 
 def given_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Keys and values of the section `http` that were given as flags."""
     names = HttpConfig.__struct_fields__
-    return {name: value for name in names if (value := getattr(options, _flag(name)[2:].replace("-", "_"))) is not None}
+    given = {name: value for name in names if (value := getattr(options, _destination(name))) is not None}
+    if "voice_aliases" in given:
+        given["voice_aliases"] = dict(given["voice_aliases"])
+    return given
+
+
+def _destination(name: str) -> str:
+    return _flag(name)[2:].replace("-", "_")
 
 
 def _flag(name: str) -> str:
-    return "--http-cors-origin" if name == "cors_origins" else f"--http-{name.replace('_', '-')}"
+    return REPEATED[name][0] if name in REPEATED else f"--http-{name.replace('_', '-')}"
+
+
+def _alias(text: str) -> tuple[str, str]:
+    """Split NAME=VOICE."""
+    name, separator, voice = text.partition("=")
+    if not (separator and name and voice):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VOICE, such as alloy=Chelsie")
+    return flags.line(name), flags.line(voice)
 
 
 def http_config(options: argparse.Namespace) -> HttpConfig:
@@ -123,7 +140,6 @@ def server_settings(http: HttpConfig, endpoint: str, keys: str | None, options: 
         keys=keys,
         api_key=api_key,
         check_host=api_key is None and not options.http_insecure,  # `bind` then allows loopback only
-        served_names=tuple(options.served_name),
         media_hosts=media_hosts(options),
     )
 

@@ -19,7 +19,7 @@ from omni_actors.client import Audio, Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import Answer, AnswerResponse, event, usage_of
 from omni_actors.http_server.audio_formats import MEDIA_TYPES, encode, make_encoder
-from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.schemas import SpeechRequest, voice_name
 from omni_actors.http_server.state import State
@@ -38,8 +38,11 @@ FIELDS = {ErrorCode.UNKNOWN_VOICE: "voice", ErrorCode.UNKNOWN_MODALITY: "model",
 @router.post("/v1/audio/speech", response_class=Response, openapi_extra=BODY.openapi())
 async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request, state: State) -> Response:
     """Speak a text. The audio is sent while it is generated."""
+    if body.speed not in (None, 1):
+        message = "speed must be 1: the voice has one speed. Its manner can be asked for in instructions."
+        raise bad_field("speed", message, "unsupported_value")
     description = await state.describe()
-    state.check_model(body.model, description)
+    state.model_name(body.model, description)
     style = f" Speak like this: {body.instructions}." if body.instructions else ""
     answer = await Answer.begin(
         request,
@@ -47,7 +50,7 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
         READ_ALOUD.format(style=style, text=body.input),
         FIELDS,
         modalities=["text", "audio"],
-        voice=voice_name(body.voice),
+        voice=state.voice(voice_name(body.voice), description, "voice"),
         params=state.stage_params(body.params_by_stage(), description, {}),
         seed=body.seed,
         timeout=body.timeout,

@@ -73,19 +73,46 @@ class ServerState:
 
     def model_names(self, description: Description) -> list[str]:
         """The names that /v1/models lists, the preferred one first. Paths on this host are not disclosed."""
-        names = list(self.settings.served_names) or [description.pipeline, description.model]
+        names = self.settings.served_names or [description.pipeline, description.model]
         return [name for name in dict.fromkeys(names) if not name.startswith("/")]
 
-    def check_model(self, name: str, description: Description) -> None:
-        """Raise `HttpError` 404 for a model that this server does not have."""
+    def model_name(self, name: str | None, description: Description) -> str:
+        """The name of the model that a request asks for, the preferred one if it names none.
+
+        Raises `HttpError` 404 for a model that this server does not have.
+        """
         names = self.model_names(description)
+        if name is None:
+            return names[0]
         if name not in names and (self.settings.served_names or name != description.model):
             raise HttpError(
                 404,
-                f"The model {name[:200]!r} does not exist; this server has {', '.join(names)}.",
+                f"The model {name[:200]!r} does not exist; this server has {', '.join(names)}. "
+                "Its operator can add names with --served-name.",
                 param="model",
                 code="model_not_found",
             )
+        return name
+
+    def voice(self, name: str | None, description: Description, param: str) -> str | None:
+        """The pipeline's name of a requested voice, `None` for its default.
+
+        A name that is neither a voice nor an alias is left to the pipeline, which knows what to say.
+
+        Raises:
+            HttpError: 400 for an alias of a voice that the pipeline does not have.
+        """
+        known = {*description.voices, "default"}
+        alias_of = self.settings.voice_aliases.get(name) if name is not None and name not in known else None
+        if alias_of is not None and alias_of not in known:
+            raise bad_field(
+                param,
+                f"{name!r} is an alias of {alias_of!r}, which is no voice of this pipeline: its operator must change "
+                f"http.voice_aliases. The voices are {', '.join(description.voices) or 'none'}.",
+                "unknown_voice",
+            )
+        found = alias_of or name
+        return None if found == "default" else found
 
     def text_stage(self, description: Description) -> str:
         """The stage that max_tokens, temperature and so on apply to. Raises `HttpError` if no stage produces text."""

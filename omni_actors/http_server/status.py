@@ -37,8 +37,7 @@ async def models(state: State) -> Response:
 @router.get("/v1/models/{name:path}", response_class=Response)
 async def model(name: str, state: State) -> Response:
     """One of these models."""
-    state.check_model(name, await state.describe())
-    return json_response(_model(name, state))
+    return json_response(_model(state.model_name(name, await state.describe()), state))
 
 
 def _model(name: str, state: State) -> dict[str, Any]:
@@ -55,8 +54,10 @@ def _model(name: str, state: State) -> dict[str, Any]:
 
 @router.get("/v1/audio/voices", response_class=Response)
 async def voices(state: State) -> Response:
-    """The values of `audio.voice` and `voice`."""
-    return json_response({"voices": list((await state.describe()).voices)})
+    """The values of `audio.voice` and `voice`: voices, and further names for some of them."""
+    voices = list((await state.describe()).voices)
+    aliases = {name: voice for name, voice in state.settings.voice_aliases.items() if name not in voices}
+    return json_response({"voices": voices, "aliases": aliases})
 
 
 @router.get("/v1/status", response_class=Response)

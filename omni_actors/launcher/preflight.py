@@ -24,7 +24,7 @@ from omni_actors.vllm_version import check_installed
 
 MISSING_WITHOUT = {  # flag -> those that mean nothing without it
     "--prompt": ("--audio", "--image", "--save-audio", "--modalities", "--voice", "--seed", "--timeout"),
-    "--http": ("--http-insecure", "--served-name", "--media-host"),
+    "--http": ("--http-insecure", "--served-name", "--voice-alias", "--media-host"),
     "--metrics": ("--metrics-insecure",),
 }
 

@@ -50,10 +50,15 @@ CHANGED = HttpConfig(
     request_timeout=8.5,
     read_timeout=9.5,
     write_timeout=10.5,
+    served_names=["tts-1", "gpt-4o-audio-preview"],
+    voice_aliases={"alloy": "Chelsie", "ash": "Ethan"},
     cors_origins=["https://a.example", "https://b.example:8443"],
     certificate="chain.pem",
     key="key.pem",
 )
+
+
+FLAGS = {"cors_origins": "--http-cors-origin", "served_names": "--served-name", "voice_aliases": "--voice-alias"}
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -68,8 +73,9 @@ def test_every_key_is_a_flag() -> None:
     for name in HttpConfig.__struct_fields__:
         value = getattr(CHANGED, name)
         assert value != getattr(default, name), f"{name}: this test has to change it"
-        flag = "cors-origin" if name == "cors_origins" else name.replace("_", "-")
-        given += [f"--http-{flag}={item}" for item in (value if isinstance(value, list) else [value])]
+        flag = FLAGS.get(name, f"--http-{name.replace('_', '-')}")
+        items = [f"{key}={voice}" for key, voice in value.items()] if isinstance(value, dict) else value
+        given += [f"{flag}={item}" for item in (items if isinstance(items, list) else [items])]
     assert http_config(parse(*given)) == CHANGED
     assert given_flags(parse()) == {}
     with pytest.raises(ConfigError, match=r"media_parts"):
@@ -78,17 +84,23 @@ def test_every_key_is_a_flag() -> None:
 
 def test_settings_survive_the_way_to_the_servers_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_ACTORS_API_KEY", "sesame")
-    options = parse("--served-name=a", "--served-name=b", "--media-host=Example.com")
+    options = parse("--media-host=Example.com")
     settings = server_settings(CHANGED, "ipc:///tmp/client", "/keys", options)
     assert {name: getattr(settings, name) for name in HttpConfig.__struct_fields__} == msgspec.structs.asdict(CHANGED)
     assert settings.endpoint == "ipc:///tmp/client"
     assert settings.keys == "/keys"
     assert settings.api_key == "sesame"
     assert not settings.check_host, "the key keeps strangers out"
-    assert settings.served_names == ("a", "b")
     assert settings.media_hosts == ("example.com",)
     spec = HttpServerSpec(settings, listener=7, launcher_pid=8, log_file="/x")
     assert msgspec.json.decode(msgspec.json.encode(spec), type=HttpServerSpec) == spec
+
+
+@pytest.mark.parametrize("wrong", ["alloy", "=Chelsie", "alloy=", "a\nb=Chelsie"])
+def test_an_alias_without_a_voice_or_a_name_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(f"--voice-alias={wrong}")
+    assert "--voice-alias" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("given", "checked"), [([], True), (["--http-insecure"], False)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from omni_actors.cli.main import SUBCOMMANDS
 from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig, PipelineConfig, StageConfig
 from omni_actors.config.schema import ClusterConfig
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
-from omni_actors.http_server import json_bounds, schemas
+from omni_actors.http_server import chat_messages, json_bounds, schemas
 from omni_actors.http_server.stores import FileStore
 from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
@@ -120,6 +122,31 @@ def test_every_route_and_flag_of_the_server_is_described() -> None:
     flags -= {f"--http-{key.replace('_', '-')}" for key in keys if key not in ("certificate", "key")}
     assert len(flags) >= 7
     assert not [flag for flag in flags if f"`{flag}" not in text]
+
+
+def test_every_field_of_openai_and_vllm_is_listed_and_known() -> None:
+    """A field that is new there shows up here, until it is decided what it means here."""
+    from openai.types import completion_create_params as completion
+    from openai.types.chat import completion_create_params as chat
+
+    listed = set(re.findall(r"^\| `(\w+)` \|", (DOCS / "fields.md").read_text(), re.M))
+    for request, of_openai, of_vllm in (
+        (schemas.ChatRequest, chat.CompletionCreateParamsBase, ("chat_completion", "ChatCompletionRequest")),
+        (schemas.CompletionRequest, completion.CompletionCreateParamsBase, ("completion", "CompletionRequest")),
+    ):
+        theirs = set(of_openai.__annotations__) | fields_in_vllm(*of_vllm)
+        assert len(theirs) > 40
+        assert not theirs - set(request.__struct_fields__)
+        assert not theirs - listed
+
+
+def fields_in_vllm(package: str, name: str) -> set[str]:
+    """The fields of a request, read from the source: to import it takes seconds."""
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    tree = ast.parse((folder / "entrypoints" / "openai" / package / "protocol.py").read_text())
+    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+    names = [node.target.id for node in found.body if isinstance(node, ast.AnnAssign)]
+    return {name for name in names if not name.startswith("_")}
 
 
 def test_meanings_come_from_docstrings_and_limits_from_annotations() -> None:
@@ -224,7 +251,7 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         "members and items in it, text completions": json_bounds.MAX_TOKEN_VALUES,
         "lists and objects in it": json_bounds.MAX_CONTAINERS,
         "messages of a chat": schemas.MAX_MESSAGES,
-        "parts of a message": schemas.MAX_PARTS,
+        "parts of a message": chat_messages.MAX_PARTS,
         "requests in flight": most(CoordinatorConfig, "max_in_flight"),
         "requests that wait for a slot": most(CoordinatorConfig, "max_queued"),
         "tensors and media in a message": message.buffers,

@@ -12,10 +12,10 @@ import numpy
 import pytest
 from PIL import Image
 
+from omni_actors.http_server.chat_messages import AnyMessage
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.media import MediaReader
-from omni_actors.http_server.schemas import AnyMessage
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.media.decoders import DecoderThreads

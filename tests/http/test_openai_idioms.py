@@ -1,0 +1,183 @@
+"""What code written for OpenAI or vLLM does without a thought: names, whole answers as history, neutral fields."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.settings import ServerSettings
+from tests.support.servers import HttpPipeline, openai_client, serving, sound
+
+HELLO = [{"role": "user", "content": "hello, sea"}]
+SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
+
+
+@pytest.fixture(scope="module")
+def renamed(echo_pipeline: HttpPipeline) -> Iterator[str]:
+    """A server with names that many clients have built in."""
+    settings = ServerSettings(
+        endpoint=echo_pipeline.endpoint,
+        served_names=["gpt-4o-audio-preview", "tts-1"],
+        voice_aliases={"alloy": "Ethan", "verse": "default", "ash": "Nobody", "Chelsie": "Ethan"},
+    )
+    with serving(create_app(settings)) as url:
+        yield url
+
+
+# -- answers as history -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SPOKEN], ids=["text", "spoken"])
+def test_a_whole_answer_is_a_message_of_the_next_turn(echo: HttpPipeline, options: dict) -> None:
+    client = echo.openai()
+    first = client.chat.completions.create(model="echo", messages=HELLO, **options)
+    turns = [*HELLO, first.choices[0].message, {"role": "user", "content": "!"}]
+    assert client.chat.completions.create(model="echo", messages=turns).choices[0].message.content == (
+        "hello, seahello, sea!"
+    )
+    turns[1] = first.choices[0].message.model_dump()
+    assert client.chat.completions.create(model="echo", messages=turns).choices[0].message.content == (
+        "hello, seahello, sea!"
+    )
+
+
+def test_an_answer_whose_id_has_expired_is_known_by_its_transcript(echo: HttpPipeline) -> None:
+    client = echo.openai()
+    message = client.chat.completions.create(model="echo", messages=HELLO, **SPOKEN).choices[0].message
+    message.audio.id = "audio_of_last_week"
+    turns = [*HELLO, message, {"role": "user", "content": "!"}]
+    again = client.chat.completions.create(model="echo", messages=turns)
+    assert again.choices[0].message.content == "hello, seahello, sea!"
+
+
+def test_what_an_answer_cannot_hold_is_refused_by_name(echo: HttpPipeline) -> None:
+    turns = [*HELLO, {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        echo.openai().chat.completions.create(model="echo", messages=turns)
+    assert caught.value.param == "messages[1].function_call"
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_has_all_the_names_it_is_served_under(renamed: str) -> None:
+    client = openai_client(renamed)
+    assert [model.id for model in client.models.list()] == ["gpt-4o-audio-preview", "tts-1"]
+    assert client.chat.completions.create(model="tts-1", messages=HELLO).model == "tts-1"
+    with pytest.raises(openai.NotFoundError, match=r"has gpt-4o-audio-preview, tts-1. .*--served-name"):
+        client.chat.completions.create(model="echo", messages=HELLO)
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_a_request_without_a_model_means_the_first(renamed: str, route: str) -> None:
+    body = {"messages": HELLO} if route == "chat/completions" else {"prompt": "hello"}
+    assert httpx.post(f"{renamed}/v1/{route}", json=body).json()["model"] == "gpt-4o-audio-preview"
+
+
+def test_voices_have_aliases(renamed: str) -> None:
+    client = openai_client(renamed)
+    for voice in ("alloy", "verse", "Ethan", "Chelsie", "default"):
+        assert client.audio.speech.create(model="tts-1", input="x", voice=voice, response_format="pcm").content
+    spoken = {**SPOKEN, "audio": {"voice": {"id": "alloy"}, "format": "wav"}}
+    answer = client.chat.completions.create(model="tts-1", messages=HELLO, **spoken)
+    assert answer.choices[0].message.audio.transcript == "hello, sea"
+    listed = httpx.get(f"{renamed}/v1/audio/voices").json()
+    assert listed["voices"] == ["Chelsie", "Ethan"]
+    assert listed["aliases"] == {"alloy": "Ethan", "verse": "default", "ash": "Nobody"}, "a voice keeps its own name"
+
+
+def test_an_alias_of_a_voice_that_does_not_exist_is_the_operators_mistake(renamed: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"'ash' is an alias of 'Nobody'.*Chelsie, Ethan") as caught:
+        openai_client(renamed).audio.speech.create(model="tts-1", input="x", voice="ash")
+    assert caught.value.param == "voice"
+    assert caught.value.code == "unknown_voice"
+
+
+# -- fields -----------------------------------------------------------------------------------------------------------
+
+NEUTRAL = {
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "mm_processor_kwargs": {},
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "prompt_logprobs": None,
+}
+
+
+def test_fields_that_change_nothing_are_accepted(echo: HttpPipeline) -> None:
+    client = echo.openai()
+    answer = client.chat.completions.create(model="echo", messages=HELLO, extra_body=NEUTRAL)
+    assert answer.choices[0].message.content == "hello, sea"
+    assert client.completions.create(model="echo", prompt="hello", best_of=1).choices[0].text == "hello"
+    for field, value in (("skip_special_tokens", False), ("chat_template_kwargs", {"enable_thinking": True})):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="echo", messages=HELLO, extra_body={field: value})
+        assert caught.value.param == field
+
+
+def test_the_one_speed_of_speech_is_accepted_and_named(echo: HttpPipeline) -> None:
+    client = echo.openai()
+    assert client.audio.speech.create(model="echo", input="x", voice="Ethan", speed=1.0).content
+    with pytest.raises(openai.BadRequestError, match="speed must be 1") as caught:
+        client.audio.speech.create(model="echo", input="x", voice="Ethan", speed=1.5)
+    assert caught.value.param == "speed"
+
+
+# -- wrong routes, and media that are none ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/json"}, {"content-type": "text/plain"}])
+def test_a_route_that_does_not_exist_is_404_with_those_that_do(echo: HttpPipeline, headers: dict[str, str]) -> None:
+    for path, meant in (
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/audio/speach", "/v1/audio/speech"),
+    ):
+        answer = httpx.post(f"{echo.url}{path}", content=b"{}", headers=headers)
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert error["code"] == "not_found"
+        assert f"Did you mean {meant}?" in error["message"]
+        assert "/v1/models, " in error["message"]
+    assert httpx.get(f"{echo.url}/v1/embeddings").status_code == 404
+
+
+def test_a_wrong_method_is_405_with_the_right_one(echo: HttpPipeline) -> None:
+    answer = httpx.put(f"{echo.url}/v1/chat/completions", content=b"x")
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["message"] == "/v1/chat/completions takes POST, not PUT."
+
+
+def test_a_path_with_a_slash_too_many_is_redirected(echo: HttpPipeline) -> None:
+    body = {"model": "echo", "messages": HELLO}
+    answer = httpx.post(f"{echo.url}/v1/chat/completions/", json=body, follow_redirects=True)
+    assert answer.json()["choices"][0]["message"]["content"] == "hello, sea"
+
+
+def test_base64_where_a_url_belongs_is_said_to_be_that(echo: HttpPipeline) -> None:
+    data = base64.b64encode(sound()).decode()
+    part = {"type": "audio_url", "audio_url": {"url": data}}
+    with pytest.raises(openai.BadRequestError, match=r"data:audio/TYPE;base64, .*--media-host") as caught:
+        echo.openai().chat.completions.create(model="echo", messages=[{"role": "user", "content": [part]}])
+    assert caught.value.code == "invalid_url"
+    part = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    with pytest.raises(openai.BadRequestError, match="--media-host"):
+        echo.openai().chat.completions.create(model="echo", messages=[{"role": "user", "content": [part]}])
+
+
+def test_parameters_of_paths_and_queries_are_refused_in_plain_words(echo: HttpPipeline) -> None:
+    for limit, said in ((0, "at least 1"), (201, "at most 200"), ("many", "a whole number")):
+        error = httpx.get(f"{echo.url}/v1/requests", params={"limit": limit}).json()["error"]
+        assert error["message"] == f"limit: must be {said}."
+    error = httpx.post(f"{echo.url}/v1/files", data={"file": "x"}, files={"other": b""}).json()["error"]
+    assert error["message"] == "file: must be a file."
