@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
 import statistics
 import tempfile
@@ -69,7 +68,7 @@ async def answer(
         if kill_after and samples >= kill_after and not killed:
             stages = (await client.describe()).stages
             killed = last = time.monotonic()
-            os.kill(next(status.pid for status in stages if status.stage == arguments.stage), signal.SIGKILL)
+            psutil.Process(next(status.pid for status in stages if status.stage == arguments.stage)).kill()
     if killed:
         measured.silence.append(silence)
         measured.end.append(time.monotonic() - killed)
@@ -137,7 +136,7 @@ async def detect(arguments: argparse.Namespace, loss: str) -> tuple[list[float],
                         before = statuses[0]
                         await client.submit({"prompt_token_ids": [HANG_TOKEN]}, modalities=["text"])
                     else:
-                        os.kill(before.pid, signal.Signals[loss])
+                        psutil.Process(before.pid).send_signal(signal.Signals[loss])
                     if loss != "coordinator":
                         while not await lost(client, before):  # noqa: ASYNC110 - the state is another process's
                             await asyncio.sleep(0.005)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +22,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient, Audio, Text
@@ -209,7 +209,7 @@ async def kill(client: AsyncOmniClient, stage: str) -> tuple[float, dict[str, fl
     """Kill the replica that serves; return the seconds until it is ready again, and those of its start's phases."""
     killed = next(item for item in (await client.describe()).stages if item.stage == stage and not item.spare)
     began = time.monotonic()
-    os.kill(killed.pid, signal.SIGKILL)
+    psutil.Process(killed.pid).kill()
     async with asyncio.timeout(READY_SECONDS):
         while True:
             statuses = (await client.describe(timeout=5.0)).stages

@@ -14,14 +14,14 @@ import argparse
 import asyncio
 import collections
 import contextlib
-import os
 import random
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -64,8 +64,8 @@ async def kill(client: AsyncOmniClient, stage: str, count: int, chance: random.R
         await asyncio.sleep(chance.uniform(*APART))
         stages = (await client.describe()).stages
         ready = [item.pid for item in stages if item.state == "ready" and stage in ("", item.stage)]
-        with contextlib.suppress(ProcessLookupError, IndexError):  # it has just ended, or none is ready
-            os.kill(chance.choice(ready), signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it has just ended, or none is ready
+            psutil.Process(chance.choice(ready)).kill()
             count -= 1
 
 

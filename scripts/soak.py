@@ -18,7 +18,6 @@ import collections
 import contextlib
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -130,8 +129,8 @@ class Soak:
                 if self.ends.total() * self._options.kills < self.killed + 0.5:
                     continue
                 ready = [stage for stage in (await client.describe()).stages if stage.state == "ready"]
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._chance.choice(ready).pid, signal.SIGKILL)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    psutil.Process(self._chance.choice(ready).pid).kill()
                     self.killed += 1
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
@@ -53,7 +53,7 @@ async def test_a_killed_coordinator_comes_back_and_its_requests_end_typed(launch
             for stream in streams[:10]:
                 await anext(stream)
             former = coordinator_of(short_path)
-            os.kill(former, signal.SIGKILL)
+            psutil.Process(former).kill()
             await until_healthy(watcher)
             for number in range(2):  # on the same endpoint, with the same client, before the lost ones are known
                 await ask_and_check(client, text_of(number + 10 * round_number))
@@ -72,7 +72,7 @@ async def test_a_coordinator_killed_while_a_stage_loads_finds_it_again(launch: L
     data["stages"][2]["engine"]["start_seconds"] = 2.0
     launcher = launch(data)
     until(lambda: "prompt/0 ready" in launcher.output, 20, "the first stage")
-    os.kill(coordinator_of(short_path), signal.SIGKILL)
+    psutil.Process(coordinator_of(short_path)).kill()
     launcher.wait_ready()
     assert launcher.output.count("talker/0 ready") == 1
     async with AsyncOmniClient(launcher.endpoint) as client:
@@ -82,10 +82,10 @@ async def test_a_coordinator_killed_while_a_stage_loads_finds_it_again(launch: L
 async def test_a_new_coordinator_restarts_stages_that_die(launch: Launch, short_path: Path) -> None:
     launcher = launch(calm_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
-        os.kill(coordinator_of(short_path), signal.SIGKILL)
+        psutil.Process(coordinator_of(short_path)).kill()
         await until_healthy(client)
         former = await pids(client)
-        os.kill(former["talker/0"], signal.SIGKILL)
+        psutil.Process(former["talker/0"]).kill()
         await ask_and_check(client, "still supervised")
         now = await pids(client)
         assert now["talker/0"] != former["talker/0"]
@@ -98,8 +98,8 @@ async def test_a_stage_that_dies_while_there_is_no_coordinator_is_started_again(
     launcher = launch(calm_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         former = await pids(client)
-        os.kill(coordinator_of(short_path), signal.SIGKILL)
-        os.kill(former["talker/0"], signal.SIGKILL)
+        psutil.Process(coordinator_of(short_path)).kill()
+        psutil.Process(former["talker/0"]).kill()
         await until_healthy(client)
         await ask_and_check(client, "both are back")
         assert (await pids(client))["thinker/0"] == former["thinker/0"]
@@ -110,7 +110,7 @@ async def test_a_coordinator_that_hangs_is_replaced(launch: Launch, short_path: 
     async with AsyncOmniClient(launcher.endpoint) as client:
         before = await pids(client)
         former = coordinator_of(short_path)
-        os.kill(former, signal.SIGSTOP)
+        psutil.Process(former).suspend()
         await asyncio.to_thread(next_coordinator, short_path, former)
         await until_healthy(client)
         await ask_and_check(client, "awake")
@@ -121,7 +121,7 @@ async def test_a_new_coordinator_listens_on_the_same_port(launch: Launch, short_
     launcher = launch(calm_chain(), "--listen", "tcp://127.0.0.1:0").wait_ready()
     assert not launcher.endpoint.endswith(":0")
     async with AsyncOmniClient(launcher.endpoint) as client:
-        os.kill(coordinator_of(short_path), signal.SIGKILL)
+        psutil.Process(coordinator_of(short_path)).kill()
         await until_healthy(client)
         await ask_and_check(client, "same place")
 
@@ -131,8 +131,8 @@ def test_a_coordinator_that_keeps_dying_ends_the_launch(launch: Launch, short_pa
     data["coordinator"]["restarts"] = 1
     launcher = launch(data).wait_ready()
     former = coordinator_of(short_path)
-    os.kill(former, signal.SIGKILL)
-    os.kill(next_coordinator(short_path, former), signal.SIGKILL)
+    psutil.Process(former).kill()
+    psutil.Process(next_coordinator(short_path, former)).kill()
     assert launcher.wait_end(15) == 1
     assert "The coordinator died (killed by signal 9), after 1 restarts." in launcher.output
     assert_nothing_left(short_path, 1.0)

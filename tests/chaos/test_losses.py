@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient
@@ -100,9 +100,9 @@ async def test_requests_wait_for_a_lost_stage(launch: Launch) -> None:
     """Requests that come before its loss is noticed wait until it is started again."""
     launcher = launch(disturbed_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
-        os.kill(await pid_of(client, "prompt/0"), signal.SIGKILL)
+        psutil.Process(await pid_of(client, "prompt/0")).kill()
         await asyncio.gather(*(ask_and_check(client, f"number {number}") for number in range(20)))
-        os.kill(await pid_of(client, "prompt/0"), signal.SIGSTOP)
+        psutil.Process(await pid_of(client, "prompt/0")).suspend()
         await asyncio.gather(*(ask_and_check(client, f"number {number}") for number in range(20)))
 
 
@@ -183,9 +183,9 @@ def test_an_idle_or_slow_loop_is_not_stuck(launch: Launch) -> None:
 
 async def test_a_launcher_that_was_stopped_kills_no_stage(launch: Launch) -> None:
     launcher = launch(disturbed_chain()).wait_ready()
-    os.kill(launcher.process.pid, signal.SIGSTOP)
+    psutil.Process(launcher.process.pid).suspend()
     await asyncio.sleep(1.2)  # longer than a stage may be silent
-    os.kill(launcher.process.pid, signal.SIGCONT)
+    psutil.Process(launcher.process.pid).resume()
     async with AsyncOmniClient(launcher.endpoint) as client:
         await ask_and_check(client, "awake again")
         await asyncio.sleep(0.5)
@@ -247,7 +247,7 @@ async def test_policy_fail_ends_only_the_requests_of_the_lost_replica(launch: La
     async with AsyncOmniClient(launcher.endpoint) as client:
         held, text_only = await client.submit("x" * 100), await client.submit("y" * 100, modalities=["text"])
         await anext(held)
-        os.kill(await pid_of(client, "talker/0"), signal.SIGKILL)
+        psutil.Process(await pid_of(client, "talker/0")).kill()
         with pytest.raises(StageLost, match="talker/0"):
             await held.result()
         assert (await text_only.result()).text == "y" * 100
@@ -267,7 +267,7 @@ async def test_a_pipeline_whose_stage_keeps_failing_to_start_is_degraded(
         speaking, text_only = await client.submit("x" * 200), await client.submit("y" * 200, modalities=["text"])
         await anext(speaking)
         broken.touch()
-        os.kill(await pid_of(client, "code2wav/0"), signal.SIGKILL)
+        psutil.Process(await pid_of(client, "code2wav/0")).kill()
         with pytest.raises(OmniError) as caught:
             await speaking.result()
         assert isinstance(caught.value, StageLost | StageUnavailable)
@@ -290,7 +290,7 @@ async def test_a_replica_that_dies_while_starting_restarts(launch: Launch, short
     data["stages"][2].update({"replicas": 2, "engine": {"start_seconds": 1.0}})
     launcher = launch(data)
     until(lambda: "omni:talker/1" in titles(short_path).values(), 20, "the second talker")
-    os.kill(next(pid for pid, title in titles(short_path).items() if title == "omni:talker/1"), signal.SIGKILL)
+    psutil.Process(next(pid for pid, title in titles(short_path).items() if title == "omni:talker/1")).kill()
     launcher.wait_ready()
     assert "talker/1 restarts in 0.0 s" in launcher.output
     async with AsyncOmniClient(launcher.endpoint) as client:

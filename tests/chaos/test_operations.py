@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient, OmniClient, SyncRequestStream
@@ -102,7 +102,7 @@ async def test_a_drained_replica_takes_nothing_new(launch: Launch) -> None:
 async def test_a_replica_that_was_given_up_can_be_started(launch: Launch) -> None:
     launcher = launch(disturbed_chain(restarts=0)).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
-        os.kill((await replicas(client))["talker/0"].pid, signal.SIGKILL)
+        psutil.Process((await replicas(client))["talker/0"].pid).kill()
         await later(lambda: until(lambda: "degraded: talker/0" in launcher.output, 5, "degraded"))
         done = await later(lambda: ctl(launcher, "drain", "talker/0"))
         assert done.returncode == 1
@@ -158,7 +158,7 @@ async def test_a_drain_survives_a_loss_and_ends_at_its_deadline(launch: Launch) 
         await until_in_flight(client, 2)
         pid = (await replicas(client))["thinker/0"].pid
         launcher.process.send_signal(signal.SIGTERM)
-        os.kill(pid, signal.SIGKILL)
+        psutil.Process(pid).kill()
         await short
         with pytest.raises(StageUnavailable, match="shutting down"):
             await long.result()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
+
+import psutil
 
 from omni_actors.client import AsyncOmniClient, Text
 from omni_actors.protocol.client import Operation, StageStatus
@@ -32,7 +32,7 @@ async def test_an_answer_goes_on_though_a_replica_of_each_stage_dies_and_none_st
                 continue
             samples.append(item.samples.tobytes())
             if left and len(samples) % 3 == 0:
-                os.kill(before[f"{left.pop(0)}/0"].pid, signal.SIGKILL)
+                psutil.Process(before[f"{left.pop(0)}/0"].pid).kill()
         after = await replicas(other)
         assert not left, "all were killed while the answer was heard"
         assert letters == undisturbed.text
@@ -49,7 +49,7 @@ async def test_an_answer_goes_on_though_a_replica_of_each_stage_dies_and_none_st
         metrics = await other.metrics()
         assert 'omni_replica_ready{replica="1",stage="talker"} 1' in metrics
         assert 'omni_replica_spare{replica="0",stage="talker"} 1' in metrics
-        os.kill(after["talker/1"].pid, signal.SIGKILL)
+        psutil.Process(after["talker/1"].pid).kill()
         await ask_and_check(client, "who speaks now")
         assert not _talker(launcher, 0).spare
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +50,7 @@ async def answer(client: AsyncOmniClient, kill: str = "") -> tuple[str, list[int
             audio.append(item.samples)
         if kill and (audio if kill == "code2wav" else len(texts) == 5):
             stages = (await client.describe()).stages
-            os.kill(next(status.pid for status in stages if status.stage == kill), signal.SIGKILL)
+            psutil.Process(next(status.pid for status in stages if status.stage == kill)).kill()
             kill = ""
     return "".join(texts), tokens, numpy.concatenate(audio)
 
@@ -115,7 +114,7 @@ async def test_a_checkpoint_that_breaks_while_it_is_served(pipeline: RunningPipe
         os.truncate(weights, weights.stat().st_size // 2)
         speaking = asyncio.create_task(client.generate(PROMPT, params=PARAMS, timeout=120))
         stages = {status.stage: status for status in (await client.describe()).stages}
-        os.kill(stages["code2wav"].pid, signal.SIGKILL)
+        psutil.Process(stages["code2wav"].pid).kill()
         with pytest.raises(StageUnavailable, match="code2wav"):
             await speaking
         stages = {status.stage: status.state for status in (await client.describe()).stages}

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import httpx
+import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient, Audio, RequestStream, Text
@@ -39,11 +38,11 @@ def idle(tiny_pipeline: RunningPipeline) -> Iterator[None]:
 @asynccontextmanager
 async def prompt_stage_stopped(client: AsyncOmniClient) -> AsyncIterator[None]:
     (pid,) = [status.pid for status in (await client.describe()).stages if status.stage == "prompt"]
-    os.kill(pid, signal.SIGSTOP)
+    psutil.Process(pid).suspend()
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        psutil.Process(pid).resume()
 
 
 def test_an_urgent_request_is_answered_before_ordinary_ones_that_came_earlier(tiny_pipeline: RunningPipeline) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from omni_actors.client import OmniClient
@@ -146,11 +147,11 @@ def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
         launcher = pipeline.process.pid
         # The HTTP server dies: the launcher starts it again on the same socket, so no client is refused.
         (server,) = processes_titled("omni:http", launcher)
-        os.kill(server, signal.SIGKILL)
+        psutil.Process(server).kill()
         assert pipeline.openai(max_retries=2, timeout=20).chat.completions.create(**HELLO).choices
         # A stage dies: /health names it.
         talker = stage_pid(pipeline, "talker")
-        os.kill(talker, signal.SIGKILL)
+        psutil.Process(talker).kill()
         response = until(lambda: not_well(pipeline.url), 5, "another status than 200")
         assert response.status_code == 503
         assert response.headers["retry-after"]
@@ -176,7 +177,7 @@ def test_killing_the_http_server_loses_its_streams_and_files_and_nothing_else(sl
         assert all(begun.wait(30) for begun in started)
         assert client.describe().in_flight == 2
         (server,) = processes_titled("omni:http", slow.process.pid)
-        os.kill(server, signal.SIGKILL)
+        psutil.Process(server).kill()
         assert all(future.result(30) for future in streams)
         until(lambda: not client.describe().in_flight, 15, "the requests of the dead server to end")
         assert slow.openai(max_retries=3, timeout=30).chat.completions.create(**HELLO).choices

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.scripts import Started
@@ -30,5 +30,5 @@ def start(short_path: Path) -> Iterator[Callable[..., Started]]:
     finally:
         for launcher in started:
             for pid in launcher.members():
-                os.kill(pid, signal.SIGKILL)
+                psutil.Process(pid).kill()
             launcher.process.wait()

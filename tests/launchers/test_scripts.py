@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.builders import chain, write
@@ -79,7 +80,7 @@ def test_they_stay_small() -> None:
 def test_no_node_outlives_a_killed_launcher(nodes: Callable[..., Started]) -> None:
     cluster = nodes("ssh_nodes.sh", "hosts.txt", "c.yaml")
     cluster.until("called with", 3)
-    os.kill(cluster.process.pid, signal.SIGKILL)
+    psutil.Process(cluster.process.pid).kill()
     cluster.process.wait()
     cluster.assert_nothing_left(FAST_SECONDS)
     assert cluster.output.count("stops in order") == 3
@@ -91,7 +92,7 @@ def test_a_node_that_gets_a_signal_ends_all(nodes: Callable[..., Started]) -> No
     wrapper = next(
         pid for pid, command in cluster.members().items() if "exit_with_stdin" in command and "--node-rank 1" in command
     )
-    os.kill(wrapper, signal.SIGTERM)
+    psutil.Process(wrapper).terminate()
     cluster.end()
     assert cluster.output.count("stops in order") == 3
 

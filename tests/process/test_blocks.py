@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from omni_actors.config import FlowConfig
@@ -155,7 +155,7 @@ class Three:
         self.owner.know(Peers(peers=tuple(self.peers[replica_id] for replica_id in alive)))
 
     def kill(self, replica_id: ReplicaId) -> None:
-        os.kill(self.processes[replica_id].pid, signal.SIGKILL)
+        psutil.Process(self.processes[replica_id].pid).kill()
         self.processes[replica_id].join(5)
 
     def blocks(self) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient
@@ -50,13 +49,13 @@ async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
         tasks = [asyncio.create_task(client.generate(f"{n}" * 60, timeout=60)) for n in range(8)]
         await asyncio.sleep(0.2)
         last = status(echo, "code2wav").pid
-        os.kill(last, signal.SIGSTOP)  # what the talker sends lies in its inbox now
+        psutil.Process(last).suspend()  # what the talker sends lies in its inbox now
         try:
             await asyncio.sleep(0.3)
-            os.kill(before.pid, signal.SIGKILL)
+            psutil.Process(before.pid).kill()
             await asyncio.to_thread(until, lambda: status(echo, "talker").epoch > old.epoch, 3, "the restart")
         finally:
-            os.kill(last, signal.SIGCONT)
+            psutil.Process(last).resume()
         for number, task in enumerate(tasks):
             assert_echo(await task, f"{number}" * 60)
         dropped = status(echo, "code2wav").counts

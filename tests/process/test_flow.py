@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -164,7 +162,7 @@ async def test_a_killed_stage_in_the_middle_leaves_no_wrong_row_and_no_block(lau
         await client.generate("the stages say that they read the arenas")
         tasks = [asyncio.create_task(client.generate(f"{i} hello" * 9, timeout=60)) for i in range(16)]
         await asyncio.sleep(0.15)
-        os.kill(echo.pid_of("talker"), signal.SIGKILL)
+        psutil.Process(echo.pid_of("talker")).kill()
         for number, task in enumerate(tasks):
             assert_echo(await task, f"{number} hello" * 9)
         assert_echo(await client.generate("the end"), "the end")
@@ -193,13 +191,13 @@ async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str
         await client.generate("the talker says that it reads the arena")
         tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(4)]
         talker = echo.pid_of("talker")
-        os.kill(talker, signal.SIGSTOP)  # blocks pile up
+        psutil.Process(talker).suspend()  # blocks pile up
 
         def blocks() -> int:
             return {stage.stage: stage.counts.get("arena_blocks", 0) for stage in echo.describe().stages}["thinker"]
 
         await asyncio.to_thread(until, lambda: blocks() > 3, 10, "blocks")
-        os.kill(talker, signal.SIGKILL)
+        psutil.Process(talker).kill()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         if policy == "fail":
             assert all(isinstance(answer, StageLost) for answer in answers)
@@ -217,14 +215,14 @@ async def test_wedged_stage_ends_requests_by_their_deadline_and_serves_again_aft
     echo = launch(flow_chain({}, thinker={"step_seconds": 0.005})).wait_ready()
     talker = echo.pid_of("talker")
     async with AsyncOmniClient(echo.endpoint) as client:
-        os.kill(talker, signal.SIGSTOP)
+        psutil.Process(talker).suspend()
         try:
             wedged = [asyncio.create_task(client.generate("x" * 20, timeout=1.0)) for _ in range(5)]
             assert (await client.generate("text", modalities=["text"])).text == "text"
             answers = await asyncio.gather(*wedged, return_exceptions=True)
             assert {type(answer) for answer in answers} == {DeadlineExceeded}, "while the stage still stands"
         finally:
-            os.kill(talker, signal.SIGCONT)
+            psutil.Process(talker).resume()
         assert_echo(await client.generate("again"), "again")
     echo.wait_idle()
 
@@ -235,7 +233,7 @@ async def test_wedged_stage_holds_up_its_source_and_not_for_ever(launch: Launch)
     echo = launch(flow_chain(small, thinker={"step_seconds": 0.001})).wait_ready()
     talker = echo.pid_of("talker")
     async with AsyncOmniClient(echo.endpoint) as client:
-        os.kill(talker, signal.SIGSTOP)
+        psutil.Process(talker).suspend()
         running = asyncio.create_task(client.generate("y" * 200, timeout=20))
 
         async def thinker() -> Mapping[str, int]:
@@ -250,7 +248,7 @@ async def test_wedged_stage_holds_up_its_source_and_not_for_ever(launch: Launch)
             counts = await thinker()
             assert counts["outbox"] == 9
             assert counts["engine_requests"] == 1
-        os.kill(talker, signal.SIGCONT)
+        psutil.Process(talker).resume()
         assert_echo(await running, "y" * 200)
     echo.wait_idle()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from omni_actors.client import OmniClient
@@ -47,7 +47,7 @@ def test_a_full_disk_ends_recordings_and_nothing_else(small_disk: Path, launch: 
         fill(small_disk / "fill")
         assert running.result().text == "x" * 100
         first = launcher.pid_of("talker")
-        os.kill(first, signal.SIGKILL)
+        psutil.Process(first).kill()
         until(lambda: "starting talker/0 again" in launcher.output, 5, "restart")
         with OmniClient(launcher.endpoint) as new:
             assert new.generate("new").text == "new"
@@ -90,6 +90,6 @@ def test_a_launcher_whose_output_cannot_be_written_serves_and_ends_in_order(
     until(listens, 20, "the coordinator")
     with OmniClient(f"ipc://{run}/client") as client:
         until(lambda: client.describe().healthy, 20, "ready")
-        os.kill(next(status.pid for status in client.describe().stages if status.stage == "talker"), signal.SIGKILL)
+        psutil.Process(next(status.pid for status in client.describe().stages if status.stage == "talker")).kill()
         assert client.generate("unheard").text == "unheard"
     assert launcher.end() == 0

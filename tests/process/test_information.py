@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 import pytest
 
 from omni_actors.cli.replay import replay
@@ -88,7 +87,7 @@ def test_a_stage_that_is_killed_gets_everything_again(pipeline: RunningPipeline,
         prompt = {"prompt_embeds": EMBEDS, "additional_information": {**INFORMATION, **more}}
         stream = client.submit(prompt, timeout=60)
         until(at_work)
-        os.kill(at_work()[0], signal.SIGKILL)
+        psutil.Process(at_work()[0]).kill()
         assert_intact(stream.result(), more)
         assert client.describe().counts["replays"] > 0
     pipeline.assert_idle()

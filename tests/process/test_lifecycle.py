@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import soundfile
 
@@ -282,7 +283,7 @@ def test_a_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
     until(lambda: len(titles(short_path)) == 5, 10, lambda: f"{processes_of(short_path)} {started.output}")
     for pid, command in processes_of(short_path).items():
         if command.startswith("omni:"):
-            os.kill(pid, signal.SIGSTOP)  # they cannot end in order
+            psutil.Process(pid).suspend()  # they cannot end in order
     launcher.send_signal(signal.SIGINT)
     time.sleep(launcher_module.SAME_STOP_SECONDS + 0.1)
     assert launcher.poll() is None
@@ -328,7 +329,7 @@ def test_a_pipeline_goes_on_without_a_dead_stage(launch: Launch) -> None:
     launcher = launch(data).wait_ready()
     with OmniClient(launcher.endpoint) as client:
         held, text_only = client.submit("x" * 100), client.submit("y" * 100, modalities=["text"])
-        os.kill(launcher.pid_of("code2wav"), signal.SIGKILL)
+        psutil.Process(launcher.pid_of("code2wav")).kill()
         with pytest.raises(StageLost, match="killed by signal 9") as caught:
             held.result()
         assert (caught.value.stage, caught.value.retryable) == ("code2wav", True)
@@ -359,7 +360,7 @@ def test_healthy_replica_serves_on(launch: Launch) -> None:
     with OmniClient(launcher.endpoint) as client:
         thinkers = [status for status in client.describe().stages if status.stage == "thinker"]
         assert [status.replica for status in thinkers] == [0, 1]
-        os.kill(thinkers[0].pid, signal.SIGKILL)
+        psutil.Process(thinkers[0].pid).kill()
         until(lambda: not client.describe().healthy, 5, "noticed")
         for text in ("a", "b", "c"):
             assert client.generate(text).text == text

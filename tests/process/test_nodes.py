@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import signal
 import time
@@ -12,6 +11,8 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
@@ -132,7 +133,7 @@ async def test_coordinator_killed_with_two_nodes(launch: Launch, short_path: Pat
     first, _ = hosts.start_both()
     async with AsyncOmniClient(first.endpoint) as client:
         before = await pids(client)
-        os.kill(next(pid for pid, title in hosts.processes(0).items() if title == "omni:coordinator"), signal.SIGKILL)
+        psutil.Process(next(pid for pid, title in hosts.processes(0).items() if title == "omni:coordinator")).kill()
         await asyncio.sleep(0.1)
         await wait_states(client, 10, **{name.replace("/", "_"): "ready" for name in before})
         await ask_many(client, 8)
@@ -175,11 +176,11 @@ def test_a_signal_to_a_node_that_ends_already_is_its_first(launch: Launch, short
     hosts = Hosts(launch, short_path, spread_chain(shutdown_timeout=20.0))
     first, other = hosts.start_both()
     talker = next(pid for pid, name in hosts.processes(1).items() if name == "omni:talker/1")
-    os.kill(talker, signal.SIGSTOP)  # keeps its node from ending
+    psutil.Process(talker).suspend()  # keeps its node from ending
     assert first.end(seconds=30) == 0
     other.process.send_signal(signal.SIGTERM)
     until(lambda: "once more to stop at once" in other.output, 10, "the signal is heard")
-    os.kill(talker, signal.SIGCONT)
+    psutil.Process(talker).resume()
     assert other.wait_end(15) == 0
     assert_nothing_left(short_path)
 

@@ -6,13 +6,12 @@ import asyncio
 import functools
 import itertools
 import json
-import os
 import re
-import signal
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from omni_actors.cli import top, trace
@@ -142,7 +141,7 @@ def test_counters_do_not_fall_when_a_replica_is_killed(launch: Launch) -> None:
             client.generate("hello")
         until(lambda: counters(launcher.endpoint).get(done) == 3, 5, "the talker's count")
         before = counters(launcher.endpoint)
-        os.kill(launcher.pid_of("talker"), signal.SIGKILL)
+        psutil.Process(launcher.pid_of("talker")).kill()
         client.generate("hello")
         seen = [before]
         until(lambda: seen.append(counters(launcher.endpoint)) or seen[-1].get(done) == 4, 5, "the count goes on")
@@ -169,7 +168,7 @@ def test_a_new_coordinator_counts_from_zero_and_nothing_twice(launch: Launch, sh
         client.generate("hello")
         client.generate("hello")
         until(lambda: shown(ended) == 2, 5, "two requests")
-        os.kill(coordinator(short_path), signal.SIGKILL)
+        psutil.Process(coordinator(short_path)).kill()
         until(lambda: "is started again" in launcher.output, 5, "the new coordinator")
         until(lambda: all_ready(launcher), 10, "the stages again")
         client.generate("hello")
@@ -267,7 +266,7 @@ def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_bo
     with OmniClient(launcher.endpoint) as client:
         stream = client.submit(text)
         until(lambda: "first_audio" in event_names(client.timeline(stream.request_id)), 10, "the first audio")
-        os.kill(launcher.pid_of("code2wav"), signal.SIGKILL)
+        psutil.Process(launcher.pid_of("code2wav")).kill()
         assert stream.result().text == text
         timeline = client.timeline(stream.request_id)
         made = 'omni_stage_output_tokens_total{replica="0",stage="%s"}'
@@ -370,7 +369,7 @@ def test_logs_have_one_format_and_no_content(launch: Launch, short_path: Path) -
             stream.result()
         with pytest.raises(OmniError):
             client.generate(marker, voice=marker)
-    os.kill(launcher.pid_of("talker"), signal.SIGKILL)
+    psutil.Process(launcher.pid_of("talker")).kill()
     until(lambda: launcher.output.count("talker/0 ready") == 2, 5, "a restart, which prints the log's tail")
     assert launcher.end() == 0
     logs = {path.name: path.read_text() for path in (short_path / "run" / "logs").rglob("*.log")}

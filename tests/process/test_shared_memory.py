@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.builders import chain
@@ -47,7 +48,7 @@ def test_a_killed_stage_and_an_ended_pipeline_leave_none(launcher: EchoLauncher,
     (first,) = made(log)
     assert left([first]) == [first]
     until(lambda: is_listed(short_path, first), 5, "the launcher has seen them")
-    os.kill(launcher.pid_of("talker"), signal.SIGKILL)
+    psutil.Process(launcher.pid_of("talker")).kill()
     until(lambda: len(made(log)) == 2, 10, "restart")
     until(lambda: left([first]) == [[]], 5, "those of the first life are gone")
     second = made(log)[1]

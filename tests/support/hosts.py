@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
@@ -74,4 +75,4 @@ class Hosts:
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Signal every process of a host; to all others SIGSTOP looks like a cut link."""
         for pid in self.processes(rank):
-            os.kill(pid, number)
+            psutil.Process(pid).send_signal(number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import string
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+import psutil
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import OmniError
@@ -107,14 +107,16 @@ class Losses:
         """Kill the process that the replica has by now."""
 
         async def kill() -> None:
-            pid = (await replicas(self.client))[name].pid
-            os.kill(pid, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                while not (pid := (await replicas(self.client))[name].pid):  # noqa: ASYNC110 - it is about to start
+                    await asyncio.sleep(0.005)
+            psutil.Process(pid).kill()
             await self._follow(pid, name)
 
         self._tasks.append(asyncio.create_task(kill()))
 
     def hit(self, pid: int, name: str, number: signal.Signals) -> None:
-        os.kill(pid, number)
+        psutil.Process(pid).send_signal(number)
         self.follow(pid, name)
 
     def follow(self, pid: int, name: str) -> None:

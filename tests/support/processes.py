@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+import psutil
 
 from tests.support.waiting import PATIENCE
 
@@ -59,7 +61,8 @@ def processes_titled(title: str, parent: int) -> list[int]:
 def end_all(folder: Path) -> None:
     """Only processes of this folder: a failed test must not leave any to the next."""
     for pid in processes_of(folder):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            psutil.Process(pid).kill()
 
 
 def assert_nothing_left(folder: Path, seconds: float = 5.0, shared: set[str] | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -89,12 +88,12 @@ def test_one_that_crashes_is_replaced_and_the_medium_is_named(
         return receive(channel, kind)
 
     monkeypatch.setattr(Channel, "receive", received)
-    os.kill(pid, signal.SIGSTOP)  # as if a file kept it busy
+    psutil.Process(pid).suspend()  # as if a file kept it busy
     with ThreadPoolExecutor(1) as thread:
         failing = thread.submit(decoder.decode, [BOMB], MediaLimits())
         assert sent.wait(60)
-        os.kill(pid, signal.SIGSEGV)
-        os.kill(pid, signal.SIGCONT)
+        psutil.Process(pid).send_signal(signal.SIGSEGV)
+        psutil.Process(pid).resume()
         with pytest.raises(MalformedMedia, match=r"the bomb cannot be read: .*killed by signal 11"):
             failing.result()
 
@@ -161,7 +160,7 @@ def test_work_that_is_given_up_frees_its_thread() -> None:
     try:
         assert threads.submit(works).future.result()
         (pid,) = threads.pids
-        os.kill(pid, signal.SIGSTOP)
+        psutil.Process(pid).suspend()
         begun = threading.Event()
 
         def decode(decoder: Decoder) -> list[np.ndarray]:
