@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,5 +31,6 @@ def start(short_path: Path) -> Iterator[Callable[..., Started]]:
     finally:
         for launcher in started:
             for pid in launcher.members():
-                psutil.Process(pid).kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    psutil.Process(pid).kill()
             launcher.process.wait()
