@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,14 +89,14 @@ class Transcripts:
     LIMIT = 10_000
 
     def __init__(self) -> None:
-        self._texts: dict[str, tuple[float, str]] = {}
+        self._texts: OrderedDict[str, tuple[float, str]] = OrderedDict()
 
     def add(self, audio_id: str, text: str) -> int:
         """Keep a text; returns the Unix time until which its id is known."""
         now = time.monotonic()
         self._texts[audio_id] = (now + self.SECONDS, text)
         while len(self._texts) > self.LIMIT or next(iter(self._texts.values()))[0] < now:
-            del self._texts[next(iter(self._texts))]
+            self._texts.popitem(last=False)
         return int(time.time() + self.SECONDS)
 
     def find(self, audio_id: str) -> str | None:

@@ -91,7 +91,7 @@ class RunningPipeline:
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            return self.process.communicate(timeout=15)[0]
+            return self.process.communicate(timeout=15 * PATIENCE)[0]
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
