@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from starlette.responses import PlainTextResponse
+from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
 from omni_actors.http_server.middleware import RequestMiddleware
@@ -28,7 +29,8 @@ async def test_a_client_that_has_its_answer_may_send_as_much_again_at_once() -> 
         await receive()
         await PlainTextResponse("answer")(scope, receive, send)
 
-    server = RequestMiddleware(app, ServerSettings(endpoint="ipc:///tmp/none", bodies_bytes=100_000))
+    settings = ServerSettings(endpoint="ipc:///tmp/none", bodies_bytes=100_000)
+    server = RequestMiddleware(app, settings, [Mount("/", app)])
     statuses: list[int] = []
 
     async def second(message: Message) -> None:
