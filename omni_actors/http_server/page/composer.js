@@ -1,0 +1,186 @@
+"use strict";
+// Where a message is written: its text, its attachments, the microphone.
+
+import { PageError } from "./api.js";
+import { attachmentOf, card } from "./attachments.js";
+import * as chat from "./chat.js";
+import { $, seconds } from "./common.js";
+import { player } from "./player.js";
+import { Recording } from "./recorder.js";
+import * as settings from "./settings.js";
+
+let attachments = [];
+let reading = Promise.resolve();  // files that are being read
+let recording = null;
+let edited = null;                // {turn, draft}: the question that is edited, and what was in the box before
+
+/** Makes the box as high as its text; the style sheet says how high it may get. */
+function grow() {
+  $("text").style.height = "auto";
+  $("text").style.height = `${$("text").scrollHeight}px`;
+}
+
+function setText(text) {
+  $("text").value = text;
+  grow();
+}
+
+function showAttachments() {
+  $("attachments").replaceChildren(...attachments.map((attachment) => card(attachment, () => {
+    attachments = attachments.filter((other) => other !== attachment);
+    if (!edited) attachment.release();
+    showAttachments();
+    $("text").focus();
+  })));
+}
+
+/** Reads files one after the other; those that cannot be used are reported, the others attached. */
+export function attach(files) {
+  chat.showError(null);
+  reading = [...files].reduce((before, file) => before.then(async () => {
+    $("progress").textContent = `reading ${file.name} …`;
+    try {
+      attachments.push(await attachmentOf(file, file.name));
+      showAttachments();
+    } catch (error) {
+      chat.showError(error);
+    }
+    $("progress").textContent = "";
+  }), reading);
+  return reading;
+}
+
+async function send() {
+  if (recording) await toggleRecording();
+  await reading;
+  const text = $("text").value.trim();
+  if ((!text && !attachments.length) || !settings.valid()) return;
+  const sent = attachments, replaced = edited?.turn ?? null;
+  attachments = [];
+  edited = null;
+  $("editing").hidden = true;
+  setText("");
+  showAttachments();
+  await chat.send(text, sent, edit, replaced);
+}
+
+/** Puts an earlier question back into the box. */
+function edit(turn) {
+  const draft = edited?.draft ?? { text: $("text").value, attachments };
+  edited = { turn, draft };
+  attachments = [...turn.attachments];
+  setText(turn.text);
+  showAttachments();
+  $("editing").hidden = false;
+  $("text").focus();
+}
+
+function endEdit() {
+  if (!edited) return;
+  attachments.filter((attachment) => !edited.turn.attachments.includes(attachment)).forEach((attachment) => attachment.release());
+  setText(edited.draft.text);
+  attachments = edited.draft.attachments;
+  edited = null;
+  showAttachments();
+  $("editing").hidden = true;
+  $("text").focus();
+}
+
+/** Leaves the smallest thing that is under way: a recording, an edit. Says whether there was one. */
+export function leave() {
+  if (recording) discardRecording();
+  else if (edited) endEdit();
+  else return false;
+  return true;
+}
+
+/** Leaves whatever is under way, and keeps what is written. */
+export function reset() {
+  while (leave());
+  $("text").focus();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Microphone
+
+function showRecording(clock) {
+  $("record").ariaPressed = String(Boolean(recording));
+  $("record").title = $("record").ariaLabel = recording ? "Stop recording" : "Record";
+  $("record").querySelector(".words").textContent = recording ? "Done" : "Record";
+  if (!recording) clearInterval(clock);
+  $("progress").textContent = "";
+}
+
+function discardRecording() {
+  recording.taken.discard();
+  const { clock } = recording;
+  recording = null;
+  showRecording(clock);
+}
+
+export async function toggleRecording() {
+  chat.showError(null);
+  try {
+    if (recording) {
+      const { taken, clock } = recording;
+      const name = `recording (${seconds(taken.seconds)})`;
+      recording = null;
+      showRecording(clock);
+      reading = Promise.all([reading, taken.stop().then((wav) => attachmentOf(wav, name)).then((made) => attachments.push(made))]);
+      await reading;
+      showAttachments();
+      $("send").focus();
+    } else {
+      player.stop();  // or the microphone would hear it
+      const taken = await Recording.start();
+      const clock = setInterval(() => { $("progress").textContent = `recording ${seconds(taken.seconds)}`; }, 100);
+      recording = { taken, clock };
+      showRecording(clock);
+    }
+  } catch (error) {
+    reading = Promise.resolve();
+    chat.showError(error instanceof PageError ? error : new PageError("The recording failed.", String(error)));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Events
+
+/** Whether keys are something to press here; on a phone, Enter ends a line and a button sends. */
+const hasKeys = () => !matchMedia("(pointer: coarse)").matches;
+
+const filesOf = (transfer) => [...(transfer?.files ?? [])];
+
+export function setUp() {
+  $("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+  $("text").addEventListener("input", grow);
+  $("text").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && hasKeys()) { event.preventDefault(); send(); }
+  });
+  $("attach").onclick = () => $("file").click();
+  $("file").onchange = async () => {
+    const files = [...$("file").files];
+    $("file").value = "";
+    await attach(files);
+    $("text").focus();
+  };
+  $("record").onclick = toggleRecording;
+  $("end-edit").onclick = endEdit;
+  document.addEventListener("paste", (event) => {
+    const files = filesOf(event.clipboardData);
+    if (files.length) { event.preventDefault(); attach(files); }
+  });
+  document.addEventListener("dragover", (event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault();
+    document.body.classList.add("dropping");
+  });
+  document.addEventListener("dragleave", (event) => {
+    if (!event.relatedTarget) document.body.classList.remove("dropping");
+  });
+  document.addEventListener("drop", (event) => {
+    document.body.classList.remove("dropping");
+    const files = filesOf(event.dataTransfer);
+    if (files.length) { event.preventDefault(); attach(files); }
+  });
+}

@@ -1,0 +1,150 @@
+"use strict";
+// The conversation on the page: one list item for each question and each answer.
+
+import { card } from "./attachments.js";
+import { $, action, make, seconds } from "./common.js";
+import { render } from "./markdown.js";
+import { player } from "./player.js";
+
+const NEAR = 48;  // pixels from the end within which the list follows what is added
+let following = true;
+
+function follow() {
+  if (following) $("messages").scrollTop = $("messages").scrollHeight;
+  showJump();
+}
+
+function showJump() {
+  $("latest").hidden = following;
+}
+
+/** Makes the list follow the answer, until the user scrolls up. */
+export function setUp() {
+  const list = $("messages");
+  list.addEventListener("scroll", () => {
+    following = list.scrollHeight - list.scrollTop - list.clientHeight < NEAR;
+    showJump();
+  });
+  new ResizeObserver(follow).observe(list);
+  $("latest").onclick = toEnd;
+}
+
+export function toEnd() {
+  following = true;
+  follow();
+}
+
+export function clear() {
+  $("messages").replaceChildren($("empty"));
+  toEnd();
+}
+
+async function copy(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {  // pages without https have no clipboard
+    const area = make("textarea", { value: text });
+    button.after(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+    button.focus();
+  }
+  const words = button.querySelector(".words"), before = words.textContent;
+  words.textContent = button.ariaLabel = "Copied";
+  setTimeout(() => { words.textContent = button.ariaLabel = before; }, 1500);
+}
+
+/** A question: its text and attachments, with buttons to copy and edit it. */
+export class QuestionView {
+  constructor(turn, edit) {
+    this.item = make("li", { className: "user" }, make("span", { className: "hidden" }, "You: "));
+    if (turn.attachments.length) {
+      const cards = turn.attachments.map((attachment) => card(attachment));
+      this.item.append(make("ul", { className: "cards", ariaLabel: "Attachments" }, ...cards));
+    }
+    if (turn.text) this.item.append(make("p", { className: "say" }, turn.text));
+    const actions = make("div", { className: "actions" }, action("edit", "Edit", edit));
+    if (turn.text) {
+      const button = action("copy", "Copy", () => copy(turn.text, button));
+      actions.prepend(button);
+    }
+    this.item.append(actions);
+    $("messages").append(this.item);
+    toEnd();
+  }
+
+  remove() { this.item.remove(); }
+}
+
+/** An answer while it arrives and afterwards. `again` is called to ask for another one. */
+export class AnswerView {
+  text = "";
+  #drawn = true;
+
+  constructor(clip, again) {
+    this.clip = clip;
+    this.again = again;
+    this.say = make("div", { className: "say" });
+    this.actions = make("div", { className: "actions" });
+    this.item = make("li", { className: "assistant working" }, make("span", { className: "hidden" }, "Answer: "), this.say, this.actions);
+    this.onchange = () => this.#showSound();
+    player.addEventListener("change", this.onchange);
+    $("messages").append(this.item);
+    follow();
+  }
+
+  add(text) {
+    this.text += text;
+    if (!this.#drawn) return;
+    this.#drawn = false;
+    requestAnimationFrame(() => this.#draw());
+  }
+
+  #draw() {
+    if (this.#drawn) return;
+    this.#drawn = true;
+    this.say.replaceChildren(render(this.text));
+    follow();
+  }
+
+  #showSound() {
+    if (!this.clip?.pieces.length) return;
+    const plays = player.clip === this.clip;
+    const words = plays ? "Stop sound" : `Play again (${seconds(this.clip.seconds)})`;
+    const button = action("play", words, () => plays ? player.stop() : player.play(this.clip));
+    if (plays) button.querySelector("use").setAttribute("href", "#icon-stop");
+    const before = this.actions.querySelector(".play"), focused = before === document.activeElement;
+    if (before) before.replaceWith(button);
+    else this.actions.prepend(button);
+    if (focused) button.focus();
+    follow();
+  }
+
+  /** Shows the answer as it ended: "done", "stopped" or "failed". */
+  end(state) {
+    this.#draw();
+    this.item.classList.replace("working", state);
+    if (state !== "done") this.item.append(make("small", {}, state));
+    const again = action("again", state === "failed" ? "Try again" : "Regenerate", this.again);
+    if (this.text) {
+      const button = action("copy", "Copy", () => copy(this.text, button));
+      this.actions.append(button);
+    }
+    if (this.clip?.pieces.length) this.actions.append(action("download", "Download sound", () => this.#download()));
+    this.actions.append(again);
+    this.#showSound();
+    follow();
+  }
+
+  #download() {
+    const url = URL.createObjectURL(this.clip.toWav());
+    make("a", { href: url, download: "answer.wav" }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  }
+
+  remove() {
+    player.removeEventListener("change", this.onchange);
+    this.item.remove();
+  }
+}

@@ -1,0 +1,112 @@
+"use strict";
+// The page's only loudspeaker: whatever starts to play ends what played before.
+
+import { decode, wavOf } from "./wav.js";
+
+const AHEAD = 0.06;  // seconds before the first sound after silence, so that the next piece can arrive in time
+const ATTACHED_RATE = 24000;  // Hz at which attached sounds are decoded
+
+/** Sound that may still be arriving; give its pieces to the player. */
+export class Clip {
+  pieces = [];
+  seconds = 0;
+  complete = false;
+
+  constructor(rate) { this.rate = rate; }
+
+  toWav() { return wavOf(this.pieces, this.rate); }
+}
+
+/** Plays one clip at a time, its pieces queued one behind the other on the audio clock; "change" when that begins or ends. */
+class Player extends EventTarget {
+  clip = null;      // what plays, or will once its first piece arrives
+  turns = 0;        // how often something has been stopped or replaced
+  #context = null;
+  #analyser = null;
+  #sources = new Set();
+  #next = 0;
+
+  get playing() { return this.clip !== null && this.clip.pieces.length > 0; }
+
+  /** Plays a clip from its beginning, and goes on with pieces that arrive later. */
+  play(clip) {
+    this.stop();
+    this.clip = clip;
+    for (const piece of clip.pieces) this.#schedule(piece);
+    this.#changed();
+  }
+
+  /** Plays a file that the user attached or recorded. Raises `DOMException` if the browser cannot decode it. */
+  async playFile(blob) {
+    this.stop();
+    const turn = this.turns, clip = new Clip(ATTACHED_RATE);
+    this.add(clip, await decode(blob, clip.rate));
+    clip.complete = true;
+    if (turn === this.turns) this.play(clip);  // else something else was played or stopped meanwhile
+  }
+
+  /** Appends a piece to a clip; it is heard if the clip is the one that plays. */
+  add(clip, samples) {
+    if (!samples.length) return;
+    clip.pieces.push(samples);
+    clip.seconds += samples.length / clip.rate;
+    if (clip !== this.clip) return;
+    this.#schedule(samples);
+    if (clip.pieces.length === 1) this.#changed();
+  }
+
+  /** Says that no more pieces of a clip will come. */
+  complete(clip) {
+    clip.complete = true;
+    this.#endIfOver();
+  }
+
+  stop() {
+    this.turns++;
+    const ended = this.clip;
+    this.clip = null;
+    for (const source of this.#sources) source.stop();
+    this.#sources.clear();
+    this.#next = 0;
+    if (ended) this.#changed();
+  }
+
+  /** The last samples that went to the loudspeaker. */
+  wave(into) {
+    if (this.#analyser) this.#analyser.getFloatTimeDomainData(into);
+    return into;
+  }
+
+  #schedule(samples) {
+    const context = this.#open();
+    const buffer = context.createBuffer(1, samples.length, this.clip.rate);
+    buffer.copyToChannel(samples, 0);
+    const source = context.createBufferSource();
+    source.buffer = buffer;
+    source.connect(this.#analyser);
+    if (this.#next < context.currentTime) this.#next = context.currentTime + AHEAD;
+    source.start(this.#next);
+    this.#next += buffer.duration;
+    this.#sources.add(source);
+    source.onended = () => { this.#sources.delete(source); this.#endIfOver(); };
+  }
+
+  #open() {
+    if (!this.#context) {
+      this.#context = new AudioContext();
+      this.#analyser = this.#context.createAnalyser();
+      this.#analyser.fftSize = 2048;
+      this.#analyser.connect(this.#context.destination);
+    }
+    this.#context.resume();
+    return this.#context;
+  }
+
+  #endIfOver() {
+    if (this.clip?.complete && !this.#sources.size) this.stop();
+  }
+
+  #changed() { this.dispatchEvent(new Event("change")); }
+}
+
+export const player = new Player();

@@ -1,0 +1,67 @@
+"use strict";
+// The state of the pipeline, from /v1/status.
+
+import { request } from "./api.js";
+import { $, make } from "./common.js";
+import * as settings from "./settings.js";
+
+const CLOSE = 250, USUAL = 2000, HIDDEN = 10_000;  // milliseconds between two looks
+const SETTLING = 5000;                             // milliseconds after a request in which its stages end their work
+
+export let current = null;  // the last response
+let timer = 0;
+let running = false;
+let closeUntil = 0;
+
+/** Looks often while a request of this page runs, and until its stages have ended their work. */
+export function requestRuns(runs) {
+  running = runs;
+  closeUntil = performance.now() + SETTLING;
+  return refresh();
+}
+
+/** Looks now, and from then on again and again. */
+export async function refresh() {
+  clearTimeout(timer);
+  try {
+    current = await (await request("/v1/status")).json();
+    show(current);
+  } catch (error) {
+    showAway(error);
+  }
+  clearTimeout(timer);  // of another look that began meanwhile
+  const changing = running || (current?.in_flight && performance.now() < closeUntil);
+  timer = setTimeout(refresh, document.hidden ? HIDDEN : changing ? CLOSE : USUAL);
+}
+
+function showHealth(words, className, about) {
+  $("health").textContent = words;
+  $("health").className = `badge ${className}`;
+  $("pipeline").textContent = about;
+}
+
+function show(status) {
+  showHealth(status.healthy ? "ready" : "degraded", status.healthy ? "good" : "bad",
+             `${status.pipeline} · ${status.modalities.join(" and ")}`);
+  $("inflight").textContent = `${status.in_flight} request${status.in_flight === 1 ? "" : "s"} in flight`;
+  $("stages").replaceChildren(...status.stages.map((stage) => {
+    const several = status.stages.filter((other) => other.stage === stage.stage).length > 1;
+    const working = stage.state === "ready" && stage.in_flight > 0;
+    const idle = stage.spare && stage.state === "ready" ? "spare" : stage.state;
+    return stageItem(several ? `${stage.stage}/${stage.replica}` : stage.stage, working ? "busy" : stage.state,
+                     working ? `${stage.in_flight} working` : idle);
+  }));
+  settings.offer(status);
+}
+
+function stageItem(name, className, about) {
+  return make("li", { className }, make("span", { className: "dot" }), make("span", { className: "name" }, name),
+              make("span", { className: "note" }, about));
+}
+
+/** Nothing is known of the stages while the server or its coordinator is away. */
+function showAway(error) {
+  showHealth(error.details ? "unavailable" : "unreachable", "bad", error.message);
+  $("inflight").textContent = "";
+  $("stages").replaceChildren(...[...$("stages").querySelectorAll(".name")].map((name) => stageItem(name.textContent, "unknown", "unknown")));
+}

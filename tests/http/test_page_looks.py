@@ -1,0 +1,135 @@
+"""The web page at three widths, light and dark: nothing is cut off, and everybody can use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.support.browser import answered, ask, needs_chromium, open_page, watched_page
+from tests.support.servers import HttpPipeline, picture, sound
+
+pytestmark = needs_chromium
+WIDTHS = {390: 844, 768: 1024, 1280: 800}  # width: height
+CONVERSATION = "# Salt\n\nThe **sea** is [salty](https://example.com):\n\n| a | b |\n|---|---|\n| `c` | d |"
+
+
+def violations(page: Page) -> list[str]:
+    """What axe-core finds, as rule and the elements that break it."""
+    found = Axe().run(page).response["violations"]
+    return [f"{rule['id']}: {[node['html'][:200] for node in rule['nodes']]}" for rule in found]
+
+
+def attach(page: Page) -> None:
+    files = [("sea.png", "image/png", picture()), ("sea.wav", "audio/wav", sound())]
+    page.locator("#file").set_input_files([{"name": n, "mimeType": kind, "buffer": data} for n, kind, data in files])
+    expect(page.locator("#attachments li")).to_have_count(2)
+
+
+def show(page: Page, panel: str) -> None:
+    if page.locator(f"#{panel}").is_hidden():
+        page.locator(f"#toggle-{panel}").click()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_at_any_width(echo: HttpPipeline, page: Page, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    open_page(page, echo)
+    assert violations(page) == []
+    attach(page)
+    ask(page, CONVERSATION)
+    answered(page)
+    page.route("**/v1/chat/**", lambda route: route.fulfill(status=500, json={"error": {"message": "x", "code": "y"}}))
+    ask(page, "this fails")
+    expect(page.locator("#error")).to_be_visible()
+    attach(page)
+    show(page, "details-panel")
+    for width, height in WIDTHS.items():
+        page.set_viewport_size({"width": width, "height": height})
+        assert violations(page) == []
+        if width < 900:
+            for panel in ("settings-panel", "details-panel"):
+                show(page, panel)
+                assert violations(page) == []
+            page.keyboard.press("Escape")
+
+
+def bottom(part: Locator) -> float:
+    box = part.bounding_box()
+    return box["y"] + box["height"]
+
+
+@pytest.fixture
+def phone(echo: HttpPipeline, browser: Browser) -> Iterator[Page]:
+    options = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    with watched_page(browser, **options) as page:
+        open_page(page, echo)
+        yield page
+
+
+def test_on_a_phone_the_composer_stays_in_sight_and_on_one_line(phone: Page) -> None:
+    expect(phone.get_by_text("new line")).to_be_hidden()
+    attach(phone)
+    ask_by_touch(phone, "salt\n\n" * 60)
+    answered(phone)
+    for recording in (False, True):
+        if recording:
+            phone.locator("#record").tap()
+            expect(phone.locator("#progress")).to_contain_text("recording")
+        lines = {
+            round(bottom(phone.locator(f"#{name}")) / 8)
+            for name in ("attach", "record", "stop", "send")
+            if phone.locator(f"#{name}").is_visible()
+        }
+        assert len(lines) == 1
+        assert phone.locator("#send").bounding_box()["height"] < 48
+        assert bottom(phone.locator("#composer")) <= 844
+        assert phone.evaluate("document.documentElement.scrollWidth") == 390
+        assert phone.evaluate("document.documentElement.scrollHeight") == 844
+
+
+def ask_by_touch(phone: Page, text: str) -> None:
+    phone.locator("#text").fill(text)
+    phone.locator("#send").tap()
+
+
+def test_on_a_phone_enter_ends_a_line(phone: Page) -> None:
+    phone.locator("#text").fill("one")
+    phone.locator("#text").press("Enter")
+    phone.keyboard.type("two")
+    expect(phone.locator("#text")).to_have_value("one\ntwo")
+    expect(phone.locator("li.user")).to_have_count(0)
+
+
+def test_on_a_phone_panels_cover_the_conversation_until_they_are_closed(phone: Page) -> None:
+    for panel in ("settings-panel", "details-panel"):
+        expect(phone.locator(f"#{panel}")).to_be_hidden()
+        phone.locator(f"#toggle-{panel}").tap()
+        expect(phone.locator(f"#toggle-{panel}")).to_have_attribute("aria-expanded", "true")
+        expect(phone.locator("#text")).to_be_hidden()
+        assert phone.evaluate("document.documentElement.scrollWidth") == 390
+        phone.locator(f"#toggle-{panel}").tap()
+        expect(phone.locator("#text")).to_be_visible()
+
+
+def test_answers_are_announced_once_and_whole(echo: HttpPipeline, page: Page) -> None:
+    """A screen reader is not given every word as it arrives."""
+    open_page(page, echo)
+    ask(page, "salt, and more salt")
+    answered(page)
+    expect(page.locator("#announcer")).to_have_text("salt, and more salt")
+    expect(page.locator("#announcer")).to_have_attribute("role", "status")
+    assert page.locator("#messages").evaluate("list => list.closest('[aria-live]')") is None
+    expect(page.get_by_role("listitem").filter(has_text="You: salt")).to_have_count(1)
+
+
+def test_details_of_the_pipeline_are_for_those_who_ask(echo: HttpPipeline, page: Page) -> None:
+    open_page(page, echo)
+    expect(page.locator("#stages")).to_be_hidden()
+    page.locator("#toggle-details-panel").click()
+    expect(page.locator("#stages li.ready")).to_have_count(4)
+    page.reload()
+    expect(page.locator("#stages li.ready")).to_have_count(4)
+    expect(page.locator("#stages")).to_be_visible()  # a wide window remembers it

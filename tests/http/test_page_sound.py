@@ -1,0 +1,129 @@
+"""What the web page plays: one thing at a time, for as long as the user wants to hear it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable
+
+import numpy
+import pytest
+import soundfile
+from playwright.sync_api import Page, expect
+
+from tests.support.browser import answered, ask, needs_chromium, open_page
+from tests.support.servers import HttpPipeline, sound
+
+pytestmark = needs_chromium
+
+LONG = "w" * 1000  # 20 s of sound, which the echo stages make in a fraction of that
+# Notes when each piece of sound begins and ends on the audio clock of the page.
+LISTEN = """
+  window.heard = [];
+  const start = AudioBufferSourceNode.prototype.start, stop = AudioBufferSourceNode.prototype.stop;
+  AudioBufferSourceNode.prototype.start = function (when) {
+    this.piece = { from: when, to: when + this.buffer.duration };
+    window.heard.push(this.piece);
+    return start.call(this, when);
+  };
+  AudioBufferSourceNode.prototype.stop = function () {
+    this.piece.to = Math.min(this.piece.to, this.context.currentTime);
+    return stop.call(this);
+  };
+"""
+
+
+def heard(page: Page) -> list[tuple[float, float]]:
+    """Beginning and end of each piece that was heard, in seconds of the audio clock."""
+    pieces = page.evaluate("window.heard")
+    return sorted((piece["from"], piece["to"]) for piece in pieces if piece["to"] > piece["from"])
+
+
+def overlap(pieces: list[tuple[float, float]]) -> float:
+    """The longest time for which two pieces are heard at once."""
+    ends = itertools.accumulate((end for _, end in pieces), max)
+    return max((end - begin for end, (begin, _) in zip(ends, pieces[1:], strict=False)), default=0.0)
+
+
+def expect_playing(page: Page, playing: bool) -> None:
+    expect(page.locator("body")).to_have_attribute("data-playing", str(playing).lower())
+
+
+@pytest.fixture
+def speaking(echo: HttpPipeline, page: Page) -> Page:
+    """The page after the end of a stream whose sound still plays."""
+    page.add_init_script(LISTEN)
+    open_page(page, echo)
+    ask(page, LONG)
+    answered(page)
+    expect_playing(page, True)
+    expect(page.locator("#stop")).to_be_visible()
+    return page
+
+
+def ask_silently(page: Page) -> None:
+    page.locator("#speak").uncheck()
+    ask(page, "hush")
+    answered(page, 2)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda page: page.locator("#stop").click(),
+        lambda page: page.keyboard.press("Escape"),
+        lambda page: page.locator("#clear").click(),
+        lambda page: page.get_by_label("Stop sound").click(),
+        lambda page: page.locator("#record").click(),
+        ask_silently,
+    ],
+    ids=["stop", "escape", "new conversation", "stop sound", "record", "send"],
+)
+def test_sound_that_outlasts_its_stream_is_stopped_by(act: Callable[[Page], None], speaking: Page) -> None:
+    act(speaking)
+    expect_playing(speaking, False)
+    expect(speaking.locator("#stop")).to_be_hidden()
+    assert sum(end - begin for begin, end in heard(speaking)) < 19.9
+    expect(speaking.get_by_label("Stop sound")).to_have_count(0)
+
+
+def test_nothing_speaks_over_anything(speaking: Page) -> None:
+    page = speaking
+    ask(page, "v" * 300)
+    answered(page, 2)
+    expect(page.get_by_label("Stop sound")).to_have_count(1)
+    page.get_by_label("Play again").click()  # the first answer, while the second one plays
+    expect(page.get_by_label("Stop sound")).to_have_count(1)
+    page.get_by_label("Play again").click()
+    page.locator("#file").set_input_files([{"name": "sea.wav", "mimeType": "audio/wav", "buffer": sound()}])
+    page.get_by_label("Listen to sea.wav").click()
+    expect(page.get_by_label("Stop sound")).to_have_count(0)
+    expect_playing(page, True)
+    expect_playing(page, False)  # at the end of the file by itself
+    assert len(heard(page)) >= 4
+    assert overlap(heard(page)) < 0.005
+
+
+def test_the_sound_of_an_answer_can_be_stopped_while_its_text_goes_on(slow: HttpPipeline, page: Page) -> None:
+    open_page(page, slow)
+    ask(page, "w" * 25)
+    page.get_by_label("Stop sound").click()
+    expect_playing(page, False)
+    expect(page.locator("li.assistant.working")).to_be_visible()
+    answered(page)
+    expect_playing(page, False)
+    page.get_by_label("Play again (0.5 s)").click()
+    expect_playing(page, True)
+
+
+def test_an_answer_is_downloaded_as_it_is_heard(echo: HttpPipeline, page: Page) -> None:
+    open_page(page, echo)
+    ask(page, "w" * 50)
+    answered(page)
+    with page.expect_download() as download:
+        page.get_by_label("Download sound").click()
+    assert download.value.suggested_filename == "answer.wav"
+    samples, rate = soundfile.read(io.BytesIO(download.value.path().read_bytes()))
+    assert rate == 24_000
+    assert len(samples) == 24_000
+    assert numpy.abs(samples).max() > 0.2

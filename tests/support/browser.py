@@ -1,0 +1,91 @@
+"""What tests of the web page do in a real browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.support.servers import HttpPipeline
+from tests.support.waiting import PATIENCE
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium here: scripts/install_chromium.sh installs it as root on a system with apt"
+)
+ARGUMENTS = ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """The system's Chromium, headless, with a fake microphone."""
+    with sync_playwright() as playwright:
+        sandbox = ["--no-sandbox"] if os.getuid() == 0 else []  # Chromium's sandbox refuses to run as root
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *sandbox])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def watched_page(browser: Browser, **options: object) -> Iterator[Page]:
+    """A page of its own, on which no script may fail and nothing may be refused by the page's policy."""
+    context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, **options})
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.set_default_timeout(15_000)
+    expect.set_options(timeout=15_000)
+    yield page
+    context.close()
+    # The browser itself logs a status of 4xx or 5xx; refused scripts and styles would be our fault.
+    assert not [problem for problem in problems if "Failed to load resource" not in problem]
+
+
+def open_page(page: Page, pipeline: HttpPipeline) -> None:
+    page.goto(pipeline.url)
+    expect(page.locator("#health")).to_have_text("ready")
+
+
+def ask(page: Page, text: str) -> None:
+    page.locator("#text").fill(text)
+    page.locator("#text").press("Enter")
+
+
+def answered(page: Page, count: int = 1) -> None:
+    """Wait until that many answers are complete."""
+    expect(page.locator("li.assistant.done")).to_have_count(count)
+
+
+def data(page: Page, name: str) -> float:
+    return float(page.locator("body").get_attribute(f"data-{name}") or 0)
+
+
+def until(page: Page, condition: Callable[[], object], what: str, seconds: float = 5.0) -> None:
+    """Wait for a condition while the page's events are handled, which they are not in a sleep."""
+    for _ in range(round(seconds * PATIENCE / 0.03)):
+        if condition():
+            return
+        page.wait_for_timeout(30)
+    raise TimeoutError(f"waited {seconds * PATIENCE} s for {what}")
+
+
+def in_flight(pipeline: HttpPipeline) -> int:
+    return httpx.get(f"{pipeline.url}/v1/status").json()["in_flight"]
+
+
+def sent_messages(page: Page, act: Callable[[], None]) -> list[dict]:
+    """The messages of the request that an action sends."""
+    return sent(page, act)["messages"]
+
+
+def sent(page: Page, act: Callable[[], None]) -> dict:
+    """The body of the request that an action sends."""
+    with page.expect_request("**/v1/chat/completions") as request:
+        act()
+    return request.value.post_data_json
