@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -11,17 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from omni_actors.client import RequestStream, StreamItem
+from omni_actors.client import Audio, RequestStream, StreamItem
 from omni_actors.errors import Aborted, ErrorCode, OmniError
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.state import ServerState
+from omni_actors.http_server.turns import Turns
 from omni_actors.logs import get_logger
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.results import StageUsage
 
 logger = get_logger(__name__)
 
-MAX_JOINED = 32  # pieces of a response in one write
+JOINED_BYTES = 65_536  # of ready pieces that wait for one write
 
 
 class Answer:
@@ -31,10 +32,13 @@ class Answer:
     and not an error inside a stream.
     """
 
-    def __init__(self, stream: RequestStream, request: Request, fields: Mapping[ErrorCode, str]) -> None:
+    def __init__(self, stream: RequestStream, request: Request, fields: Mapping[ErrorCode, str], turns: Turns) -> None:
         self._stream = stream
         self._fields = fields
+        self._turns = turns
         self._first: list[StreamItem] = []
+        self.before_waiting: Callable[[], Awaitable[None]] = _nothing
+        """Is awaited before the iteration waits for an item that has not arrived."""
         self._watch = asyncio.create_task(self._abort_when_gone(request), name="watch for disconnect")
 
     @classmethod
@@ -61,7 +65,7 @@ class Answer:
             )
         except OmniError as error:
             raise HttpError.of(error, fields) from error
-        answer = cls(stream, request, fields)
+        answer = cls(stream, request, fields, state.turns)
         try:
             async for item in answer:
                 answer._first.append(item)
@@ -76,17 +80,20 @@ class Answer:
         """Usage by stage, complete when the iteration has ended."""
         return self._stream.usage
 
-    @property
-    def ready(self) -> bool:
-        """Whether the next item has already arrived."""
-        return bool(self._first) or self._stream.ready
-
     async def __aiter__(self) -> AsyncIterator[StreamItem]:
-        """Yield the items. Raises `HttpError` if the request fails."""
+        """Yield the items, sound when it has its turn. Raises `HttpError` if the request fails."""
         try:
             while self._first:
                 yield self._first.pop()
-            async for item in self._stream:
+            while True:
+                if not self._stream.ready:
+                    await self.before_waiting()
+                try:
+                    item = await anext(self._stream)
+                except StopAsyncIteration:
+                    return
+                if isinstance(item, Audio):
+                    await self._turns.take()
                 yield item
         except OmniError as error:
             raise HttpError.of(error, self._fields) from error
@@ -111,7 +118,7 @@ class Answer:
 
 
 class AnswerResponse(Response):
-    """Sends the pieces of an answer as they arrive, and closes the answer at the end.
+    """Sends the pieces of an answer as they arrive, those that are ready at once in one write; closes it at the end.
 
     Args:
         pieces: bytes to send. Raises `HttpError` for a failure that the format cannot express; the connection is then
@@ -131,16 +138,27 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers and the pieces; close the answer at the end, and when the client stops reading."""
         about = {"request_id": scope["state"]["request_id"]}
+        held: list[bytes] = []
+        held_bytes = 0
+
+        async def flush() -> None:
+            nonlocal held_bytes
+            if not held:
+                return
+            body = b"".join(held)
+            held.clear()
+            held_bytes = 0
+            async with asyncio.timeout(self._write_timeout):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        self._answer.before_waiting = flush
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            held: list[bytes] = []
             async for piece in self._pieces:
                 held.append(piece)
-                if self._answer.ready and len(held) < MAX_JOINED:
-                    continue  # under load several pieces are ready at once: send them in one write
-                async with asyncio.timeout(self._write_timeout):
-                    await send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
-                held.clear()
+                held_bytes += len(piece)
+                if held_bytes >= JOINED_BYTES:
+                    await flush()
             await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
         except TimeoutError:
             logger.warning("the client does not read; its request is aborted", extra=about)
@@ -151,8 +169,12 @@ class AnswerResponse(Response):
             await self._answer.close()
 
 
+async def _nothing() -> None:
+    """Nothing has to be done before waiting."""
+
+
 def event(data: Any) -> bytes:
-    """A server-sent event with JSON data."""
+    """A server-sent event with JSON data; bytes become base64."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import struct
 from typing import Protocol
@@ -42,7 +43,9 @@ class Encoder(Protocol):
 
 def pcm16(samples: Samples) -> bytes:
     """Little-endian 16-bit samples of f32 [samples], clipped to [-1, 1]."""
-    return (numpy.clip(samples, -1.0, 1.0) * 32767.0).round().astype("<i2").tobytes()
+    scaled = numpy.clip(samples, -1.0, 1.0)
+    scaled *= 32767.0
+    return numpy.rint(scaled, out=scaled).astype("<i2").tobytes()
 
 
 def wav_header(rate: int, n_bytes: int | None) -> bytes:
@@ -118,11 +121,23 @@ class FileEncoder:
         return self._sink.take()
 
 
+async def feed(encoder: Encoder, samples: Samples) -> bytes:
+    """Feed an encoder. A codec takes up to a tenth of a second; it works in a thread, so that other answers go on."""
+    if isinstance(encoder, FileEncoder):
+        return await asyncio.to_thread(encoder.feed, samples)
+    return encoder.feed(samples)
+
+
 def make_encoder(name: str, rate: int) -> Encoder:
     """An encoder for one stream in one of `MEDIA_TYPES`."""
     if name in SOUNDFILE_FORMATS:
         return FileEncoder(name, rate)
     return PcmEncoder(rate, wav=name == "wav")
+
+
+async def encoded(samples: Samples, name: str, rate: int) -> bytes:
+    """The same as `encode`, with codecs in a thread."""
+    return await asyncio.to_thread(encode, samples, name, rate)
 
 
 def encode(samples: Samples, name: str, rate: int) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from starlette.responses import Response
 from omni_actors.client import Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of
-from omni_actors.http_server.audio_formats import encode, pcm16
+from omni_actors.http_server.audio_formats import encoded, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.schemas import ChatRequest, voice_name
@@ -39,7 +38,7 @@ FIELDS = {
 async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request: Request, state: State) -> Response:
     """Answer a chat in text, or in text and speech; complete or as server-sent events."""
     body.refuse_unsupported()
-    description = await state.describe()
+    description = await state.facts()
     model = state.model_name(body.model, description)
     spoken = "audio" in (body.modalities or ())
     audio_format = _audio_format(body)
@@ -103,7 +102,7 @@ class ChatReply:
             message["content"] = None
             message["audio"] = {
                 "id": self._audio_id,
-                "data": base64.b64encode(encode(samples, audio_format, rate)).decode(),
+                "data": await encoded(samples, audio_format, rate),
                 "expires_at": self._state.transcripts.add(self._audio_id, text),
                 "transcript": text,
             }
@@ -128,8 +127,7 @@ class ChatReply:
         try:
             async for item in answer:
                 if not isinstance(item, Text):
-                    data = base64.b64encode(pcm16(item.samples)).decode()
-                    yield chunk({"audio": {"id": self._audio_id, "data": data}})
+                    yield chunk({"audio": {"id": self._audio_id, "data": pcm16(item.samples)}})
                     continue
                 texts.append(item.text)
                 if not item.text:

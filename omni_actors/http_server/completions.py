@@ -36,7 +36,7 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
     """
     body.refuse_unsupported()
     prompt = body.text_or_tokens()
-    description = await state.describe()
+    description = await state.facts()
     model = state.model_name(body.model, description)
     params = state.stage_params(
         body.params_by_stage(), description, {"max_tokens": DEFAULT_MAX_TOKENS, **body.stage_fields()}

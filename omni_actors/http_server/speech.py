@@ -6,7 +6,6 @@ which is nearly always the same. The events of `stream_format: "sse"` contain th
 
 from __future__ import annotations
 
-import base64
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from starlette.responses import Response
 from omni_actors.client import Audio, Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import Answer, AnswerResponse, event, usage_of
-from omni_actors.http_server.audio_formats import MEDIA_TYPES, encode, make_encoder
+from omni_actors.http_server.audio_formats import MEDIA_TYPES, encoded, feed, make_encoder
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.schemas import SpeechRequest, voice_name
@@ -41,7 +40,7 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
     if body.speed not in (None, 1):
         message = "speed must be 1: the voice has one speed. Its manner can be asked for in instructions."
         raise bad_field("speed", message, "unsupported_value")
-    description = await state.describe()
+    description = await state.facts()
     state.model_name(body.model, description)
     style = f" Speak like this: {body.instructions}." if body.instructions else ""
     answer = await Answer.begin(
@@ -65,7 +64,7 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
         async with answer:
             chunks = [item.samples async for item in answer if isinstance(item, Audio)]
             samples = numpy.concatenate(chunks) if chunks else numpy.zeros(0, numpy.float32)
-            return Response(encode(samples, "flac", description.sample_rate), media_type=MEDIA_TYPES["flac"])
+            return Response(await encoded(samples, "flac", description.sample_rate), media_type=MEDIA_TYPES["flac"])
     pieces = _encoded(answer, body.response_format, description)
     return AnswerResponse(answer, pieces, MEDIA_TYPES[body.response_format], timeout)
 
@@ -75,7 +74,7 @@ async def _encoded(answer: Answer, name: str, description: Description) -> Async
     if head := encoder.begin():
         yield head
     async for item in answer:
-        if isinstance(item, Audio) and (data := encoder.feed(item.samples)):
+        if isinstance(item, Audio) and (data := await feed(encoder, item.samples)):
             yield data
     if data := encoder.finish():
         yield data
@@ -87,7 +86,7 @@ async def _events(answer: Answer, name: str, description: Description) -> AsyncI
     texts: list[str] = []
 
     def delta(data: bytes) -> bytes:
-        return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+        return event({"type": "speech.audio.delta", "audio": data})
 
     try:
         if head := encoder.begin():
@@ -95,7 +94,7 @@ async def _events(answer: Answer, name: str, description: Description) -> AsyncI
         async for item in answer:
             if isinstance(item, Text):
                 texts.append(item.text)
-            elif data := encoder.feed(item.samples):
+            elif data := await feed(encoder, item.samples):
                 yield delta(data)
         if data := encoder.finish():
             yield delta(data)

@@ -20,12 +20,17 @@ from omni_actors.http_server.media import MediaReader
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.http_server.tenants import TenantNames
+from omni_actors.http_server.turns import Turns
+from omni_actors.logs import get_logger
 from omni_actors.media.decoders import DecoderThreads
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.payloads import StageParams
 
+logger = get_logger(__name__)
+
 DESCRIBE_SECONDS = 3.0  # a coordinator that needs longer is not healthy
 FRESH_SECONDS = 0.2  # for which a description may be used again
+KNOWN_SECONDS = 2.0  # the same for what does not change while a pipeline runs
 
 
 class ServerState:
@@ -40,6 +45,7 @@ class ServerState:
         fetcher = fetcher or Fetcher(settings.media_hosts, settings.media_bytes)
         self.media = MediaReader(settings, fetcher, self.files, self.transcripts, self._decoders)
         self.tenants = TenantNames()
+        self.turns = Turns()
         self.started = int(time.time())
         self._description: Description | None = None
         self._described = 0.0
@@ -52,9 +58,25 @@ class ServerState:
         """
         if self._description is not None and time.monotonic() < self._described + FRESH_SECONDS:
             return self._description
+        return await asyncio.shield(self._ask_once())
+
+    async def facts(self) -> Description:
+        """The same for what stays as it is: names, outputs, stages. No request waits for it while others come.
+
+        A description that is older than `FRESH_SECONDS` is asked for again, and used until the answer is there, but
+        not for longer than `KNOWN_SECONDS`.
+        """
+        if self._description is None or time.monotonic() >= self._described + KNOWN_SECONDS:
+            return await self.describe()
+        if time.monotonic() >= self._described + FRESH_SECONDS:
+            self._ask_once()
+        return self._description
+
+    def _ask_once(self) -> asyncio.Task[Description]:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask(), name="describe")
-        return await asyncio.shield(self._asking)
+            self._asking.add_done_callback(_note)
+        return self._asking
 
     async def _ask(self) -> Description:
         self._description = await self.client.describe(DESCRIBE_SECONDS)
@@ -135,8 +157,14 @@ class ServerState:
         return params
 
 
-def server_state(request: Request) -> ServerState:
-    """FastAPI dependency."""
+def _note(asking: asyncio.Task[Description]) -> None:
+    """Read how a question ended that perhaps no request waits for; asyncio reports errors that nothing has read."""
+    if not asking.cancelled() and (error := asking.exception()) is not None:
+        logger.debug("no description: %s", error)
+
+
+async def server_state(request: Request) -> ServerState:
+    """FastAPI dependency. Not a plain function: FastAPI would run it in a thread, and a busy loop waits for that."""
     state: ServerState = request.app.state.server
     return state
 

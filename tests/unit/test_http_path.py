@@ -1,0 +1,184 @@
+"""What keeps the HTTP server's event loop free, so that the first text of an answer does not wait in it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import inspect
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from omni_actors.client import Audio, RequestStream, Text
+from omni_actors.errors import RequestTimeout
+from omni_actors.http_server import state as server_state
+from omni_actors.http_server.answer import Answer, AnswerResponse, event
+from omni_actors.http_server.app import create_routes
+from omni_actors.http_server.audio_formats import encoded, feed, make_encoder, pcm16
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.state import ServerState
+from omni_actors.http_server.turns import Turns
+from omni_actors.protocol.client import Description, Done
+
+RATE = 24_000
+SETTINGS = ServerSettings(endpoint="ipc:///tmp/nobody")
+SCOPE: dict[str, Any] = {"type": "http", "state": {"request_id": "r"}}
+
+
+def plain(call: Callable[..., Any] | None) -> bool:
+    """Whether FastAPI runs a callable in a thread of its pool."""
+    return call is not None and not any(map(inspect.iscoroutinefunction, (call, getattr(call, "__call__", None))))  # noqa: B004
+
+
+def test_no_route_needs_a_thread_of_the_pool_for_every_request() -> None:
+    found, threaded = 0, []
+    for route in create_routes(SETTINGS).routes:
+        pending = [route.dependant] if hasattr(route, "dependant") else []
+        while pending:
+            dependant = pending.pop()
+            found += 1
+            threaded += [str(dependant.call)] if plain(dependant.call) else []
+            pending += dependant.dependencies
+    assert found > 20
+    assert threaded == []
+
+
+def speech(seconds: float) -> Audio:
+    return Audio(numpy.sin(numpy.arange(int(seconds * RATE)) / 17).astype(numpy.float32), RATE)
+
+
+async def silent() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError("never")
+
+
+def answer_of(stream: RequestStream) -> Answer:
+    return Answer(stream, Request(SCOPE, silent), {}, Turns())
+
+
+async def test_nothing_that_is_ready_waits_for_the_next_item() -> None:
+    """Texts are not sent by routes that answer in sound alone, and must not keep the sound before them back."""
+    stream = RequestStream("r", lambda request_id: None)
+    answer = answer_of(stream)
+
+    async def sound_only() -> AsyncIterator[bytes]:
+        async for item in answer:
+            if isinstance(item, Audio):
+                yield b"sound"
+
+    bodies: list[bytes] = []
+    sent = asyncio.Event()
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            bodies.append(message["body"])
+            sent.set()
+
+    stream.deliver(speech(0.01))
+    stream.deliver(Text("a text that came with it", [1]))
+    response = asyncio.create_task(AnswerResponse(answer, sound_only(), "audio/pcm", 5.0)(SCOPE, silent, send))
+    async with asyncio.timeout(20):
+        await sent.wait()
+        assert bodies == [b"sound"]
+        stream.deliver(speech(0.01))
+        stream.deliver(speech(0.01))
+        stream.deliver(Done(usage={}))
+        await response
+    assert bodies == [b"sound", b"soundsound"], "what is ready at once goes in one write"
+
+
+async def turns_of_the_loop(task: asyncio.Task[Any]) -> int:
+    """How often the loop went round until a task was done."""
+    count = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("name", ["opus", "mp3"])
+async def test_a_codec_does_not_hold_up_the_loop(name: str) -> None:
+    samples = speech(2.0).samples
+    encoder = make_encoder(name, RATE)
+    assert await turns_of_the_loop(asyncio.create_task(encoded(samples, name, RATE))) > 10
+    assert await turns_of_the_loop(asyncio.create_task(feed(encoder, samples))) > 10
+    encoder.finish()
+
+
+async def test_sound_of_many_answers_is_taken_one_at_a_time_with_turns_for_others_between() -> None:
+    turns = Turns()
+    streams = [RequestStream(str(index), lambda request_id: None) for index in range(4)]
+    rounds = 0
+    seen: list[tuple[int, str]] = []
+
+    async def listen(stream: RequestStream) -> None:
+        async for _ in Answer(stream, Request(SCOPE, silent), {}, turns):
+            seen.append((rounds, stream.request_id))
+
+    for stream in streams:
+        stream.deliver(speech(0.01))
+        stream.deliver(Done(usage={}))
+    listening = asyncio.gather(*map(listen, streams))
+    while not listening.done():
+        rounds += 1
+        await asyncio.sleep(0)
+    assert [request_id for _, request_id in seen] == ["0", "1", "2", "3"]
+    assert len({number for number, _ in seen}) == len(streams), "no two in one turn of the loop"
+
+
+def test_bytes_in_an_event_are_base64() -> None:
+    samples = numpy.array([0.0, 1.0, -1.0, 2.0, 0.25], numpy.float32)
+    data = json.loads(event({"data": pcm16(samples)}).removeprefix(b"data: "))["data"]
+    assert numpy.frombuffer(base64.b64decode(data), "<i2").tolist() == [0, 32767, -32767, 32767, 8192]
+    assert samples.tolist() == [0.0, 1.0, -1.0, 2.0, 0.25], "the samples themselves stay as they are"
+
+
+class SlowPipeline:
+    """Stands for the client: answers `describe` when the test lets it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.answers: asyncio.Queue[Description | RequestTimeout] = asyncio.Queue()
+
+    async def describe(self, timeout: float) -> Description:
+        self.asked += 1
+        answer = await self.answers.get()
+        if isinstance(answer, RequestTimeout):
+            raise answer
+        return answer
+
+
+def description(name: str) -> Description:
+    return Description(name, "m", ("text",), (), RATE, True, in_flight=0, max_in_flight=1, stages=())
+
+
+async def one_turn(state: ServerState) -> str:
+    await asyncio.sleep(0)
+    return (await state.facts()).pipeline
+
+
+async def test_requests_do_not_wait_for_a_description_while_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_state, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(server_state, "KNOWN_SECONDS", 1000.0)
+    state, pipeline = ServerState(SETTINGS), SlowPipeline()
+    monkeypatch.setattr(state, "client", pipeline)
+    pipeline.answers.put_nowait(description("first"))
+    async with asyncio.timeout(20):
+        assert (await state.facts()).pipeline == "first"
+        assert [(await state.facts()).pipeline for _ in range(3)] == ["first"] * 3
+        await asyncio.sleep(0)
+        assert pipeline.asked == 2, "one question for all who came meanwhile"
+        pipeline.answers.put_nowait(description("second"))
+        known = [(await state.facts()).pipeline, *[await one_turn(state) for _ in range(10)]]
+        assert known[0] == "first"
+        assert known[-1] == "second"
+        monkeypatch.setattr(server_state, "KNOWN_SECONDS", 0.0)
+        pipeline.answers.put_nowait(RequestTimeout("no answer"))
+        pipeline.answers.put_nowait(RequestTimeout("no answer"))
+        with pytest.raises(RequestTimeout):  # an old description does not stand in for a coordinator that is gone
+            await state.facts()
