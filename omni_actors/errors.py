@@ -56,6 +56,7 @@ class OmniError(Exception):
         hint: what to do next; the class's own hint by default.
         stage: name of the stage where it happened, if any.
         retry_after: seconds after which a retry is sensible, for `Overloaded`.
+        field: name of the request's field that is wrong, such as "logit_bias", where it is a single one.
     """
 
     code: ClassVar[ErrorCode] = ErrorCode.ENGINE_ERROR
@@ -69,13 +70,20 @@ class OmniError(Exception):
             ERROR_CLASSES[cls.code] = cls
 
     def __init__(
-        self, message: str, *, hint: str | None = None, stage: str | None = None, retry_after: float | None = None
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        stage: str | None = None,
+        retry_after: float | None = None,
+        field: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = self.default_hint if hint is None else hint
         self.stage = stage
         self.retry_after = retry_after
+        self.field = field
 
     def __str__(self) -> str:
         place = f"[{self.stage}] " if self.stage else ""

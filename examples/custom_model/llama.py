@@ -10,12 +10,12 @@ from transformers import PretrainedConfig
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.core import make_request
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.sampling import make_sampling_params
+from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.tensors import HostTensor
@@ -29,16 +29,16 @@ ARCHITECTURE = "CustomModelLlama"
 class LlamaOutputs(RequestOutputs):
     """Turns new tokens into new text. A stage that feeds another one would also emit `StreamEvent`s here."""
 
-    def __init__(self, request_id: str, detokenizer: IncrementalDetokenizer) -> None:
+    def __init__(self, request_id: str, decoder: TextDecoder) -> None:
         self._request_id = request_id
-        self._detokenizer = detokenizer
+        self._decoder = decoder
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         if not output.new_token_ids:
             return []
-        self._detokenizer.update(list(output.new_token_ids), False)
-        text = self._detokenizer.get_next_output_text(output.finish_reason is not None, True)
-        return [TextEvent(self._request_id, text, list(output.new_token_ids))]
+        text, token_ids = self._decoder.decode(output)
+        self.stopped = self._decoder.stopped  # by a stop string, which vLLM's core does not know
+        return [TextEvent(self._request_id, text, token_ids)]
 
 
 # --8<-- [end:outputs]
@@ -67,10 +67,10 @@ class LlamaAdapter(AutoregressiveAdapter):
             seed=request.effective_seed,
             end_token_ids=[self._tokenizer.eos_token_id],
             vocabulary=self.vocabulary,
+            tokenizer=self._tokenizer,
         )
         core_request = make_request(request.request_id, token_ids, sampling, priority=request.priority)
-        detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, core_request)
-        return Admission(core_request, LlamaOutputs(request.request_id, detokenizer))
+        return Admission(core_request, LlamaOutputs(request.request_id, TextDecoder(self._tokenizer, core_request)))
 
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
         raise InvalidPayload("Llama takes no streamed rows.")

@@ -14,7 +14,6 @@ from omni_actors.config.dotted_keys import suggest
 from omni_actors.config.schema import (
     BUILT_IN_IMPORT_PREFIXES,
     BUILT_IN_PROCESSORS,
-    PARAMS_BY_KIND,
     ClusterConfig,
     CoordinatorConfig,
     DecodeConfig,
@@ -25,6 +24,7 @@ from omni_actors.config.schema import (
     StageKind,
 )
 from omni_actors.errors import ConfigError
+from omni_actors.protocol.payloads import TEXT_PARAMS
 
 LEAST_ARENA_BYTES = 1 << 20
 _HOST = re.compile(r"[A-Za-z0-9_.:-]+")
@@ -51,11 +51,9 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"
         for name in stage.sampling.given():
-            allowed = PARAMS_BY_KIND[stage.kind]
-            if name not in allowed:
-                raise ConfigError(
-                    f"{where}.sampling.{name} does not apply to a stage of kind {stage.kind}.{suggest(name, allowed)}"
-                )
+            if name not in stage.params:
+                what = "a stage without text" if name in TEXT_PARAMS else f"a stage of kind {stage.kind}"
+                raise ConfigError(f"{where}.sampling.{name} does not apply to {what}.{suggest(name, stage.params)}")
         _check_engine_class(stage, f"{where}.engine_class")
         if stage.decode is not None:
             _check_decode(stage.kind, stage.decode, f"{where}.decode")

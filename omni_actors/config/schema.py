@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.header import Limits
-from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, StageParams
+from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, TEXT_PARAMS, StageParams
 
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 LARGEST = 1 << 40  # bytes: more than any host has, and far from where sums overflow
@@ -177,6 +177,12 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def source_names(self) -> tuple[str, ...]:
         """Names of the stages whose output it takes; none for the first stage."""
         return self.inputs.source_names if self.inputs is not None else ()
+
+    @property
+    def params(self) -> frozenset[str]:
+        """Names of the parameters that requests may set for it."""
+        without_text = self.kind is StageKind.AUTOREGRESSIVE and Modality.TEXT not in self.outputs
+        return PARAMS_BY_KIND[self.kind] - (TEXT_PARAMS if without_text else frozenset())
 
     @property
     def processes(self) -> int:

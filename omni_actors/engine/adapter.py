@@ -20,7 +20,13 @@ from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageIn
 
 
 class RequestOutputs(ABC):
-    """Turns the outputs of one request into events, in order."""
+    """Turns the outputs of one request into events, in order.
+
+    Attributes:
+        stopped: set by `convert` to end the request although the model would go on.
+    """
+
+    stopped: bool = False
 
     @abstractmethod
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:

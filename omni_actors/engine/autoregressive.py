@@ -185,7 +185,11 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         except OmniError as error:
             return [self._failed(request_id, error)]
         running.output_tokens += len(output.new_token_ids)
-        if output.finish_reason is not None:
-            reason = _REASONS[output.finish_reason]
-            events.append(self._finished(request_id, reason, running.input_tokens, running.output_tokens))
+        stopped = running.outputs.stopped
+        if output.finish_reason is None and not stopped:
+            return events
+        if output.finish_reason is None:
+            self.core.abort([request_id])
+        reason = FinishReason.STOP if output.finish_reason is None or stopped else _REASONS[output.finish_reason]
+        events.append(self._finished(request_id, reason, running.input_tokens, running.output_tokens))
         return events

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from omni_actors.client import Audio, RequestStream, StreamItem
-from omni_actors.errors import Aborted, ErrorCode, OmniError
+from omni_actors.errors import Aborted, OmniError
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.state import ServerState
 from omni_actors.http_server.turns import Turns
@@ -32,7 +32,7 @@ class Answer:
     and not an error inside a stream.
     """
 
-    def __init__(self, stream: RequestStream, request: Request, fields: Mapping[ErrorCode, str], turns: Turns) -> None:
+    def __init__(self, stream: RequestStream, request: Request, fields: Mapping[str, str], turns: Turns) -> None:
         self._stream = stream
         self._fields = fields
         self._turns = turns
@@ -43,14 +43,14 @@ class Answer:
 
     @classmethod
     async def begin(
-        cls, request: Request, state: ServerState, prompt: Any, fields: Mapping[ErrorCode, str], **options: Any
+        cls, request: Request, state: ServerState, prompt: Any, fields: Mapping[str, str], **options: Any
     ) -> Answer:
         """Submit a request and wait for its first item. Raises `HttpError`.
 
         The pipeline's request has the id and the trace context of the HTTP request, so that their logs can be joined.
 
         Args:
-            fields: the field of the HTTP request that is at fault, by error code.
+            fields: the field of the HTTP request that is at fault, by error code or by name in the pipeline.
             options: for `AsyncOmniClient.submit`.
         """
         if options.get("timeout") is None:

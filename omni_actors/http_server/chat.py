@@ -26,7 +26,7 @@ router = APIRouter()
 BODY = JsonBody(ChatRequest)
 
 STREAM_FORMAT = "pcm16"
-FIELDS = {
+FIELDS: dict[str, str] = {
     ErrorCode.UNKNOWN_VOICE: "audio.voice",
     ErrorCode.UNKNOWN_MODALITY: "modalities",
     ErrorCode.PROMPT_TOO_LONG: "messages",

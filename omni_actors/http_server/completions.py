@@ -24,7 +24,7 @@ router = APIRouter()
 BODY = JsonBody(CompletionRequest, MAX_TOKEN_VALUES)
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-FIELDS = {ErrorCode.PROMPT_TOO_LONG: "prompt", ErrorCode.INVALID_PAYLOAD: "prompt"}
+FIELDS: dict[str, str] = {ErrorCode.PROMPT_TOO_LONG: "prompt", ErrorCode.INVALID_PAYLOAD: "prompt"}
 
 
 @router.post("/v1/completions", response_class=Response, openapi_extra=BODY.openapi())

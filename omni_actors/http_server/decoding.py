@@ -33,6 +33,7 @@ TYPES = {
     "array": "a list",
     "object": "an object",
 }
+OF_A_KEY = "key` in `"
 STEP = re.compile(r"\.(\w+)|\[")
 
 
@@ -64,6 +65,8 @@ def decode(data: bytes | msgspec.Raw, kind: type[T], where: str = "") -> T:
 def _of(message: str, kind: Any, where: str) -> HttpError:
     """Translate an error of msgspec: what is wrong, then at which path."""
     what, _, path = message.rpartition(" - at `")
+    in_a_key = path.startswith(OF_A_KEY)
+    path = path.removeprefix(OF_A_KEY)
     found = PATH.fullmatch(path, 0, len(path) - 1) if what else None
     path = found[1] if found else ""
     if not found:
@@ -81,7 +84,7 @@ def _of(message: str, kind: Any, where: str) -> HttpError:
         close = difflib.get_close_matches(given, [str(choice) for choice in choices], n=1, cutoff=0.5)
         meant = f" Did you mean {close[0]!r}?" if close else ""
         return _error(_join(where, path), f"must be one of {', '.join(map(repr, choices))}.{meant}")
-    return _error(_join(where, path), f"{in_words(what)}.")
+    return _error(_join(where, path), f"{'each key ' if in_a_key else ''}{in_words(what)}.")
 
 
 def in_words(what: str) -> str:

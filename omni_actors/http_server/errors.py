@@ -64,14 +64,18 @@ class HttpError(Exception):
         self.headers: dict[str, str] = {}  # further ones of the response
 
     @classmethod
-    def of(cls, error: OmniError, fields: Mapping[ErrorCode, str] | None = None) -> HttpError:
-        """Convert an error of the pipeline. `fields` gives the field at fault for each code."""
+    def of(cls, error: OmniError, fields: Mapping[str, str] | None = None) -> HttpError:
+        """Convert an error of the pipeline.
+
+        Args:
+            fields: the field of the HTTP request at fault, by the field that the error names, or else by its code.
+        """
         status = status_of(error.code)
         kind = KINDS.get(status, "invalid_request_error")
         retry_after = error.retry_after
         if status in (429, 503) and retry_after is None:
             retry_after = RETRY_SECONDS
-        param = (fields or {}).get(error.code)
+        param = (fields or {}).get(error.field or error.code, error.field)
         return cls(status, str(error), param=param, code=error.code.value, kind=kind, retry_after=retry_after)
 
     def body(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from omni_actors.http_server import vllm_fields
 from omni_actors.http_server.chat_messages import AnyMessage
 from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import bad_field
+from omni_actors.http_server.generation_fields import MAX_TOKENS, GenerationFields
 from omni_actors.http_server.schema_fields import (
     ABSENT,
     EmptyList,
@@ -34,10 +35,9 @@ from omni_actors.http_server.schema_fields import (
     free_form,
     refuse_effects,
 )
-from omni_actors.http_server.vllm_fields import TemplateArguments, VllmFields
+from omni_actors.http_server.vllm_fields import TemplateArguments
 from omni_actors.protocol.fields import PositiveInt, TokenId
 
-MAX_TOKENS = 1_000_000
 MAX_SPEECH_TEXT = 4096
 MAX_MESSAGES = 1024
 
@@ -70,22 +70,11 @@ class StreamOptions(Strict, frozen=True):
     include_obfuscation: bool | None = None  # ignored: nothing is obfuscated
 
 
-class Sampling(VllmFields, frozen=True, kw_only=True):
-    """The fields of both chat and text completions: first OpenAI's, then vLLM's, then those that do nothing."""
+class Sampling(GenerationFields, frozen=True, kw_only=True):
+    """The fields of both chat and text completions."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: PositiveInt | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] | None = None
 
     # Accepted, without effect.
     user: str | None = None
@@ -98,10 +87,6 @@ class Sampling(VllmFields, frozen=True, kw_only=True):
     prompt_cache_retention: str | None = None
 
     # Refused unless their value has no effect.
-    stop: EmptyList = ABSENT
-    frequency_penalty: Zero = ABSENT
-    presence_penalty: Zero = ABSENT
-    logit_bias: EmptyObject = ABSENT
     response_format: FreeText = ABSENT
     structured_outputs: Null = ABSENT
 
@@ -115,24 +100,7 @@ class Sampling(VllmFields, frozen=True, kw_only=True):
         "prompt_cache_retention",
         "session_id",
     )
-    HINTS: ClassVar[dict[str, str]] = {
-        **vllm_fields.HINTS,
-        "stop": "Stop sequences are not supported; stage_params can name stop_token_ids.",
-        "frequency_penalty": "Use repetition_penalty.",
-        "presence_penalty": "Use repetition_penalty.",
-        "response_format": "Answers are free text.",
-    }
-    STAGE_FIELDS: ClassVar[tuple[str, ...]] = (
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "min_tokens",
-        "repetition_penalty",
-        "ignore_eos",
-        "stop_token_ids",
-    )
+    HINTS: ClassVar[dict[str, str]] = {**vllm_fields.HINTS, "response_format": "Answers are free text."}
 
     def refuse_unsupported(self) -> None:
         """Raise `HttpError` 400 for the first field with an unsupported value."""
@@ -142,10 +110,6 @@ class Sampling(VllmFields, frozen=True, kw_only=True):
         if self.stream_options is not None and not self.stream:
             raise bad_field("stream_options", "stream_options needs stream: true.")
         free_form(self.metadata, dict[str, str], "metadata")
-
-    def stage_fields(self) -> dict[str, Any]:
-        """The sampling fields that are set, under the names of `StageParams`."""
-        return {name: value for name in self.STAGE_FIELDS if (value := getattr(self, name)) is not None}
 
 
 class ChatRequest(Sampling, frozen=True, kw_only=True):

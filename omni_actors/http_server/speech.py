@@ -31,7 +31,11 @@ READ_ALOUD = (
     "Read the text between the marks aloud, word for word, in its own language. "
     "Say nothing else: no greeting, no comment, no translation.{style}\n\n<<<\n{text}\n>>>"
 )
-FIELDS = {ErrorCode.UNKNOWN_VOICE: "voice", ErrorCode.UNKNOWN_MODALITY: "model", ErrorCode.PROMPT_TOO_LONG: "input"}
+FIELDS: dict[str, str] = {
+    ErrorCode.UNKNOWN_VOICE: "voice",
+    ErrorCode.UNKNOWN_MODALITY: "model",
+    ErrorCode.PROMPT_TOO_LONG: "input",
+}
 
 
 @router.post("/v1/audio/speech", response_class=Response, openapi_extra=BODY.openapi())

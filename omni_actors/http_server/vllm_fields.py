@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Raw
 
-from omni_actors.http_server.schema_fields import ABSENT, EmptyList, EmptyObject, Null, Off, On, One, Submission, Zero
+from omni_actors.http_server.schema_fields import ABSENT, EmptyList, EmptyObject, Null, Off, One, Submission, Zero
 
 # `decode(value, object) in [...]` compares, so 1 stands for 1.0, too.
 Side = Annotated[Raw, Meta(extra_json_schema={"enum": [None, "left", "right"]})]
@@ -30,15 +30,10 @@ class VllmFields(Submission, frozen=True, kw_only=True):
 
     use_beam_search: Off = ABSENT
     length_penalty: One = ABSENT  # of a beam search
-    include_stop_str_in_output: Off = ABSENT
-    skip_special_tokens: On = ABSENT
-    spaces_between_special_tokens: On = ABSENT
     truncate_prompt_tokens: Null = ABSENT
     truncation_side: Side = ABSENT  # nothing is truncated
     prompt_logprobs: Null = ABSENT
     logprob_token_ids: EmptyList = ABSENT
-    allowed_token_ids: Null = ABSENT
-    bad_words: EmptyList = ABSENT
     watermarking: Off = ABSENT
     thinking_token_budget: Null = ABSENT
     repetition_detection: Null = ABSENT

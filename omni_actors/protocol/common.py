@@ -10,7 +10,7 @@ from omni_actors.errors import ERROR_CLASSES, ErrorCode, OmniError
 from omni_actors.protocol.fields import Count
 from omni_actors.protocol.header import Body
 
-MAX_MESSAGE, MAX_HINT = 8192, 2048  # characters
+MAX_MESSAGE, MAX_HINT, MAX_FIELD = 8192, 2048, 256  # characters
 
 
 class Credit(Body, tag="credit", frozen=True):
@@ -32,7 +32,10 @@ class Abort(Body, tag="abort", frozen=True):
 
 
 class Failed(Body, tag="failed", frozen=True):
-    """Stage -> coordinator -> client, terminal: the request ended with an error. `retry_after` is in seconds."""
+    """Stage -> coordinator -> client, terminal: the request ended with an error.
+
+    `retry_after` is in seconds; `field` names the field of the request that is wrong.
+    """
 
     code: ErrorCode
     message: Annotated[str, Meta(max_length=MAX_MESSAGE)]
@@ -40,6 +43,7 @@ class Failed(Body, tag="failed", frozen=True):
     stage: str | None = None
     retryable: bool = False
     retry_after: float | None = None
+    field: Annotated[str, Meta(max_length=MAX_FIELD)] | None = None
 
     @classmethod
     def from_error(cls, error: OmniError, stage: str | None = None) -> Failed:
@@ -51,8 +55,11 @@ class Failed(Body, tag="failed", frozen=True):
             stage=error.stage or stage,
             retryable=error.retryable,
             retry_after=error.retry_after,
+            field=error.field[:MAX_FIELD] if error.field is not None else None,
         )
 
     def to_error(self) -> OmniError:
         """Return the typed exception that this message stands for."""
-        return ERROR_CLASSES[self.code](self.message, hint=self.hint, stage=self.stage, retry_after=self.retry_after)
+        return ERROR_CLASSES[self.code](
+            self.message, hint=self.hint, stage=self.stage, retry_after=self.retry_after, field=self.field
+        )

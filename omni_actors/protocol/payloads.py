@@ -103,6 +103,13 @@ class PromptEmbedsPayload(Struct, frozen=True, forbid_unknown_fields=True):
             raise InvalidPayload(f"Prompt embeddings must have a floating-point dtype; got {self.tensor.dtype}.")
 
 
+LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)]
+AllowedTokens = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1024)]
+StopTokens = Annotated[tuple[TokenId, ...], Meta(max_length=256)]
+Word = Annotated[str, Meta(min_length=1, max_length=1024)]
+Words = Annotated[tuple[Word, ...], Meta(max_length=64)]
+
+
 class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of one stage for one request; `None` means the stage's default from the YAML.
 
@@ -116,7 +123,16 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         top_k: sample from this many of the likeliest tokens; 0 or -1 for all.
         min_p: ignore tokens less likely than this fraction of the likeliest one's probability.
         repetition_penalty: above 1, tokens that have occurred become less likely.
-        stop_token_ids: tokens that end generation, in addition to the model's own.
+        frequency_penalty: above 0, tokens become less likely with each time they have been generated.
+        presence_penalty: above 0, tokens that have been generated become less likely.
+        logit_bias: what is added to the scores of tokens, by token id; -100 all but forbids a token.
+        allowed_token_ids: the only tokens that may be generated.
+        bad_words: texts that are not generated; only for stages with text, as are the next four.
+        stop: texts that end generation; the answer ends before the first of them.
+        include_stop_str_in_output: have the answer end after the text or the token that stopped it.
+        skip_special_tokens: leave special tokens out of the text; true by default.
+        spaces_between_special_tokens: separate special tokens that stay in the text; true by default.
+        stop_token_ids: tokens that end generation, in addition to the model's own; not part of the text.
         ignore_eos: continue past the model's own end tokens.
         seed: makes sampling repeatable; default: the request's seed.
         num_steps: denoising steps.
@@ -131,7 +147,16 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     top_k: Annotated[int, Meta(ge=-1, le=1_000_000)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: Words | None = None
+    stop: Words | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
     seed: Seed | None = None
 
@@ -148,8 +173,13 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
-AUTOREGRESSIVE_PARAMS = frozenset(StageParams.__struct_fields__[:10])
-DIFFUSION_PARAMS = frozenset({"num_steps", "guidance_scale", "sway_coefficient", "seed"})
+_DIFFUSION_ONLY = frozenset({"num_steps", "guidance_scale", "sway_coefficient"})
+DIFFUSION_PARAMS = _DIFFUSION_ONLY | {"seed"}
+AUTOREGRESSIVE_PARAMS = frozenset(StageParams.__struct_fields__) - _DIFFUSION_ONLY
+# Those that mean something only where tokens become text.
+TEXT_PARAMS = frozenset(
+    {"bad_words", "stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
+)
 
 
 class MediaEncoding(enum.StrEnum):

@@ -71,6 +71,37 @@ def test_answers_equal_those_of_the_client_library(tiny: HttpPipeline) -> None:
     numpy.testing.assert_allclose(numpy.frombuffer(pcm, "<i2") / 32767.0, wanted.audio.clip(-1, 1), atol=1e-4)
 
 
+def test_speech_ends_where_a_stop_string_ends_the_text(tiny: HttpPipeline) -> None:
+    """The stop string spans tokens; the spoken answer is the same as one that has only the tokens before it."""
+    options: dict = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "Ethan", "format": "pcm16"},
+        "temperature": 0,
+        "max_tokens": 12,
+        "seed": 5,
+        "extra_body": {"stage_params": {"talker": {"max_tokens": 20}}},
+    }
+    client = tiny.openai()
+    plain = client.chat.completions.create(**options).choices[0].message.audio.transcript
+    stop = plain[18:23]
+    whole = client.chat.completions.create(**options, stop=stop)
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.choices[0].message.audio.transcript == plain[: plain.index(stop)]
+    assert whole.usage.completion_tokens_details.text_tokens < 12
+    spoken, streamed = whole.choices[0].message.audio.data, ""
+    pcm = b""
+    for chunk in client.chat.completions.create(**options, stop=["never", stop], stream=True):
+        audio = chunk.choices[0].delta.audio
+        if audio is not None:
+            streamed += audio.transcript or ""
+            pcm += base64.b64decode(audio.data or "")
+            assert plain.startswith(streamed)
+    assert streamed == whole.choices[0].message.audio.transcript
+    assert pcm == base64.b64decode(spoken)
+
+
 def test_media_reach_the_model(tiny: HttpPipeline) -> None:
     """All media lengthen the prompt, and their content changes the answer or is at least accepted."""
 

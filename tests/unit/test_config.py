@@ -66,7 +66,7 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path, change: dict, words: list
         ({"ouputs": ["text"]}, ["'stages.thinker.ouputs'", "Did you mean 'outputs'"]),
         ({"inputs": {"form": "prompt"}}, ["'stages.thinker.inputs.form'", "Did you mean 'from'"]),
         ({"sampling": {"temprature": 1.0}}, ["'stages.thinker.sampling.temprature'", "Did you mean 'temperature'"]),
-        ({"sampling": {"qqqq": 1.0}}, ["Known: guidance_scale"]),
+        ({"sampling": {"qqqq": 1.0}}, ["Known: allowed_token_ids"]),
     ],
 )
 def test_unknown_keys_of_a_stage(tmp_path: Path, fields: dict, words: list[str]) -> None:
@@ -232,6 +232,8 @@ def test_parameters_must_fit_the_kind_of_stage(tmp_path: Path) -> None:
     assert "stages.thinker.sampling.num_steps does not apply" in refused(tmp_path, data)
     data = with_stage(0, kind="prompt", sampling={"max_tokens": 3})
     assert "stages.prompt.sampling.max_tokens" in refused(tmp_path, data)
+    data = with_stage(1, kind="autoregressive", outputs=[], sampling={"stop": ["."]})
+    assert "stages.thinker.sampling.stop does not apply to a stage without text" in refused(tmp_path, data)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,19 @@ def test_numbers_may_be_written_as_some_languages_write_them() -> None:
         decode(chat(temperature="nan"), ChatRequest)
 
 
+def test_sampling_fields_become_those_of_the_text_stage() -> None:
+    request = decode(chat(stop=".", logit_bias={"5": -1}, max_tokens=3, max_completion_tokens=4, seed=1), ChatRequest)
+    assert request.stage_fields() == {"stop": (".",), "logit_bias": {5: -1.0}, "max_tokens": 4}
+    assert decode(chat(stop=["a", "b"]), ChatRequest).stage_fields() == {"stop": ("a", "b")}
+    assert decode(chat(stop=None, frequency_penalty=None), ChatRequest).stage_fields() == {}
+
+
+def test_a_wrong_key_names_its_mapping() -> None:
+    with pytest.raises(HttpError, match="logit_bias: each key must be a whole number, not a text") as caught:
+        decode(chat(logit_bias={"hello": 1}), ChatRequest)
+    assert caught.value.param == "logit_bias"
+
+
 def refused(**fields: Any) -> HttpError | None:
     """What is said of fields of a chat that decode, but may ask for what is not here."""
     try:
@@ -142,16 +155,12 @@ def refused(**fields: Any) -> HttpError | None:
 
 
 NEUTRAL = {
-    "stop": [None, []],
-    "frequency_penalty": [None, 0, 0.0],
-    "logit_bias": [None, {}],
     "logprobs": [None, False],
     "response_format": [None, {"type": "text"}],
     "tools": [None, []],
     "tool_choice": [None, "none", "auto"],
     "chat_template_kwargs": [None, {}, {"enable_thinking": False}],
     "mm_processor_kwargs": [None, {}, {"use_audio_in_video": False}],
-    "skip_special_tokens": [None, True],
     "add_generation_prompt": [None, True],
     "length_penalty": [None, 1, 1.0],
     "truncation_side": [None, "left", "right"],
@@ -159,17 +168,13 @@ NEUTRAL = {
     "prompt_cache_retention": [None, "24h"],
 }
 ASKING = {
-    "stop": ["."],
-    "frequency_penalty": [0.5, LONG],
     "response_format": [{"type": "json_object"}, {"type": "text", "a": LONG}],
     "tools": [True, 1, [1], LONG],
     "tool_choice": ["required"],
     "chat_template_kwargs": [{"enable_thinking": True}],
     "mm_processor_kwargs": [{"use_audio_in_video": True}, {"fps": 1}],
-    "skip_special_tokens": [False],
     "add_generation_prompt": [False],
     "prompt_logprobs": [0, 1],
-    "allowed_token_ids": [[], [1]],
     "chat_template": ["{{ messages }}"],
 }
 
@@ -191,9 +196,9 @@ def test_a_field_that_is_not_supported_is_refused_with_any_other_value(field: st
 
 
 def test_the_refusal_says_which_values_are_accepted() -> None:
-    error = refused(skip_special_tokens=False)
+    error = refused(add_generation_prompt=False)
     assert error is not None
-    assert error.message == "skip_special_tokens is not supported. Leave it out, or give true."
+    assert error.message == "add_generation_prompt is not supported. Leave it out, or give true."
     assert refused(request_id="a").message.endswith("The response's x-request-id names the request.")
 
 

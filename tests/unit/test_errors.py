@@ -15,11 +15,11 @@ from omni_actors.protocol.header import Header
 
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_failed_round_trip(code: ErrorCode) -> None:
-    error = ERROR_CLASSES[code]("what", hint="do this", stage="talker", retry_after=2.5)
+    error = ERROR_CLASSES[code]("what", hint="do this", stage="talker", retry_after=2.5, field="stop")
     frames = encode(Header("", request_id="r"), Failed.from_error(error))
     back = Decoder(Failed).decode(frames).body.to_error()
     assert type(back) is type(error)
-    assert vars(back) == {"message": "what", "hint": "do this", "stage": "talker", "retry_after": 2.5}
+    assert vars(back) == {"message": "what", "hint": "do this", "stage": "talker", "retry_after": 2.5, "field": "stop"}
     assert back.code is code
     assert back.retryable == error.retryable
 

@@ -42,6 +42,13 @@ def test_every_code_has_its_status(code: ErrorCode) -> None:
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
+def test_the_field_that_the_error_names_wins_over_that_of_its_code() -> None:
+    error = ERROR_CLASSES[ErrorCode.INVALID_REQUEST]("too many", field="stop")
+    assert HttpError.of(error).param == "stop"
+    assert HttpError.of(error, {"invalid_request": "messages"}).param == "stop"
+    assert HttpError.of(error, {"stop": "stop[0]"}).param == "stop[0]"
+
+
 def test_retry_after_is_that_of_the_pipeline_rounded_up() -> None:
     error = ERROR_CLASSES[ErrorCode.OVERLOADED]("full", retry_after=2.3)
     assert HttpError.of(error).response().headers["retry-after"] == "3"

@@ -136,6 +136,17 @@ def test_parameters_of_the_wrong_kind_of_stage() -> None:
         admit(config, submit("text", params={"thinker": StageParams(num_steps=3)}), voices=())
 
 
+def test_parameters_about_text_need_a_stage_with_text() -> None:
+    config = pipeline()
+    stages = [msgspec.structs.replace(stage, kind=StageKind.AUTOREGRESSIVE) for stage in config.stages]
+    config = msgspec.structs.replace(config, stages=stages)
+    params = StageParams(stop=(".",))
+    assert admit(config, submit("text", params={"thinker": params}), voices=()).params["thinker"] == params
+    with pytest.raises(InvalidRequest, match="stop does not apply to stage 'code2wav', which makes no text") as caught:
+        admit(config, submit("text", params={"code2wav": params}), voices=())
+    assert caught.value.field == "stop"
+
+
 def test_overload_says_when_to_come_back() -> None:
     state = ready(max_in_flight=2, max_queued=0)
     ask(state, "a")

@@ -400,6 +400,17 @@ def test_prompt_embeds_good(dtype: DType) -> None:
         {"stop_token_ids": [-1]},
         {"stop_token_ids": [2**31]},
         {"stop_token_ids": [1] * 257},
+        {"frequency_penalty": 2.1},
+        {"presence_penalty": -2.1},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: 101.0}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [1] * 1025},
+        {"bad_words": [""]},
+        {"stop": [""]},
+        {"stop": ["x" * 1025]},
+        {"stop": ["x"] * 65},
         {"seed": -1},
         {"seed": 2**63},
         {"num_steps": 0},
@@ -419,7 +430,7 @@ def test_stage_params_merge() -> None:
     merged = StageParams(max_tokens=4, temperature=0.0).merged_over(StageParams(max_tokens=9, top_k=3))
     assert merged.given() == {"max_tokens": 4, "temperature": 0.0, "top_k": 3}
     assert set(StageParams.__struct_fields__) == AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS
-    assert "num_steps" not in AUTOREGRESSIVE_PARAMS
+    assert {"seed"} == AUTOREGRESSIVE_PARAMS & DIFFUSION_PARAMS
 
 
 def test_prompt_is_messages_or_tokens() -> None:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from omni_actors.config import PARAMS_BY_KIND, CoordinatorConfig, PipelineConfig, suggest
+from omni_actors.config import CoordinatorConfig, PipelineConfig, suggest
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice
 from omni_actors.media.limits import check_counts
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, StageParams
+from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, TEXT_PARAMS, StageParams
 
 
 class AdmittedRequest(NamedTuple):
@@ -102,11 +102,11 @@ def _stage_params(pipeline: PipelineConfig, given: Mapping[str, StageParams]) ->
     for stage in pipeline.stages:
         own = given.get(stage.name)
         for parameter in own.given() if own is not None else ():
-            allowed = PARAMS_BY_KIND[stage.kind]
-            if parameter not in allowed:
+            if parameter not in stage.params:
+                what = "which makes no text" if parameter in TEXT_PARAMS else f"of kind {stage.kind}"
                 raise InvalidRequest(
-                    f"{parameter} does not apply to stage {stage.name!r} of kind {stage.kind}."
-                    f"{suggest(parameter, allowed)}"
+                    f"{parameter} does not apply to stage {stage.name!r}, {what}.{suggest(parameter, stage.params)}",
+                    field=parameter,
                 )
         merged[stage.name] = own.merged_over(stage.sampling) if own is not None else stage.sampling
         _check_lengths(stage.name, merged[stage.name])
@@ -115,7 +115,10 @@ def _stage_params(pipeline: PipelineConfig, given: Mapping[str, StageParams]) ->
 
 def _check_lengths(stage: str, params: StageParams) -> None:
     if params.min_tokens is not None and params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise InvalidRequest(f"Stage {stage!r}: min_tokens {params.min_tokens} exceeds max_tokens {params.max_tokens}.")
+        raise InvalidRequest(
+            f"Stage {stage!r}: min_tokens {params.min_tokens} exceeds max_tokens {params.max_tokens}.",
+            field="min_tokens",
+        )
 
 
 def _listed(values: tuple[str, ...]) -> str:

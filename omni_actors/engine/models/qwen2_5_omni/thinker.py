@@ -19,7 +19,6 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
@@ -29,6 +28,7 @@ from omni_actors.engine.runner import EmitRows
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width, to_host, to_torch
+from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.engine.worker_base import attachment_of
 from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, StageParams
@@ -64,37 +64,42 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
 
 
 class ThinkerOutputs(RequestOutputs):
-    """Turns outputs into text deltas and rows, in the order of their positions, each position once."""
+    """Turns outputs into text deltas and rows, in the order of their positions, each position once.
 
-    def __init__(self, request_id: str, prompt_tokens: int, detokenizer: IncrementalDetokenizer, streams: bool) -> None:
+    The row of a token follows its text, so that speech ends where the text does.
+    """
+
+    def __init__(self, request_id: str, prompt_tokens: int, decoder: TextDecoder, streams: bool) -> None:
         self._request_id = request_id
         self._prompt_tokens = prompt_tokens
-        self._detokenizer = detokenizer
+        self._decoder = decoder
         self._streams = streams
         self._next_row = 0
+        self._held: list[torch.Tensor] = []  # rows from `_next_row` on whose text is kept back
+        self._mrope_positions: torch.Tensor | None = None
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         """The new text, and the new rows if a later stage takes them."""
         events: list[EngineEvent] = []
-        finished = output.finish_reason is not None
         if output.new_token_ids:
-            self._detokenizer.update(list(output.new_token_ids), False)
-            text = self._detokenizer.get_next_output_text(finished, True)
-            events.append(TextEvent(self._request_id, text, list(output.new_token_ids)))
+            text, token_ids = self._decoder.decode(output)
+            events.append(TextEvent(self._request_id, text, token_ids))
+        self.stopped = self._decoder.stopped
         if self._streams:
-            event = self._rows(attachment_of(output), final=finished)
+            event = self._rows(attachment_of(output), final=self.stopped or output.finish_reason is not None)
             if event is not None:
                 events.append(event)
         return events
 
     def _rows(self, emitted: Mapping[str, Any], *, final: bool) -> StreamEvent | None:
+        self._keep(emitted)
         start = self._next_row
+        rows = torch.cat(self._held) if len(self._held) > 1 else self._held[0] if self._held else None
         tensors: dict[str, HostTensor] = {}
-        if emitted:
-            skip = start - emitted["start"]
-            if skip < 0:
-                raise EngineError(f"Rows {start} to {emitted['start']} of request {self._request_id!r} are missing.")
-            rows = emitted["rows"][skip:]  # a preempted request computes its first positions again
+        if rows is not None:
+            certain = self._prompt_tokens + self._decoder.released - start
+            self._held = [rows[certain:]] if certain < len(rows) else []
+            rows = rows[:certain]
             if len(rows):
                 tensors["rows"] = to_host(rows)
                 self._next_row += len(rows)
@@ -103,9 +108,23 @@ class ThinkerOutputs(RequestOutputs):
         scalars: dict[str, int] = {}
         if start == 0:
             scalars["prompt_tokens"] = self._prompt_tokens
-            if "mrope_positions" in emitted:
-                tensors["mrope_positions"] = to_host(emitted["mrope_positions"])
+            if self._mrope_positions is not None:
+                tensors["mrope_positions"] = to_host(self._mrope_positions)
         return StreamEvent(self._request_id, tensors=tensors, scalars=scalars, start=start, final=final)
+
+    def _keep(self, emitted: Mapping[str, Any]) -> None:
+        """Append the rows that have not come yet."""
+        if not emitted:
+            return
+        end = self._next_row + sum(map(len, self._held))
+        skip = end - emitted["start"]
+        if skip < 0:
+            raise EngineError(f"Rows {end} to {emitted['start']} of request {self._request_id!r} are missing.")
+        rows = emitted["rows"][skip:]  # a preempted request computes its first positions again
+        if len(rows):
+            self._held.append(rows)
+        if "mrope_positions" in emitted and not end:
+            self._mrope_positions = emitted["mrope_positions"]
 
 
 class ThinkerAdapter(AutoregressiveAdapter):
@@ -143,6 +162,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
             vocabulary=self.vocabulary,
             payload=EmitRows() if request.streams else None,
             read_prefix_cache=not request.streams,  # cached positions are not computed and give no rows
+            tokenizer=self._tokenizer,
         )
         core_request = make_request(
             request.request_id,
@@ -152,8 +172,8 @@ class ThinkerAdapter(AutoregressiveAdapter):
             mm_features=features or None,
             priority=request.priority,
         )
-        detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, core_request)
-        outputs = ThinkerOutputs(request.request_id, len(token_ids), detokenizer, request.streams)
+        decoder = TextDecoder(self._tokenizer, core_request)
+        outputs = ThinkerOutputs(request.request_id, len(token_ids), decoder, request.streams)
         # Embeddings are held as long as the request, on the device too: they count for the budget.
         stream = RowStream(0, complete=True, held_bytes=embeds.nbytes) if embeds is not None else None
         return Admission(core_request, outputs, stream)

@@ -1,0 +1,67 @@
+"""Makes text of a request's tokens, and finds where the text ends before the model does."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, IncrementalDetokenizer
+
+from omni_actors.errors import EngineError
+
+
+class TextDecoder:
+    """vLLM's incremental detokenizer, and which tokens the text given out so far consists of.
+
+    With stop strings the detokenizer keeps back as many characters as could begin one. Whatever follows the text, such
+    as speech, must not run ahead of it: `released` counts the tokens that are certain to be part of the answer.
+
+    Attributes:
+        stopped: whether a stop string ended the text; the request is over, although the model would go on.
+        released: tokens of the answer whose text has been given out. At the end of a text that a string has stopped,
+            the tokens of that string are not among them, unless their text begins before it or is part of the answer.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike, request: EngineCoreRequest) -> None:
+        made = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        if not isinstance(made, BaseIncrementalDetokenizer):
+            raise EngineError("vLLM made no detokenizer for this model.")
+        self._detokenizer = made
+        self._holds = bool(made.stop) and not made.include_stop_str_in_output
+        self.stopped = False
+        self.released = 0
+        self._given = 0  # characters
+        self._held: deque[tuple[int, int]] = deque()  # where the text of each token not released begins and ends
+
+    def decode(self, output: EngineCoreOutput) -> tuple[str, list[int]]:
+        """The new text, and the new tokens up to the one that ends it."""
+        tokens: list[int] = []
+        terminated = output.finish_reason is VllmFinishReason.STOP  # by its last token, which is not text
+        for index, token in enumerate(output.new_token_ids):
+            before = len(self._detokenizer.output_text)
+            last = index + 1 == len(output.new_token_ids)
+            self.stopped = self._detokenizer.update([token], terminated and last) is not None
+            tokens.append(token)
+            self._held.append((before, len(self._detokenizer.output_text)))
+            if self.stopped:
+                break
+        finished = self.stopped or output.finish_reason is not None
+        text = self._detokenizer.get_next_output_text(finished, True)
+        self._given += len(text)
+        self._release(finished)
+        return text, tokens
+
+    def _release(self, finished: bool) -> None:
+        if self.stopped:
+            count = sum(start < self._given for start, _ in self._held)
+        elif finished or not self._holds:
+            count = len(self._held)
+        else:
+            # A token without text may begin a character that the next one completes: the two go together.
+            certain = [index for index, (start, end) in enumerate(self._held, 1) if start < end <= self._given]
+            count = certain[-1] if certain else 0
+        self.released += count
+        for _ in range(count):
+            self._held.popleft()

@@ -1,0 +1,48 @@
+"""Fields of chat and text completions that say how the text is generated, in OpenAI's and vLLM's names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from omni_actors.http_server.vllm_fields import VllmFields
+from omni_actors.protocol.fields import PositiveInt
+from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, AllowedTokens, LogitBias, StopTokens, Word, Words
+
+MAX_TOKENS = 1_000_000
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+class GenerationFields(VllmFields, frozen=True, kw_only=True):
+    """First OpenAI's, then vLLM's. Each but `n` becomes the parameter of the text stage that has its name."""
+
+    max_tokens: PositiveInt | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: Word | Words | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: StopTokens | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: Words | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    def stage_fields(self) -> dict[str, Any]:
+        """The fields that are set, under the names of `StageParams`; not `seed`, which goes to all stages."""
+        given = {name: getattr(self, name, None) for name in AUTOREGRESSIVE_PARAMS - {"seed"}}
+        fields = {name: value for name, value in given.items() if value is not None}
+        if isinstance(self.stop, str):
+            fields["stop"] = (self.stop,)
+        return fields

@@ -1,0 +1,117 @@
+"""The thinker with any generation parameters answers as vLLM alone does, and speech ends where the text does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.stage.engine_interface import EngineEvent, StreamEvent, TextEvent
+from tests.support.bare_vllm import BareVllm
+from tests.support.stage_driver import BOTH_MODES, prompt_length, sample, token_inputs
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+PLAIN = {"max_tokens": 20, "temperature": 0.0}
+DRAWN = {"max_tokens": 20, "temperature": 0.9, "top_k": 20, "seed": 11}
+STOPS = ("across", "late", "several", "included", "one_character", "first")
+
+
+def cases_of(text: str, tokens: list[int]) -> dict[str, dict[str, Any]]:
+    """Parameters by name; the stop strings occur in `text`, the answer without any."""
+    across = text[12:24]
+    return {
+        "drawn": DRAWN,
+        "penalties": {**DRAWN, "frequency_penalty": 1.5, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+        "bias": {**PLAIN, "logit_bias": {tokens[0]: -100.0, tokens[1]: 3.5}},
+        "allowed": {**DRAWN, "allowed_token_ids": [5, 60, 300, 301]},
+        "bad_words": {**PLAIN, "bad_words": text.split()[:2]},
+        "special": {**PLAIN, "skip_special_tokens": False, "spaces_between_special_tokens": False},
+        "stop_token": {**PLAIN, "stop_token_ids": [tokens[7]]},
+        "stop_token_included": {**PLAIN, "stop_token_ids": [tokens[7]], "include_stop_str_in_output": True},
+        "across": {**PLAIN, "stop": [across]},
+        "late": {**PLAIN, "stop": [text[:6]], "min_tokens": 6},
+        "several": {**PLAIN, "stop": ["never said", text[20:24], text[30:37]]},
+        "included": {**PLAIN, "stop": [across], "include_stop_str_in_output": True},
+        "one_character": {**PLAIN, "stop": [text[17]]},
+        "first": {**PLAIN, "stop": [text[:2]]},
+    }
+
+
+@pytest.fixture(scope="session")  # before any engine of these tests: those of one process share vLLM's groups
+def wanted(tiny_checkpoint, answers) -> dict[str, tuple[dict[str, Any], Any]]:
+    """By name: parameters, and vLLM's answer to them."""
+    prompt = answers[0].prompt_token_ids
+    with BareVllm(tiny_checkpoint) as bare:
+        plain = bare.generate(prompt, **PLAIN)
+        cases = {"plain": PLAIN, **cases_of(plain.text, list(plain.token_ids))}
+        made = bare.generate_all(prompt, cases)
+    assert {made[name].finish_reason for name in STOPS if name != "late"} == {"stop"}
+    return {name: (params, made[name]) for name, params in cases.items()}
+
+
+@BOTH_MODES
+def test_answers_equal_those_of_vllm(thinker, answers, wanted):
+    """All cases in one batch. At no time does the talker have a row of a token beyond the text that was given out."""
+    inputs = token_inputs(answers[0].prompt_token_ids)
+    for name, (params, _) in wanted.items():
+        thinker.start(name, inputs, **params)
+    thinker.run()
+    for name, (_, answer) in wanted.items():
+        assert thinker.tokens(name) == list(answer.token_ids), name
+        assert thinker.text(name) == answer.text, name
+        finished = thinker.finished(name)
+        assert finished.reason == answer.finish_reason, name
+        assert finished.output_tokens == len(answer.token_ids), name
+        assert thinker.streams(name)[-1].final, name
+    differing = {name for name, (_, answer) in wanted.items() if answer.text != wanted["plain"][1].text}
+    assert differing >= set(wanted) - {"plain", "special", "late"}, "the parameters matter"
+
+    length = prompt_length(answers[0])
+    everything = thinker.rows("plain")
+    texts = [event.text for event in thinker.events["plain"] if isinstance(event, TextEvent)]
+    starts = [len("".join(texts[:index])) for index in range(len(texts))]
+    sizes = {}
+    for name in STOPS:
+        rows, answer = thinker.rows(name), wanted[name][1]
+        torch.testing.assert_close(rows, everything[: len(rows)], atol=1e-4, rtol=1e-5)
+        begun = sum(start < len(answer.text) for start in starts[: len(answer.token_ids)])
+        sizes[name] = len(rows) - length
+        assert sizes[name] == min(begun, len(answer.token_ids) - 1), name
+        assert_text_leads(thinker.events[name], starts, length)
+    assert sizes["first"] == 0
+    assert 0 < sizes["across"] < sizes["included"]
+
+
+def assert_text_leads(events: list[EngineEvent], starts: list[int], length: int) -> None:
+    """The text of each token begins in the text given out before its row."""
+    given = 0
+    for event in events:
+        if isinstance(event, TextEvent):
+            given += len(event.text)
+        elif isinstance(event, StreamEvent) and "rows" in event.tensors:
+            last = event.start + event.tensors["rows"].shape[0] - 1 - length
+            assert last < 0 or starts[last] < given
+
+
+def test_wrong_values_name_their_parameter(thinker, answers):
+    inputs = token_inputs(answers[0].prompt_token_ids)
+    for field, params in {
+        "logit_bias": {"logit_bias": {10**6: 1.0}},
+        "allowed_token_ids": {"allowed_token_ids": (10**6,)},
+        "stop_token_ids": {"min_tokens": 2, "stop_token_ids": tuple(range(128))},
+        "bad_words": {"bad_words": tuple(f"{'word ' * 150}{number}" for number in range(9))},
+        "min_tokens": {"min_tokens": 9, "max_tokens": 3},
+        "temperature": {"temperature": 9.0},
+    }.items():
+        with pytest.raises(InvalidRequest) as caught:
+            thinker.start("wrong", inputs, **params)
+        assert caught.value.field == field
+
+
+def test_a_stage_without_text_refuses_parameters_about_text(talker, answers):
+    with pytest.raises(InvalidRequest, match="without text") as caught:
+        sample(talker, answers[0], "wrong", stop=(".",))
+    assert caught.value.field == "stop"

@@ -1,0 +1,69 @@
+"""vLLM without this package: its own front end, scheduler and runner, to compare answers with.
+
+Only the random draw is ours: on the CPU, Triton's interpreter cannot run vLLM's kernels for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from omni_actors.engine.cpu import CPUSampler
+from tests.support.stage_driver import SMALL
+
+
+class BareRunner(CPUModelRunner):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.sampler = CPUSampler(self.sampler)
+
+
+class BareWorker(CPUWorker):
+    def init_device(self) -> None:
+        super().init_device()
+        self.model_runner = BareRunner(self.vllm_config, self.device)
+
+
+class BareVllm:
+    """vLLM's engine for a checkpoint, in this process; a context manager."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        config = EngineArgs(
+            str(checkpoint),
+            generation_config="vllm",
+            worker_cls="tests.support.bare_vllm.BareWorker",
+            distributed_executor_backend="omni_actors.engine.executor.OmniUniProcExecutor",
+            skip_mm_profiling=True,
+            **SMALL,
+        ).create_engine_config()
+        self._engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+
+    def __enter__(self) -> BareVllm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.engine_core.shutdown()
+
+    def generate(self, prompt_token_ids: list[int], **params: Any) -> CompletionOutput:
+        return self.generate_all(prompt_token_ids, {"": params})[""]
+
+    def generate_all(
+        self, prompt_token_ids: list[int], cases: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, CompletionOutput]:
+        """The answers to one prompt with various parameters, by name."""
+        for name, given in cases.items():
+            self._engine.add_request(f"bare/{name}", {"prompt_token_ids": prompt_token_ids}, SamplingParams(**given))
+        answers: dict[str, CompletionOutput] = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                answers[output.request_id.removeprefix("bare/")] = output.outputs[0]
+        return answers
