@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from omni_actors import __version__
 from omni_actors.errors import OmniError
-from omni_actors.http_server import chat, completions, files, speech, status, web_page
+from omni_actors.http_server import chat, completions, files, speech, status, transcriptions, web_page
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.json_body import schemas
@@ -100,7 +100,7 @@ def create_routes(settings: ServerSettings, *, fetcher: Fetcher | None = None) -
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_routing)
     app.add_exception_handler(Exception, _on_bug)
-    for module in (chat, completions, speech, files, status, web_page):
+    for module in (chat, completions, speech, transcriptions, files, status, web_page):
         app.include_router(module.router)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app

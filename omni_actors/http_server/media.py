@@ -91,6 +91,19 @@ class MediaReader:
         await self._check(found)
         return converted
 
+    async def recording(self, data: bytes, param: str) -> tuple[dict[str, Any], float]:
+        """The part of a message with an uploaded sound, and its length in seconds, 0 if it does not say that.
+
+        Raises:
+            HttpError: 400 or 413, as for the media of messages.
+        """
+        if not data:
+            raise bad_field(param, "The file is empty.")
+        self._check_size(len(data), param)
+        items = [(Item(AUDIO_FILE, "The file", len(data)), data)]
+        measured = await self._on_decoder(lambda decoder: decoder.measure(items, self._limits()), param)
+        return {"type": "audio", "audio": data}, measured.seconds
+
     def _check_count(self, messages: Sequence[AnyMessage]) -> None:
         parts = [part for message in messages for part in message.content or () if not isinstance(part, str)]
         count = sum(not isinstance(part, TextPart) for part in parts)
@@ -190,25 +203,28 @@ class MediaReader:
         return await self._base64(url[len(head) + 1 :], param)
 
     async def _base64(self, text: memoryview, param: str) -> bytes:
-        if len(text) > self._settings.media_bytes * 4 // 3 + 4:
-            raise HttpError(
-                413,
-                f"Each image, audio or video is limited to {self._settings.media_bytes} bytes.",
-                param=param,
-                code="media_too_large",
-            )
+        self._check_size((len(text) - 4) * 3 // 4, param)
         return await asyncio.to_thread(base64_of, text, param)
+
+    def _check_size(self, size: int, param: str) -> None:
+        limit = self._settings.media_bytes
+        if size > limit:
+            message = f"Each image, audio or video is limited to {limit} bytes."
+            raise HttpError(413, message, param=param, code="media_too_large")
+
+    def _limits(self) -> MediaLimits:
+        return MediaLimits(
+            audio_seconds=self._settings.audio_seconds,
+            image_pixels=self._settings.image_pixels,
+            video_seconds=self._settings.video_seconds,
+        )
 
     async def _check(self, found: Sequence[_Medium]) -> None:
         """Check audio and images by their headers, decode video, and complete the parts of the messages.
 
         The stage that decodes audio and images checks them again, and more.
         """
-        limits = MediaLimits(
-            audio_seconds=self._settings.audio_seconds,
-            image_pixels=self._settings.image_pixels,
-            video_seconds=self._settings.video_seconds,
-        )
+        limits = self._limits()
         used = 0
         for medium in found:
             value, size = await self._on_decoder(partial(_checked, medium, limits, used), medium.param)

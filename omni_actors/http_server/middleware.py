@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no secrets and cause no work
 VALID_TRACEPARENT = re.compile(TRACEPARENT)
-BODY_TYPES = {"/v1/files": "multipart/form-data"}
+BODY_TYPES = dict.fromkeys(("/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations"), "multipart/form-data")
 DEFAULT_BODY_TYPE = "application/json"
 POLLED_PATHS = frozenset({"/v1/status", "/health", "/metrics"})  # logged at debug only
 

@@ -60,9 +60,13 @@ class Started(Struct, frozen=True, tag="started"):
 
 
 class Measured(Struct, frozen=True, tag="measured"):
-    """What all headers say: the bytes after decoding. Decoding follows, unless only this was asked."""
+    """What all headers say: the bytes after decoding, and the length of all sounds, 0 if one does not say its own.
+
+    Decoding follows, unless only this was asked.
+    """
 
     size: int
+    seconds: float = 0.0
     modality: str = ""  # of an unknown file
 
 

@@ -9,7 +9,7 @@ import importlib.util
 import io
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import soundfile
@@ -53,8 +53,15 @@ Decoded = Samples | Pixels
 T = TypeVar("T")
 
 
-def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> int:
-    """Check what a medium's header says, and return the bytes that it announces after decoding.
+class Announced(NamedTuple):
+    """What a header says: the bytes after decoding, and a sound's length, 0 if it does not say it."""
+
+    size: int = 0
+    seconds: float = 0.0
+
+
+def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> Announced:
+    """Check what a medium's header says, and return what it announces.
 
     Raises:
         MalformedMedia: the file cannot be read.
@@ -64,7 +71,7 @@ def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> int:
         return _read(lambda: _measure_audio(data, limits, what), what)
     if kind == IMAGE_FILE:
         return _read(lambda: _measure_image(data, limits, what), what)
-    return 0  # arrays have been counted, and a video's frames are counted as they are decoded
+    return Announced()  # arrays have been counted, and a video's frames are counted as they are decoded
 
 
 def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budget, what: str) -> Decoded:
@@ -146,18 +153,18 @@ class _Stream(soundfile.SoundFile):  # type: ignore[misc]
         return False
 
 
-def _measure_audio(data: bytes, limits: MediaLimits, what: str) -> int:
+def _measure_audio(data: bytes, limits: MediaLimits, what: str) -> Announced:
     with _Stream(io.BytesIO(data)) as file:
         return _check_audio_header(file, limits, what)
 
 
-def _check_audio_header(file: soundfile.SoundFile, limits: MediaLimits, what: str) -> int:
+def _check_audio_header(file: soundfile.SoundFile, limits: MediaLimits, what: str) -> Announced:
     check_rate(file.samplerate, limits, what)
     if file.channels > limits.channels:
         raise InvalidRequest(f"{what} has {file.channels} channels; at most {limits.channels} are allowed.")
     frames = file.frames if file.frames < UNKNOWN_FRAMES else 0
     check_seconds(frames / file.samplerate, limits.audio_seconds, what)
-    return int(frames * file.channels * SAMPLE_BYTES)
+    return Announced(int(frames * file.channels * SAMPLE_BYTES), frames / file.samplerate)
 
 
 def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Samples:
@@ -218,9 +225,9 @@ def _open_image(data: bytes, limits: MediaLimits, what: str) -> Image.Image:
     return image
 
 
-def _measure_image(data: bytes, limits: MediaLimits, what: str) -> int:
+def _measure_image(data: bytes, limits: MediaLimits, what: str) -> Announced:
     with _open_image(data, limits, what) as image:
-        return image.width * image.height * PIXEL_BYTES
+        return Announced(image.width * image.height * PIXEL_BYTES)
 
 
 def _decode_image(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Pixels:

@@ -62,14 +62,14 @@ def _serve(channel: Channel, job: Job) -> None:
     data = [bytes(channel.data(bytearray(item.size))) for item in job.items]
     try:
         if job.items and job.items[0].kind == UNKNOWN_FILE:
-            channel.send(Measured(0, sniff(data[0])))
+            channel.send(Measured(0, modality=sniff(data[0])))
             return
         announced, budget = Budget(job.limits, job.used), Budget(job.limits, job.used)
-        sizes = []
+        measured = []
         for item, content in zip(job.items, data, strict=True):
-            sizes.append(measure(item.kind, content, job.limits, item.what))
-            announced.take(sizes[-1], item.what)
-        channel.send(Measured(sum(sizes)))
+            measured.append(measure(item.kind, content, job.limits, item.what))
+            announced.take(measured[-1].size, item.what)
+        channel.send(Measured(sum(one.size for one in measured), sum(one.seconds for one in measured)))
         for index, item in enumerate(() if job.measure else job.items):
             content, data[index] = data[index], b""
             decoded = decode(item.kind, content, item.rate, job.limits, budget, item.what)

@@ -78,7 +78,7 @@ def test_the_openai_client_sends_the_key(echo_pipeline: HttpPipeline) -> None:
 
 
 def test_probes_and_page_need_no_key(keyed: str) -> None:
-    for path in ("/health", "/", "/app.js", "/audio.js", "/common.js", "/timeline.js", "/style.css"):
+    for path in ("/health", "/", "/app.js", "/style.css"):
         assert httpx.get(f"{keyed}{path}").status_code == 200, path
 
 

@@ -29,7 +29,7 @@ def test_example(echo: HttpPipeline, tmp_path: Path, language: str, block: str) 
     if "-o speech.wav" in block:
         assert (tmp_path / "speech.wav").read_bytes().startswith(b"RIFF")
     else:
-        assert re.search("sea|choices|CompletionUsage|question.wav", done.stdout), done.stdout
+        assert re.search("sea|choices|CompletionUsage|question.wav|recording", done.stdout), done.stdout
 
 
 def test_there_are_examples() -> None:

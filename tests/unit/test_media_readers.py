@@ -63,7 +63,7 @@ def read(kind: str, data: bytes, rate: int = 0, **limits: float) -> Decoded:
 
 
 def header(kind: str, data: bytes, **limits: float) -> int:
-    return measure(kind, data, MediaLimits(**limits), "it")  # type: ignore[arg-type]
+    return measure(kind, data, MediaLimits(**limits), "it").size  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rate", [1000, 8000, 11_025, 44_100, 48_000, 96_000, 655_350])

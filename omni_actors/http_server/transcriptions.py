@@ -1,0 +1,203 @@
+"""The routes /v1/audio/transcriptions and /v1/audio/translations: an omni model writes down what it hears.
+
+The model is asked for the text, as a user would ask it. It gives no times, so what has times, such as subtitles, is one
+piece from the beginning of the recording to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from omni_actors.client import Text
+from omni_actors.errors import ErrorCode
+from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, usage_of
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.form_body import Form, FormBody
+from omni_actors.http_server.schema_fields import ABSENT, EmptyList, Strict, Timeout, refuse_effects
+from omni_actors.http_server.state import ServerState, State, json_response
+from omni_actors.protocol.client import Description
+from omni_actors.protocol.fields import Priority, Seed
+from omni_actors.protocol.payloads import StageParams
+
+router = APIRouter()
+
+MAX_PROMPT = 16_384  # characters
+TRANSCRIBE = "Write down what is said in this recording, word for word, in the language that is spoken{language}."
+TRANSLATE = "Translate what is said in this recording into English."
+ONLY = " Answer with that text alone: no introduction, no comment, no quotation marks."
+CONTEXT = "\n\nThis text comes before it, or shows how names and terms are spelt:\n<<<\n{prompt}\n>>>"
+FIELDS = {ErrorCode.PROMPT_TOO_LONG: "file", ErrorCode.MALFORMED_MEDIA: "file", ErrorCode.UNKNOWN_MODALITY: "model"}
+
+TextFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
+TIMED = frozenset({"srt", "verbose_json", "vtt"})
+Task = Literal["transcribe", "translate"]
+
+
+class TranslationForm(Strict, frozen=True, kw_only=True):
+    """The fields of POST /v1/audio/translations besides the file."""
+
+    model: str | None = None  # the first of those that are served
+    prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] = ""
+    response_format: TextFormat = "json"
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+
+    seed: Seed | None = None
+    timeout: Timeout | None = None
+    priority: Priority | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the text is sent as events while it is written."""
+        return False
+
+    def question(self) -> str:
+        """What the model is asked."""
+        return TRANSLATE + self._rest()
+
+    def _rest(self) -> str:
+        return ONLY + (CONTEXT.format(prompt=self.prompt) if self.prompt.strip() else "")
+
+
+class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
+    """The fields of POST /v1/audio/transcriptions besides the file."""
+
+    language: Annotated[str, Meta(pattern="^[A-Za-z][A-Za-z-]{1,34}$")] | None = None
+    stream: bool = False
+    timestamp_granularities: list[Literal["segment"]] | None = None  # there is one segment: the recording
+    chunking_strategy: Literal["auto"] | None = None  # the recording is heard as a whole
+
+    # Refused unless they are empty.
+    include: EmptyList = ABSENT
+    keywords: EmptyList = ABSENT
+    languages: EmptyList = ABSENT
+    known_speaker_names: EmptyList = ABSENT
+    known_speaker_references: EmptyList = ABSENT
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the text is sent as events while it is written."""
+        return self.stream
+
+    def question(self) -> str:
+        """What the model is asked."""
+        return TRANSCRIBE.format(language=f" ({self.language})" if self.language else "") + self._rest()
+
+
+TRANSCRIPTION = FormBody(TranscriptionForm)
+TRANSLATION = FormBody(TranslationForm)
+
+
+@router.post("/v1/audio/transcriptions", response_class=Response, openapi_extra=TRANSCRIPTION.openapi())
+async def transcriptions(
+    form: Annotated[Form[TranscriptionForm], Depends(TRANSCRIPTION)], request: Request, state: State
+) -> Response:
+    """Write down what is said in a recording."""
+    refuse_effects(form.fields, {"keywords": "Put them into prompt.", "languages": "Give one as language."})
+    return await _respond(form.fields, form.file, "transcribe", request, state)
+
+
+@router.post("/v1/audio/translations", response_class=Response, openapi_extra=TRANSLATION.openapi())
+async def translations(
+    form: Annotated[Form[TranslationForm], Depends(TRANSLATION)], request: Request, state: State
+) -> Response:
+    """Write down in English what is said in a recording."""
+    return await _respond(form.fields, form.file, "translate", request, state)
+
+
+async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Request, state: ServerState) -> Response:
+    if fields.is_streamed and fields.response_format != "json":
+        raise bad_field("stream", "Events are JSON: with stream, response_format must be 'json'.", "unsupported_value")
+    description = await state.describe()
+    state.model_name(fields.model, description)
+    part, seconds = await state.media.recording(file, "file")
+    if fields.response_format in TIMED and not seconds:
+        raise bad_field(
+            "response_format",
+            f"The file does not say how long it is, which {fields.response_format!r} needs: ask for 'json' or 'text'.",
+            "unsupported_value",
+        )
+    answer = await Answer.begin(
+        request,
+        state,
+        [{"role": "user", "content": [part, {"type": "text", "text": fields.question()}]}],
+        FIELDS,
+        modalities=["text"],
+        params={state.text_stage(description): StageParams(temperature=fields.temperature)},
+        seed=fields.seed,
+        priority=fields.priority or 0,
+        timeout=fields.timeout,
+    )
+    if fields.is_streamed:
+        return AnswerResponse(answer, _events(answer, description), "text/event-stream", state.settings.write_timeout)
+    async with answer:
+        text = "".join([item.text async for item in answer if isinstance(item, Text)]).strip()
+    return _whole(fields, task, text, seconds, _usage(answer, description))
+
+
+def _whole(fields: TranslationForm, task: Task, text: str, seconds: float, usage: dict[str, Any]) -> Response:
+    match fields.response_format:
+        case "text":
+            return PlainTextResponse(f"{text}\n")
+        case "srt":
+            return PlainTextResponse(f"1\n{_cue(text, seconds, ',')}", media_type="application/x-subrip")
+        case "vtt":
+            return PlainTextResponse(f"WEBVTT\n\n{_cue(text, seconds, '.')}", media_type="text/vtt")
+        case "verbose_json":
+            spoken = fields.language if isinstance(fields, TranscriptionForm) else None
+            return json_response(
+                {
+                    "task": task,
+                    "language": "en" if task == "translate" else spoken or "unknown",
+                    "duration": round(seconds, 3),
+                    "text": text,
+                    "segments": [_segment(text, seconds, fields.temperature)] if text else [],
+                    "usage": {"type": "duration", "seconds": round(seconds, 3)},
+                }
+            )
+    return json_response({"text": text, "usage": usage})
+
+
+def _cue(text: str, seconds: float, point: str) -> str:
+    """A subtitle for the whole recording; an empty line or an arrow in its text would end it."""
+    milliseconds = round(seconds * 1000)
+    end = f"{milliseconds // 3_600_000:02}:{milliseconds // 60_000 % 60:02}:{milliseconds // 1000 % 60:02}"
+    line = " ".join(text.split()).replace("-->", "→")
+    return f"00:00:00{point}000 --> {end}{point}{milliseconds % 1000:03}\n{line}\n"
+
+
+def _segment(text: str, seconds: float, temperature: float) -> dict[str, Any]:
+    """The recording as a segment of OpenAI's; what only Whisper knows is 0."""
+    unknown: dict[str, Any] = {"avg_logprob": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0, "tokens": []}
+    place = {"id": 0, "seek": 0, "start": 0.0, "end": round(seconds, 3)}
+    return {**place, "text": text, "temperature": temperature, **unknown}
+
+
+async def _events(answer: Answer, description: Description) -> AsyncIterator[bytes]:
+    """Stream OpenAI's transcript.text.delta and transcript.text.done events."""
+    texts: list[str] = []
+    try:
+        async for item in answer:
+            if isinstance(item, Text) and item.text:
+                texts.append(item.text)
+                yield event({"type": "transcript.text.delta", "delta": item.text})
+    except HttpError as error:
+        yield event(error.body())
+        return
+    yield event({"type": "transcript.text.done", "text": "".join(texts), "usage": _usage(answer, description)})
+    yield DONE_EVENT
+
+
+def _usage(answer: Answer, description: Description) -> dict[str, Any]:
+    used = usage_of(answer.usage, description)
+    return {
+        "type": "tokens",
+        "input_tokens": used["prompt_tokens"],
+        "output_tokens": used["completion_tokens"],
+        "total_tokens": used["total_tokens"],
+    }
