@@ -32,7 +32,11 @@ TRANSCRIBE = "Write down what is said in this recording, word for word, in the l
 TRANSLATE = "Translate what is said in this recording into English."
 ONLY = " Answer with that text alone: no introduction, no comment, no quotation marks."
 CONTEXT = "\n\nThis text comes before it, or shows how names and terms are spelt:\n<<<\n{prompt}\n>>>"
-FIELDS = {ErrorCode.PROMPT_TOO_LONG: "file", ErrorCode.MALFORMED_MEDIA: "file", ErrorCode.UNKNOWN_MODALITY: "model"}
+FIELDS: dict[str, str] = {
+    ErrorCode.PROMPT_TOO_LONG: "file",
+    ErrorCode.MALFORMED_MEDIA: "file",
+    ErrorCode.UNKNOWN_MODALITY: "model",
+}
 
 TextFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 TIMED = frozenset({"srt", "verbose_json", "vtt"})
