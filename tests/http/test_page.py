@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.support.browser import answered, ask, data, in_flight, needs_chromium, open_page, until
-from tests.support.paths import REPOSITORY
+from tests.support.browser import (
+    answered,
+    ask,
+    data,
+    in_flight,
+    needs_chromium,
+    open_page,
+    sent_messages,
+    until,
+    watched_page,
+)
 from tests.support.servers import HttpPipeline, picture
 
 pytestmark = needs_chromium
-IMAGES = REPOSITORY / "docs" / "images"
 
 
 def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> None:
@@ -119,8 +126,8 @@ def test_timeline_of_the_pipeline_is_drawn_and_read_by_keyboard(echo: HttpPipeli
     assert second.locator("rect.wait").get_attribute("x") == "25.00%"
     assert page.locator(".timeline .lane").nth(0).locator("rect.queue").count() == 1
     assert page.locator(".timeline line.mark").count() == 4, "first text, first sound, smooth start, end"
-    page.locator("#key").focus()
-    page.keyboard.press("Tab")  # from the settings to the lanes
+    page.locator("#send").focus()
+    page.keyboard.press("Tab")  # to the lanes
     page.keyboard.press("Tab")
     expect(page.locator("#details")).to_have_text("thinker/1 done: 3 in, 9 out; waiting 500 ms, output 500 ms")
 
@@ -177,6 +184,13 @@ def test_stop_ends_the_request_in_every_stage(slow: HttpPipeline, page: Page) ->
         until(page, lambda: in_flight(slow) == 0, "the end of the request")
         expect(page.locator("#stop")).to_be_hidden()
         expect(page.locator("#details")).to_have_text("It was stopped.")  # and not how it was just before
+    ask(page, "w" * 900)
+    expect(page.locator("li.assistant .say").last).to_contain_text("www")
+    messages = sent_messages(page, lambda: ask(page, "next"))  # ends the one before
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 3 + ["user"]  # with what was said
+    expect(page.locator("li.assistant.stopped")).to_have_count(3)
+    expect(page.locator("li.assistant").last).to_contain_text("www")
+    page.keyboard.press("Escape")
     expect(page.locator("#error")).to_be_hidden()
 
 
@@ -277,12 +291,8 @@ def test_nothing_is_loaded_from_elsewhere(echo: HttpPipeline, page: Page) -> Non
 
 @pytest.mark.e2e
 def test_speech_in_and_out_with_the_tiny_model(tiny_http: HttpPipeline, browser: Browser) -> None:
-    """Send a recording from the (fake) microphone; receive text and speech.
-
-    Writes the screenshots of the documentation if OMNI_TEST_SCREENSHOTS is set.
-    """
-    for scheme in ("light", "dark"):
-        page = browser.new_page(viewport={"width": 1200, "height": 860}, color_scheme=scheme)
+    """Send a recording from the (fake) microphone; receive text and speech."""
+    with watched_page(browser) as page:
         page.set_default_timeout(60_000)
         expect.set_options(timeout=60_000)
         open_page(page, tiny_http)
@@ -296,15 +306,10 @@ def test_speech_in_and_out_with_the_tiny_model(tiny_http: HttpPipeline, browser:
         page.locator("#record").click()
         expect(page.locator("#attachments li")).to_have_count(2)
         ask(page, "What do you hear, and what do you see?")
-        expect(page.locator(".play")).to_be_visible()
+        answered(page)
         assert page.locator("li.assistant .say").inner_text()
         assert data(page, "audio-seconds") > 0.2
-        until(page, lambda page=page: data(page, "peak") > 0.01)
+        until(page, lambda: data(page, "peak") > 0.01, "sound")
         measured = page.locator("#measurements").inner_text()
         first, smooth = (re.search(rf"{name}\s*(\d+) ms", measured) for name in ("First sound", "Smooth start"))
         assert int(first[1]) <= int(smooth[1])
-        if os.environ.get("OMNI_TEST_SCREENSHOTS"):
-            ask(page, "And what comes next?")
-            expect(page.locator(".play")).to_have_count(2)
-            page.screenshot(path=IMAGES / ("web.png" if scheme == "light" else "web-dark.png"))
-        page.close()

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterator
 
+import numpy
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Locator, Page, expect
+from PIL import Image
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from tests.support.browser import answered, ask, needs_chromium, open_page, watched_page
+from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, picture, sound
 
 pytestmark = needs_chromium
 WIDTHS = {390: 844, 768: 1024, 1280: 800}  # width: height
+PICTURES = {(1280, "light"): "web.png", (1280, "dark"): "web-dark.png", (390, "light"): "web-phone.png"}
+IMAGES = REPOSITORY / "docs" / "images"
+ANSWER = """Rivers make it salty. Rain dissolves a little of the **rock** it runs over and carries it to the sea:
+
+1. The water evaporates and falls again as rain.
+2. The minerals stay, mostly sodium and chloride.
+
+| Sea | Salt |
+|---|---|
+| Baltic | 0.8 % |
+| Atlantic | 3.5 % |
+| Dead Sea | 34 % |"""
 CONVERSATION = "# Salt\n\nThe **sea** is [salty](https://example.com):\n\n| a | b |\n|---|---|\n| `c` | d |"
+
+
+def seascape() -> bytes:
+    """A picture of sky and sea, 320 x 240."""
+    rows = numpy.linspace(0, 1, 240)[:, None, None]
+    sky, sea = numpy.array([150, 200, 235]) * (0.7 + 0.5 * rows), numpy.array([10, 95, 110]) * (1.5 - 0.7 * rows)
+    waves = 12 * numpy.sin(numpy.arange(320)[None, :, None] / 9 + 40 * rows**2)
+    pixels = numpy.where(rows < 0.45, numpy.broadcast_to(sky, (240, 320, 3)), sea + waves)
+    sink = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(numpy.uint8)).save(sink, "JPEG", quality=90)
+    return sink.getvalue()
+
+
+def keep(screenshot: bytes, name: str) -> None:
+    """Write a picture of the documentation, with few colours so that it is small."""
+    Image.open(io.BytesIO(screenshot)).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE).save(
+        IMAGES / name, optimize=True
+    )
 
 
 def violations(page: Page) -> list[str]:
@@ -45,15 +80,46 @@ def test_axe_finds_nothing_at_any_width(echo: HttpPipeline, page: Page, scheme: 
     ask(page, "this fails")
     expect(page.locator("#error")).to_be_visible()
     attach(page)
-    show(page, "details-panel")
     for width, height in WIDTHS.items():
         page.set_viewport_size({"width": width, "height": height})
+        page.keyboard.press("Escape")
         assert violations(page) == []
-        if width < 900:
-            for panel in ("settings-panel", "details-panel"):
-                show(page, panel)
-                assert violations(page) == []
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": WIDTHS[width]})
+        for panel in ("settings-panel", "details-panel"):
+            show(page, panel)
+            assert violations(page) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_an_example_conversation_fits_every_width(echo: HttpPipeline, page: Page, scheme: str) -> None:
+    """Writes the pictures of the documentation, too, if OMNI_TEST_SCREENSHOTS is set."""
+
+    def answer(route: Route) -> None:
+        body = route.request.post_data_json
+        body["messages"] = [{"role": "user", "content": ANSWER}]  # which the echo stages repeat
+        route.continue_(post_data=body)
+
+    page.emulate_media(color_scheme=scheme)
+    page.route("**/v1/chat/completions", answer)
+    open_page(page, echo)
+    page.locator("#file").set_input_files([{"name": "sea.jpg", "mimeType": "image/jpeg", "buffer": seascape()}])
+    expect(page.locator("#attachments img")).to_be_visible()
+    ask(page, "Why is the sea salt?")
+    answered(page)
+    show(page, "details-panel")
+    expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")
+    for width, height in WIDTHS.items():
+        page.set_viewport_size({"width": width, "height": height})
+        if width == 390:
             page.keyboard.press("Escape")
+        else:
+            show(page, "details-panel")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        name = PICTURES.get((width, scheme))
+        if name and "OMNI_TEST_SCREENSHOTS" in os.environ:
+            page.locator("#text").focus()
+            keep(page.screenshot(), name)
 
 
 def bottom(part: Locator) -> float:

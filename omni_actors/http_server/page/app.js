@@ -14,36 +14,39 @@ import * as status from "./status.js";
 const WIDE = matchMedia("(min-width: 56.01rem)");  // else a panel covers the conversation
 const PANELS = ["settings-panel", "details-panel"];
 
-/** Closes the panels that cover the conversation. Says whether there were any. */
-function uncover() {
-  const open = WIDE.matches ? [] : PANELS.filter((id) => !$(id).hidden);
-  open.forEach((id) => { $(id).hidden = true; });
-  return open.length > 0;
+/** Shows one panel, or none for "". */
+function showPanel(shown) {
+  for (const id of PANELS) {
+    $(id).hidden = id !== shown;
+    $(`toggle-${id}`).ariaExpanded = String(id === shown);
+  }
 }
 
-/** A button that shows and hides a panel; wide windows remember it. */
-function setUpPanel(id, openAtFirst) {
-  const button = $(`toggle-${id}`);
-  const kept = localStorage.getItem(id);
-  $(id).hidden = !WIDE.matches || !(kept === null ? openAtFirst : kept === "open");
-  button.ariaExpanded = String(!$(id).hidden);
-  button.onclick = () => {
-    const open = $(id).hidden;
-    uncover();
-    $(id).hidden = !open;
-    if (WIDE.matches) localStorage.setItem(id, open ? "open" : "closed");
-  };
-  new MutationObserver(() => { button.ariaExpanded = String(!$(id).hidden); }).observe($(id), { attributeFilter: ["hidden"] });
+/** Closes the panel that covers the conversation. Says whether there was one. */
+function uncover() {
+  const covered = !WIDE.matches && PANELS.some((id) => !$(id).hidden);
+  if (covered) showPanel("");
+  return covered;
+}
+
+function setUpPanels() {
+  for (const id of PANELS) {
+    $(`toggle-${id}`).onclick = () => {
+      const shown = $(id).hidden ? id : "";
+      showPanel(shown);
+      if (WIDE.matches) localStorage.setItem("panel", shown);  // a wide window remembers it
+    };
+  }
+  showPanel(WIDE.matches ? localStorage.getItem("panel") ?? "settings-panel" : "");
+  WIDE.addEventListener("change", uncover);
 }
 
 function onEscape() {
   if (!uncover() && !composer.leave()) chat.stop();
 }
 
-setUpPanel("settings-panel", true);
-setUpPanel("details-panel", false);
-WIDE.addEventListener("change", uncover);
-settings.setUp(status.refresh);
+setUpPanels();
+settings.setUp({ onKey: status.refresh, show: () => showPanel("settings-panel") });
 messages.setUp();
 composer.setUp();
 level.setUp();

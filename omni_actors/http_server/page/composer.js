@@ -11,7 +11,8 @@ import * as settings from "./settings.js";
 
 let attachments = [];
 let reading = Promise.resolve();  // files that are being read
-let recording = null;
+let recording = null;             // {taken, clock}: the microphone's, and the timer that shows its length
+let starting = false;             // while the user is asked for the microphone
 let edited = null;                // {turn, draft}: the question that is edited, and what was in the box before
 
 /** Makes the box as high as its text; the style sheet says how high it may get. */
@@ -130,9 +131,10 @@ export async function toggleRecording() {
       await reading;
       showAttachments();
       $("send").focus();
-    } else {
+    } else if (!starting) {
       player.stop();  // or the microphone would hear it
-      const taken = await Recording.start();
+      starting = true;
+      const taken = await Recording.start().finally(() => { starting = false; });
       const clock = setInterval(() => { $("progress").textContent = `recording ${seconds(taken.seconds)}`; }, 100);
       recording = { taken, clock };
       showRecording(clock);

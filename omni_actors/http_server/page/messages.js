@@ -125,7 +125,7 @@ export class AnswerView {
   end(state) {
     this.#draw();
     this.item.classList.replace("working", state);
-    if (state !== "done") this.item.append(make("small", {}, state));
+    if (state !== "done") this.actions.before(make("small", {}, state));
     const again = action("again", state === "failed" ? "Try again" : "Regenerate", this.again);
     if (this.text) {
       const button = action("copy", "Copy", () => copy(this.text, button));

@@ -31,6 +31,7 @@ class Player extends EventTarget {
   /** Plays a clip from its beginning, and goes on with pieces that arrive later. */
   play(clip) {
     this.stop();
+    this.#open();  // now, because a browser wants the press of a button or key just before
     this.clip = clip;
     for (const piece of clip.pieces) this.#schedule(piece);
     this.#changed();
@@ -78,7 +79,7 @@ class Player extends EventTarget {
   }
 
   #schedule(samples) {
-    const context = this.#open();
+    const context = this.#context;
     const buffer = context.createBuffer(1, samples.length, this.clip.rate);
     buffer.copyToChannel(samples, 0);
     const source = context.createBufferSource();
@@ -99,7 +100,6 @@ class Player extends EventTarget {
       this.#analyser.connect(this.#context.destination);
     }
     this.#context.resume();
-    return this.#context;
   }
 
   #endIfOver() {

@@ -5,8 +5,11 @@ import { $ } from "./common.js";
 
 const KEPT = ["speak", "voice", "system", "temperature", "tokens", "seed"];
 
-/** Restores the fields, and keeps what is changed in them. `onKey` is called when the API key has changed. */
-export function setUp(onKey) {
+let showPanel = null;
+
+/** Restores the fields, and keeps what is changed in them. `onKey` is called when the API key has changed, `show` shows them. */
+export function setUp({ onKey, show }) {
+  showPanel = show;
   let kept = {};
   try {
     kept = JSON.parse(localStorage.getItem("settings") ?? "{}");
@@ -47,7 +50,7 @@ export const speaks = () => $("speak").checked && !$("speak").disabled;
 export function valid() {
   const wrong = $("settings").querySelector(":invalid");
   if (!wrong) return true;
-  $("settings-panel").hidden = false;
+  showPanel();
   wrong.reportValidity();
   return false;
 }
