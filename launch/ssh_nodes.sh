@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts one pipeline on several hosts over ssh and serves it until Ctrl-C. The first host runs the coordinator.
 #
-#   launch/ssh_nodes.sh HOSTS CONFIG [ARGUMENTS of python -m omni_actors.launch]
+#   launch/ssh_nodes.sh HOSTS CONFIG [ARGUMENTS of omni-actors launch]
 #
 # HOSTS is a file with one host per line, in ssh's notation; `#` starts a comment. The other hosts must reach the first one
 # under that name (without `user@`) or under OMNI_MASTER. omni_actors, CONFIG and keys must be in the same place on all.

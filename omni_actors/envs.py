@@ -9,8 +9,6 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from omni_actors.errors import ConfigError
-
 
 class Variable(NamedTuple):
     """One environment variable that the package reads."""
@@ -35,7 +33,7 @@ VARIABLES = (
     Variable("OMNI_ACTORS_NODE_ADDR", "cluster.node_addr", "address at which the others reach this host"),
     Variable("OMNI_ACTORS_ALLOW_IMPORTS", "", "comma-separated prefixes from which the YAML may name your own classes"),
     Variable("OMNI_ACTORS_LOG_LEVEL", "", "debug, info, warning or error"),
-    Variable("OMNI_ACTORS_ENDPOINT", "", "endpoint to which omni-actors trace and omni-actors top connect"),
+    Variable("OMNI_ACTORS_ENDPOINT", "", "endpoint to which the commands connect, such as omni-actors ctl"),
     Variable("OTEL_EXPORTER_OTLP_ENDPOINT", "coordinator.otlp_endpoint", "OpenTelemetry collector for spans"),
     Variable("OTEL_EXPORTER_OTLP_PROTOCOL", "coordinator.otlp_protocol", "http/protobuf or grpc"),
     Variable("OMNI_ACTORS_API_KEY", "", "key that HTTP requests must carry; required to listen off loopback"),
@@ -64,12 +62,9 @@ def log_level() -> str:
     return os.environ.get("OMNI_ACTORS_LOG_LEVEL", "info").upper()
 
 
-def endpoint(given: str | None) -> str:
-    """Return the endpoint given to a command, else the environment's. Raises `ConfigError` if there is neither."""
-    found = given or os.environ.get("OMNI_ACTORS_ENDPOINT", "").strip()
-    if not found:
-        raise ConfigError("No endpoint was given.", hint="Use --endpoint, or set OMNI_ACTORS_ENDPOINT.")
-    return found
+def endpoint() -> str | None:
+    """The endpoint to which commands connect; `None` if the environment names none."""
+    return os.environ.get("OMNI_ACTORS_ENDPOINT", "").strip() or None
 
 
 def api_key() -> str | None:

@@ -1,12 +1,27 @@
-"""Types of command-line flags, for `argparse`: a value out of range ends the command with 2 and names the flag."""
+"""Command lines: their parser, and types of flags. A value out of range ends the command with 2 and names the flag."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from pathlib import Path
+from typing import NoReturn
 
 LONGEST_SECONDS = 1e7
 LARGEST_SEED = 2**63 - 1
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Answers a mistake with a short usage, the nearest flag and where help is, and not with every flag there is."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the command with 2."""
+        known = re.findall(r"--[a-z][a-z-]+", self.format_help())
+        for word in re.findall(r"(?<![\w-])--[\w-]+", message):
+            if word not in known and (nearest := difflib.get_close_matches(word, known, n=1)):
+                message += f"; did you mean {nearest[0]}?"
+        self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n{self.prog} --help lists everything\n")
 
 
 def seconds(text: str) -> float:

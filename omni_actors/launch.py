@@ -1,4 +1,4 @@
-"""The launcher's command line: `python -m omni_actors.launch config.yaml` starts a pipeline and serves it."""
+"""The launcher's command line: `omni-actors launch CONFIG` starts a pipeline and serves it."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m omni_actors.launch",
+    parser = flags.CommandParser(
+        prog="omni-actors launch",
+        usage="omni-actors launch CONFIG [--http HOST:PORT] [--prompt TEXT] [--set KEY=VALUE] [--run-dir DIR] ...",
         description="Start a pipeline of stages and serve it until Ctrl-C; with --prompt, answer once and exit.",
         epilog="Values: command line > environment (OMNI_ACTORS_*) > SLURM > YAML > default; --check shows the source "
         "of each.",

@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 from typing import IO
 
-from omni_actors import segments
+import msgspec
+
+from omni_actors import registry, segments
 from omni_actors.errors import ConfigError
 from omni_actors.paths import check_folder_can_be_made, expanded
 
@@ -28,7 +30,22 @@ SEGMENTS = "segments"  # list of the shared memory that the replicas hold (segme
 SCRATCH_PREFIX = "scratch-"  # of the folders with temporary files of engines that leave some (`scratch_folder`)
 FORK_SERVER_PREFIX = "pymp-"  # of the folder that multiprocessing makes for its fork server's socket
 SIZES_PREFIX = "sizes-"  # of the files with what a start need not measure again (stage/remembered_sizes.py)
+RUNNING = "pipeline.json"  # who runs here, for the commands that look for a pipeline
 MPS_PREFIX = "mps-"  # of the folder with the pipes of an MPS daemon (launcher/mps.py)
+
+
+class Running(msgspec.Struct, frozen=True):
+    """A pipeline that runs on this host.
+
+    Args:
+        pid: of its launcher.
+        keys: the folder of its CURVE keys, if it has any.
+    """
+
+    name: str
+    endpoint: str
+    pid: int
+    keys: str | None = None
 
 
 class RunDirectory:
@@ -98,6 +115,14 @@ class RunDirectory:
         self._lock.write(str(os.getpid()))
         self._lock.flush()
 
+    def announce(self, name: str, endpoint: str, keys: str | None) -> None:
+        """Let `running` find this pipeline."""
+        try:
+            (self.path / RUNNING).write_bytes(msgspec.json.encode(Running(name, endpoint, os.getpid(), keys)))
+            registry.add(self.path)
+        except OSError as error:
+            logger.warning("commands have to be given the endpoint, as the pipeline cannot be listed: %s", error)
+
     def look(self) -> str:
         """Restore what others have removed, as far as possible; return what is lost for good, "" if nothing is.
 
@@ -146,6 +171,7 @@ class RunDirectory:
         """Remove the sockets, or the whole folder if it is temporary and its logs are not worth keeping. Idempotent."""
         if self._lock.closed:
             return
+        registry.remove(self.path)
         if self._is_there():
             _clear(self._lock, self.path, everything=self.temporary and not self.keep)
         else:
@@ -239,10 +265,24 @@ def _sweep(path: Path) -> None:
     """Remove sockets, also those of the fork server and of MPS, the stages' files, and shared memory that is listed."""
     segments.remove_listed(path / SEGMENTS)
     for entry in path.iterdir():
-        if entry.is_socket() or entry.name.startswith((DEMAND_PREFIX, SIZES_PREFIX)):
+        if entry.is_socket() or entry.name == RUNNING or entry.name.startswith((DEMAND_PREFIX, SIZES_PREFIX)):
             entry.unlink(missing_ok=True)
         elif entry.name.startswith((FORK_SERVER_PREFIX, MPS_PREFIX, SCRATCH_PREFIX)):
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def running() -> list[Running]:
+    """This user's pipelines on this host. Forgets those whose launcher has ended."""
+    found = []
+    for path in registry.run_directories():
+        try:
+            pipeline = msgspec.json.decode((path / RUNNING).read_bytes(), type=Running)
+            os.kill(pipeline.pid, 0)
+        except (OSError, msgspec.DecodeError):  # it has ended, in whatever way
+            registry.remove(path)
+        else:
+            found.append(pipeline)
+    return found
 
 
 def scratch_folder(path: Path, replica: str) -> Path:

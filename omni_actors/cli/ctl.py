@@ -1,4 +1,4 @@
-"""Inspects and operates a running pipeline: `omni-actors ctl ENDPOINT status|drain|restart|shutdown`."""
+"""Inspects and operates a running pipeline: `omni-actors ctl [ENDPOINT] status|drain|restart|shutdown`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from omni_actors import envs, flags
+from omni_actors import flags
+from omni_actors.cli.connection import Connection, add_connection, connection, with_flag
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout
 from omni_actors.processes import EXIT_FAILED, EXIT_OK
@@ -18,19 +19,20 @@ POLL_SECONDS = 0.1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
     try:
         stage, replica = _target(options.replica) if "replica" in options else ("", 0)
-        return asyncio.run(_run(options, Operation(options.operation), stage, replica))
+        return asyncio.run(_run(connection(options), options, Operation(options.operation), stage, replica))
     except OmniError as error:
         print(f"error ({error.code.value}): {error}", file=sys.stderr)
         return EXIT_FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="omni-actors ctl", description=__doc__)
-    parser.add_argument("endpoint", help="client endpoint, as the launcher prints it")
-    parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    usage = "omni-actors ctl [ENDPOINT] status | drain STAGE/REPLICA | restart STAGE/REPLICA | shutdown"
+    parser = flags.CommandParser(prog="omni-actors ctl", usage=usage, description=__doc__)
+    add_connection(parser)
     operations = parser.add_subparsers(dest="operation", required=True)
     operations.add_parser("status", help="stages, links and requests in flight")
     for name, text in (
@@ -53,8 +55,10 @@ def _target(text: str) -> tuple[str, int]:
     return stage, int(number)
 
 
-async def _run(options: argparse.Namespace, operation: Operation, stage: str, replica: int) -> int:
-    async with AsyncOmniClient(options.endpoint, keys=options.keys) as client:
+async def _run(
+    pipeline: Connection, options: argparse.Namespace, operation: Operation, stage: str, replica: int
+) -> int:
+    async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
         before = await client.operate(Operation.STATUS)
         report = await client.operate(operation, stage, replica)
         if operation is Operation.STATUS:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from omni_actors import flags
 from omni_actors.errors import ConfigError
 from omni_actors.paths import expanded
 from omni_actors.processes import EXIT_OK, EXIT_USAGE
@@ -20,13 +21,7 @@ from omni_actors.transport.curve import ALLOWED, CLUSTER, OPERATORS, PUBLIC, SEC
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 if the folder cannot be used or keys would be overwritten)."""
-    parser = argparse.ArgumentParser(prog="omni-actors keys", description=__doc__)
-    parser.add_argument("folder", metavar="DIR", type=Path, help="the pipeline's folder; made unless a client is added")
-    parser.add_argument("--client", action="append", default=[], metavar="NAME", help="allow a client to connect")
-    parser.add_argument(
-        "--operator", action="append", default=[], metavar="NAME", help="the same for one that may also operate"
-    )
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         folder = expanded(options.folder, "DIR")
         if not options.client + options.operator or not (folder / f"{CLUSTER}{SECRET}").exists():
@@ -43,6 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"configuration error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return EXIT_OK
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    usage = "omni-actors keys DIR [--client NAME ...] [--operator NAME ...]"
+    parser = flags.CommandParser(prog="omni-actors keys", usage=usage, description=__doc__)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="the pipeline's folder; made unless a client is added")
+    parser.add_argument("--client", action="append", default=[], metavar="NAME", help="allow a client to connect")
+    parser.add_argument(
+        "--operator", action="append", default=[], metavar="NAME", help="the same for one that may also operate"
+    )
+    return parser
 
 
 if __name__ == "__main__":

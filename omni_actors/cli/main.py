@@ -1,21 +1,24 @@
-"""The `omni-actors` command: dispatches to one subcommand, each a module with a `main(arguments)`."""
+"""The `omni-actors` command: dispatches to one subcommand, each a module with a `main(arguments)` and a `parser()`."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
-from omni_actors.processes import EXIT_OK, EXIT_USAGE
+from omni_actors.processes import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 
 SUBCOMMANDS = {
     "launch": ("omni_actors.launch", "start a pipeline and serve it, or answer one prompt"),
     "check": ("omni_actors.launch", "print the effective configuration of a pipeline and start nothing"),
+    "chat": ("omni_actors.cli.chat", "talk to a running pipeline in the terminal"),
     "ctl": ("omni_actors.cli.ctl", "inspect a running pipeline; drain, restart or stop its stages"),
     "top": ("omni_actors.cli.top", "watch a running pipeline in the terminal"),
     "trace": ("omni_actors.cli.trace", "show where a request's time went"),
     "replay": ("omni_actors.cli.replay", "run a recorded stage again and compare its output"),
     "keys": ("omni_actors.cli.keys", "make CURVE keys for a pipeline, its clients and its operators"),
+    "completion": ("omni_actors.cli.completion", "print a script that completes this command in bash and zsh"),
 }
 
 
@@ -25,16 +28,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given and given[0] in ("-h", "--help"):
         print(usage())
         return EXIT_OK
+    if given and given[0] == "--version":
+        return run("launch", given)
     if not given or given[0] not in SUBCOMMANDS:
-        problem = f"unknown command {given[0]!r}" if given else "a command is missing"
-        print(f"omni-actors: {problem}\n\n{usage()}", file=sys.stderr)
+        print(f"{usage()}\n\nomni-actors: error: {_problem(given)}", file=sys.stderr)
         return EXIT_USAGE
-    name, *rest = given
+    try:
+        return run(given[0], given[1:])
+    except KeyboardInterrupt:  # before the subcommand has decided what that means
+        return EXIT_INTERRUPTED
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Run a subcommand."""
     module, _ = SUBCOMMANDS[name]
-    if name == "check":
-        rest = ["--check", *rest]
-    code: int = importlib.import_module(module).main(rest)
+    code: int = importlib.import_module(module).main(["--check", *arguments] if name == "check" else list(arguments))
     return code
+
+
+def _problem(given: Sequence[str]) -> str:
+    if not given:
+        return "a command is missing"
+    nearest = difflib.get_close_matches(given[0], SUBCOMMANDS, n=1)
+    return f"unknown command {given[0]!r}" + (f"; did you mean {nearest[0]}?" if nearest else "")
 
 
 def usage() -> str:

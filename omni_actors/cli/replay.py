@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from omni_actors import logs
+from omni_actors import flags, logs
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.processes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -166,9 +166,7 @@ def _add(outputs: Outputs, header: Header, receiver: str, body: Body, buffers: S
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 if all is equal, 1 if not, 2 if the recording cannot be replayed."""
-    parser = argparse.ArgumentParser(prog="omni-actors replay", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", type=Path, help="a file that a stage wrote under --record")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     logs.configure("replay")
     try:
         comparison = replay(options.file)
@@ -179,6 +177,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(difference)
     print(f"{comparison.finished} requests, {len(comparison.differences)} differences")
     return EXIT_FAILED if comparison.differences else EXIT_OK
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    about = (__doc__ or "").splitlines()[0]
+    parser = flags.CommandParser(prog="omni-actors replay", usage="omni-actors replay FILE", description=about)
+    parser.add_argument("file", type=Path, help="a file that a stage wrote under --record")
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Watch a running pipeline in the terminal: `omni-actors top ENDPOINT [--once]`."""
+"""Watch a running pipeline in the terminal: `omni-actors top [ENDPOINT] [--once]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from omni_actors import envs, flags
+from omni_actors import flags
+from omni_actors.cli.connection import Connection, add_connection, connection, with_flag
 from omni_actors.cli.formatting import duration, size
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
@@ -26,6 +27,9 @@ from omni_actors.telemetry.metric_table import Metric
 
 STATE_COLOURS = {"ready": "green", "draining": "yellow", "dead": "red", "waiting": "red"}
 LEFT_ALIGNED = ("replica", "state", "edge")
+FIRST_LEFT_OUT = ("pid", "memory", "queue", "restarts", "device", "step", "waiting", "shared/s", "credit", "messages/s")
+PADDING = 2  # characters of a column besides its text
+Row = Mapping[str, str | Text]
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -77,9 +81,9 @@ class Rates:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 no answer, 2 wrong usage)."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
     try:
-        asyncio.run(_run(envs.endpoint(options.endpoint), options))
+        asyncio.run(_run(connection(options), options))
     except KeyboardInterrupt:
         return EXIT_OK
     except OmniError as error:
@@ -88,10 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="omni-actors top", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("endpoint", nargs="?", help="where clients connect (default: OMNI_ACTORS_ENDPOINT)")
-    parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    usage = "omni-actors top [ENDPOINT] [--once] [--interval SECONDS]"
+    about = (__doc__ or "").partition(":")[0]
+    parser = flags.CommandParser(prog="omni-actors top", usage=usage, description=about)
+    add_connection(parser)
     parser.add_argument("--once", action="store_true", help="print one frame, with the rates of one interval, and exit")
     parser.add_argument(
         "--interval", type=flags.seconds, default=1.0, metavar="SECONDS", help="between two frames (default: 1)"
@@ -99,20 +105,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _run(endpoint: str, options: argparse.Namespace) -> None:
+async def _run(pipeline: Connection, options: argparse.Namespace) -> None:
     interval = max(0.1, options.interval)
     console = Console()
-    async with AsyncOmniClient(endpoint, keys=options.keys) as client:
+    async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
         before = await scrape(client)
         if options.once:
             await asyncio.sleep(interval)
-            console.print(render(Rates(before, await scrape(client))))
+            console.print(render(Rates(before, await scrape(client)), console.width))
             return
-        with Live(render(Rates(None, before)), console=console, screen=console.is_terminal) as live:
+        with Live(render(Rates(None, before), console.width), console=console, screen=console.is_terminal) as live:
             while True:
                 await asyncio.sleep(interval)
                 now = await scrape(client)
-                live.update(render(Rates(before, now)))
+                live.update(render(Rates(before, now), console.width))
                 before = now
 
 
@@ -129,9 +135,9 @@ async def scrape(client: AsyncOmniClient) -> Scrape:
     return Scrape(time.monotonic(), report, series)
 
 
-def render(rates: Rates) -> Group:
-    """One frame: a line about the pipeline, a table of replicas, a table of edges."""
-    return Group(_summary(rates), _replicas(rates), _edges(rates))
+def render(rates: Rates, width: int) -> Group:
+    """One frame of `width` characters: a line about the pipeline, a table of replicas, a table of edges."""
+    return Group(_summary(rates), *(_table(rows, width) for rows in (_replicas(rates), _edges(rates))))
 
 
 def _summary(rates: Rates) -> Text:
@@ -154,9 +160,9 @@ def _summary(rates: Rates) -> Text:
     return Text.assemble((description.pipeline, "bold"), " ", health, ": ", ", ".join(words))
 
 
-def _replicas(rates: Rates) -> Table:
+def _replicas(rates: Rates) -> list[Row]:
     now = rates.now
-    rows: list[Mapping[str, str | Text]] = []
+    rows: list[Row] = []
     for status in now.report.description.stages:
         labels = (status.stage, str(status.replica))
         rows.append(
@@ -176,11 +182,11 @@ def _replicas(rates: Rates) -> Table:
                 "restarts": f"{now.value(metrics.RESTARTS, *labels):.0f}",
             }
         )
-    return _table(rows)
+    return rows
 
 
-def _edges(rates: Rates) -> Table:
-    rows = [
+def _edges(rates: Rates) -> list[Row]:
+    return [
         {
             "edge": " → ".join(labels),
             "messages/s": f"{rates.rate(metrics.EDGE_MESSAGES, *labels):.1f}",
@@ -192,17 +198,29 @@ def _edges(rates: Rates) -> Table:
         }
         for labels in rates.now.labels(metrics.EDGE_MESSAGES)
     ]
-    return _table(rows)
 
 
-def _table(rows: Sequence[Mapping[str, str | Text]]) -> Table:
-    """A table of rows with the same keys, which are the header."""
+def _table(rows: Sequence[Row], width: int) -> Table:
+    """A table of rows with the same keys, which are the header; columns that do not fit are left out."""
     shown = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in rows[0] if rows else ():
+    names = fitting(rows, width)
+    for name in names:
         shown.add_column(name, justify="left" if name in LEFT_ALIGNED else "right", no_wrap=True)
     for row in rows:
-        shown.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row.values()))
+        shown.add_row(*(cell if isinstance(cell := row[name], Text) else Text(cell) for name in names))
     return shown
+
+
+def fitting(rows: Sequence[Row], width: int) -> list[str]:
+    """The columns to show in `width` characters: the least important ones are left out until the others fit."""
+    names = list(rows[0]) if rows else []
+    needed = {name: max(len(name), *(len(row[name]) for row in rows)) + PADDING for name in names}
+    for name in FIRST_LEFT_OUT:
+        if sum(needed[name] for name in names) <= width:
+            break
+        if name in names:
+            names.remove(name)
+    return names
 
 
 def _time(seconds: float | None) -> str:

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omni_actors import envs, flags
+from omni_actors import flags
+from omni_actors.cli.connection import Connection, add_connection, connection, with_flag
 from omni_actors.cli.formatting import duration, size
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError
@@ -35,11 +36,11 @@ STYLES = {  # character and colour of each phase
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 no such request or no answer, 2 wrong usage)."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
     try:
         if options.chrome is not None:
             check_file_can_be_written(options.chrome, "--chrome")
-        timeline = asyncio.run(_fetch(envs.endpoint(options.endpoint), options.keys, options.request))
+        timeline = asyncio.run(_fetch(connection(options), options.request))
         if options.chrome is not None:
             _write(options.chrome, timeline)
     except OmniError as error:
@@ -50,11 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="omni-actors trace", description=(__doc__ or "").partition(":")[0])
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    usage = "omni-actors trace [ENDPOINT] REQUEST|last [--chrome FILE]"
+    about = (__doc__ or "").partition(":")[0]
+    parser = flags.CommandParser(prog="omni-actors trace", usage=usage, description=about)
     parser.add_argument("request", help=f"id of a running request or of one of the last 200, or {LAST!r}")
-    parser.add_argument("--endpoint", help="where clients connect (default: OMNI_ACTORS_ENDPOINT)")
-    parser.add_argument("--keys", metavar="DIR", default=envs.keys_dir(), help="CURVE keys for a tcp:// endpoint")
+    add_connection(parser)
     parser.add_argument(
         "--chrome",
         type=flags.path,
@@ -64,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _fetch(endpoint: str, keys: str | None, request_id: str) -> RequestTimeline:
-    async with AsyncOmniClient(endpoint, keys=keys) as client:
+async def _fetch(pipeline: Connection, request_id: str) -> RequestTimeline:
+    async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
         if request_id != LAST:
             return await client.timeline(request_id)
         recent = await client.recent(1)

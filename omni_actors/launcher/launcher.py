@@ -130,6 +130,7 @@ class Launcher:
         on_silence = None
         if self._coordinator is not None:
             await self._coordinator.start()
+            self._run_directory.announce(self._pipeline.name, self.endpoint, self._pipeline.coordinator.keys_dir)
             on_silence = self._coordinator.kill_if_silent
         await self._unless_stopped(self._mps.start())
         self._processes.mps = self._mps.clients

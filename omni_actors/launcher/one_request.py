@@ -38,11 +38,11 @@ async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -
                 rate = event.sample_rate
     print(flush=True)
     if options.save_audio is not None:
-        _save(options.save_audio.expanduser(), pieces, rate)
+        save(options.save_audio.expanduser(), pieces, rate)
     return EXIT_OK
 
 
-def _save(path: Path, pieces: Sequence[NDArray[numpy.float32]], rate: int) -> None:
+def save(path: Path, pieces: Sequence[NDArray[numpy.float32]], rate: int) -> None:
     """Write sound to a WAV file. Raises `StartupError` if there is none or it cannot be written."""
     if not pieces:
         raise StartupError("The answer has no audio to save.", hint="Add --modalities text,audio.")

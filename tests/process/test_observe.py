@@ -7,6 +7,11 @@ import functools
 import itertools
 import json
 import re
+<<<<<<< HEAD
+=======
+import signal
+import tempfile
+>>>>>>> 823e97a (One way to name the pipeline for all commands; omni-actors chat and completion; short usage; top at 80 columns)
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -349,8 +354,11 @@ def test_top_shows_every_replica_once(
     assert "thinker/0 → talker/0" in shown
 
 
-def test_top_asks_for_an_endpoint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_asks_for_an_endpoint_where_no_pipeline_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMNI_ACTORS_ENDPOINT", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert top.main(["--once"]) == 1
     assert "OMNI_ACTORS_ENDPOINT" in capsys.readouterr().err
 

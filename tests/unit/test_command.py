@@ -9,18 +9,25 @@ from pathlib import Path
 import pytest
 
 from omni_actors import __version__, launch
+from omni_actors.cli.completion import script
+from omni_actors.cli.connection import only_one, with_flag
 from omni_actors.cli.main import SUBCOMMANDS, main
+from omni_actors.cli.top import fitting
+from omni_actors.errors import ConfigError
 from omni_actors.processes import EXIT_OK, EXIT_USAGE
+from omni_actors.run_directory import Running
 from tests.support.builders import chain, write
 
 HELP_HAS = {
     "launch": "Start a pipeline of stages",
     "check": "Start a pipeline of stages",
+    "chat": "/save   FILE",
     "ctl": "{status,drain,restart,shutdown}",
     "top": "omni-actors top",
     "trace": "omni-actors trace",
     "replay": "a file that a stage wrote under --record",
     "keys": "--operator NAME",
+    "completion": "bash-completion",
 }
 
 
@@ -34,7 +41,11 @@ def test_help_lists_every_subcommand(flag: str, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
-    [([], "a command is missing"), (["lunch"], "unknown command 'lunch'"), (["--nonsense"], "unknown command")],
+    [
+        ([], "a command is missing"),
+        (["lunch"], "unknown command 'lunch'; did you mean launch?"),
+        (["--nonsense"], "unknown command"),
+    ],
 )
 def test_a_wrong_command_shows_the_usage_and_exits_2(
     arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
@@ -78,3 +89,99 @@ def test_the_launcher_keeps_its_own_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_OK
     assert done.stdout.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["launch", "echo", "--htpp", ":0"], "unrecognized arguments: --htpp :0; did you mean --http?"),
+        (["top", "--onec"], "unrecognized arguments: --onec; did you mean --once?"),
+        (["ctl", "statis"], "invalid choice: 'statis' (choose from 'status', 'drain', 'restart', 'shutdown')"),
+        (["trace"], "the following arguments are required: request"),
+        (["keys"], "the following arguments are required: DIR"),
+        (["chat", "--voic", "x", "--sistem", "y"], "did you mean --system?"),
+    ],
+)
+def test_a_mistake_is_answered_with_a_short_usage_and_the_nearest_flag(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == EXIT_USAGE
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert shown.startswith(f"usage: omni-actors {arguments[0]}")
+    assert shown.endswith(f"omni-actors {arguments[0]} --help lists everything\n")
+    assert len(shown.splitlines()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["tr"], "trace"),
+        (["launch", "qwen"], "qwen2_5_omni"),
+        (["launch", "echo", "--star"], "--startup-timeout"),
+        (["ctl", "dr"], "drain"),
+        (["top", "--on"], "--once"),
+        (["chat", "--sy"], "--system"),
+    ],
+)
+def test_a_shell_completes_commands_flags_and_names(
+    completion: Path, tmp_path: Path, typed: list[str], offered: str
+) -> None:
+    words = " ".join(["omni-actors", *typed])
+    ask = f"source {completion}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _omni_actors; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout.split() == [offered]
+
+
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script for the shell."""
+    path = tmp_path_factory.mktemp("completion") / "omni-actors"
+    path.write_text(script())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("given", "understood"),
+    [
+        (["status"], ["status"]),
+        (["ipc:///tmp/x/client", "status"], ["--endpoint", "ipc:///tmp/x/client", "status"]),
+        (["last", "tcp://h:1"], ["--endpoint", "tcp://h:1", "last"]),
+        (["status", "--endpoint", "tcp://h:1"], ["--endpoint", "tcp://h:1", "status"]),
+        (["status", "--endpoint=tcp://h:1"], ["--endpoint", "tcp://h:1", "status"]),
+    ],
+)
+def test_an_endpoint_may_stand_anywhere(given: list[str], understood: list[str]) -> None:
+    assert with_flag(given) == understood
+
+
+def test_of_several_pipelines_one_must_be_named() -> None:
+    one, two = (Running(name, f"ipc:///tmp/{name}/client", pid) for name, pid in (("one", 7), ("two", 8)))
+    assert only_one([one]) is one
+    with pytest.raises(ConfigError, match="no pipeline of this user runs here"):
+        only_one([])
+    with pytest.raises(ConfigError, match="2 pipelines run here") as caught:
+        only_one([one, two])
+    assert "ipc:///tmp/one/client  one, process 7" in str(caught.value)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_top_leaves_out_columns_that_do_not_fit(width: int) -> None:
+    row = {
+        "replica": "code2wav/0",
+        "state": "ready (spare)",
+        "pid": "4194304",
+        "requests": "256",
+        "tokens/s": "1234.5",
+        "step": "12.3 ms",
+        "queue": "640 ms",
+        "memory": "11.5 GiB",
+        "device": "35.1 GiB",
+        "restarts": "0",
+    }
+    shown = fitting([row], width)
+    assert sum(max(len(name), len(row[name])) + 2 for name in shown) <= width
+    assert {"replica", "state", "requests", "tokens/s"} <= set(shown)
+    assert ("pid" in shown) == (width == 200)

@@ -1,0 +1,150 @@
+"""`omni-actors chat` in a terminal and from a file, with the pipeline found by itself; commands find it, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import soundfile
+
+from omni_actors.client import OmniClient
+from tests.support.launcher import EchoLauncher
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import until
+
+COMMAND = [sys.executable, "-m", "omni_actors"]
+
+
+def run(launcher: EchoLauncher, *arguments: str, lines: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """A command as a user of the launcher's host runs it, whose temporary files lie in its folder."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMNI_ACTORS_ENDPOINT"}
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=REPOSITORY,
+        env={**environment, "TMPDIR": str(launcher.folder)},
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_commands_find_the_only_pipeline_and_fail_at_once_where_none_listens(echo: EchoLauncher) -> None:
+    done = run(echo, "ctl", "status")
+    assert "code2wav/0: ready" in done.stdout, done.stderr
+    done = run(echo, "ctl", "status", "--endpoint", "ipc:///tmp/nowhere/client")
+    assert done.returncode == 1
+    assert "Nothing listens at" in done.stderr
+    done = run(echo, "top", "ipc:///tmp/nowhere/client")
+    assert done.returncode == 1
+    assert "Nothing listens at ipc:///tmp/nowhere/client: No such file or directory." in done.stderr
+    assert f"Running here: {echo.endpoint}." in done.stderr
+
+
+def test_a_chat_from_a_file_has_voices_media_and_a_history(echo: EchoLauncher, tmp_path: Path) -> None:
+    sound = tmp_path / "a b.wav"
+    question = tmp_path / "question.wav"
+    soundfile.write(question, [0.0] * 800, 16000)
+    done = run(
+        echo,
+        "chat",
+        lines=[
+            "The tide is full.",
+            "/save nothing.wav",
+            "/voice Ethn",
+            "/voice Ethan",
+            "And the moon is fair.",
+            f"/save {sound}",
+            "/vioce",
+            "/audio",
+            f"/audio {tmp_path}/none.wav",
+            f"/audio {question}",
+            "What do you hear?",
+            "/new",
+            "/voice off",
+            " /slash",
+        ],
+    )
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout.splitlines()
+    assert answers[0] == "The tide is full."
+    assert answers[1].endswith("And the moon is fair.")
+    assert answers[1] != "And the moon is fair.", "what was said before is part of the question"
+    assert answers[2].endswith("What do you hear?")
+    assert answers[3] == "/slash", "forgotten"
+    said = done.stderr
+    for words in (
+        "The last answer had no sound. Choose a /voice",
+        "There is no voice 'Ethn'. Did you mean 'Ethan'?",
+        "voice: Ethan",
+        f"of audio to {sound}",
+        "There is no command '/vioce'. Did you mean '/voice'?",
+        "/audio needs the name of a file.",
+        "none.wav: No such file",
+        "question.wav goes with the next message",
+        "answers are text only",
+    ):
+        assert words in said
+    assert soundfile.info(sound).duration > 0
+
+
+@contextmanager
+def terminal(launcher: EchoLauncher) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """A chat in a terminal, and the terminal's other end."""
+    master, slave = os.openpty()
+    environment = {**os.environ, "TERM": "dumb"}
+    process = subprocess.Popen(
+        [*COMMAND, "chat", launcher.endpoint],
+        cwd=REPOSITORY,
+        env=environment,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    os.set_blocking(master, False)
+    with open(master, "r+b", buffering=0) as screen:
+        try:
+            yield process, screen
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_ctrl_c_cancels_the_answer_everywhere_and_ctrl_d_ends(echo: EchoLauncher) -> None:
+    shown = ""
+
+    def appears(words: str) -> bool:
+        nonlocal shown
+        shown += (screen.read(65536) or b"").decode(errors="replace")
+        return words in shown
+
+    def types(line: bytes) -> None:
+        nonlocal shown
+        shown = ""
+        screen.write(line)
+
+    with terminal(echo) as (process, screen), OmniClient(echo.endpoint) as client:
+        until(lambda: appears("> "), 20, "the prompt")
+        types(b"slow " * 600 + b"\n")
+        until(lambda: client.describe().in_flight == 1, 10, "a request")
+        until(lambda: appears("slow slow"), 10, "words")
+        process.send_signal(signal.SIGINT)
+        until(lambda: appears("cancelled"), 10, "the end of the answer")
+        until(lambda: client.describe().in_flight == 0, 10, "the end of the request")
+        types(b"/new\n")
+        until(lambda: appears("forgotten"), 10, "a new conversation")
+        types(b"short\n")
+        until(lambda: appears("short\r\nshort\r\n> "), 10, "an answer")
+        shown = ""
+        process.send_signal(signal.SIGINT)  # at the prompt: nothing to cancel
+        until(lambda: appears("> "), 10, "a new prompt")
+        types(b"\x04")
+        assert process.wait(10) == 0
