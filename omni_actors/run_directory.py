@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
+import psutil
 
 from omni_actors import registry, segments
 from omni_actors.errors import ConfigError
@@ -277,11 +278,13 @@ def running() -> list[Running]:
     for path in registry.run_directories():
         try:
             pipeline = msgspec.json.decode((path / RUNNING).read_bytes(), type=Running)
-            os.kill(pipeline.pid, 0)
-        except (OSError, msgspec.DecodeError):  # it has ended, in whatever way
+        except (OSError, msgspec.DecodeError):  # it has ended, and its folder with it
             registry.remove(path)
-        else:
+            continue
+        if psutil.pid_exists(pipeline.pid):
             found.append(pipeline)
+        else:
+            registry.remove(path)
     return found
 
 

@@ -7,11 +7,7 @@ import functools
 import itertools
 import json
 import re
-<<<<<<< HEAD
-=======
-import signal
 import tempfile
->>>>>>> 823e97a (One way to name the pipeline for all commands; omni-actors chat and completion; short usage; top at 80 columns)
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
