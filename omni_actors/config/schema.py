@@ -134,7 +134,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         budget_bytes: bytes that the stage's requests may hold when one more is admitted; it waits until it fits or is
             alone, and whatever comes for admitted requests is taken. Embedding rows in an autoregressive stage; in a
             diffusion stage the device memory of a request from its first chunk to its end, with what a step needs. At
-            the sizes of Qwen2.5-Omni the vocoder keeps 14.2 MB for a request, and the default admits 140 requests.
+            the sizes of Qwen2.5-Omni the vocoder keeps 14.2 MB for a request, and the default admits 144 requests.
         restarts: how often in a row, within `coordinator.restart_window`, a replica is started again that does not
             become ready; ten times as often one that becomes ready but is lost before it has finished a request; 0 for
             never.

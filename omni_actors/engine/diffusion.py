@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from omni_actors.engine.worker_base import attachment_of
 from omni_actors.errors import EngineError, InvalidRequest, ModelOutputInvalid, OmniError
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
+from omni_actors.stage.deadlines import FIRST_SECONDS
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
@@ -28,29 +29,35 @@ from omni_actors.stage.engine_interface import (
     StageInputs,
     StageRequest,
 )
+from omni_actors.telemetry.playback import Playback
 
 if TYPE_CHECKING:
     from omni_actors.engine.diffusion_scheduler import DiffusionMixin
     from omni_actors.engine.diffusion_worker import DiffusionWorker
 
 FIRST_JOB = "/0"  # suffix of the id of a request's first job
-MAX_CHUNK_RANK = 1024  # from this chunk on, all chunks of a request have the same rank
 
 
 @dataclass(slots=True)
 class _Running:
     """A request; `job_id` is the job in the core, if there is one, `jobs` and `steps` count those submitted so far.
 
-    `claim` is what it takes of the stage's budget, known with its first job.
+    `claim` is what it takes of the stage's budget, known with its first job; its first sound is due at `first_due`.
     """
 
     request: StageRequest
     stream: DiffusionStream
+    first_due: float
     claim: Claim | None = None
     job_id: str | None = None
     jobs: int = 0
     steps: int = 0
-    sounded: bool = False
+    playback: Playback = field(default_factory=Playback)
+
+    @property
+    def due(self) -> float:
+        """When the listener falls silent (monotonic clock, seconds)."""
+        return self.playback.runs_out if self.playback.first else self.first_due
 
 
 class DiffusionEngine(VllmEngine[_Running]):
@@ -82,7 +89,9 @@ class DiffusionEngine(VllmEngine[_Running]):
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         """Have the runner check the request, and submit its first job if its input is there."""
         self._check_new(request.request_id)
-        running = self._requests[request.request_id] = _Running(request, self._runner.open(request, inputs))
+        stream = self._runner.open(request, inputs)
+        first_due = self._scheduler.clock() + FIRST_SECONDS
+        running = self._requests[request.request_id] = _Running(request, stream, first_due)
         self._submit(running)
 
     def extend(
@@ -122,12 +131,10 @@ class DiffusionEngine(VllmEngine[_Running]):
             temperature=0.0,
             detokenize=False,
             stop_token_ids=[FAILED_TOKEN],
-            extra_args={"omni": {"diffusion": job, "claim": running.claim}},
+            extra_args={"omni": {"diffusion": job, "claim": running.claim, "due": running.due}},
         )
         job_id = f"{running.request.request_id}/{running.jobs}"
-        # Among requests of one priority early chunks go first: their clients hear nothing yet.
-        priority = running.request.priority * MAX_CHUNK_RANK + min(running.jobs, MAX_CHUNK_RANK - 1)
-        self.core.add(make_request(job_id, [STEP_TOKEN], parameters, priority=priority))
+        self.core.add(make_request(job_id, [STEP_TOKEN], parameters, priority=running.request.priority))
         running.job_id = job_id
         running.jobs += 1
         running.steps += job.num_steps
@@ -175,7 +182,7 @@ class DiffusionEngine(VllmEngine[_Running]):
             if not running.stream.finished:
                 self._submit(running)
                 return events
-            if not running.sounded:
+            if not running.playback.first:
                 raise EngineError("The model ended the request without a waveform.")
         except OmniError as error:
             return [self._failed(request_id, error)]
@@ -191,7 +198,7 @@ class DiffusionEngine(VllmEngine[_Running]):
             return []
         if not torch.isfinite(audio).all():
             raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")
-        running.sounded = True
+        running.playback.add(self._scheduler.clock(), audio.shape[-1] / self._facts.sample_rate)
         return [AudioEvent(request_id, to_host(audio), self._facts.sample_rate)]
 
     def statistics(self) -> EngineStatistics:

@@ -39,8 +39,8 @@ class Claim:
 class DeviceBudget:
     """Decides which jobs are in the next step.
 
-    For each step: `begin_step`, `takes` for every job in progress in order of precedence, then `admits` for every
-    waiting job in the same order.
+    For each step: `begin_step`, then in order of precedence `takes` for each job in progress and `admits` for each that
+    waits.
 
     Args:
         limit_bytes: the budget.

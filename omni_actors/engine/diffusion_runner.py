@@ -36,6 +36,7 @@ class DiffusionJob:
         step_bytes: device memory in bytes that it needs during a step (activations).
         final_bytes: the same for its last step, which also decodes the latents.
         held_bytes: device memory in bytes that it holds from `add` to `remove` (latents, conditions), in a step or not.
+        share: the part that it takes of a step which must be short; see `omni_actors.stage.deadlines.Piece`.
     """
 
     payload: Any
@@ -43,6 +44,7 @@ class DiffusionJob:
     step_bytes: int = 0
     final_bytes: int = 0
     held_bytes: int = 0
+    share: float = 0.0
 
     @property
     def most_bytes(self) -> int:
@@ -95,7 +97,7 @@ class DiffusionStream(ABC):
 
 
 def diffusion_entry(sampling_params: SamplingParams | None) -> Mapping[str, Any]:
-    """Our part of a request's parameters: `diffusion` and, from the engine, `claim`. Empty for other requests."""
+    """Our part of a request's parameters: `diffusion` and, from the engine, `claim` and `due`. Else empty."""
     if sampling_params is None or not sampling_params.extra_args:
         return {}
     return sampling_params.extra_args.get("omni") or {}

@@ -2,12 +2,14 @@
 
 vLLM's scheduler then provides continuous batching of denoise steps: every step serves all running requests whatever
 their step counts, finished requests leave and waiting ones join between any two steps, and a request of one step ends
-after one. This module adds a budget of device memory. Requests without a `DiffusionJob` (see diffusion_runner.py) are
-scheduled as vLLM would.
+after one. This module adds deadlines (`omni_actors/stage/deadlines.py`) and a budget of device memory. Requests without
+a `DiffusionJob` (see diffusion_runner.py) are scheduled as vLLM would.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -19,20 +21,27 @@ from omni_actors.engine.diffusion_budget import DeviceBudget
 from omni_actors.engine.diffusion_runner import diffusion_entry, diffusion_job
 from omni_actors.engine.scheduler_base import StallMixin
 from omni_actors.engine.worker_base import omni_options
+from omni_actors.stage.deadlines import Piece, choose
 
 NO_LIMIT = 1 << 62
 
 
 class DiffusionMixin(StallMixin):
-    """Defers diffusion requests for which the device memory of the stage's budget has no room.
+    """Puts into each step the jobs whose listeners fall silent first, as far as the memory of the stage's budget goes.
 
-    Jobs in progress go first, in order of priority (the engine ranks early chunks before late ones) and then of their
-    admission; vLLM asks for those that wait in the order of its queue. `DeviceBudget` decides.
+    Jobs in progress and waiting ones are in one order, `choose` and `DeviceBudget` decide. A step takes `max_num_seqs`
+    jobs; others in progress keep their latents and skip it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.budget = DeviceBudget(omni_options(self.vllm_config).get("latent_budget_bytes", NO_LIMIT))
+        self._places: int = self.vllm_config.scheduler_config.max_num_seqs
+        self._by_priority = self.vllm_config.scheduler_config.policy == "priority"
+        # vLLM would count jobs that skip a step, so that an urgent one could not enter.
+        self.max_num_running_reqs = self.max_num_active_reqs = NO_LIMIT
+        self.clock: Callable[[], float] = time.monotonic  # by which jobs are due
+        self._chosen: set[str] = set()
 
     def release(self, request_id: str) -> None:
         """Release what a request, of one job or several, has claimed of the budget. Idempotent; ignores unknown ids."""
@@ -40,21 +49,37 @@ class DiffusionMixin(StallMixin):
         self._stalled = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step, without running requests that do not fit its budget."""
+        """Schedule a step of the most urgent jobs that fit the budget."""
         self.budget.begin_step()
-        for request in sorted(self.running, key=lambda request: request.priority):
-            job = diffusion_job(request.sampling_params)
-            if job is not None and not self.budget.takes(job, _next_step(request)):
+        running = {request.request_id for request in self.running}
+        unfinished = {request.request_id: request for request in (*self.running, *self.waiting) if _has_step(request)}
+
+        def fits(request_id: str) -> bool:
+            request = unfinished[request_id]
+            entry = diffusion_entry(request.sampling_params)
+            job = entry["diffusion"]
+            if request_id in running:
+                return self.budget.takes(job, _next_step(request))
+            return self.budget.admits(request_id, job, entry.get("claim"))
+
+        pieces = [self._piece(request) for request in unfinished.values()]
+        self._chosen = set(choose(pieces, self.clock(), self._places, fits))
+        for request in self.running:
+            if request.request_id in unfinished and request.request_id not in self._chosen:
                 self._leave_out(request)
         return super().schedule(*args, **kwargs)
+
+    def _piece(self, request: Request) -> Piece[str]:
+        """The request's job, as `choose` sees it. Jobs that do not say when they are due are due at once."""
+        entry = diffusion_entry(request.sampling_params)
+        priority = request.priority if self._by_priority else 0
+        return Piece(request.request_id, priority, entry.get("due", 0.0), entry["diffusion"].share)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM calls this for every waiting request that it could admit; False leaves it waiting for this step."""
         if not super()._handle_blocked_waiting_request(request):
             return False
-        entry = diffusion_entry(request.sampling_params)
-        job = entry.get("diffusion")
-        return job is None or self.budget.admits(request.request_id, job, entry.get("claim"))
+        return request.request_id in self._chosen or diffusion_job(request.sampling_params) is None
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         # Every job ends here, whether finished, aborted or failed. The worker frees it before it computes again.
@@ -72,6 +97,12 @@ class DiffusionMixin(StallMixin):
         """Bytes that requests hold and that the last step needed, and jobs deferred in it."""
         budget = self.budget
         return {"held_bytes": budget.held_bytes, "step_bytes": budget.step_bytes, "deferred": budget.deferred}
+
+
+def _has_step(request: Request) -> bool:
+    """Whether the request is a job with a step to do. The last one may be in flight: asynchronous scheduling."""
+    job = diffusion_job(request.sampling_params)
+    return job is not None and _next_step(request) <= job.num_steps
 
 
 def _next_step(request: Request) -> int:

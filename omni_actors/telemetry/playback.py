@@ -21,15 +21,16 @@ class Playback:
         """The earliest moment at which to press play and hear no gap in what has come so far."""
         self.longest_gap = 0.0
         """Seconds of the longest gap when play began at `first`."""
-        self._runs_out = 0.0
+        self.runs_out = 0.0
+        """When who pressed play at `first` has heard everything that has come so far."""
 
     def add(self, now: float, seconds: float) -> None:
         """Note a piece that came `now` and is `seconds` long."""
         if not self.first:
-            self.first = self._runs_out = now
+            self.first = self.runs_out = now
         self.smooth_start = max(self.smooth_start, now - self.seconds)
-        self.longest_gap = max(self.longest_gap, now - self._runs_out)
-        self._runs_out = max(self._runs_out, now) + seconds
+        self.longest_gap = max(self.longest_gap, now - self.runs_out)
+        self.runs_out = max(self.runs_out, now) + seconds
         self.seconds += seconds
 
     @property

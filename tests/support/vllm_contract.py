@@ -102,7 +102,15 @@ READ: dict[str, str] = {
 # Functions -> what their source must contain: attributes that we read or set, which have no signature, and, as a list,
 # steps in the order that our hooks count on.
 CONTAINS: dict[str, set[str] | list[str]] = {
-    f"{_SCHEDULER}.__init__": {"self.current_step", "self.running", "self.requests", "self.finished_req_ids"},
+    f"{_SCHEDULER}.__init__": {
+        "self.current_step",
+        "self.running",
+        "self.waiting",
+        "self.requests",
+        "self.finished_req_ids",
+        "self.max_num_running_reqs",
+        "self.max_num_active_reqs",
+    },
     "vllm.v1.request:Request.__init__": {
         "self.next_decode_eligible_step",
         "self.num_computed_tokens",

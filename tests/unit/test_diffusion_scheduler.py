@@ -1,4 +1,4 @@
-"""The byte budget of diffusion requests, on a scheduler reduced to what the mixin uses of vLLM's."""
+"""Deadlines and byte budget of diffusion requests, on a scheduler reduced to what the mixin uses of vLLM's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ prepare()
 from omni_actors.engine.diffusion_budget import Claim  # noqa: E402
 from omni_actors.engine.diffusion_runner import DiffusionJob, diffusion_job  # noqa: E402
 from omni_actors.engine.diffusion_scheduler import DiffusionMixin  # noqa: E402
+
+NOW, SOON, LATER = 100.0, 100.1, 110.0
 
 
 @dataclass
@@ -76,9 +78,16 @@ class Scheduler(DiffusionMixin, FakeScheduler):
     """The mixin under test."""
 
 
-def diffusion(request_id: str, steps: int, step_bytes: int, final_bytes: int | None = None) -> FakeRequest:
-    job = DiffusionJob(None, steps, step_bytes, step_bytes if final_bytes is None else final_bytes)
-    params = SimpleNamespace(max_tokens=steps, extra_args={"omni": {"diffusion": job}})
+def config(places: int = 64, policy: str = "priority", **options: int) -> SimpleNamespace:
+    scheduler = SimpleNamespace(max_num_seqs=places, policy=policy)
+    return SimpleNamespace(scheduler_config=scheduler, additional_config={"omni": options})
+
+
+def diffusion(
+    request_id: str, steps: int, step_bytes: int, final_bytes: int | None = None, due: float = 0.0, share: float = 0.0
+) -> FakeRequest:
+    job = DiffusionJob(None, steps, step_bytes, step_bytes if final_bytes is None else final_bytes, share=share)
+    params = SimpleNamespace(max_tokens=steps, extra_args={"omni": {"diffusion": job, "due": due}})
     return FakeRequest(request_id, params)
 
 
@@ -86,8 +95,11 @@ def autoregressive(request_id: str, tokens: int) -> FakeRequest:
     return FakeRequest(request_id, SimpleNamespace(max_tokens=tokens, extra_args=None))
 
 
-def run(budget: int, *requests: FakeRequest, arrivals: dict[int, FakeRequest] | None = None) -> list[list[str]]:
-    scheduler = Scheduler(SimpleNamespace(additional_config={"omni": {"latent_budget_bytes": budget}}))
+def run(
+    budget: int, *requests: FakeRequest, arrivals: dict[int, FakeRequest] | None = None, places: int = 64
+) -> list[list[str]]:
+    scheduler = Scheduler(config(places, latent_budget_bytes=budget))
+    scheduler.clock = lambda: NOW
     scheduler.waiting = list(requests)
     steps = []
     for number in range(100):
@@ -129,7 +141,7 @@ def test_of_two_jobs_in_progress_the_more_urgent_takes_the_step_that_has_room_fo
 
 
 def test_while_requests_wait_for_memory_that_waits_for_input_there_is_nothing_to_do():
-    scheduler = Scheduler(SimpleNamespace(additional_config={"omni": {"latent_budget_bytes": 10}}))
+    scheduler = Scheduler(config(latent_budget_bytes=10))
     first, second = diffusion("a/0", 1, 1), diffusion("b/0", 1, 1)
     for request, name in ((first, "a"), (second, "b")):
         request.sampling_params.extra_args["omni"]["claim"] = Claim(name, 6, 1)
@@ -167,7 +179,51 @@ def test_only_the_request_decides_that_it_is_diffusion():
 
 
 def test_without_a_budget_nothing_is_deferred():
-    scheduler = Scheduler(SimpleNamespace(additional_config={}))
+    scheduler = Scheduler(config())
     scheduler.waiting = [diffusion(str(index), 1, 1 << 50) for index in range(5)]
     assert len(scheduler.schedule().scheduled) == 5
     assert scheduler.budget.deferrals == 0
+
+
+def test_a_full_step_makes_room_for_who_falls_silent_earlier_and_goes_on_afterwards():
+    ahead, pressing = diffusion("ahead", 4, 1, due=LATER), diffusion("pressing", 2, 1, due=SOON)
+    steps = run(10, ahead, arrivals={2: pressing}, places=1)
+    assert steps == [["ahead"], ["ahead"], ["pressing"], ["pressing"], ["ahead"], ["ahead"]]
+
+
+@pytest.mark.parametrize(("policy", "first"), [("priority", "urgent"), ("fcfs", "silent")])
+def test_priority_counts_before_deadlines_unless_the_stage_ignores_it(policy, first):
+    scheduler = Scheduler(config(1, policy))
+    scheduler.clock = lambda: NOW
+    scheduler.waiting = [diffusion("urgent", 1, 1, due=LATER), diffusion("silent", 1, 1, due=SOON)]
+    scheduler.waiting[0].priority = -1
+    assert scheduler.schedule().scheduled == [first]
+
+
+def test_who_has_sound_in_hand_skips_steps_that_must_stay_light():
+    ahead = [diffusion(name, 3, 1, due=LATER + number, share=0.6) for number, name in enumerate("ab")]
+    pressing = diffusion("pressing", 2, 1, due=SOON, share=0.3)
+    steps = run(10, *ahead, arrivals={1: pressing})
+    assert [set(step) for step in steps] == [{"a", "b"}, {"pressing", "a"}, {"pressing", "a"}, {"b"}, {"b"}]
+
+
+def test_who_waits_for_memory_in_vain_does_not_stop_those_that_hold_it():
+    scheduler = Scheduler(config(latent_budget_bytes=10))
+    scheduler.clock = lambda: NOW
+    holder, pressing = diffusion("a/0", 3, 1, due=LATER, share=1.0), diffusion("b/0", 1, 1, due=SOON, share=1.0)
+    for request, name in ((holder, "a"), (pressing, "b")):
+        request.sampling_params.extra_args["omni"]["claim"] = Claim(name, 6, 1)
+        scheduler.schedule()
+        scheduler.add_request(request)
+    assert scheduler.schedule().scheduled == ["a/0"]
+    assert scheduler.schedule().scheduled == ["a/0"]
+    scheduler.release("a")
+    assert scheduler.schedule().scheduled == ["b/0"]
+
+
+def test_a_job_whose_last_step_is_in_flight_takes_no_place():
+    scheduler = Scheduler(config(places=1))
+    flying, waiting = diffusion("flying", 2, 1, due=SOON), diffusion("waiting", 1, 1, due=LATER)
+    flying.num_computed_tokens = 2
+    scheduler.running, scheduler.waiting = [flying], [waiting]
+    assert "waiting" in scheduler.schedule().scheduled

@@ -40,8 +40,8 @@ def boundaries(policy: ChunkPolicy, count: int) -> list[int]:
 
 
 def test_chunks_grow_up_to_the_largest():
-    assert boundaries(ChunkPolicy(1, 8, 1), 6) == [1, 3, 9, 17, 25, 33]
-    assert boundaries(ChunkPolicy(2, 16, 1), 4) == [2, 6, 18, 34]
+    assert boundaries(ChunkPolicy(1, 8, 1), 7) == [1, 2, 4, 8, 16, 24, 32]
+    assert boundaries(ChunkPolicy(2, 16, 1), 6) == [2, 4, 8, 16, 32, 48]
     assert boundaries(ChunkPolicy(3, 3, 0), 3) == [3, 6, 9]
 
 

@@ -237,20 +237,31 @@ def one_at_a_time(tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
     engine.shutdown()
 
 
-def test_first_chunks_go_before_later_ones(one_at_a_time: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks without the rank that the engine gives to early chunks, and without the scheduling policy."""
-    engine, speech, seen = one_at_a_time, Speech(one_at_a_time), watched(one_at_a_time, monkeypatch)
-    speech.start("a", (40, "Ethan", 0.5, 0), first=40)
+def test_who_has_sound_in_hand_lets_others_go_first_even_in_the_middle_of_a_chunk(
+    one_at_a_time: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, alone = one_at_a_time, Speech(one_at_a_time)
+    specs: dict[str, Spec] = {"a": (80, "Ethan", 0.5, 0), "b": (BLOCK, "Ethan", 0.5, 1), "c": (BLOCK, "Ethan", 0.5, 2)}
+    for name, spec in specs.items():
+        alone.start(name, spec, first=80)
+        alone.feed(name, 1)
+        alone.run()
+    seen, speech = watched(engine, monkeypatch), Speech(engine)
+    monkeypatch.setattr(engine.core.scheduler, "clock", lambda: 1000.0)  # nothing that has been sent is heard
+    speech.start("a", specs["a"], first=80)
     speech.feed("a", 1)
-    engine.step()
-    speech.start("b", (BLOCK, "Ethan", 0.5, 1), first=BLOCK)
-    speech.feed("b", 1)
-    while seen.order()[-1] != "b/0":
+    while seen.done.get("a/2", 0) < 2:
         speech.step()
-    speech.start("c", (BLOCK, "Ethan", 0.5, 2), first=BLOCK)  # after the second chunk of "a", which waits
-    speech.feed("c", 1)
+    for name in ("b", "c"):
+        speech.start(name, specs[name], first=BLOCK)
+        speech.feed(name, 1)
     speech.run()
-    assert seen.order() == ["a/0", "b/0", "c/0", "a/1", "a/2"]
+    assert seen.order() == ["a/0", "a/1", "a/2", "b/0", "c/0", "a/3"], "in the order of their first steps"
+    assert list(speech.finished) == ["b", "c", "a"]
+    last = {job: max(number for number, step in enumerate(seen.steps) if job in step.jobs) for job in seen.jobs}
+    assert last["c/0"] < last["a/2"], "the first sound of others came in the middle of the third chunk"
+    for name in specs:
+        assert difference(speech.wave(name), alone.wave(name)) <= 1e-5, "being left out of steps changes no sound"
 
 
 def test_urgent_requests_go_first(one_at_a_time: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 from omni_actors.errors import ConfigError
 
 MAX_BLOCKS = 1024
-GROWTH = 2  # while a chunk is played, the talker produces several times as much
 PRECISIONS = ("auto", "float32", "tf32", "bf16")
 
 
 @dataclass(frozen=True)
 class ChunkPolicy:
-    """Chunk lengths in blocks: small at first, then each twice as long as all before it together, up to a limit.
+    """Chunk lengths in blocks: small at first, then each as long as all before it together, up to a limit.
+
+    A chunk comes without a gap if it is made while all before it is heard; that it is not longer than what is heard
+    leaves half of the time for it even if the talker is only twice as fast as speech (docs/benchmarks.md).
 
     The boundaries depend on nothing but this policy, never on when tokens arrive, so that a seed gives one waveform.
 
@@ -29,7 +31,7 @@ class ChunkPolicy:
     """
 
     first: int = 1
-    largest: int = 16
+    largest: int = 8
     look_ahead: int = 1
 
     def __post_init__(self) -> None:
@@ -46,7 +48,7 @@ class ChunkPolicy:
 
     def end(self, begin: int) -> int:
         """End (exclusive) of the chunk that begins at block `begin`."""
-        return begin + min(self.largest, max(self.first, GROWTH * begin))
+        return begin + min(self.largest, max(self.first, begin))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ DUMMY_SEED = 0
 WEIGHT_PREFIX = "token2wav."
 # What "auto" means; measured in docs/benchmarks_history.md.
 AUTO_PRECISION = {"cuda": "bf16", "cpu": "float32"}
-CHUNKS = ChunkPolicy(first=1, largest=16, look_ahead=1)
+CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=1)
 
 
 @dataclass(frozen=True)

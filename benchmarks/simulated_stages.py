@@ -1,0 +1,344 @@
+"""Thinker, talker and vocoder as a discrete-event model, for playback_simulation.py.
+
+A step of a stage is host time, then time on the device, which all three share. While others are on the device, a
+stage's own time there passes more slowly. Times are those of one H200 and Qwen2.5-Omni-7B's sizes: steps of each stage
+alone, and `SHARING` fitted to the same steps under load ("Who goes first" in docs/benchmarks_history.md).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workload import Sample
+
+from omni_actors.stage.deadlines import FIRST_SECONDS, Piece, choose
+from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag, DevicePriority
+
+PROMPT_TOKENS, TEXT_TOKENS, CODEC_TOKENS = 65, 64, 512
+BLOCK = 12  # codec tokens
+BLOCK_SECONDS = 0.24
+HELD_BACK_SECONDS = 0.11  # of a chunk, whose last samples need frames that are not there yet
+INTERVALS = 9
+LIGHT_BLOCKS = 48  # the vocoder's own
+POLICY = (1, 1, 2, 4, 8)  # and its chunks, in blocks; the last length repeats
+SEATS = 64  # max_num_seqs of thinker and talker
+CHUNKS = 16  # and of the vocoder
+PROMPT_SECONDS = 0.003  # of the prompt stage, which takes one prompt after the other
+HOP_SECONDS = 0.003  # from one stage to the next, or to the client
+SPREAD = 0.12  # of the logarithm of step times
+ORDERS = ("number", "deadline")
+
+# By how much a stage slows down for each other one on the device, times that one's load for MPS; without MPS the
+# device goes from one process to the next, and short steps wait for long ones.
+SHARING = {
+    "mps": {"thinker": 0.4, "talker": 0.8, "code2wav": 1.5},
+    "turns": {"thinker": 1.0, "talker": 2.5, "code2wav": 1.1},
+}
+
+
+def ends(policy: tuple[int, ...], chunks: int) -> list[int]:
+    """The blocks at which the first chunks end."""
+    return list(itertools.accumulate(policy[min(chunk, len(policy) - 1)] for chunk in range(chunks)))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated; see the options of playback_simulation.py."""
+
+    concurrency: int
+    policy: tuple[int, ...]
+    order: str
+    rounds: int = 2
+    sharing: str = "mps"
+    stagger: float = 0.0
+    talker_yields_to: tuple[str, ...] = ("thinker",)
+    seed: int = 0
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer: what each stage has made of it."""
+
+    began: float
+    sample: Sample = field(default_factory=Sample)
+    text: int = 0
+    rows: int = 0  # of the thinker, at the talker
+    codec: int = 0
+    arrived: int = 0  # codec tokens at the vocoder
+    chunk: int = 0
+    begin: int = 0  # block at which the chunk begins
+    steps: int = 0  # of the chunk
+    queued: float = 0.0
+    sent: float = 0.0  # seconds of sound
+    due: float = 0.0
+
+
+class Stage(ABC):
+    """A process with requests; does one step of a batch after the other."""
+
+    load = 0.5  # of the device during a step, for others
+
+    def __init__(self, pipeline: Pipeline, name: str, yields_to: tuple[str, ...], folder: Path) -> None:
+        self.pipeline, self.name = pipeline, name
+        self.answers: list[Answer] = []
+        self.batch: list[Answer] = []
+        self.host = self.device = 0.0  # seconds left of the step
+        self.poll_at = math.inf
+        self.steps, self.busy_seconds, self._began = 0, 0.0, 0.0
+        self._flag = DemandFlag(folder, name, 0, lambda: pipeline.now)
+        self._priority = DevicePriority(folder, [(other, 0) for other in yields_to], lambda: pipeline.now)
+
+    @abstractmethod
+    def pick(self) -> list[Answer]:
+        """The next batch."""
+
+    @abstractmethod
+    def cost(self) -> tuple[float, float]:
+        """Milliseconds of the batch on the host and, alone, on the device."""
+
+    @abstractmethod
+    def urgent(self) -> bool:
+        """Whether answers wait for their first output here, and not for input."""
+
+    @abstractmethod
+    def done(self) -> None:
+        """Take the results of the batch."""
+
+    def begin(self) -> None:
+        """Begin a step, unless there is nothing to do or another stage goes first."""
+        self.poll_at = math.inf
+        self._flag.set(self.urgent())
+        batch = self.pick()
+        if batch and self._priority.yields():
+            self.poll_at = self.pipeline.now + POLL_SECONDS
+        elif batch:
+            self.batch, self._began = batch, self.pipeline.now
+            spread = self.pipeline.random.lognormvariate(0, SPREAD)
+            self.host, self.device = (milliseconds / 1000 * spread for milliseconds in self.cost())
+
+    def end(self) -> None:
+        """End the step."""
+        self.steps += 1
+        self.busy_seconds += self.pipeline.now - self._began
+        self.done()
+        self.batch = []
+
+
+class Thinker(Stage):
+    """Writes text; the first step of an answer is its prompt."""
+
+    def pick(self) -> list[Answer]:
+        return self.answers[:SEATS]
+
+    def cost(self) -> tuple[float, float]:
+        prompts = sum(PROMPT_TOKENS for answer in self.batch if answer.text == 0)
+        return 1.4, 4.0 + 0.02 * len(self.batch) + 0.022 * prompts
+
+    def urgent(self) -> bool:
+        return any(answer.text == 0 for answer in self.answers)
+
+    def done(self) -> None:
+        pipeline = self.pipeline
+        for answer in self.batch:
+            answer.text += 1
+            if answer.text == 1:
+                answer.sample.first_text = pipeline.now + HOP_SECONDS - answer.began
+            elif answer.text == 2:
+                pipeline.later(HOP_SECONDS, lambda answer=answer: pipeline.talker.answers.append(answer))
+            pipeline.later(HOP_SECONDS, lambda answer=answer, rows=answer.text: setattr(answer, "rows", rows))
+        self.answers = [answer for answer in self.answers if answer.text < TEXT_TOKENS]
+
+
+class Talker(Stage):
+    """Makes codec tokens; token k needs row k of the thinker, while there are any to come."""
+
+    load = 0.4
+
+    def pick(self) -> list[Answer]:
+        return [answer for answer in self.answers[:SEATS] if self._ready(answer)]
+
+    def _ready(self, answer: Answer) -> bool:
+        return answer.codec < answer.rows or answer.rows == TEXT_TOKENS
+
+    def cost(self) -> tuple[float, float]:
+        prompts = sum(PROMPT_TOKENS for answer in self.batch if answer.codec == 0)
+        return 1.7 + 0.03 * len(self.batch), 1.1 + 0.03 * len(self.batch) + 0.005 * prompts
+
+    def urgent(self) -> bool:
+        return any(answer.codec < BLOCK and self._ready(answer) for answer in self.answers)
+
+    def done(self) -> None:
+        vocoder = self.pipeline.vocoder
+        for answer in self.batch:
+            answer.codec += 1
+            if answer.codec % BLOCK == 0 or answer.codec == CODEC_TOKENS:
+                tokens = answer.codec
+                self.pipeline.later(HOP_SECONDS, lambda answer=answer, tokens=tokens: vocoder.arrive(answer, tokens))
+        self.answers = [answer for answer in self.answers if answer.codec < CODEC_TOKENS]
+
+
+class Vocoder(Stage):
+    """Makes sound, chunk by chunk, each in `INTERVALS` steps."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._running: list[Answer] = []  # chunks begun, in the order "number"
+
+    def arrive(self, answer: Answer, tokens: int) -> None:
+        """Take codec tokens: so many in all."""
+        if not answer.arrived:
+            answer.due = self.pipeline.now + FIRST_SECONDS
+            self.answers.append(answer)
+        answer.arrived = tokens
+
+    def _end(self, answer: Answer) -> int:
+        """The block at which the answer's chunk ends."""
+        policy, total = self.pipeline.setting.policy, -(-CODEC_TOKENS // BLOCK)
+        return min(answer.begin + policy[min(answer.chunk, len(policy) - 1)], total)
+
+    def _blocks(self, answer: Answer) -> int:
+        """The chunk's blocks, with its look-ahead."""
+        total = -(-CODEC_TOKENS // BLOCK)
+        return min(self._end(answer) + 1, total) - answer.begin
+
+    def _ready(self, answer: Answer) -> bool:
+        return answer.arrived == CODEC_TOKENS or answer.arrived >= (answer.begin + self._blocks(answer)) * BLOCK
+
+    def pick(self) -> list[Answer]:
+        ready = [answer for answer in self.answers if self._ready(answer)]
+        if self.pipeline.setting.order == "number":
+            waiting = [answer for answer in ready if answer not in self._running]
+            waiting.sort(key=lambda answer: (answer.chunk, answer.queued))
+            return [*self._running, *waiting][:CHUNKS]
+        pieces = [Piece(answer, 0, answer.due, self._blocks(answer) / LIGHT_BLOCKS) for answer in ready]
+        return choose(pieces, self.pipeline.now, CHUNKS)
+
+    def cost(self) -> tuple[float, float]:
+        self._running = list(self.batch)
+        blocks = sum(self._blocks(answer) for answer in self.batch)
+        self.load = min(1.0, 0.4 + blocks / 60)
+        device = 2.8 + 0.14 * blocks
+        decoded = [self._end(answer) - answer.begin for answer in self.batch if answer.steps == INTERVALS - 1]
+        if decoded:
+            device += 3.5 + 1.1 * sum(decoded) * BLOCK_SECONDS
+        return 1.0, device
+
+    def urgent(self) -> bool:
+        return any(not answer.sent and self._ready(answer) for answer in self.answers)
+
+    def done(self) -> None:
+        for answer in self.batch:
+            answer.steps += 1
+            if answer.steps == INTERVALS:
+                self._running.remove(answer)
+                self._send(answer)
+
+    def _send(self, answer: Answer) -> None:
+        pipeline, end = self.pipeline, self._end(answer)
+        last = end * BLOCK >= CODEC_TOKENS
+        total = CODEC_TOKENS / BLOCK * BLOCK_SECONDS if last else end * BLOCK_SECONDS - HELD_BACK_SECONDS
+        seconds = total - answer.sent
+        answer.due = (max(answer.due, pipeline.now) if answer.sent else pipeline.now) + seconds
+        answer.sent, answer.begin, answer.steps, answer.queued = total, end, 0, pipeline.now
+        answer.chunk += 1
+        pipeline.later(HOP_SECONDS, lambda: answer.sample.playback.add(pipeline.now - answer.began, seconds))
+        if last:
+            self.answers.remove(answer)
+            pipeline.later(2 * HOP_SECONDS, lambda: pipeline.ended(answer))
+
+
+class Pipeline:
+    """The three stages, their device, and clients of which each asks again when it has been answered."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self.setting = setting
+        self.now = 0.0
+        self.random = random.Random(setting.seed)
+        self.thinker = Thinker(self, "thinker", (), folder)
+        self.talker = Talker(self, "talker", setting.talker_yields_to, folder)
+        self.vocoder = Vocoder(self, "code2wav", ("thinker",), folder)
+        self._stages: tuple[Stage, ...] = (self.thinker, self.talker, self.vocoder)
+        self._slowdown = SHARING[setting.sharing]
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+        self._samples: list[Sample] = []
+        self._left = 0
+        self._prompt_free = 0.0
+
+    def later(self, seconds: float, what: Callable[[], object]) -> None:
+        """Do something in so many seconds."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), what))
+
+    def run(self) -> tuple[list[Sample], float]:
+        """Warm up with one answer for each client, then measure; return the samples and the seconds they took."""
+        self._load(self.setting.concurrency, 0.0)
+        self._samples.clear()
+        began = self.now
+        self._load(max(3, self.setting.rounds * self.setting.concurrency), self.setting.stagger)
+        return self._samples, self.now - began
+
+    def busy(self) -> dict[str, str]:
+        """Steps a second, their length and the share of the time, by stage."""
+        return {
+            stage.name: f"{stage.steps / self.now:.0f} x {1000 * stage.busy_seconds / stage.steps:.1f} ms, "
+            f"{stage.busy_seconds / self.now:.0%}"
+            for stage in self._stages
+        }
+
+    def ended(self, answer: Answer) -> None:
+        """Take an answer; its client asks again."""
+        answer.sample.total = self.now - answer.began
+        self._samples.append(answer.sample)
+        self._submit()
+
+    def _load(self, count: int, stagger: float) -> None:
+        self._left, goal = count, len(self._samples) + count
+        for number in range(self.setting.concurrency):
+            self.later(stagger * number / self.setting.concurrency, self._submit)
+        while len(self._samples) < goal:
+            self._advance()
+
+    def _submit(self) -> None:
+        if not self._left:
+            return
+        self._left -= 1
+        answer = Answer(self.now)
+        spread = self.random.lognormvariate(0, SPREAD)
+        self._prompt_free = max(self.now, self._prompt_free) + PROMPT_SECONDS * spread
+        self.later(self._prompt_free + 3 * HOP_SECONDS - self.now, lambda: self.thinker.answers.append(answer))
+
+    def _rate(self, stage: Stage, others: list[Stage]) -> float:
+        """How fast the stage's time on the device passes while these others are on it."""
+        loads = (other.load if self.setting.sharing == "mps" else 1.0 for other in others)
+        return 1 / (1 + self._slowdown[stage.name] * sum(loads))
+
+    def _advance(self) -> None:
+        """Go on to the next event."""
+        for stage in self._stages:
+            if not stage.batch:
+                stage.begin()
+        busy = [stage for stage in self._stages if stage.batch]
+        on_device = [stage for stage in busy if not stage.host]
+        rates = {stage: self._rate(stage, [other for other in on_device if other is not stage]) for stage in on_device}
+        moments = [stage.poll_at for stage in self._stages] + [moment for moment, _, _ in self._events[:1]]
+        waits = [stage.device / rates[stage] if stage in rates else stage.host for stage in busy]
+        wait = max(0.0, min([*waits, *(moment - self.now for moment in moments)]))
+        if math.isinf(wait):
+            raise RuntimeError(f"Nothing happens any more after {self.now:.1f} s.")
+        self.now += wait
+        for stage in busy:
+            if stage in rates:
+                stage.device -= wait * rates[stage]
+            else:
+                stage.host = 0.0 if stage.host - wait < 1e-9 else stage.host - wait
+            if stage in rates and stage.device < 1e-9:
+                stage.end()
+        while self._events and self._events[0][0] <= self.now + 1e-9:
+            heapq.heappop(self._events)[2]()

@@ -1,0 +1,59 @@
+"""Decides whose sound a stage makes next: that of the listeners who fall silent first. Pure.
+
+A piece of sound is due when its listener has heard everything before it; a first piece is due a moment after its input
+came. Pieces are served in the order of their requests' priority and, among equals, of when they are due. While one of
+them is due soon, those that are not may only fill a step that stays light, because every chunk makes a step longer.
+
+Nobody starves: a piece's due time is fixed, and those of new ones lie ever later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+FIRST_SECONDS = 0.25  # from the first input of an answer to when its first sound is due
+PRESSING_SECONDS = 0.3  # a piece that is due this soon keeps a step light
+
+KeyT = TypeVar("KeyT")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Generic[KeyT]):
+    """The next piece of an answer's sound.
+
+    Args:
+        key: what the caller knows it by.
+        priority: of its request; lower values go first.
+        due: when its listener falls silent, in seconds by the stage's monotonic clock.
+        share: the part that it takes of a light step; all the pieces of such a step take at most 1.
+    """
+
+    key: KeyT
+    priority: int
+    due: float
+    share: float = 0.0
+
+
+def choose(
+    pieces: Iterable[Piece[KeyT]], now: float, places: int, fits: Callable[[KeyT], bool] = lambda _: True
+) -> list[KeyT]:
+    """Return the keys of the pieces in the next step, in order of precedence; equals keep the order of `pieces`.
+
+    Args:
+        pieces: all that could be in it.
+        places: the most pieces that a step takes.
+        fits: asked in order of precedence, and never again in a step; a piece that does not fit is passed over.
+    """
+    chosen: list[KeyT] = []
+    share, pressed = 0.0, False
+    for piece in sorted(pieces, key=lambda piece: (piece.priority, piece.due)):
+        presses = piece.due < now + PRESSING_SECONDS
+        if len(chosen) >= places or (pressed and not presses and share + piece.share > 1):
+            break
+        if fits(piece.key):
+            chosen.append(piece.key)
+            share += piece.share
+            pressed |= presses
+    return chosen

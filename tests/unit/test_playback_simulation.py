@@ -1,0 +1,56 @@
+"""benchmarks/playback_simulation.py tells orders and chunk policies apart, with the schedulers' own decisions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from omni_actors.engine.models.qwen2_5_omni.code2wav import CHUNKS
+from omni_actors.engine.models.qwen2_5_omni.stream import LIGHT_BLOCKS
+from tests.support.paths import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """Those of two policies and both orders, with eight and thirty-two answers at a time."""
+    command = [sys.executable, "benchmarks/playback_simulation.py", "--json", "--rounds", "1", "--stagger", "3"]
+    command += ["--concurrency", "8", "32", "--policy", "1,2,6,16", "1,1,2,4,8"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def smooth_start(rows: list[dict[str, Any]], **wanted: str) -> float:
+    """p95 in ms of the one row with these values."""
+    (row,) = (row for row in rows if wanted.items() <= row.items())
+    return float(row["smooth_start_ms"].split(" / ")[1])
+
+
+def test_every_answer_is_whole_and_smooth_no_earlier_than_its_first_sound(rows: list[dict[str, Any]]) -> None:
+    assert len(rows) == 8
+    for row in rows:
+        first, smooth = (float(row[name].split(" / ")[0]) for name in ("ttfa_ms", "smooth_start_ms"))
+        assert 0 < first <= smooth
+        assert row["stalled"].split(" of ")[1] == row["load"].removeprefix("c=")
+
+
+def test_deadlines_let_listeners_start_earlier_than_the_order_of_chunk_numbers(rows: list[dict[str, Any]]) -> None:
+    for policy in ("1,2,6,16", "1,1,2,4,8"):
+        numbers, deadlines = (
+            smooth_start(rows, load="c=32", policy=policy, order=order) for order in ("number", "deadline")
+        )
+        assert deadlines < 0.9 * numbers
+
+
+def test_the_simulation_knows_the_vocoders_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import simulated_stages
+
+    assert simulated_stages.LIGHT_BLOCKS == LIGHT_BLOCKS
+    ends = [0]
+    while len(ends) < 8:
+        ends.append(CHUNKS.end(ends[-1]))
+    assert simulated_stages.ends(simulated_stages.POLICY, 7) == ends[1:]
