@@ -29,6 +29,8 @@ CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets
     "record": "coordinator.record_dir",
     "startup_timeout": "coordinator.startup_timeout",
     "mps": "mps",
+    "tool_call_parser": "tool_call_parser",
+    "tool_chat_template": "tool_chat_template",
     "nnodes": "cluster.nnodes",
     "node_rank": "cluster.node_rank",
     "master_addr": "cluster.master_addr",
@@ -82,6 +84,10 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--startup-timeout", type=flags.seconds, help="seconds until every stage must be ready")
     parser.add_argument("--mps", choices=["auto", "off"], help="CUDA MPS where replicas share a GPU (default: auto)")
+    parser.add_argument("--tool-call-parser", type=flags.line, metavar="NAME", help="vLLM's parser for tool calls")
+    parser.add_argument(
+        "--tool-chat-template", type=flags.path, metavar="FILE", help="chat template of prompts with tools"
+    )
     parser.add_argument(
         "--set",
         action="append",

@@ -140,7 +140,8 @@ class AsyncOmniClient:
         Args:
             prompt: a user's text, chat messages (`[{"role": ..., "content": str | [parts]}]` with parts
                 `{"type": "text", "text": ...}`, `{"type": "audio", "audio": AudioInput}`, and likewise `image` and
-                `video`), or a mapping: an `OmniTokensPrompt`, or `{"messages": [...]}`.
+                `video`), or a mapping: an `OmniTokensPrompt`, or `{"messages": [...]}`, which may have `tools` that the
+                model may call, `tool_choice` and `parallel_tool_calls`, as OpenAI defines them.
             modalities: `["text"]`, `["text", "audio"]` or `["audio"]`; `None` for all that the pipeline has.
             voice: a speaker from `describe().voices`.
             params: parameters by stage name, for instance `{"thinker": {"max_tokens": 64, "temperature": 0.7}}`.
@@ -321,7 +322,7 @@ class AsyncOmniClient:
             return
         self._next_seq[header.request_id] = expected + 1
         if isinstance(body, TextDelta):
-            stream.deliver(Text(body.text, unpack_token_ids(body.token_ids)))
+            stream.deliver(Text(body.text, unpack_token_ids(body.token_ids), body.tool_calls))
         elif isinstance(body, AudioChunk):
             samples = numpy.frombuffer(envelope.tensor(body.samples).data, "<f4").astype(numpy.float32)
             stream.deliver(Audio(samples, body.sample_rate))

@@ -13,6 +13,7 @@ from omni_actors.errors import OmniError
 from omni_actors.protocol.fields import Scalar
 from omni_actors.protocol.results import StageUsage
 from omni_actors.protocol.tensors import HostTensor
+from omni_actors.protocol.tools import ToolCall
 
 
 class OmniTokensPrompt(TypedDict, total=False):
@@ -50,6 +51,7 @@ class OmniRequestOutput:
         finish_reasons: stage name -> "stop" or "length".
         usage: stage name -> counts and times.
         tensors: tensors that a single stage streamed, by name, joined along the first dimension.
+        tool_calls: calls of tools, with the JSON of their arguments.
         error: why the request failed, in calls that answer many prompts at once; other calls raise it.
     """
 
@@ -61,4 +63,5 @@ class OmniRequestOutput:
     finish_reasons: dict[str, str] = field(default_factory=dict)
     usage: dict[str, StageUsage] = field(default_factory=dict)
     tensors: dict[str, HostTensor] = field(default_factory=dict)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     error: OmniError | None = None

@@ -30,9 +30,11 @@ from omni_actors.protocol.payloads import (
     StageParams,
 )
 from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.tools import ToolCall, Tools
 
 MULTI_MODAL_DATA = "multi_modal_data"
-PROMPT_KEYS = ("prompt_token_ids", PROMPT_EMBEDS, "messages", MULTI_MODAL_DATA, ADDITIONAL_INFORMATION)
+TOOL_KEYS = ("tools", "tool_choice", "parallel_tool_calls")
+PROMPT_KEYS = ("prompt_token_ids", PROMPT_EMBEDS, "messages", MULTI_MODAL_DATA, ADDITIONAL_INFORMATION, *TOOL_KEYS)
 STAGE_KEYS = ("tensors", "scalars", "lists")  # of an `OmniTokensPrompt` for a single stage
 PART_KINDS = ("text", *MEDIA_MODALITIES)
 
@@ -99,7 +101,10 @@ def _prompt_of_mapping(prompt: Mapping[str, Any], given: dict[str, list[Any]], b
             raise InvalidRequest(f"A prompt has either messages, or prompt_token_ids and {PROMPT_EMBEDS}.")
         if prompt.get(MULTI_MODAL_DATA) is not None or isinstance(messages, str | Mapping):
             raise InvalidRequest("messages must be a list of chat messages, which hold their media themselves.")
-        return _chat(_messages_of(messages, given), buffers)
+        chat = _chat(_messages_of(messages, given), buffers)
+        return msgspec.structs.replace(chat, tools=_tools(prompt))
+    if any(prompt.get(key) is not None for key in TOOL_KEYS):
+        raise InvalidRequest("tools go with messages, which the chat template puts them into.")
     if embeds is None and (token_ids is None or not len(token_ids)):
         raise InvalidRequest("The prompt is empty: prompt_token_ids has no tokens.")
     for modality, items in _multi_modal_data(prompt.get(MULTI_MODAL_DATA)).items():
@@ -155,12 +160,38 @@ def _chat(messages: Sequence[Mapping[str, Any]], buffers: BufferList) -> Prompt:
 
 
 def _message(message: Mapping[str, Any], media: list[Media], buffers: BufferList) -> ChatMessage:
-    refuse_unknown_keys(message, ("role", "content"), "A chat message")
+    refuse_unknown_keys(message, ("role", "content", "tool_calls", "tool_call_id"), "A chat message")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or content is None:
         raise InvalidRequest(f"A chat message has role, a text, and content; this one has {sorted(message)}.")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return ChatMessage(role, tuple(_part(part, media, buffers) for part in parts))
+    return ChatMessage(
+        role,
+        tuple(_part(part, media, buffers) for part in parts),
+        tuple(msgspec.convert(call, ToolCall) for call in message.get("tool_calls") or ()),
+        message.get("tool_call_id") or "",
+    )
+
+
+def _tools(prompt: Mapping[str, Any]) -> Tools | None:
+    """The tools of a prompt: functions as OpenAI describes them, by themselves or as `{"type": "function", ...}`."""
+    given = prompt.get("tools")
+    if not given:
+        return None
+    choice: Any = prompt.get("tool_choice") or "auto"
+    named: Any = choice if isinstance(choice, Mapping) else None
+    name = named.get("function", named).get("name") if named is not None else None
+    functions = [tool.get("function", tool) for tool in given]
+    try:
+        tools = {
+            "definitions": [msgspec.json.encode(function).decode() for function in functions],
+            "choice": choice if named is None else "required",
+            "name": name,
+            "parallel": prompt.get("parallel_tool_calls") is not False,
+        }
+        return msgspec.convert(tools, Tools)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"The tools of the prompt do not have the documented form: {error}.") from error
 
 
 def _part(part: Mapping[str, Any], media: list[Media], buffers: BufferList) -> ContentPart:

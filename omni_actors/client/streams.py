@@ -13,13 +13,18 @@ from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Done
 from omni_actors.protocol.results import StageUsage
+from omni_actors.protocol.tools import CollectedCalls, ToolCallPiece
 
 
 class Text(msgspec.Struct, frozen=True):
-    """The next piece of text with the thinker's `token_ids`. The text is empty if they end inside a character."""
+    """The next piece of text with the thinker's `token_ids`. The text is empty if they end inside a character.
+
+    `tool_calls` are the next pieces of calls of tools, which are not part of the text.
+    """
 
     text: str
     token_ids: list[int]
+    tool_calls: tuple[ToolCallPiece, ...] = ()
 
 
 class Audio(msgspec.Struct, frozen=True):
@@ -75,14 +80,17 @@ class RequestStream:
         output = OmniRequestOutput(self.request_id)
         texts: list[str] = []
         pieces: list[NDArray[numpy.float32]] = []
+        calls = CollectedCalls()
         async for item in self:
             if isinstance(item, Text):
                 texts.append(item.text)
+                calls.add(item.tool_calls)
                 output.token_ids.extend(item.token_ids)
             else:
                 pieces.append(item.samples)
                 output.sample_rate = item.sample_rate
         output.text = "".join(texts)
+        output.tool_calls = calls.whole()
         if pieces:
             output.audio = numpy.concatenate(pieces)
         output.usage = self.usage

@@ -6,6 +6,7 @@ import graphlib
 import importlib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from omni_actors import envs
 from omni_actors.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
@@ -24,6 +25,7 @@ from omni_actors.config.schema import (
     StageKind,
 )
 from omni_actors.errors import ConfigError
+from omni_actors.paths import check_readable
 from omni_actors.protocol.payloads import TEXT_PARAMS
 
 LEAST_ARENA_BYTES = 1 << 20
@@ -48,6 +50,7 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
     _check_exposure(pipeline.coordinator, pipeline.cluster)
     _check_collector(pipeline.coordinator)
     _check_yields(pipeline)
+    _check_tools(pipeline)
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"
         for name in stage.sampling.given():
@@ -101,6 +104,20 @@ def _check_sizes(pipeline: PipelineConfig) -> None:
         raise ConfigError(
             f"flow.arena_bytes ({pipeline.flow.arena_bytes}) must be at least {LEAST_ARENA_BYTES}, or 0 for no arena."
         )
+
+
+def _check_tools(pipeline: PipelineConfig) -> None:
+    """Check what belongs to tools, which only a prompt stage or one of your own can put into a prompt."""
+    template = pipeline.tool_chat_template
+    if template is not None:
+        check_readable(Path(template), "tool_chat_template")
+        if pipeline.tool_call_parser is None:
+            raise ConfigError(
+                "tool_chat_template goes with tool_call_parser, which is not set.",
+                hint="Set it to vLLM's name of the parser that fits the template, such as hermes.",
+            )
+    if pipeline.tool_call_parser is not None and pipeline.entry.kind is StageKind.ECHO:
+        raise ConfigError("tool_call_parser: an echo stage calls no tools.", hint="Leave it out.")
 
 
 def check_http_sizes(http: HttpConfig) -> None:

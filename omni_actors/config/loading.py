@@ -72,6 +72,10 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
         folder = expanded(pipeline.coordinator.keys_dir, "coordinator.keys_dir", path.parent if from_yaml else None)
         coordinator = msgspec.structs.replace(pipeline.coordinator, keys_dir=str(folder))
         pipeline = msgspec.structs.replace(pipeline, coordinator=coordinator)
+    if pipeline.tool_chat_template is not None:
+        from_yaml = sources.get("tool_chat_template", "").startswith("yaml")
+        file = expanded(pipeline.tool_chat_template, "tool_chat_template", path.parent if from_yaml else None)
+        pipeline = msgspec.structs.replace(pipeline, tool_chat_template=str(file))
     check_pipeline(pipeline, host_devices() if devices is None else devices)
     return LoadedConfig(pipeline, sources, path)
 

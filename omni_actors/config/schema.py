@@ -376,6 +376,10 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         http: the HTTP server.
         plugins: modules with your own models, from allowed prefixes; see docs/extending.md.
         cluster: the hosts, if there is more than one.
+        tool_call_parser: vLLM's name of the parser for the model's tool calls, such as `hermes`; without one, requests
+            with tools are refused.
+        tool_chat_template: file with the chat template of prompts with tools, for models whose own has no place for
+            them; relative to the YAML file.
         mps: `auto` runs the replicas that share a GPU under a private CUDA MPS daemon, so that they compute at the same
             time; `off` starts none, so that they take turns.
     """
@@ -389,6 +393,8 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     http: HttpConfig = HttpConfig()
     plugins: Annotated[list[Line], Meta(max_length=64)] = []
     cluster: ClusterConfig = ClusterConfig()
+    tool_call_parser: Line | None = None
+    tool_chat_template: Line | None = None
     mps: Literal["auto", "off"] = "auto"
 
     def stage(self, name: str) -> StageConfig:
@@ -426,5 +432,8 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
             self.coordinator, run_dir=None, record_dir=None, keys_dir=None, listen="ipc"
         )
         cluster = msgspec.structs.replace(self.cluster, node_rank=0, node_addr=None, master_addr="-")
-        shared = msgspec.structs.replace(self, coordinator=coordinator, cluster=cluster, mps="auto")
+        template = "-" if self.tool_chat_template is not None else None
+        shared = msgspec.structs.replace(
+            self, coordinator=coordinator, cluster=cluster, mps="auto", tool_chat_template=template
+        )
         return hashlib.sha256(msgspec.json.encode(shared, order="deterministic")).hexdigest()[:16]

@@ -49,6 +49,8 @@ class OmniModelConfig:
         row_budget_bytes: bytes of embedding rows that an autoregressive stage may hold at a time.
         latent_budget_bytes: bytes of device memory that a diffusion stage holds for its requests and computes with.
         decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
+        tool_call_parser: vLLM's name of the parser that finds tool calls in answers.
+        tool_chat_template: file with the chat template of prompts with tools; default: the model's own.
     """
 
     model: str
@@ -56,6 +58,8 @@ class OmniModelConfig:
     row_budget_bytes: int = 2 * GIB
     latent_budget_bytes: int = 2 * GIB
     decode: dict[str, Any] = field(default_factory=dict)
+    tool_call_parser: str | None = None
+    tool_chat_template: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("row_budget_bytes", "latent_budget_bytes"):

@@ -71,6 +71,8 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         row_budget_bytes=stage.budget_bytes,
         latent_budget_bytes=stage.budget_bytes,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
+        tool_call_parser=pipeline.tool_call_parser,
+        tool_chat_template=pipeline.tool_chat_template,
     )
     return OmniEngineArgs(model, ENGINE_KINDS[stage.kind], engine, where=f"stages.{stage.name}.engine")
 

@@ -27,6 +27,7 @@ from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
+from omni_actors.protocol.tools import TOOLS
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,
@@ -219,7 +220,9 @@ class PromptEngine(StageEngine):
             logger.error("request %s failed in the processor: %s", request_id, trace_of(error))
             failure = EngineError(f"The prompt's processing failed: {type(error).__name__}: {error}")
             return [ErrorEvent(request_id, failure)]
+        tools = waiting.prompt.tools
+        lists = {TOOLS: tools.packed()} if tools is not None else {}
         return [
-            StreamEvent(request_id, token_ids=token_ids, tensors=tensors, start=0, final=True),
+            StreamEvent(request_id, token_ids=token_ids, tensors=tensors, start=0, final=True, lists=lists),
             FinishedEvent(request_id, FinishReason.STOP, 0, max(len(token_ids), waiting.prompt.length)),
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.chat_template import ChatTemplate
 from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.media.decoders import Decoder
@@ -87,6 +88,8 @@ class PromptProcessor:
         self._info = self.renderer.get_mm_processor().info
         self.processor = self._info.get_hf_processor()
         self._tokenizer = self.processor.tokenizer
+        model = arguments.model_config
+        self._template = ChatTemplate(self.processor, model.tool_call_parser, model.tool_chat_template)
         self._vocabulary: int = config.model_config.get_vocab_size()
         self.embeds_width = embeds_width(config.model_config)
         self.max_tokens: int = config.model_config.max_model_len - 1  # leaves room for one token of reply
@@ -212,7 +215,7 @@ class PromptProcessor:
         if prompt.token_ids:
             token_ids = unpack_token_ids(prompt.token_ids)
         else:
-            token_ids = self._tokenizer(self._render(prompt))["input_ids"]
+            token_ids = self._tokenizer(self._template.render(prompt))["input_ids"]
         self._check_length(len(token_ids))
         self._check_placeholders(token_ids, media)
         return token_ids
@@ -262,20 +265,6 @@ class PromptProcessor:
                 mm_kwargs={},
             )
         )
-
-    def _render(self, prompt: Prompt) -> str:
-        """The prompt as text, with one placeholder per medium."""
-        messages: list[dict[str, Any]] = []
-        for message in prompt.messages:
-            content: list[Mapping[str, str]] = []
-            for part in message.content:
-                if part.media is None:
-                    content.append({"type": "text", "text": part.text or ""})
-                else:
-                    content.append({"type": prompt.media[part.media].modality})
-            messages.append({"role": message.role, "content": content})
-        text: str = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text
 
     def _set_video_rates(self, request: EngineCoreRequest, videos: Sequence[DecodedMedia]) -> None:
         """Set the seconds per temporal patch of each video, from which the model computes its positions.

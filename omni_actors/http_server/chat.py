@@ -21,6 +21,7 @@ from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.schemas import ChatRequest, voice_name
 from omni_actors.http_server.state import ServerState, State
 from omni_actors.protocol.client import Description
+from omni_actors.protocol.tools import CollectedCalls, ToolCall, ToolCallPiece
 
 router = APIRouter()
 BODY = JsonBody(ChatRequest)
@@ -46,7 +47,7 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
     answer = await Answer.begin(
         request,
         state,
-        await state.media.messages(body.messages, description.max_media),
+        {"messages": await state.media.messages(body.messages, description.max_media), **body.tool_options()},
         FIELDS,
         modalities=body.modalities or ["text"],
         voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
@@ -88,16 +89,21 @@ class ChatReply:
         """The whole answer as a chat.completion object."""
         texts: list[str] = []
         pieces: list[Any] = []
+        calls = CollectedCalls()
         rate = self._description.sample_rate or 24_000
         async for item in answer:
             if isinstance(item, Text):
                 texts.append(item.text)
+                calls.add(item.tool_calls)
             else:
                 pieces.append(item.samples)
                 rate = item.sample_rate
         text = "".join(texts)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self._spoken:
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [_call(call) for call in calls.whole()]
+        if self._spoken and (text or pieces or not calls):
             samples = numpy.concatenate(pieces) if pieces else numpy.zeros(0, numpy.float32)
             message["content"] = None
             message["audio"] = {
@@ -106,7 +112,8 @@ class ChatReply:
                 "expires_at": self._state.transcripts.add(self._audio_id, text),
                 "transcript": text,
             }
-        choice = {"index": 0, "message": message, "finish_reason": self._finish_reason(answer), "logprobs": None}
+        finish = self._finish_reason(answer, bool(calls))
+        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         usage = usage_of(answer.usage, self._description)
         return msgspec.json.encode({**self._head, "object": "chat.completion", "choices": [choice], "usage": usage})
 
@@ -119,6 +126,7 @@ class ChatReply:
             return event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]})
 
         texts: list[str] = []
+        called = False
         first: dict[str, Any] = {"role": "assistant", "refusal": None}
         if self._spoken:
             yield chunk({**first, "audio": {"id": self._audio_id, "transcript": ""}})
@@ -130,22 +138,35 @@ class ChatReply:
                     yield chunk({"audio": {"id": self._audio_id, "data": pcm16(item.samples)}})
                     continue
                 texts.append(item.text)
-                if not item.text:
-                    continue  # the tokens so far end inside a character
-                if self._spoken:
+                if item.text and self._spoken:  # it is empty where the tokens so far end inside a character
                     yield chunk({"audio": {"id": self._audio_id, "transcript": item.text}})
-                else:
+                elif item.text:
                     yield chunk({"content": item.text})
+                if item.tool_calls:
+                    called = True
+                    yield chunk({"tool_calls": [_call_delta(piece) for piece in item.tool_calls]})
         except HttpError as error:
             yield event(error.body())
             return
         if self._spoken:
             expires = self._state.transcripts.add(self._audio_id, "".join(texts))
             yield chunk({"audio": {"id": self._audio_id, "expires_at": expires}})
-        yield chunk({}, self._finish_reason(answer))
+        yield chunk({}, self._finish_reason(answer, called))
         if include_usage:
             yield event({**head, "choices": [], "usage": usage_of(answer.usage, self._description)})
         yield DONE_EVENT
 
-    def _finish_reason(self, answer: Answer) -> str:
-        return finish_reason(answer.usage, self._description)
+    def _finish_reason(self, answer: Answer, called: bool) -> str:
+        reason = finish_reason(answer.usage, self._description)
+        return "tool_calls" if called and reason == "stop" else reason
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_delta(piece: ToolCallPiece) -> dict[str, Any]:
+    """The next piece of a call; id and type come with the name."""
+    function = {"name": piece.name} if piece.name else {}
+    begin = {"id": piece.id, "type": "function"} if piece.id else {}
+    return {"index": piece.index, **begin, "function": {**function, "arguments": piece.arguments}}

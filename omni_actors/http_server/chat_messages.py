@@ -17,6 +17,7 @@ from omni_actors.http_server.schema_fields import (
     Text,
     is_null,
 )
+from omni_actors.protocol.tools import MAX_CALLS, CallId, Json, ToolName
 
 MAX_PARTS = 256
 
@@ -124,6 +125,29 @@ class AudioReference(Strict, frozen=True):
     transcript: OptionalText = None
 
 
+class CalledFunction(Strict, frozen=True):
+    """What a call calls, with the JSON of its arguments."""
+
+    name: ToolName
+    arguments: Json = ""
+
+
+class CalledTool(Strict, frozen=True):
+    """A call of an earlier answer, as it came, whole or put together from a stream."""
+
+    id: CallId
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None  # of a stream; ignored
+
+
+class ToolMessage(Message, frozen=True, kw_only=True, tag="tool"):
+    """What a call of the last answer gave."""
+
+    content: TextContent
+    tool_call_id: CallId
+
+
 class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
     """An earlier answer as it came, or what matters of it: its text, or the id of its audio."""
 
@@ -132,7 +156,7 @@ class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
     refusal: str | None = None
     annotations: EmptyList = ABSENT  # of OpenAI's web search
     function_call: Null = ABSENT
-    tool_calls: EmptyList = ABSENT
+    tool_calls: Annotated[list[CalledTool], Meta(max_length=MAX_CALLS)] | None = None
 
 
-AnyMessage = UserMessage | SystemMessage | DeveloperMessage | AssistantMessage
+AnyMessage = UserMessage | SystemMessage | DeveloperMessage | AssistantMessage | ToolMessage

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError
 from omni_actors.http_server.chat_messages import (
     AnyMessage,
+    AnyPart,
     AssistantMessage,
     AudioPart,
     AudioUrlPart,
@@ -18,6 +19,7 @@ from omni_actors.http_server.chat_messages import (
     ImageUrlPart,
     SystemMessage,
     TextPart,
+    ToolMessage,
     UserMessage,
     VideoUrlPart,
 )
@@ -80,6 +82,7 @@ class MediaReader:
             HttpError: 400 or 413, with the field at fault.
         """
         self._check_count(messages)
+        check_calls(messages)
         found: list[_Medium] = []
         converted = [
             await self._message(message, f"messages[{index}]", found) for index, message in enumerate(messages)
@@ -116,13 +119,20 @@ class MediaReader:
         role = "user" if isinstance(message, UserMessage) else "assistant"
         if isinstance(message, SystemMessage):
             role = "system"
+        content: str | Sequence[AnyPart] = message.content or ""
+        calls: dict[str, Any] = {}
         if isinstance(message, AssistantMessage):
             refuse_effects(message, {}, where)
-            if not message.content:
-                return {"role": role, "content": self._said(message, where)}
-        content = message.content or ""
+            content = content or self._said(message, where)
+            if message.tool_calls:
+                calls["tool_calls"] = [
+                    {"id": call.id, "name": call.function.name, "arguments": call.function.arguments}
+                    for call in message.tool_calls
+                ]
+        if isinstance(message, ToolMessage):
+            role, calls["tool_call_id"] = "tool", message.tool_call_id
         if isinstance(content, str):
-            return {"role": role, "content": content}
+            return {"role": role, "content": content, **calls}
         parts: list[dict[str, Any]] = []
         for index, part in enumerate(content):
             if isinstance(part, TextPart):
@@ -133,7 +143,7 @@ class MediaReader:
                 raise bad_field(medium.param, "The data is empty.")
             found.append(medium)
             parts.append(medium.part)
-        return {"role": role, "content": parts}
+        return {"role": role, "content": parts, **calls}
 
     def _said(self, message: AssistantMessage, where: str) -> str:
         if message.audio is None:
@@ -247,6 +257,17 @@ class MediaReader:
             raise bad_field(param, str(error)) from None
         except OmniError as error:
             raise HttpError.of(error) from None
+
+
+def check_calls(messages: Sequence[AnyMessage]) -> None:
+    """Raise `HttpError` 400 for the result of a call that no earlier message makes."""
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        if isinstance(message, AssistantMessage):
+            known |= {call.id for call in message.tool_calls or ()}
+        elif isinstance(message, ToolMessage) and message.tool_call_id not in known:
+            where = f"messages[{index}].tool_call_id"
+            raise bad_field(where, f"{where}: no assistant's message before it has a tool call with this id.")
 
 
 def looks_like_base64(text: bytes) -> bool:

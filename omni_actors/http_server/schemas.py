@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw, json
 
+from omni_actors.config import suggest
 from omni_actors.http_server import vllm_fields
 from omni_actors.http_server.chat_messages import AnyMessage
 from omni_actors.http_server.decoding import decode
@@ -17,6 +18,7 @@ from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.generation_fields import MAX_TOKENS, GenerationFields
 from omni_actors.http_server.schema_fields import (
     ABSENT,
+    NULLABLE_OBJECT,
     EmptyList,
     EmptyObject,
     EmptyText,
@@ -33,10 +35,12 @@ from omni_actors.http_server.schema_fields import (
     Text,
     Zero,
     free_form,
+    is_null,
     refuse_effects,
 )
 from omni_actors.http_server.vllm_fields import TemplateArguments
 from omni_actors.protocol.fields import PositiveInt, TokenId
+from omni_actors.protocol.tools import MAX_TOOLS
 
 MAX_SPEECH_TEXT = 4096
 MAX_MESSAGES = 1024
@@ -44,6 +48,7 @@ MAX_MESSAGES = 1024
 AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus"]
 SpeechFormat = Literal["mp3", "opus", "flac", "wav", "pcm"]
 ONE = Meta(min_length=1, max_length=1)
+Schema = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT})]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKENS)]
 PROMPT_FORMS = (Text, TokenIds, Annotated[list[Text], ONE], Annotated[list[TokenIds], ONE])
 Prompt = Annotated[Raw, Meta(extra_json_schema={"anyOf": [json.schema(form) for form in PROMPT_FORMS]})]
@@ -61,6 +66,41 @@ class AudioParameters(Strict, frozen=True):
 
     voice: str | VoiceId | None = None
     format: AudioFormat | None = None
+
+
+class Function(Strict, frozen=True):
+    """A function that the model may call. `parameters` is a JSON schema."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}\Z")]
+    description: Text | None = None
+    parameters: Schema = ABSENT
+    strict: bool | None = None
+
+    def definition(self, where: str) -> dict[str, Any]:
+        """The function as models see it. Raises `HttpError` for parameters that are no object."""
+        given = {"name": self.name, "description": self.description, "strict": self.strict}
+        parameters = None if is_null(self.parameters) else decode(self.parameters, dict[str, Any], where)
+        return {name: value for name, value in {**given, "parameters": parameters}.items() if value is not None}
+
+
+class Tool(Strict, frozen=True):
+    """A tool that the model may call; all are functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict, frozen=True):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedTool(Strict, frozen=True):
+    """A choice of one tool."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class StreamOptions(Strict, frozen=True):
@@ -100,7 +140,12 @@ class Sampling(GenerationFields, frozen=True, kw_only=True):
         "prompt_cache_retention",
         "session_id",
     )
-    HINTS: ClassVar[dict[str, str]] = {**vllm_fields.HINTS, "response_format": "Answers are free text."}
+    HINTS: ClassVar[dict[str, str]] = {
+        **vllm_fields.HINTS,
+        "response_format": "Answers are free text.",
+        "functions": "Use tools.",
+        "function_call": "Use tool_choice.",
+    }
 
     def refuse_unsupported(self) -> None:
         """Raise `HttpError` 400 for the first field with an unsupported value."""
@@ -122,18 +167,18 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
 
     logprobs: Off = ABSENT
     top_logprobs: Zero = ABSENT
-    tools: EmptyList = ABSENT
-    tool_choice: NoTool = ABSENT
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     functions: EmptyList = ABSENT
     function_call: NoTool = ABSENT
     prediction: Null = ABSENT
     web_search_options: Null = ABSENT
     moderation: Null = ABSENT
-    parallel_tool_calls: bool | None = None  # ignored: there are no tools
     reasoning_effort: str | None = None  # ignored: the model has no separate reasoning
     verbosity: str | None = None  # ignored
 
-    IGNORED: ClassVar[tuple[str, ...]] = (*Sampling.IGNORED, "parallel_tool_calls", "reasoning_effort", "verbosity")
+    IGNORED: ClassVar[tuple[str, ...]] = (*Sampling.IGNORED, "reasoning_effort", "verbosity")
 
     # vLLM's
     chat_template: Null = ABSENT
@@ -146,6 +191,28 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     include_reasoning: Switch = ABSENT  # the model has no separate reasoning
     echo: Off = ABSENT
     return_prompt_text: Off = ABSENT
+
+    def tool_options(self) -> dict[str, Any]:
+        """The tools of the request and how they may be called, as the client library takes them.
+
+        Raises:
+            HttpError: `tool_choice` asks for what `tools` do not have.
+        """
+        functions = [tool.function for tool in self.tools or ()]
+        if not functions:
+            if self.tool_choice not in (None, "none", "auto"):
+                raise bad_field("tool_choice", "tool_choice names a tool, but the request has no tools.")
+            return {}
+        choice: Any = self.tool_choice or "auto"
+        if isinstance(choice, NamedTool):
+            if (name := choice.function.name) not in (known := [function.name for function in functions]):
+                where = "tool_choice.function.name"
+                raise bad_field(where, f"{where}: there is no tool of this name.{suggest(name[:100], known)}")
+            choice = {"name": name}
+        definitions = [
+            function.definition(f"tools[{index}].function.parameters") for index, function in enumerate(functions)
+        ]
+        return {"tools": definitions, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
 
     def stage_fields(self) -> dict[str, Any]:
         """Parameters for the stages; `max_completion_tokens` wins over the older `max_tokens`."""

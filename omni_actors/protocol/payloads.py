@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.fields import TOKEN_BYTES, Name, PositiveInt, Scalar, Seed, TokenId, check_token_ids
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
+from omni_actors.protocol.tools import MAX_CALLS, CallId, ToolCall, Tools
 
 PROMPT_EMBEDS = "prompt_embeds"  # name of a prompt's embeddings among an engine's tensors
 ADDITIONAL_INFORMATION = "additional_information"  # the client's name for named values that go with a request
@@ -213,24 +214,30 @@ class ContentPart(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
             raise InvalidPayload("A content part must hold exactly one of text and media.")
 
 
-class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation, with `role` as the model's chat template knows it."""
+class ChatMessage(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A message of a conversation, with `role` as the model's chat template knows it.
+
+    An answer may have called tools; the result of a call is a message that names its id.
+    """
 
     role: Annotated[str, Meta(min_length=1, max_length=32)]
     content: Annotated[tuple[ContentPart, ...], Meta(max_length=256)]
+    tool_calls: Annotated[tuple[ToolCall, ...], Meta(max_length=MAX_CALLS)] = ()
+    tool_call_id: CallId = ""
 
 
 class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Chat `messages`, to which the chat template is applied, or `token_ids` (int32 bytes), used as they are.
 
     `embeds` stand in for all tokens of a prompt without media; `token_ids` may then be left out, or name a token for
-    each position.
+    each position. `tools` go with messages.
     """
 
     messages: Annotated[tuple[ChatMessage, ...], Meta(max_length=1024)] = ()
     token_ids: bytes = b""
     media: Annotated[tuple[Media, ...], Meta(max_length=256)] = ()
     embeds: PromptEmbedsPayload | None = None
+    tools: Tools | None = None
 
     def __post_init__(self) -> None:
         check_token_ids(self.token_ids)
@@ -238,6 +245,8 @@ class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
             self._check_embeds(self.embeds)
         elif bool(self.messages) == bool(self.token_ids):
             raise InvalidPayload("A prompt must hold exactly one of messages and token_ids, and not an empty one.")
+        if self.tools is not None and not self.messages:
+            raise InvalidPayload("Tools go with messages, which the chat template puts them into.")
         for message in self.messages:
             for part in message.content:
                 if part.media is not None and part.media >= len(self.media):
@@ -250,6 +259,11 @@ class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
             raise InvalidPayload(
                 f"prompt_embeds have {embeds.tensor.shape[0]} positions, but there are {self.length} token ids."
             )
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether it defines tools, or speaks of calls."""
+        return self.tools is not None or any(message.tool_calls or message.tool_call_id for message in self.messages)
 
     @property
     def length(self) -> int:

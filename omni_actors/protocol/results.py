@@ -13,14 +13,19 @@ from omni_actors.protocol.fields import Attempt, Count, Moment
 from omni_actors.protocol.header import Body, ReplicaId
 from omni_actors.protocol.telemetry import StageTimeline
 from omni_actors.protocol.tensors import DType, TensorRef
+from omni_actors.protocol.tools import MAX_CALLS, ToolCallPiece
 
 
 class TextDelta(Body, tag="text", frozen=True):
-    """Stage -> coordinator -> client: more text. `text` is empty within a character; `token_ids` are int32 bytes."""
+    """Stage -> coordinator -> client: more text. `text` is empty within a character; `token_ids` are int32 bytes.
+
+    `tool_calls` are the pieces of calls that the tokens make, besides the text.
+    """
 
     text: str
     token_ids: bytes = b""
     sent: Moment = 0.0
+    tool_calls: Annotated[tuple[ToolCallPiece, ...], Meta(max_length=MAX_CALLS)] = ()
 
 
 class AudioChunk(Body, tag="audio", frozen=True):

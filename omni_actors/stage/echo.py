@@ -125,6 +125,8 @@ class EchoEngine(StageEngine):
         """Take tokens, or a prompt's text as bytes. Raises `InvalidRequest` if there are none."""
         tokens = list(inputs.token_ids)
         if inputs.prompt is not None:
+            if inputs.prompt.tools is not None:
+                raise InvalidRequest("tools: an echo stage calls none.", field="tools")
             tokens = unpack_token_ids(inputs.prompt.token_ids)
             for message in inputs.prompt.messages:
                 for part in message.content:

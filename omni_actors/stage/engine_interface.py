@@ -15,6 +15,7 @@ from omni_actors.protocol.fields import Scalar
 from omni_actors.protocol.payloads import InformationValue, Prompt, StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
+from omni_actors.protocol.tools import ToolCallPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,12 @@ class StageInputs:
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """More text of a request whose stage has `text` among its outputs."""
+    """More text of a request whose stage has `text` among its outputs, and pieces of the tool calls in it."""
 
     request_id: str
     text: str
     token_ids: Sequence[int]
+    tool_calls: tuple[ToolCallPiece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

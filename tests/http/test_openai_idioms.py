@@ -118,7 +118,7 @@ def test_fields_that_change_nothing_are_accepted(echo: HttpPipeline) -> None:
     answer = client.chat.completions.create(model="echo", messages=HELLO, extra_body=NEUTRAL)
     assert answer.choices[0].message.content == "hello, sea"
     assert client.completions.create(model="echo", prompt="hello", best_of=1).choices[0].text == "hello"
-    for field, value in (("skip_special_tokens", False), ("chat_template_kwargs", {"enable_thinking": True})):
+    for field, value in (("add_generation_prompt", False), ("chat_template_kwargs", {"enable_thinking": True})):
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model="echo", messages=HELLO, extra_body={field: value})
         assert caught.value.param == field

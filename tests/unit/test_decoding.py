@@ -62,7 +62,7 @@ def refusal(body: bytes, kind: type = ChatRequest) -> HttpError:
         (b'{"temperature":' + b"1" * 1_000_000 + b"}", "temperature", "invalid_value", "out of range"),
         (b'{"seed":' + b"1" * 1_000_000 + b"}", "seed", "invalid_value", "out of range"),
         (b'{"temperature":1e999}', "temperature", "invalid_value", "out of range"),
-        (b'{"tools":' + b"[" * 100_000, None, "invalid_json", "nested too deeply"),
+        (b'{"prediction":' + b"[" * 100_000, None, "invalid_json", "nested too deeply"),
         (b'{"stage_params":' + b'{"a":' * 100_000, None, "invalid_json", "nested too deeply"),
         (b'{"model":"\xff"}', None, "invalid_json", "not UTF-8"),
         (b'{"model":"a\\ud800b"', None, "invalid_json", "half"),
@@ -169,8 +169,7 @@ NEUTRAL = {
 }
 ASKING = {
     "response_format": [{"type": "json_object"}, {"type": "text", "a": LONG}],
-    "tools": [True, 1, [1], LONG],
-    "tool_choice": ["required"],
+    "prediction": [True, 1, [1], LONG],
     "chat_template_kwargs": [{"enable_thinking": True}],
     "mm_processor_kwargs": [{"use_audio_in_video": True}, {"fps": 1}],
     "add_generation_prompt": [False],

@@ -94,6 +94,7 @@ from omni_actors.protocol.telemetry import (
     TransferTimeline,
 )
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
+from omni_actors.protocol.tools import ToolCall, ToolCallPiece, Tools
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden_messages.json")
@@ -170,6 +171,19 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         [],
     ),
     (TextDelta(text="hé", token_ids=pack_token_ids([5])), []),
+    (TextDelta(text="", tool_calls=(ToolCallPiece(0, "call_1", "f"), ToolCallPiece(1, arguments="{"))), []),
+    (
+        Submit(
+            prompt=Prompt(
+                messages=(
+                    ChatMessage("assistant", (), (ToolCall("call_1", "f", "{}"),)),
+                    ChatMessage("tool", (ContentPart(text="1"),), tool_call_id="call_1"),
+                ),
+                tools=Tools(('{"name":"f"}',), "required", "f", parallel=False),
+            )
+        ),
+        [],
+    ),
     (AudioChunk(samples=TensorRef(DType.F32, (2,), 0), sample_rate=24_000), [bytes(8)]),
     (Done(usage={"thinker": USAGE}), []),
     (Failed(ErrorCode.OVERLOADED, "full", "wait", "thinker", True, 1.0), []),
@@ -442,6 +456,8 @@ def test_prompt_is_messages_or_tokens() -> None:
         Prompt(token_ids=bytes(5))
     with pytest.raises(InvalidPayload, match="names media 0"):
         Prompt(messages=(ChatMessage("user", (ContentPart(media=0),)),))
+    with pytest.raises(InvalidPayload, match="Tools go with messages"):
+        Prompt(token_ids=pack_token_ids([1]), tools=Tools(("{}",)))
     for wrong_part in ({}, {"text": "x", "media": 0}):
         with pytest.raises(InvalidPayload, match="exactly one"):
             ContentPart(**wrong_part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import json
 import subprocess
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ from omni_actors.protocol.codec import BufferList
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt
 from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.tools import ToolCall
 
 PICTURE = numpy.zeros((2, 2, 3), numpy.uint8)
 SOUND = (numpy.zeros(8, numpy.float32), 16_000)
@@ -120,6 +122,49 @@ def test_messages_may_be_a_mapping_to_which_more_is_added() -> None:
     assert information.scalar("style") == "calm"
     with pytest.raises(InvalidRequest, match="given twice"):
         convert({"messages": [MESSAGE], "additional_information": {}}, additional_information={})
+
+
+FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
+
+
+def test_tools_go_with_messages_in_either_form() -> None:
+    whole = {"messages": [MESSAGE], "tools": [{"type": "function", "function": FUNCTION}]}
+    prompt, _, _ = convert(whole)
+    assert prompt.tools is not None
+    assert [json.loads(text) for text in prompt.tools.definitions] == [FUNCTION]
+    assert prompt.tools.choice == "auto"
+    assert prompt.tools.parallel
+    named = {"type": "function", "function": {"name": "weather"}}
+    more = {"messages": [MESSAGE], "tools": [FUNCTION], "tool_choice": named, "parallel_tool_calls": False}
+    prompt, _, _ = convert(more)
+    assert prompt.tools is not None
+    assert prompt.tools.choice == "required"
+    assert prompt.tools.name == "weather"
+    assert not prompt.tools.parallel
+    assert convert({"messages": [MESSAGE], "tools": []})[0].tools is None
+
+
+def test_calls_and_their_results_are_messages() -> None:
+    call = {"id": "call_1", "name": "weather", "arguments": "{}"}
+    result = {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
+    prompt, _, _ = convert([MESSAGE, {"role": "assistant", "content": "", "tool_calls": [call]}, result])
+    assert prompt.messages[1].tool_calls == (ToolCall("call_1", "weather", "{}"),)
+    assert prompt.messages[2].tool_call_id == "call_1"
+    assert prompt.uses_tools
+    assert not convert([MESSAGE])[0].uses_tools
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tools": [FUNCTION], "tool_choice": "often"},
+        {"tools": [FUNCTION] * 129},
+        {"tool_choice": "auto", "prompt_token_ids": [1], "messages": None},
+    ],
+)
+def test_tools_in_another_form_are_refused(wrong: dict) -> None:
+    with pytest.raises(InvalidRequest, match="tools"):
+        convert({"messages": [MESSAGE], **wrong})
 
 
 @pytest.mark.parametrize(

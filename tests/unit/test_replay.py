@@ -15,6 +15,7 @@ from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.results import TextDelta, Unreachable
 from omni_actors.protocol.stage import OpenRequest, Resend
 from omni_actors.protocol.tensors import DType, TensorRef
+from omni_actors.protocol.tools import ToolCallPiece
 from tests.support.builders import done
 from tests.support.requests import (
     ALICE,
@@ -231,6 +232,30 @@ def test_the_client_gets_only_what_it_has_not() -> None:
     (end,) = again(state, "code2wav", done(), 2)
     assert isinstance(end.body, Done)
     assert state.retained_bytes == 0
+
+
+def test_a_replay_sends_the_rest_of_a_call_under_its_first_id() -> None:
+    def calls(*pieces: ToolCallPiece, token: int) -> TextDelta:
+        return TextDelta(text="", token_ids=pack_token_ids([token]), tool_calls=pieces)
+
+    def begin(call_id: str) -> ToolCallPiece:
+        return ToolCallPiece(index=0, id=call_id, name="weather")
+
+    def more(arguments: str) -> ToolCallPiece:
+        return ToolCallPiece(index=0, arguments=arguments)
+
+    state = ready()
+    ask(state)
+    say(state, "thinker", calls(begin("first"), token=0), 0)
+    say(state, "thinker", calls(more('{"ci'), token=1), 1)
+    lose(state, "thinker")
+    bring_back(state, "thinker")
+    assert again(state, "thinker", calls(begin("second"), token=0), 0, 2) == []
+    (rest,) = again(state, "thinker", calls(more('{"city"'), token=1), 1, 2)
+    assert rest.body == TextDelta(text="", tool_calls=(more('ty"'),))
+    last = calls(more(": 1}"), ToolCallPiece(index=1, id="other", name="time"), token=2)
+    (whole,) = again(state, "thinker", last, 2, 2)
+    assert whole.body == last
 
 
 def test_a_replay_that_says_something_else_or_less_fails() -> None:

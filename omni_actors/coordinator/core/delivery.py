@@ -14,6 +14,7 @@ from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import TOKEN_BYTES
 from omni_actors.protocol.results import AudioChunk, TextDelta
 from omni_actors.protocol.tensors import TensorRef
+from omni_actors.protocol.tools import ToolCallPiece
 
 SAMPLE_BYTES = 4
 
@@ -30,11 +31,14 @@ class Delivery:
         self._skip_characters = 0
         self._skip_samples = 0
         self._again = 0  # checksum of those that came again
+        self._calls: dict[int, int] = {}  # characters of arguments that the client has, by the index of the call
+        self._skip_calls: dict[int, int] = {}  # those that will come again, with the call's name
 
     def replay(self, modalities: Collection[str]) -> None:
         """Expect all that was delivered in these modalities to come again."""
         if "text" in modalities:
             self._skip_tokens, self._skip_characters = self.tokens, self.characters
+            self._skip_calls = dict(self._calls)
             self._again = 0
         if "audio" in modalities:
             self._skip_samples = self.samples
@@ -59,12 +63,28 @@ class Delivery:
                 raise diverged()
         self._skip_characters -= letters
         token_ids, text = body.token_ids[known * TOKEN_BYTES :], body.text[letters:]
-        if (known or letters) and not token_ids and not text:
+        calls = self._new_pieces(body.tool_calls) if body.tool_calls else ()
+        if (known or letters or body.tool_calls) and not token_ids and not text and not calls:
             return None
         self._checksum = zlib.crc32(token_ids, self._checksum)
         self.tokens += len(token_ids) // TOKEN_BYTES
         self.characters += len(text)
-        return TextDelta(text=text, token_ids=token_ids) if known or letters else body
+        if not (known or letters or calls != body.tool_calls):
+            return body
+        return TextDelta(text=text, token_ids=token_ids, tool_calls=calls)
+
+    def _new_pieces(self, pieces: Sequence[ToolCallPiece]) -> tuple[ToolCallPiece, ...]:
+        """Leave out what the client has of tool calls. A call keeps the id under which the client knows it."""
+        fresh = []
+        for piece in pieces:
+            skip = self._skip_calls.get(piece.index)
+            if skip is not None:
+                self._skip_calls[piece.index] = max(0, skip - len(piece.arguments))
+                piece = ToolCallPiece(index=piece.index, arguments=piece.arguments[skip:])
+            self._calls[piece.index] = self._calls.get(piece.index, 0) + len(piece.arguments)
+            if piece.name or piece.arguments:
+                fresh.append(piece)
+        return tuple(fresh)
 
     def audio(self, body: AudioChunk, buffers: Sequence[Frame]) -> tuple[AudioChunk, Sequence[Frame]] | None:
         """The new part of the chunk, with its buffers; `None` for nothing."""

@@ -6,7 +6,7 @@ plus token embedding (see `OmniRunnerMixin`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.multimodal.inputs import MultiModalFeatureSpec
-from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.tokenizers import TokenizerLike, cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
@@ -33,10 +33,13 @@ from omni_actors.engine.worker_base import attachment_of
 from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.tools import TOOLS, Tools
 from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, StreamEvent, TextEvent
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.qwen2 import Qwen2Model
+
+    from omni_actors.engine.tool_calls import ToolCallReader
 
 ARCHITECTURE = "OmniActorsQwen2_5OmniThinker"
 MAX_FRAMES = 4096
@@ -66,14 +69,23 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
 class ThinkerOutputs(RequestOutputs):
     """Turns outputs into text deltas and rows, in the order of their positions, each position once.
 
-    The row of a token follows its text, so that speech ends where the text does.
+    The row of a token follows its text, so that speech ends where the text does. Rows of a tool call, and of what may
+    yet turn out to be one, stay here: a call is not spoken.
     """
 
-    def __init__(self, request_id: str, prompt_tokens: int, decoder: TextDecoder, streams: bool) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        decoder: TextDecoder,
+        streams: bool,
+        calls: ToolCallReader | None = None,
+    ) -> None:
         self._request_id = request_id
         self._prompt_tokens = prompt_tokens
         self._decoder = decoder
         self._streams = streams
+        self._calls = calls
         self._next_row = 0
         self._held: list[torch.Tensor] = []  # rows from `_next_row` on whose text is kept back
         self._mrope_positions: torch.Tensor | None = None
@@ -81,15 +93,29 @@ class ThinkerOutputs(RequestOutputs):
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         """The new text, and the new rows if a later stage takes them."""
         events: list[EngineEvent] = []
+        finished = output.finish_reason is not None
         if output.new_token_ids:
             text, token_ids = self._decoder.decode(output)
-            events.append(TextEvent(self._request_id, text, token_ids))
+            events.append(self._text(text, token_ids, finished or self._decoder.stopped))
         self.stopped = self._decoder.stopped
         if self._streams:
-            event = self._rows(attachment_of(output), final=self.stopped or output.finish_reason is not None)
+            ended = self._calls is not None and self._calls.calling
+            event = self._rows(attachment_of(output), final=finished or self.stopped or ended)
             if event is not None:
                 events.append(event)
+            self._streams = not ended  # what follows is for the client alone
         return events
+
+    def _text(self, text: str, token_ids: list[int], finished: bool) -> TextEvent:
+        if self._calls is None:
+            return TextEvent(self._request_id, text, token_ids)
+        content, calls = self._calls.read(text, token_ids, finished)
+        return TextEvent(self._request_id, content, token_ids, calls)
+
+    def _spoken(self) -> int:
+        """How many tokens of the answer are certain to be text."""
+        released = self._decoder.released
+        return released if self._calls is None else min(released, self._calls.spoken)
 
     def _rows(self, emitted: Mapping[str, Any], *, final: bool) -> StreamEvent | None:
         self._keep(emitted)
@@ -97,7 +123,7 @@ class ThinkerOutputs(RequestOutputs):
         rows = torch.cat(self._held) if len(self._held) > 1 else self._held[0] if self._held else None
         tensors: dict[str, HostTensor] = {}
         if rows is not None:
-            certain = self._prompt_tokens + self._decoder.released - start
+            certain = self._prompt_tokens + self._spoken() - start
             self._held = [rows[certain:]] if certain < len(rows) else []
             rows = rows[:certain]
             if len(rows):
@@ -127,6 +153,16 @@ class ThinkerOutputs(RequestOutputs):
             self._mrope_positions = emitted["mrope_positions"]
 
 
+def reader_maker(name: str | None, tokenizer: TokenizerLike) -> Callable[[Tools, Sequence[int]], ToolCallReader] | None:
+    """What makes the readers of tool calls, with vLLM's parser of this name. Raises `ConfigError` for a wrong one."""
+    if name is None:
+        return None  # vLLM's parsers take seconds to import
+    from omni_actors.engine.tool_calls import ToolCallReader, parser_class
+
+    parser = parser_class(name, tokenizer)
+    return lambda tools, prompt: ToolCallReader(parser, tokenizer, tools, prompt)
+
+
 class ThinkerAdapter(AutoregressiveAdapter):
     """Turns token ids, or the encoded request of the prompt stage (multimodal prompts), into a vLLM request."""
 
@@ -140,6 +176,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
         self._merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._embeds_width = embeds_width(model_config)
+        self._make_reader = reader_maker(self.model_config.tool_call_parser, self._tokenizer)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         """Check tokens, and features or embeddings. Raises `OmniError` for what the model cannot take."""
@@ -155,6 +192,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
         self.check_length(len(token_ids))
         if beyond := [token for token in token_ids if not 0 <= token < self.vocabulary]:
             raise InvalidPayload(f"Token ids {beyond[:8]} are outside the vocabulary of {self.vocabulary}.")
+        calls = self._tool_calls(inputs, token_ids)
         sampling = make_sampling_params(
             request.params.merged_over(self.defaults),
             seed=request.effective_seed,
@@ -164,6 +202,8 @@ class ThinkerAdapter(AutoregressiveAdapter):
             read_prefix_cache=not request.streams,  # cached positions are not computed and give no rows
             tokenizer=self._tokenizer,
         )
+        if calls is not None and not calls.skip_special_tokens:
+            sampling.skip_special_tokens = False  # in some models they mark the calls
         core_request = make_request(
             request.request_id,
             token_ids,
@@ -173,10 +213,23 @@ class ThinkerAdapter(AutoregressiveAdapter):
             priority=request.priority,
         )
         decoder = TextDecoder(self._tokenizer, core_request)
-        outputs = ThinkerOutputs(request.request_id, len(token_ids), decoder, request.streams)
+        outputs = ThinkerOutputs(request.request_id, len(token_ids), decoder, request.streams, calls)
         # Embeddings are held as long as the request, on the device too: they count for the budget.
         stream = RowStream(0, complete=True, held_bytes=embeds.nbytes) if embeds is not None else None
         return Admission(core_request, outputs, stream)
+
+    def _tool_calls(self, inputs: StageInputs, token_ids: Sequence[int]) -> ToolCallReader | None:
+        """The reader of the request's tool calls, if it may make any."""
+        if TOOLS not in inputs.lists:
+            return None
+        tools = Tools.unpacked(inputs.lists[TOOLS])
+        if tools.choice == "none":
+            return None
+        if self._make_reader is None:
+            raise InvalidRequest(
+                "tools: this stage has no parser for calls.", hint="Set tool_call_parser.", field=TOOLS
+            )
+        return self._make_reader(tools, token_ids)
 
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
         """Raise `InvalidPayload`: no stage comes before the thinker that makes rows."""

@@ -1,0 +1,146 @@
+"""Tools with the unchanged `openai` package: a scripted stage answers, vLLM's own parser reads what it says."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import openai
+import pytest
+
+from tests.support.paths import REPOSITORY
+from tests.support.scripted import SAY, SHOW, scripted_pipeline
+from tests.support.servers import HttpPipeline
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"The {name} of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    for name in ("weather", "time")
+]
+SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "pcm16"}}
+SAMPLE_BYTES = 2
+SAMPLES_PER_TOKEN = 480
+
+
+def call(name: str, city: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'city': city}})}\n</tool_call>"
+
+
+TWO_CALLS = f"{call('weather', 'Kiel')}\n{call('time', 'Kiel')}"
+
+
+def asked(answer: str) -> list[dict]:
+    return [{"role": "user", "content": SAY + answer}]
+
+
+@pytest.fixture(scope="module")
+def scripted_http(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpPipeline]:
+    config = tmp_path_factory.mktemp("scripted") / "scripted.yaml"
+    config.write_bytes(msgspec.yaml.encode(scripted_pipeline(tiny_checkpoint)))
+    template = REPOSITORY / "stage_configs" / "qwen2_5_omni_tools.jinja"
+    environment = {"OMNI_ACTORS_ALLOW_IMPORTS": "tests.support"}
+    with HttpPipeline(config, arguments=[f"--tool-chat-template={template}"], environment=environment) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def scripted(scripted_http: HttpPipeline) -> Iterator[HttpPipeline]:
+    yield scripted_http
+    scripted_http.assert_idle()
+
+
+def test_a_call_is_an_answer_of_its_own_kind(scripted: HttpPipeline) -> None:
+    answer = scripted.openai().chat.completions.create(
+        model="scripted", messages=asked(f"Let me look.\n{TWO_CALLS}"), tools=TOOLS
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look.\n"
+    assert [(made.type, made.function.name) for made in choice.message.tool_calls] == [
+        ("function", "weather"),
+        ("function", "time"),
+    ]
+    assert {json.loads(made.function.arguments)["city"] for made in choice.message.tool_calls} == {"Kiel"}
+    assert len({made.id for made in choice.message.tool_calls}) == 2
+
+
+def test_calls_are_streamed_as_the_openai_package_puts_them_together(scripted: HttpPipeline) -> None:
+    with scripted.openai().chat.completions.stream(model="scripted", messages=asked(TWO_CALLS), tools=TOOLS) as stream:
+        pieces = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        final = stream.get_final_completion()
+    assert len(pieces) > 8, "arguments come bit by bit"
+    (choice,) = final.choices
+    assert choice.finish_reason == "tool_calls"
+    assert not choice.message.content
+    assert [json.loads(made.function.arguments) for made in choice.message.tool_calls] == [{"city": "Kiel"}] * 2
+
+
+def test_a_call_is_not_spoken(scripted: HttpPipeline) -> None:
+    """The talker echoes the tokens that it gets, which here are the bytes of the text."""
+    client = scripted.openai()
+    text = "Let me look."
+    answer = client.chat.completions.create(
+        model="scripted", messages=asked(text + call("weather", "Kiel")), tools=TOOLS, **SPOKEN
+    )
+    message = answer.choices[0].message
+    assert message.audio.transcript == text
+    assert message.tool_calls[0].function.name == "weather"
+    spoken = client.chat.completions.create(model="scripted", messages=asked(text), **SPOKEN).choices[0].message
+    assert len(message.audio.data) == len(spoken.audio.data)
+    assert len(base64.b64decode(spoken.audio.data)) >= len(text) * SAMPLES_PER_TOKEN * SAMPLE_BYTES
+
+
+def test_results_of_calls_are_part_of_later_turns(scripted: HttpPipeline) -> None:
+    client = scripted.openai()
+    turns: list = asked(call("weather", "Kiel"))
+    message = client.chat.completions.create(model="scripted", messages=turns, tools=TOOLS).choices[0].message
+    turns += [
+        message,
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "14 degrees"},
+        {"role": "user", "content": SHOW},
+    ]
+    prompt = client.chat.completions.create(model="scripted", messages=turns, tools=TOOLS, tool_choice="none")
+    shown = prompt.choices[0].message.content
+    assert '"description": "The weather of a city."' in shown
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Kiel"}}\n</tool_call>' in shown
+    assert "<tool_response>\n14 degrees\n</tool_response>" in shown
+    turns[2]["tool_call_id"] = "call_of_another"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="scripted", messages=turns, tools=TOOLS)
+    assert caught.value.param == "messages[2].tool_call_id"
+
+
+def test_no_choice_leaves_the_answer_as_it_is_and_no_parallel_calls_leave_the_first(scripted: HttpPipeline) -> None:
+    client = scripted.openai()
+    plain = client.chat.completions.create(model="scripted", messages=asked(TWO_CALLS), tools=TOOLS, tool_choice="none")
+    assert plain.choices[0].message.content == TWO_CALLS
+    assert plain.choices[0].finish_reason == "stop"
+    first = client.chat.completions.create(
+        model="scripted", messages=asked(TWO_CALLS), tools=TOOLS, parallel_tool_calls=False
+    )
+    assert [made.function.name for made in first.choices[0].message.tool_calls] == ["weather"]
+
+
+def test_tools_that_do_not_fit_are_refused_by_name(scripted: HttpPipeline, echo: HttpPipeline) -> None:
+    named = {"type": "function", "function": {"name": "wether"}}
+    for changes, param in (
+        ({"tool_choice": named}, "tool_choice.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+    ):
+        body = {"tools": TOOLS, **changes}
+        with pytest.raises(openai.BadRequestError) as caught:
+            scripted.openai().chat.completions.create(model="scripted", messages=asked("x"), **body)
+        assert caught.value.param == param
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        echo.openai().chat.completions.create(model="echo", messages=asked("x"), tools=TOOLS)

@@ -1,0 +1,236 @@
+"""Tools: in the prompt, in the answer by vLLM's parsers, and out of what is spoken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import FinishReason as VllmFinishReason
+
+from omni_actors.engine.chat_template import ChatTemplate
+from omni_actors.engine.core import make_request
+from omni_actors.engine.models.qwen2_5_omni.thinker import ThinkerOutputs
+from omni_actors.engine.text_decoder import TextDecoder
+from omni_actors.engine.tool_calls import ToolCallReader, parser_class
+from omni_actors.errors import ConfigError, InvalidRequest
+from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt
+from omni_actors.protocol.tensors import DType, TensorRef
+from omni_actors.protocol.tools import CollectedCalls, ToolCall, Tools
+from omni_actors.stage.engine_interface import StreamEvent, TextEvent
+from tests.support.paths import REPOSITORY
+
+TEMPLATE = str(REPOSITORY / "stage_configs" / "qwen2_5_omni_tools.jinja")
+WEATHER = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOOLS = Tools((json.dumps(WEATHER),))
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Kiel"}}\n</tool_call>'
+PROMPT_TOKENS = 3
+WIDTH = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_checkpoint)
+
+
+def reader(tokenizer: Any, tools: Tools = TOOLS) -> ToolCallReader:
+    return ToolCallReader(parser_class("hermes", tokenizer), tokenizer, tools, [1, 2, 3])
+
+
+def read_all(found: ToolCallReader, tokenizer: Any, answer: str) -> tuple[str, list[ToolCall], list[str]]:
+    """What a reader makes of an answer that comes token by token: text, calls, and the pieces of text."""
+    token_ids = tokenizer(answer)["input_ids"]
+    calls, texts = CollectedCalls(), []
+    for index, token in enumerate(token_ids):
+        text = tokenizer.decode([token])
+        content, pieces = found.read(text, [token], finished=index + 1 == len(token_ids))
+        texts.append(content)
+        calls.add(pieces)
+    return "".join(texts), calls.whole(), texts
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_separated_from_the_text_before_it(tokenizer: Any) -> None:
+    found = reader(tokenizer)
+    text, calls, pieces = read_all(found, tokenizer, f"Let me look.\n{CALL}")
+    assert text == "Let me look.\n"
+    assert len([piece for piece in pieces if piece]) > 3, "text is not held back until the end"
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Kiel"})]
+    assert calls[0].id
+    assert tokenizer.decode(tokenizer(f"Let me look.\n{CALL}")["input_ids"][: found.spoken]) == "Let me look.\n"
+
+
+def test_several_calls_have_ids_of_their_own_unless_one_is_wanted(tokenizer: Any) -> None:
+    _, calls, _ = read_all(reader(tokenizer), tokenizer, f"{CALL}\n{CALL}")
+    assert len(calls) == len({call.id for call in calls}) == 2
+    only = Tools(TOOLS.definitions, parallel=False)
+    _, calls, _ = read_all(reader(tokenizer, only), tokenizer, f"{CALL}\n{CALL}")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("answer", ["Nothing to call.", "a < b and <tool", "<", "Grüße 🌊"])
+def test_text_that_is_no_call_is_all_there_and_all_spoken(tokenizer: Any, answer: str) -> None:
+    found = reader(tokenizer)
+    detokenized = tokenizer.decode(tokenizer(answer)["input_ids"])
+    assert detokenized == answer
+    token_ids = tokenizer(answer)["input_ids"]
+    texts = [tokenizer.decode(token_ids[:end]) for end in range(len(token_ids) + 1)]
+    said = ""
+    for index, token in enumerate(token_ids):
+        fresh = texts[index + 1].removesuffix("\ufffd")[len(texts[index].removesuffix("\ufffd")) :]
+        content, calls = found.read(fresh, [token], finished=index + 1 == len(token_ids))
+        said += content
+        assert calls == ()
+    assert not found.calling
+    assert found.spoken == len(token_ids)
+    assert answer.startswith(said)
+
+
+def test_definitions_that_vllm_refuses_are_the_requests_error(tokenizer: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tools"):
+        reader(tokenizer, Tools((json.dumps({"name": "f", "parameters": [1]}),)))
+    for text in ("{", "[]", "{}"):
+        with pytest.raises(InvalidRequest, match="tools: a definition"):
+            reader(tokenizer, Tools((text,)))
+
+
+def test_a_call_that_must_be_made_is_refused(tokenizer: Any) -> None:
+    for tools in (Tools(TOOLS.definitions, "required"), Tools(TOOLS.definitions, "required", "weather")):
+        with pytest.raises(InvalidRequest, match="tool_choice"):
+            reader(tokenizer, tools)
+
+
+def test_a_parser_that_vllm_does_not_have_is_refused_with_the_nearest_one(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'hermes'"):
+        parser_class("hermess", tokenizer)
+
+
+# -- rows of the talker -----------------------------------------------------------------------------------------------
+
+
+def outputs_of(tokenizer: Any, answer: str) -> tuple[list[TextEvent], list[StreamEvent]]:
+    """The events that the thinker makes of an answer, with one row per position."""
+    token_ids = tokenizer(answer)["input_ids"]
+    request = make_request("r", [1, 2, 3], SamplingParams(max_tokens=len(token_ids)))
+    outputs = ThinkerOutputs("r", PROMPT_TOKENS, TextDecoder(tokenizer, request), True, reader(tokenizer))
+    texts, streams = [], []
+    position = 0
+    for index, token in enumerate(token_ids):
+        rows = PROMPT_TOKENS if index == 0 else 1  # the row of a token is computed when the next one is sampled
+        emitted = {"start": position, "rows": torch.full((rows, WIDTH), float(index))}
+        position += rows
+        reason = VllmFinishReason.STOP if index + 1 == len(token_ids) else None
+        output = EngineCoreOutput("r", [token], finish_reason=reason, pooling_output=emitted)
+        for event in outputs.convert(output):
+            (texts if isinstance(event, TextEvent) else streams).append(event)
+    return texts, streams
+
+
+def rows_in(streams: list[StreamEvent]) -> int:
+    return sum(event.tensors["rows"].shape[0] for event in streams if "rows" in event.tensors)
+
+
+def test_the_talker_gets_no_rows_of_a_call_and_its_end_early(tokenizer: Any) -> None:
+    before = "Let me look.\n"
+    texts, streams = outputs_of(tokenizer, f"{before}{CALL}")
+    assert "".join(event.text for event in texts) == before
+    assert rows_in(streams) == PROMPT_TOKENS + len(tokenizer(before)["input_ids"])
+    assert [event.final for event in streams].count(True) == 1
+    assert streams[-1].final
+    assert [event.start for event in streams] == sorted(event.start for event in streams)
+
+
+def test_an_answer_that_only_calls_gives_the_talker_nothing_to_say(tokenizer: Any) -> None:
+    texts, streams = outputs_of(tokenizer, CALL)
+    assert "".join(event.text for event in texts) == ""
+    assert rows_in(streams) == PROMPT_TOKENS
+    assert streams[-1].final
+
+
+def test_an_answer_without_calls_is_spoken_whole(tokenizer: Any) -> None:
+    answer = "It is <tool"
+    _, streams = outputs_of(tokenizer, answer)
+    assert rows_in(streams) == PROMPT_TOKENS + len(tokenizer(answer)["input_ids"]) - 1, "the last has no row yet"
+    assert streams[-1].final
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def said(role: str, text: str, **more: Any) -> ChatMessage:
+    return ChatMessage(role, (ContentPart(text=text),) if text else (), **more)
+
+
+def test_without_tools_the_template_is_the_models_own(tokenizer: Any) -> None:
+    media = tuple(Media(kind, MediaEncoding.FILE, TensorRef(DType.U8, (1,), 0)) for kind in ("image", "audio", "video"))
+    user = ChatMessage("user", (*(ContentPart(media=index) for index in range(3)), ContentPart(text="What?")))
+    plain = ChatTemplate(tokenizer, None, None)
+    for messages in (
+        (user,),
+        (said("system", "Be brief."), user, said("assistant", "Yes."), said("user", "And?")),
+        (said("user", "a"), said("system", "later"), said("user", "b")),
+    ):
+        prompt = Prompt(messages=messages, media=media)
+        builtins = [plain_message(message, prompt) for message in messages]
+        ours = tokenizer.apply_chat_template(
+            builtins, chat_template=Path(TEMPLATE).read_text(), tokenize=False, add_generation_prompt=True
+        )
+        assert ours == plain.render(prompt)
+
+
+def plain_message(message: ChatMessage, prompt: Prompt) -> dict[str, Any]:
+    parts = [
+        {"type": "text", "text": part.text} if part.media is None else {"type": prompt.media[part.media].modality}
+        for part in message.content
+    ]
+    return {"role": message.role, "content": parts}
+
+
+def test_definitions_calls_and_results_are_in_the_prompt(tokenizer: Any) -> None:
+    call = ToolCall("call_1", "weather", '{"city":"Kiel"}')
+    prompt = Prompt(
+        messages=(
+            said("user", "The weather in Kiel?"),
+            said("assistant", "", tool_calls=(call,)),
+            said("tool", "14 degrees", tool_call_id="call_1"),
+            said("tool", "rain", tool_call_id="call_1"),
+        ),
+        tools=TOOLS,
+    )
+    text = ChatTemplate(tokenizer, "hermes", TEMPLATE).render(prompt)
+    head, _, rest = text.partition("\n</tools>\n\nFor")
+    assert json.loads(head.rpartition("<tools>\n")[2]) == {"type": "function", "function": WEATHER}
+    assert "<|im_start|>user\nThe weather in Kiel?<|im_end|>\n" in rest
+    called = rest.partition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
+    assert json.loads(called.strip().removeprefix("<tool_call>").removesuffix("</tool_call>")) == {
+        "name": "weather",
+        "arguments": {"city": "Kiel"},
+    }
+    assert rest.endswith(
+        "<|im_start|>user\n<tool_response>\n14 degrees\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_tools_are_refused_where_nothing_could_read_the_calls(tokenizer: Any) -> None:
+    prompt = Prompt(messages=(said("user", "x"),), tools=TOOLS)
+    with pytest.raises(InvalidRequest, match="--tool-call-parser"):
+        ChatTemplate(tokenizer, None, None).render(prompt)
+    with pytest.raises(ConfigError, match="no place for tools"):
+        ChatTemplate(tokenizer, "hermes", None)
+    with pytest.raises(ConfigError, match="cannot read"):
+        ChatTemplate(tokenizer, "hermes", "/nowhere")
+    wrong = said("assistant", "", tool_calls=(ToolCall("c", "weather", "[1]"),))
+    with pytest.raises(InvalidRequest, match="arguments of the tool call 'weather'"):
+        ChatTemplate(tokenizer, "hermes", TEMPLATE).render(Prompt(messages=(wrong,), tools=TOOLS))
