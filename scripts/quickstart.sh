@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Goes from a clean checkout to a spoken answer: environment, tiny checkpoint, pipeline, one request. Needs no GPU and no
-# model download.
+# Goes from a clean checkout to a spoken answer: environment, pipeline, one request. Needs no GPU and no model download:
+# the checkpoint that speaks is in examples/speaker.
 #
 #   scripts/quickstart.sh [--venv DIR] [PROMPT]
 set -euo pipefail
@@ -11,10 +11,9 @@ if [[ "${1:-}" == "--venv" ]]; then
     venv=${2:?--venv needs a folder}
     shift 2
 fi
-prompt=${1:-"Say something about the sea."}
-checkpoint=checkpoints/tiny_qwen2_5_omni
+prompt=${1:-"Say: The children found a small boat near the river."}
 
-scripts/setup.sh --venv "$venv"
+scripts/setup.sh --venv "$venv" --without-tests
 export HF_HUB_OFFLINE=1
-[[ -f $checkpoint/model.safetensors ]] || "$venv/bin/python" -m tools.checkpoints tiny "$checkpoint"
-"$venv/bin/python" -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --prompt "$prompt" --save-audio answer.wav
+"$venv/bin/python" -m omni_actors.launch stage_configs/tiny_speaker.yaml --prompt "$prompt" --save-audio answer.wav
+echo "quickstart: the answer is in answer.wav; to talk to it in a browser: $venv/bin/omni-actors launch stage_configs/tiny_speaker.yaml --http 127.0.0.1:8000"

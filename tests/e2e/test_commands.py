@@ -1,14 +1,10 @@
-"""The main job as a command, and the offline class, each with a pipeline of its own."""
+"""The offline class with a pipeline of its own; `test_speaker.py` has the command."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy
 import pytest
-import soundfile
 
 from omni_actors.client.offline import OmniLLM
 from omni_actors.errors import UnknownVoice
@@ -17,21 +13,6 @@ from tests.support.paths import REPOSITORY
 pytestmark = pytest.mark.e2e
 
 CONFIG = "stage_configs/tiny_qwen2_5_omni.yaml"
-
-
-def test_one_prompt_from_the_command_line(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    wav = tmp_path / "out.wav"
-    command = [sys.executable, "-m", "omni_actors.launch", CONFIG, "--model", str(tiny_checkpoint)]
-    command += ["--prompt", "What is the capital of France?", "--save-audio", str(wav), "--seed", "3"]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
-    assert run.returncode == 0, run.stderr
-    assert len(run.stdout.split()) > 8, "the answer's text goes to stdout"
-    assert "missing: " in run.stderr
-    assert "ready after" in run.stderr
-    samples, rate = soundfile.read(wav)
-    assert rate == 24_000
-    assert len(samples) == 64 * 480  # the talker's 64 tokens of the YAML
-    assert 0.05 < numpy.abs(samples).max() < 0.95
 
 
 def test_offline_generation_keeps_order_and_fails_one_alone(tiny_checkpoint: Path) -> None:

@@ -19,7 +19,7 @@ BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", (REPOSITORY / "docs" / "htt
 def test_example(echo: HttpPipeline, tmp_path: Path, language: str, block: str) -> None:
     (tmp_path / "sea.png").write_bytes(picture())
     (tmp_path / "question.wav").write_bytes(sound())
-    code = block.replace("http://127.0.0.1:8000", echo.url).replace("tiny-qwen2.5-omni", "echo")
+    code = block.replace("http://127.0.0.1:8000", echo.url).replace("tiny-speaker", "echo")
     if language == "bash":
         command = ["bash", "-euo", "pipefail", "-c", code.replace("curl ", "curl --fail-with-body ")]
     else:

@@ -1,0 +1,11 @@
+"""Makes the checkpoint that speaks, `examples/speaker/`: a Qwen2.5-Omni of 7.6 million weights that flite has taught.
+
+    tools/speaker/flite/build.sh                        the teacher: flite's two CMU voices as one program
+    python -m tools.speaker corpus WORK                 texts and tasks, tokenizer, configuration
+    python -m tools.speaker judge WORK                  which phone a sound is, for tests and benchmarks
+    python -m tools.speaker export WORK/parts OUT       the checkpoint, in the published layout
+    python -m tools.speaker evaluate OUT                word and phone errors, stage by stage
+
+The teacher gives phones, durations and pitch, from which `codec` makes 50 codes a second. The talker learns these
+codes, the DiT and BigVGAN the sound of them. Training is plain torch on one GPU. omni_actors imports nothing of this.
+"""

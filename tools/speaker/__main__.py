@@ -1,0 +1,131 @@
+"""Command line: `python -m tools.speaker corpus|judge|export|evaluate ...`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.checkpoints.errors import FolderError
+from tools.checkpoints.measure import quiet_transformers
+from tools.speaker.errors import SpeakerError
+
+STAGES = ("teacher", "codes", "chain", "tasks", "digits")
+
+
+def add_corpus(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command that makes the texts."""
+    command = commands.add_parser("corpus", help="texts, tasks, tokenizer and configuration; needs WordNet")
+    command.add_argument("work", type=Path, help="folder for everything that the training reads and writes")
+    command.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="checkpoint whose tokenizer to take, to train its weights on (default: a new one)",
+    )
+    command.set_defaults(run=run_corpus)
+
+
+def run_corpus(options: argparse.Namespace) -> None:
+    """Writes the corpus."""
+    from tools.speaker.corpus import write_corpus
+
+    print(f"speaker: {write_corpus(options.work, options.tokenizer)} in {options.work}")
+
+
+def add_judge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command that fits the judge of sound."""
+    command = commands.add_parser("judge", help="fit the judge of tests and benchmarks to the teacher's speech")
+    command.add_argument("work", type=Path, help="folder of the corpus")
+    command.add_argument("--sentences", type=int, default=90)
+    command.set_defaults(run=run_judge)
+
+
+def run_judge(options: argparse.Namespace) -> None:
+    """Fits the judge and writes it beside the code."""
+    from tools.speaker.corpus import Corpus
+    from tools.speaker.judge import DATA, Judge
+
+    Judge.fit_to_teacher(Corpus.load(options.work).sentences[: options.sentences]).save()
+    print(f"speaker: wrote {DATA}")
+
+
+def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command that writes a checkpoint."""
+    command = commands.add_parser("export", help="put the four parts together as a checkpoint")
+    command.add_argument("parts", type=Path, help="folder with PART.safetensors, or another checkpoint")
+    command.add_argument("out", type=Path)
+    command.add_argument(
+        "--tokenizer", type=Path, help="folder with the tokenizer of the training (default: PARTS, or model beside it)"
+    )
+    command.set_defaults(run=run_export)
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """Writes the checkpoint."""
+    from tools.speaker.export import export
+
+    beside = options.parts.parent / "model"
+    tokenizer = options.tokenizer or (beside if (beside / "tokenizer.json").exists() else options.parts)
+    size = export(options.parts, tokenizer, options.out)
+    print(f"speaker: wrote {options.out}, {size / 1e6:.1f} MB")
+
+
+def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command that judges a checkpoint."""
+    command = commands.add_parser("evaluate", help="word and phone errors, stage by stage, both voices")
+    command.add_argument("checkpoint", type=Path)
+    command.add_argument("--stages", default=",".join(STAGES), help=f"some of {', '.join(STAGES)}")
+    command.add_argument("--sentences", type=int, default=12, help="of the 30 held-out ones (default: 12)")
+    command.add_argument("--wavs", type=Path, help="folder for what was said")
+    command.add_argument("--no-recogniser", action="store_true", help="phones and texts only")
+    command.set_defaults(run=run_evaluate)
+
+
+def run_evaluate(options: argparse.Namespace) -> None:
+    """Prints the scores, and every answer with a mistake."""
+    import soundfile
+
+    from tools.speaker.evaluate import Spoken, evaluate
+    from tools.speaker.recogniser import load_recogniser
+
+    stages = options.stages.split(",")
+    if unknown := [stage for stage in stages if stage not in STAGES]:
+        raise SpeakerError(f"Unknown stage {unknown[0]!r}; there are {', '.join(STAGES)}.")
+
+    def keep(stage: str, voice: str, number: int, said: Spoken) -> None:
+        if options.wavs:
+            options.wavs.mkdir(parents=True, exist_ok=True)
+            soundfile.write(options.wavs / f"{stage}_{voice}_{number:02}.wav", said.wave, 24_000)
+
+    recognise = None if options.no_recogniser else load_recogniser()
+    for line in evaluate(options.checkpoint, stages, options.sentences, recognise, keep):
+        print(line, flush=True)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.speaker", description="Makes the checkpoint that speaks.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (add_corpus, add_judge, add_export, add_evaluate):
+        add(commands)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns 0, or 1 if the step cannot run."""
+    options = make_parser().parse_args(arguments)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    quiet_transformers()
+    run: Callable[[argparse.Namespace], None] = options.run
+    try:
+        run(options)
+    except (SpeakerError, FolderError, OSError) as error:
+        print(f"speaker: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

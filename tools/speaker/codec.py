@@ -1,0 +1,163 @@
+"""The codec: 50 codes a second, each a phone, the third of it, whether a word begins with it, and the pitch.
+
+Code 0 is the vocoder's "no code" of classifier-free guidance. Only a synthesiser's speech can be encoded, because the
+phones and where they end must be known. The numbers are a part of the trained weights: never change their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Codes = npt.NDArray[np.int64]
+
+PHONES = (
+    *("pau", "aa", "ae", "ah", "ao", "aw", "ax", "ay", "b", "ch", "d", "dh", "eh", "er", "ey", "f", "g", "hh", "ih"),
+    *("iy", "jh", "k", "l", "m", "n", "ng", "ow", "oy", "p", "r", "s", "sh", "t", "th", "uh", "uw", "v", "w", "y"),
+    *("z", "zh", "axr"),
+)
+UNVOICED = frozenset({"pau", "ch", "f", "hh", "k", "p", "s", "sh", "t", "th"})
+THIRDS = 3
+PITCH_LEVELS = 6  # 0: no pitch; 1 to 5: from low to high
+CODE_MS = 20
+PITCH_FRAME_MS = 5
+LEAD_MS, TAIL_MS = 60, 120  # this much of the silence at either end is kept
+VOICED_HZ = 30.0
+
+
+@dataclass(frozen=True)
+class Voice:
+    """A voice of the checkpoint.
+
+    Args:
+        name: as published.
+        teacher: flite's name for the voice that it learns from.
+        mean_hz: the teacher's usual pitch.
+        edges: borders between pitch levels 1 to 5, in semitones from `mean_hz`.
+        stretch: factor of the teacher's durations.
+    """
+
+    name: str
+    teacher: str
+    mean_hz: float
+    edges: tuple[float, float, float, float]
+    stretch: float
+
+
+VOICES = {
+    "Chelsie": Voice("Chelsie", "slt", 174.0, (-1.0, -0.35, 0.3, 1.2), 1.0),
+    "Ethan": Voice("Ethan", "rms", 97.0, (-2.0, -0.2, 1.0, 2.4), 0.9),  # rms speaks slowly
+}
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """What the teacher says about one text.
+
+    Args:
+        phones: index in `PHONES` of each phone.
+        word_starts: whether a word begins with it.
+        ends_ms: where each phone ends.
+        pitch_hz: one value for each 5 ms, 0 where there is none.
+        samples: int16 at 16 kHz; empty unless the wave was asked for.
+    """
+
+    phones: npt.NDArray[np.int64]
+    word_starts: npt.NDArray[np.bool_]
+    ends_ms: npt.NDArray[np.int64]
+    pitch_hz: npt.NDArray[np.float64]
+    samples: npt.NDArray[np.int16] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Sound:
+    """The meaning of one code: `phone` and `third` as indices, `pitch` as a level."""
+
+    phone: int
+    third: int
+    word_start: bool
+    pitch: int
+
+
+def _sounds() -> list[Sound]:
+    """Returns the meaning of every code from 1 on; a word starts in a phone's first third only."""
+    found = []
+    for phone, name in enumerate(PHONES):
+        levels = 1 if name in UNVOICED else PITCH_LEVELS
+        for third in range(THIRDS):
+            starts = (False, True) if third == 0 and name != "pau" else (False,)
+            found += [Sound(phone, third, start, level) for start in starts for level in range(levels)]
+    return found
+
+
+SOUNDS = _sounds()
+CODES = len(SOUNDS) + 1  # with code 0
+_NUMBER = {sound: number for number, sound in enumerate(SOUNDS, 1)}
+
+
+def encode(utterance: Utterance, voice: Voice) -> tuple[Codes, int]:
+    """Returns the codes of an utterance, and at which millisecond of it they begin."""
+    ends = utterance.ends_ms
+    first, last = 0, int(ends[-1])
+    if utterance.phones[0] == 0:
+        first = max(0, int(ends[0]) - LEAD_MS) // PITCH_FRAME_MS * PITCH_FRAME_MS
+    if utterance.phones[-1] == 0 and len(ends) > 1:
+        last = min(last, int(ends[-2]) + TAIL_MS)
+    middles = first + CODE_MS * np.arange(max(1, (last - first) // CODE_MS)) + CODE_MS // 2
+    which = np.minimum(np.searchsorted(ends, middles, side="right"), len(ends) - 1)
+    thirds, levels = _thirds(which), _pitch_levels(utterance.pitch_hz, middles, voice)
+    codes = np.empty(len(middles), np.int64)
+    for place, (index, third, level) in enumerate(zip(which, thirds, levels, strict=True)):
+        phone = int(utterance.phones[index])
+        start = bool(utterance.word_starts[index]) and third == 0 and phone != 0
+        voiced = PHONES[phone] not in UNVOICED
+        codes[place] = _NUMBER[Sound(phone, int(third), start, int(level) if voiced else 0)]
+    return codes, first
+
+
+def _thirds(which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns the third of its phone in which each code lies, so that every phone begins with third 0."""
+    changes = np.flatnonzero(np.diff(which, prepend=which[0] - 1))
+    sizes = np.diff(np.append(changes, len(which)))
+    inside = np.arange(len(which)) - np.repeat(changes, sizes)
+    return np.asarray(THIRDS * inside // np.maximum(np.repeat(sizes, sizes), THIRDS), np.int64)
+
+
+def _pitch_levels(pitch: npt.NDArray[np.float64], middles: npt.NDArray[np.int64], voice: Voice) -> Codes:
+    """Returns the level of the mean pitch of the four frames around each point; 0 unless two of them have a pitch."""
+    if not len(pitch):
+        return np.zeros(len(middles), np.int64)
+    frames = (middles[:, None] + np.array([-8, -3, 2, 7])) // PITCH_FRAME_MS
+    around = pitch[np.clip(frames, 0, len(pitch) - 1)]
+    voiced = around > VOICED_HZ
+    count = voiced.sum(1)
+    mean = np.where(voiced, around, 0).sum(1) / np.maximum(count, 1)
+    semitones = 12 * np.log2(np.where(count >= 2, mean, voice.mean_hz) / voice.mean_hz)
+    return np.where(count >= 2, 1 + np.searchsorted(voice.edges, semitones), 0)
+
+
+def phones_of(codes: Iterable[int]) -> list[str]:
+    """Returns the phones that codes stand for; silence and what is no sound are left out."""
+    phones: list[str] = []
+    previous = Sound(-1, 0, False, 0)
+    for code in codes:
+        if not 0 < code < CODES:
+            continue
+        sound = SOUNDS[code - 1]
+        if sound.phone != previous.phone or sound.third < previous.third:
+            phones.append(PHONES[sound.phone])
+        previous = sound
+    return [phone for phone in phones if phone != "pau"]
+
+
+def edit_distance(wanted: Sequence[str], found: Sequence[str]) -> int:
+    """Returns how many insertions, deletions and substitutions turn one list into the other."""
+    row = list(range(len(found) + 1))
+    for index, word in enumerate(wanted, 1):
+        diagonal, row[0] = row[0], index
+        for place, other in enumerate(found, 1):
+            diagonal, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, diagonal + (word != other))
+    return row[-1]
