@@ -23,7 +23,7 @@ repo_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$repo_root/.venv"
 python=""
 flavour="cpu"
-extras="http,test"
+extras="http,realtime,test"
 latest=false
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -38,7 +38,7 @@ while [[ $# -gt 0 ]]; do
             shift 2
             ;;
         --cuda) flavour="cuda"; shift ;;
-        --without-tests) extras="http"; shift ;;
+        --without-tests) extras="http,realtime"; shift ;;
         --latest) latest=true; shift ;;
         -h | --help) usage; exit 0 ;;
         *) echo "setup: unknown argument: $1" >&2; usage >&2; exit 2 ;;

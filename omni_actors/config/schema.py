@@ -335,6 +335,11 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
             and `model` unless it is a path. The flag is `--served-name`, once for each.
         voice_aliases: further names of voices, such as `alloy: Chelsie`. The flag is `--voice-alias alloy=Chelsie`,
             once for each. A voice of the pipeline keeps its own name.
+        realtime_sessions: sessions of /v1/realtime at a time.
+        realtime_session_seconds: longest session.
+        realtime_idle_seconds: seconds without an event of the client, and without an answer, that end a session.
+        realtime_event_bytes: largest event of a client.
+        realtime_events_per_second: events that are read of a client in the long run; it is slowed down to this.
         cors_origins: origins (`https://example.com`, or `*`) whose web pages may use the server from a browser; by
             default none.
         certificate: PEM file with the certificate and its chain; makes the server speak https.
@@ -358,6 +363,11 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     write_timeout: Seconds = 60.0
     served_names: Annotated[list[Line], Meta(max_length=64)] = []
     voice_aliases: Annotated[dict[Line, Line], Meta(max_length=64)] = {}
+    realtime_sessions: Annotated[int, Meta(ge=0, le=1 << 16)] = 64
+    realtime_session_seconds: Seconds = 3600.0
+    realtime_idle_seconds: Seconds = 300.0
+    realtime_event_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 30)] = 20 << 20
+    realtime_events_per_second: Annotated[int, Meta(ge=1, le=1_000_000)] = 500
     cors_origins: Annotated[list[Origin], Meta(max_length=64)] = []
     certificate: Line | None = None
     key: Line | None = None

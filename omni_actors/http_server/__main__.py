@@ -19,7 +19,7 @@ from omni_actors import envs, logs
 from omni_actors.addresses import is_endpoint
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol
+from omni_actors.http_server.connections import RESERVED_FILES, BoundedWebSocket, bounded_protocol
 from omni_actors.http_server.settings import (
     SPEC_FLAG,
     HttpServerSpec,
@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         http=bounded_protocol(settings, raise_file_limit(RESERVED_FILES)),
         log_config=None,
         access_log=False,  # the middleware logs each request with its id
-        ws="none",
+        ws=BoundedWebSocket,
+        ws_max_size=settings.realtime_event_bytes,
+        ws_per_message_deflate=False,  # sound does not get smaller, and a small frame could become a large one
         proxy_headers=False,
         lifespan="on",
         server_header=False,

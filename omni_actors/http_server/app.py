@@ -22,6 +22,8 @@ from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.json_body import schemas
 from omni_actors.http_server.middleware import RequestMiddleware
+from omni_actors.http_server.realtime import route as realtime
+from omni_actors.http_server.reservations import BodyBytes
 from omni_actors.http_server.routing import no_route
 from omni_actors.http_server.schemas import ChatRequest, CompletionRequest, SpeechRequest
 from omni_actors.http_server.settings import ServerSettings
@@ -67,8 +69,9 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> A
     Args:
         fetcher: fetches media by URL; made from `settings` if `None`.
     """
-    routes = create_routes(settings, fetcher=fetcher)
-    app: ASGIApp = RequestMiddleware(routes, settings, routes.routes)
+    bodies = BodyBytes(settings.bodies_bytes)
+    routes = create_routes(settings, fetcher=fetcher, bodies=bodies)
+    app: ASGIApp = RequestMiddleware(routes, settings, routes.routes, bodies)
     if settings.cors_origins:
         # Outermost, because a browser asks in advance without the key, and must be able to read refusals.
         app = CORSMiddleware(
@@ -81,12 +84,14 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> A
     return app
 
 
-def create_routes(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> FastAPI:
+def create_routes(
+    settings: ServerSettings, *, fetcher: Fetcher | None = None, bodies: BodyBytes | None = None
+) -> FastAPI:
     """Make the application without its middleware, so without key, limits on bodies and request ids."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        state = ServerState(settings, fetcher)
+        state = ServerState(settings, bodies or BodyBytes(settings.bodies_bytes), fetcher)
         async with state.client:
             app.state.server = state
             yield
@@ -100,7 +105,7 @@ def create_routes(settings: ServerSettings, *, fetcher: Fetcher | None = None) -
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_routing)
     app.add_exception_handler(Exception, _on_bug)
-    for module in (chat, completions, speech, transcriptions, files, status, web_page):
+    for module in (chat, completions, speech, transcriptions, files, realtime, status, web_page):
         app.include_router(module.router)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app

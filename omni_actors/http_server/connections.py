@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
 import msgspec
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.pipelining import PipelinedProtocol
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 RESERVED_FILES = 64  # for all but connections: logs, sockets to the pipeline, media that are fetched
 TLS_CLOSE_SECONDS = 2.0  # for the peer to answer the end of its encrypted connection
+CLOSE_SECONDS = 5.0  # for a WebSocket's client to read what was sent to it before its session ended
 LINGER_SECONDS = 1.0  # for which more of a head that is too large is read and discarded, so that its sender sees why
 PIPELINED_REQUESTS = 16  # that may wait for the answer to an earlier one on the same connection
 REASONS = {
@@ -47,6 +49,15 @@ def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio
         "idle": {},
     }
     return type("Protocol", (BoundedProtocol,), limits)  # uvicorn makes one for each connection, without arguments
+
+
+class BoundedWebSocket(WebSocketsSansIOProtocol):
+    """Does not wait for a client that leaves the end of its session unread."""
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        """Cut the connection soon after the application is done with it."""
+        super().on_task_complete(task)
+        self.loop.call_later(CLOSE_SECONDS, self.transport.abort)
 
 
 def _begun(coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
@@ -84,6 +95,7 @@ class BoundedProtocol(PipelinedProtocol):
         self._clock: TimerHandle | None = None
         self._refused = False
         self._handshake: asyncio.Task[asyncio.Transport | None] | None = None
+        self._upgraded = False  # to a WebSocket, which has a protocol of its own
         self._early: list[bytes] = []  # what was decrypted before the handshake was known to be over
 
     # -- asyncio.Protocol
@@ -142,7 +154,7 @@ class BoundedProtocol(PipelinedProtocol):
         if self._handshake is not None:
             self._early.append(data)
             return
-        while data and not self._refused and not self.transport.is_closing():
+        while data and not self._refused and not self._upgraded and not self.transport.is_closing():
             if not self._in_head:
                 super().data_received(data)
                 return
@@ -154,6 +166,14 @@ class BoundedProtocol(PipelinedProtocol):
             super().data_received(piece)
             if self._in_head and self._head_bytes >= self.head_limit:
                 self._refuse(431, f"The head of a request is limited to {self.head_limit} bytes.", "head_too_large")
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand the connection, which still counts, to a WebSocket, unless an answer is being sent on it."""
+        if self._answering():
+            self._refuse(400, "A WebSocket cannot begin before the answer to the request before.", "invalid_http")
+            return
+        self._upgraded = True
+        super().handle_websocket_upgrade()
 
     # -- callbacks of the parser
 

@@ -78,6 +78,8 @@ def _of(message: str, kind: Any, where: str) -> HttpError:
     if what.startswith("Object missing required field `"):
         name = what.partition("`")[2].removesuffix("`")
         return _error(_join(where, f"{path}.{name}"), "the field is missing.", "missing_required_parameter")
+    if what.startswith("Invalid base64"):
+        return _error(_join(where, path), "this is not valid base64.", "invalid_base64")
     if what.startswith("Invalid "):  # value or enum value
         choices = _choices(kind, path)
         given = what.partition("'")[2].removesuffix("'")[:NAME_CHARACTERS]

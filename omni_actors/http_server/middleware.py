@@ -1,4 +1,4 @@
-"""Middleware for every request: checks of host, key, type and size of the body, and one log line.
+"""Middleware for every request: checks of host, origin, key, type and size of the body, and one log line.
 
 Bodies are read completely here, so that exceeding a limit is a plain 413 or 408 and the routes get bounded bodies.
 """
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from omni_actors.addresses import is_loopback
 from omni_actors.http_server.errors import HttpError
@@ -33,6 +34,10 @@ OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no 
 VALID_TRACEPARENT = re.compile(TRACEPARENT)
 BODY_TYPES = dict.fromkeys(("/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations"), "multipart/form-data")
 DEFAULT_BODY_TYPE = "application/json"
+WEBSOCKET_PATHS = frozenset({"/v1/realtime"})
+KEY_SUBPROTOCOL = "openai-insecure-api-key."  # as OpenAI's pages send it
+SWITCHING_PROTOCOLS = 101
+BEGINNINGS = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
 POLLED_PATHS = frozenset({"/v1/status", "/health", "/metrics"})  # logged at debug only
 
 
@@ -43,15 +48,17 @@ class RequestMiddleware:
     it is valid, else `None`) into the scope's state.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, routes: Sequence[BaseRoute]) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, routes: Sequence[BaseRoute], bodies: BodyBytes | None = None
+    ) -> None:
         self._app = app
         self._routes = routes
         self._settings = settings
-        self._bodies = BodyBytes(settings.bodies_bytes)
+        self._bodies = bodies or BodyBytes(settings.bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; websockets and lifespan events pass through untouched."""
-        if scope["type"] != "http":
+        """Serve one request or WebSocket; lifespan events pass through untouched."""
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -65,8 +72,8 @@ class RequestMiddleware:
 
         async def answer(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            if message["type"] in BEGINNINGS:
+                status = message.get("status", SWITCHING_PROTOCOLS)
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
@@ -77,7 +84,7 @@ class RequestMiddleware:
             logger.log(
                 logging.DEBUG if quiet else logging.INFO,
                 "%s %s %d in %.3f s",
-                scope["method"],
+                scope.get("method", "WEBSOCKET"),
                 _printable(scope["path"][:200]),
                 status,
                 time.monotonic() - began,
@@ -98,17 +105,29 @@ class RequestMiddleware:
                 self._check_host(headers)
                 self._check_origin(scope, headers)
                 self._check_key(scope["path"], headers)
+                if scope["type"] == "websocket":
+                    await self._run_websocket(scope, receive, send)
+                    return
                 check_route(self._routes, scope)
                 body = b""
                 if scope["method"] in ("POST", "PUT", "PATCH"):
                     self._check_type(scope["path"], headers)
                     body = await self._read(headers, receive, reservation)
             except HttpError as error:
-                await error.response()(scope, receive, answer)
+                if scope["type"] == "websocket":
+                    await WebSocket(scope, receive, send).send_denial_response(error.response())
+                else:
+                    await error.response()(scope, receive, answer)
                 return
             await self._app(scope, _ReceiveAgain(body, receive), answer)
         finally:
             reservation.release()
+
+    async def _run_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in WEBSOCKET_PATHS:
+            message = f"There is no WebSocket at {scope['path'][:200]!r}."
+            raise HttpError(404, message, code="not_found")
+        await self._app(scope, receive, send)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +162,7 @@ class RequestMiddleware:
             return
         own = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
         # A link on another site may lead to the page.
-        linked = scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
+        linked = scope.get("method") in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
         if not own or (headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not linked):
             raise HttpError(
                 403,
@@ -157,6 +176,8 @@ class RequestMiddleware:
         if key is None or path in OPEN_PATHS:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if not given:
+            scheme, given = "bearer", _key_of_subprotocols(headers)
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
             raise HttpError(
                 401, "The API key is missing or wrong: send Authorization: Bearer KEY.", code="invalid_api_key"
@@ -197,6 +218,14 @@ class RequestMiddleware:
                 408, f"The body did not arrive completely within {seconds:g} s.", code="body_timeout"
             ) from None
         return b"".join(pieces)
+
+
+def _key_of_subprotocols(headers: Headers) -> str:
+    """The key that a browser sends for a WebSocket, to which its pages can add no header. Empty if there is none."""
+    for name in headers.get("sec-websocket-protocol", "").split(","):
+        if name.strip().startswith(KEY_SUBPROTOCOL):
+            return name.strip().removeprefix(KEY_SUBPROTOCOL)
+    return ""
 
 
 def _printable(path: str) -> str:

@@ -35,6 +35,11 @@ class Reservation:
         self.size += size
         self._bodies.used += size
 
+    def settle(self, size: int) -> None:
+        """Hold this much from now on, without a refusal: what exceeds the limit makes the next `add` fail."""
+        self._bodies.used += size - self.size
+        self.size = size
+
     def release(self) -> None:
         """Give all of it back. Idempotent."""
         self._bodies.used -= self.size

@@ -17,6 +17,8 @@ from omni_actors.errors import OmniError
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.media import MediaReader
+from omni_actors.http_server.realtime.shared import Realtime
+from omni_actors.http_server.reservations import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.http_server.tenants import TenantNames
@@ -36,8 +38,9 @@ KNOWN_SECONDS = 2.0  # the same for what does not change while a pipeline runs
 class ServerState:
     """One per application, in `app.state.server`."""
 
-    def __init__(self, settings: ServerSettings, fetcher: Fetcher | None = None) -> None:
+    def __init__(self, settings: ServerSettings, bodies: BodyBytes, fetcher: Fetcher | None = None) -> None:
         self.settings = settings
+        self.realtime = Realtime(settings, bodies)
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
         self.files = FileStore(settings.files_bytes, settings.file_seconds)
         self.transcripts = Transcripts()
@@ -89,6 +92,7 @@ class ServerState:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
         await self.client.close()
+        self.realtime.close()
         await asyncio.to_thread(self._decoders.close)
 
     # -- names --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from starlette.responses import Response
 from omni_actors.errors import InvalidRequest
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.state import State, json_response, readiness
+from omni_actors.telemetry.metric_table import HTTP_TABLE
+from omni_actors.telemetry.prometheus import render
 from omni_actors.telemetry.timeline import as_json
 
 router = APIRouter()
@@ -90,8 +92,9 @@ async def status(state: State) -> Response:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(state: State) -> Response:
-    """Prometheus text of the whole pipeline."""
-    return Response(await state.client.metrics(), media_type=METRICS_TYPE)
+    """Prometheus text of the whole pipeline, and of this server."""
+    own = render(state.realtime.meters, HTTP_TABLE)
+    return Response(await state.client.metrics() + own, media_type=METRICS_TYPE)
 
 
 @router.get("/v1/requests", response_class=Response)

@@ -27,7 +27,8 @@ class Metric(NamedTuple):
     bounds: tuple[float, ...] = ()
 
 
-TABLE: dict[str, Metric] = {}
+TABLE: dict[str, Metric] = {}  # of the pipeline: every endpoint exports them
+HTTP_TABLE: dict[str, Metric] = {}  # of the HTTP server, which exports them besides those of the pipeline
 COORDINATOR = ("coordinator", "0")  # its values of the labels stage and replica
 
 
@@ -41,6 +42,10 @@ def _gauge(name: str, labels: tuple[str, ...], help: str) -> Metric:
 
 def _histogram(name: str, labels: tuple[str, ...], bounds: tuple[float, ...], help: str) -> Metric:
     return TABLE.setdefault(name, Metric(name, Kind.HISTOGRAM, labels, help, bounds))
+
+
+def _http(kind: Kind, name: str, labels: tuple[str, ...], help: str, bounds: tuple[float, ...] = ()) -> Metric:
+    return HTTP_TABLE.setdefault(name, Metric(name, kind, labels, help, bounds))
 
 
 _LATENCIES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
@@ -194,11 +199,41 @@ VLLM_QUERIES = _counter(
 )
 VLLM_HITS = _counter("omni_vllm_prefix_cache_hits_total", _REPLICA, "Prompt tokens found in the prefix cache.")
 
+# Counted by the HTTP server.
+REALTIME_SESSIONS = _http(Kind.GAUGE, "omni_realtime_sessions", (), "Sessions of /v1/realtime that are open.")
+REALTIME_RESPONSES = _http(
+    Kind.COUNTER,
+    "omni_realtime_responses_total",
+    ("status",),
+    "Answers in realtime sessions that ended, by status: completed, cancelled, incomplete or failed.",
+)
+REALTIME_INTERRUPTIONS = _http(
+    Kind.COUNTER,
+    "omni_realtime_interruptions_total",
+    ("reason",),
+    "Answers that the user cut short, by speaking (turn_detected) or through the client (client_cancelled).",
+)
+REALTIME_FIRST_AUDIO = _http(
+    Kind.HISTOGRAM,
+    "omni_realtime_first_audio_seconds",
+    (),
+    "Time from the end of the user's speech (from the request for an answer, if the server does not find the turns) "
+    "to the first samples of the answer.",
+    _WAITS,
+)
+REALTIME_SMOOTH_START = _http(
+    Kind.HISTOGRAM,
+    "omni_realtime_smooth_start_seconds",
+    (),
+    "Time from there to the earliest moment at which the audio of a complete answer can be played without a gap.",
+    _WAITS,
+)
+
 
 def markdown() -> str:
     """The table for the documentation."""
     lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
-    for metric in TABLE.values():
+    for metric in (*TABLE.values(), *HTTP_TABLE.values()):
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
     return "\n".join(lines)

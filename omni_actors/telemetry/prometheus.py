@@ -12,16 +12,16 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from omni_actors.telemetry.meters import Labels, Meters
-from omni_actors.telemetry.metric_table import TABLE, Kind
+from omni_actors.telemetry.metric_table import TABLE, Kind, Metric
 
 T = TypeVar("T")
 
 
-def families(meters: Meters) -> Iterator[Family]:
-    """Every metric of the table, in its order, including those without a series."""
+def families(meters: Meters, table: Mapping[str, Metric] = TABLE) -> Iterator[Family]:
+    """Every metric of a table, in its order, including those without a series."""
     values = _by_name(meters.values)
     histograms = _by_name(meters.histograms)
-    for metric in TABLE.values():
+    for metric in table.values():
         if metric.kind is Kind.HISTOGRAM:
             family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
             for labels, histogram in histograms.get(metric.name, ()):
@@ -48,14 +48,15 @@ def _by_name(series: Mapping[tuple[str, Labels], T]) -> dict[str, list[tuple[Lab
 class _MetersCollector(Collector):
     """Adapts `Meters` to prometheus-client."""
 
-    def __init__(self, meters: Meters) -> None:
+    def __init__(self, meters: Meters, table: Mapping[str, Metric]) -> None:
         self._meters = meters
+        self._table = table
 
     def collect(self) -> Iterable[Family]:
-        return families(self._meters)
+        return families(self._meters, self._table)
 
 
-def render(meters: Meters) -> str:
-    """All values in the text format 0.0.4."""
-    text: bytes = generate_latest(_MetersCollector(meters))
+def render(meters: Meters, table: Mapping[str, Metric] = TABLE) -> str:
+    """The values of a table's metrics in the text format 0.0.4."""
+    text: bytes = generate_latest(_MetersCollector(meters, table))
     return text.decode()

@@ -1,4 +1,4 @@
-"""The examples of docs/http.md work as printed."""
+"""The examples of docs/http.md and docs/realtime.md work as printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import pytest
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, picture, sound
 
-BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", (REPOSITORY / "docs" / "http.md").read_text(), re.M | re.S)
+BLOCKS = [
+    block
+    for page in ("http.md", "realtime.md")
+    for block in re.findall(r"^```(bash|python)\n(.*?)^```", (REPOSITORY / "docs" / page).read_text(), re.M | re.S)
+]
 
 
 @pytest.mark.parametrize(("language", "block"), BLOCKS, ids=[f"{n}-{kind}" for n, (kind, _) in enumerate(BLOCKS)])

@@ -123,6 +123,15 @@ def test_the_documented_client_runs(echo: HttpPipeline, tmp_path: Path) -> None:
     assert text.endswith(f"{len('Why is the sea salt?')}\n"), "tokens of the usage"
 
 
+def test_a_file_is_spoken_to_a_session(echo: HttpPipeline, tmp_path: Path) -> None:
+    (tmp_path / "question.wav").write_bytes(sound())
+    example = EXAMPLES / "realtime_wav.py"
+    more = ["--url", f"{echo.url}/v1", "--voice", "Ethan", "--instructions", "the tide", "--at-once"]
+    text = run(tmp_path, sys.executable, example, "question.wav", "answer.wav", *more)
+    assert "0.16 s in answer.wav: the tide" in text
+    assert len(soundfile.read(tmp_path / "answer.wav")[0]) == 8 * 480
+
+
 def test_curl_gets_every_answer(echo: HttpPipeline, tmp_path: Path) -> None:
     text = run(tmp_path, EXAMPLES / "curl.sh", echo.url)
     assert text.startswith('{"status":"ok"}\n-- a whole answer\n')

@@ -85,8 +85,8 @@ def wait_healthy(url: str, seconds: float = 30.0) -> None:
 @contextlib.contextmanager
 def serving(app: ASGIApp, **options: object) -> Iterator[str]:
     """Serve an application from a thread of this process; gives its URL."""
-    settings = {"loop": "asyncio", **options}
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", ws="none", **settings))
+    settings = {"loop": "asyncio", "ws": "none", **options}
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", **settings))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 10

@@ -1,0 +1,212 @@
+"""One WebSocket and its session: reads events, carries out what the session decides, keeps the deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from omni_actors.client import Text
+from omni_actors.errors import OmniError
+from omni_actors.http_server.audio_formats import pcm16
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.json_bounds import SHORT
+from omni_actors.http_server.realtime import client_events as client
+from omni_actors.http_server.realtime import server_events as server
+from omni_actors.http_server.realtime.answers import Latency, response_usage, submit, was_cut
+from omni_actors.http_server.realtime.outbox import ANSWER_BYTES, EVENT_BYTES, Outbox
+from omni_actors.http_server.realtime.pacing import Pace
+from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, Send, Session
+from omni_actors.http_server.realtime.session_config import BYTES_PER_SECOND
+from omni_actors.http_server.realtime.voice_activity import VoiceActivity
+from omni_actors.http_server.reservations import Reservation
+from omni_actors.http_server.state import ServerState
+from omni_actors.logs import get_logger, trace_of
+from omni_actors.telemetry.metric_table import REALTIME_INTERRUPTIONS, REALTIME_RESPONSES
+
+logger = get_logger(__name__)
+
+GOING_AWAY = 1001  # code that closes a WebSocket
+INTERNAL = "Internal error: see the server's log."
+INTERRUPTIONS = ("turn_detected", "client_cancelled")
+
+
+class Connection:
+    """Runs one session until the client leaves, a limit is reached, or the server stops.
+
+    Args:
+        reservation: accounts for the bytes that the session holds.
+        tenant: whom the requests are for.
+    """
+
+    def __init__(
+        self, websocket: WebSocket, state: ServerState, session: Session, reservation: Reservation, tenant: str
+    ) -> None:
+        self._websocket = websocket
+        self._state = state
+        self._session = session
+        self._reservation = reservation
+        self._tenant = tenant
+        self._traceparent: str | None = websocket.state.traceparent
+        self._outbox = Outbox(websocket.send_text, state.settings.write_timeout)
+        self._activity: VoiceActivity | None = None
+        self._answers: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Run the session to its end; at the end none of its requests is left."""
+        about = {"request_id": self._websocket.state.request_id}
+        self._carry_out(self._session.opened())
+        writer = _task(self._outbox.write(), "realtime writer")
+        reader = _task(self._read(), "realtime reader")
+        try:
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for error in await _end((writer, reader, *self._answers.values())):
+                if isinstance(error, TimeoutError):
+                    logger.warning("the client of a realtime session does not read; the session ends", extra=about)
+                elif isinstance(error, Exception) and not isinstance(error, WebSocketDisconnect | OSError):
+                    logger.error("a realtime session failed: %r", error, extra=about)
+
+    # -- events of the client -----------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        settings = self._state.settings
+        expires = time.monotonic() + settings.realtime_session_seconds
+        pace = Pace(settings.realtime_events_per_second, time.monotonic())
+        while True:
+            now = time.monotonic()
+            try:
+                async with asyncio.timeout(min(settings.realtime_idle_seconds, expires - now)):
+                    data = await self._receive()
+            except TimeoutError:
+                if time.monotonic() >= expires:
+                    await self._close(f"A session lasts {settings.realtime_session_seconds:g} s.", "session_expired")
+                    return
+                if self._session.answering:
+                    continue
+                await self._close(f"No event for {settings.realtime_idle_seconds:g} s.", "session_idle")
+                return
+            await self._take(data)
+            await self._outbox.room(EVENT_BYTES)
+            await asyncio.sleep(pace.wait(time.monotonic()))
+
+    async def _receive(self) -> bytes:
+        """The next event. Raises `WebSocketDisconnect` if the client has left."""
+        message = await self._websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message["code"])
+        text = message.get("text")
+        data: bytes = text.encode(errors="surrogatepass") if text is not None else message["bytes"]
+        return data
+
+    async def _take(self, data: bytes) -> None:
+        """Let the session take an event, if it can be decoded and there is room for it."""
+        try:
+            self._reservation.add(len(data))
+            event = client.parse(data) if len(data) <= SHORT else await asyncio.to_thread(client.parse, data)
+        except HttpError as error:
+            self._outbox.put(server.Error.of(error, client.event_id_of(data)))
+        else:
+            before = self._session.position
+            self._carry_out(self._session.receive(event))
+            if isinstance(event, client.AppendAudio) and self._session.position > before:
+                await self._listen(event.audio, before)
+        self._reservation.settle(self._session.held)
+
+    async def _listen(self, pcm: bytes, position: int) -> None:
+        """Look for turns in sound, a second at a time so that sessions take turns."""
+        for start in range(0, len(pcm), BYTES_PER_SECOND):
+            if not self._session.detecting:
+                self._activity = None
+                return
+            if self._activity is None:
+                self._activity = VoiceActivity(position + start // 2)
+            piece = pcm[start : start + BYTES_PER_SECOND]
+            loop = asyncio.get_running_loop()
+            windows = await loop.run_in_executor(self._state.realtime.threads, self._activity.feed, piece)
+            self._carry_out(self._session.detect(windows))
+
+    async def _close(self, message: str, code: str) -> None:
+        """Say why, and end the session."""
+        self._outbox.put(server.Error.of(HttpError(408, message, code=code)))
+        await self._outbox.room(0)
+        await self._websocket.close(GOING_AWAY, code)
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, instructions: Instructions) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(event):
+                    self._outbox.put(event)
+                    if isinstance(event, server.ResponseDone):
+                        self._count(event)
+                case Cancel(response_id):
+                    self._answers[response_id].cancel()
+                case Ask(response_id):
+                    answer = self._answers[response_id] = _task(self._answer(instruction), "realtime answer")
+                    answer.add_done_callback(partial(self._answered, response_id))
+
+    def _count(self, done: server.ResponseDone) -> None:
+        meters = self._state.realtime.meters
+        meters.count(REALTIME_RESPONSES, done.response["status"])
+        reason = (done.response["status_details"] or {}).get("reason")
+        if reason in INTERRUPTIONS:
+            meters.count(REALTIME_INTERRUPTIONS, reason)
+
+    async def _answer(self, ask: Ask) -> None:
+        """Relay one answer. When this task is cancelled, the request ends in all stages."""
+        latency, complete = Latency(ask.silence), False
+        try:
+            complete = await self._relay(ask, latency)
+        except HttpError as error:
+            self._carry_out(self._session.failed(ask.response_id, error))
+        except OmniError as error:
+            self._carry_out(self._session.failed(ask.response_id, HttpError.of(error)))
+        finally:
+            latency.report(self._state.realtime.meters, complete)
+
+    def _answered(self, response_id: str, answer: asyncio.Task[None]) -> None:
+        """Forget an answer; one that a bug has ended is reported to the client, who waits for its end."""
+        if self._answers.get(response_id) is answer:
+            del self._answers[response_id]
+        error = None if answer.cancelled() else answer.exception()
+        if error is not None:
+            logger.error("a response failed: %s", trace_of(error), extra={"request_id": response_id})
+            failure = HttpError(500, INTERNAL, kind="server_error", code="internal_error")
+            self._carry_out(self._session.failed(response_id, failure))
+
+    async def _relay(self, ask: Ask, latency: Latency) -> bool:
+        description = await self._state.facts()
+        stream = await submit(ask, self._state, description, self._tenant, self._traceparent)
+        try:
+            async for item in stream:
+                if isinstance(item, Text):
+                    self._carry_out(self._session.text(ask.response_id, item.text))
+                else:
+                    latency.sound(len(item.samples))
+                    self._carry_out(self._session.sound(ask.response_id, pcm16(item.samples)))
+                await self._outbox.room(ANSWER_BYTES)
+        finally:
+            await stream.abort()  # nothing, if it has ended
+        usage = response_usage(stream.usage, description)
+        self._carry_out(self._session.answered(ask.response_id, usage, was_cut(stream.usage, description)))
+        return True
+
+
+def _task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    return asyncio.create_task(work, name=name)
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> Sequence[BaseException | None]:
+    """Cancel tasks and wait for them; returns what they raised."""
+    for task in tasks:
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        return await asyncio.gather(*tasks, return_exceptions=True)
+    return ()

@@ -1,0 +1,146 @@
+"""One answer: the events that its pieces become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from omni_actors.http_server.realtime import server_events as events
+from omni_actors.http_server.realtime.conversation import Conversation
+from omni_actors.http_server.realtime.items import Item, Part, seconds_of
+from omni_actors.http_server.realtime.session_config import AudioFormat, SessionConfig
+
+Status = Literal["in_progress", "completed", "cancelled", "failed", "incomplete"]
+Events = list[events.ServerEvent]
+
+
+class Response:
+    """The state of an answer from its creation to its end.
+
+    Args:
+        conversation: what the answer becomes part of; `None` for an answer aside from it.
+        metadata: what the client gave to recognise it by.
+    """
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        conversation: Conversation | None,
+        conversation_id: str,
+        metadata: Mapping[str, str] | None,
+    ) -> None:
+        self.id = events.new_id("resp")
+        self.config = config
+        self.item: Item | None = None
+        self._conversation = conversation
+        self._conversation_id = conversation_id if conversation is not None else None
+        self._metadata = metadata
+        self._previous: str | None = None
+        self._requests = 0
+
+    @property
+    def spoken(self) -> bool:
+        """Whether the answer is sound with a transcript."""
+        return self.config.output == "audio"
+
+    def next_request_id(self) -> str:
+        """An id for a request to the pipeline; the first one is the response's own."""
+        self._requests += 1
+        return self.id if self._requests == 1 else f"{self.id}-{self._requests}"
+
+    def created(self) -> Events:
+        """The first event."""
+        return [events.ResponseCreated(response=self.shown("in_progress"))]
+
+    def text(self, delta: str) -> Events:
+        """The next text."""
+        sent = self._begin()
+        part, ids = self._part, self._ids
+        part.text += delta
+        kind = events.TranscriptDelta if self.spoken else events.TextDelta
+        return [*sent, kind(**ids, delta=delta)]
+
+    def sound(self, pcm: bytes) -> Events:
+        """The next sound."""
+        sent = self._begin()
+        self._part.seconds += seconds_of(pcm)
+        return [*sent, events.AudioDelta(**self._ids, delta=pcm)]
+
+    def end(
+        self,
+        status: Status,
+        *,
+        reason: str | None = None,
+        error: Mapping[str, str | None] | None = None,
+        usage: Mapping[str, Any] | None = None,
+    ) -> Events:
+        """The last events; those of the item only if it had begun or the answer is complete."""
+        sent = self._begin() if status in ("completed", "incomplete") else []
+        if self.item is not None:
+            self.item.status = "completed" if status == "completed" else "incomplete"
+            sent += self._end_item(self.item)
+        details = None if status == "completed" else {"type": status, "reason": reason, "error": error}
+        shown = self.shown(status, status_details=details, usage=usage)
+        return [*sent, events.ResponseDone(response=shown), events.RateLimits()]
+
+    def shown(
+        self, status: Status, status_details: Any = None, usage: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The response as clients see it."""
+        return {
+            "id": self.id,
+            "object": "realtime.response",
+            "status": status,
+            "status_details": status_details,
+            "output": [self.item.shown()] if self.item is not None else [],
+            "conversation_id": self._conversation_id,
+            "output_modalities": [self.config.output],
+            "max_output_tokens": self.config.max_output_tokens,
+            "audio": {"output": {"format": AudioFormat(), "voice": self.config.voice}},
+            "metadata": self._metadata,
+            "usage": usage,
+        }
+
+    # -- the item -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Events:
+        """Make the item with the first piece, so that an answer that fails before has none."""
+        if self.item is not None:
+            return []
+        part = Part("output_audio" if self.spoken else "output_text")
+        self.item = Item(events.new_id("item"), "assistant", [part], "in_progress")
+        shown = self.item.shown(with_parts=False)
+        sent: Events = [events.OutputItemAdded(response_id=self.id, item=shown)]
+        if self._conversation is not None:
+            self._previous = self._conversation.add(self.item)
+            sent.append(events.ItemAdded(item=shown, previous_item_id=self._previous))
+        return [*sent, events.PartAdded(**self._ids, part=self._shown_part())]
+
+    def _end_item(self, item: Item) -> Events:
+        ids, text = self._ids, self._part.text
+        if self.spoken:
+            sent: Events = [events.AudioDone(**ids), events.TranscriptDone(**ids, transcript=text)]
+        else:
+            sent = [events.TextDone(**ids, text=text)]
+        sent.append(events.PartDone(**ids, part=self._shown_part()))
+        if self._conversation is not None:
+            self._conversation.weigh(item)
+            sent.append(events.ItemDone(item=item.shown(), previous_item_id=self._previous))
+        return [*sent, events.OutputItemDone(response_id=self.id, item=item.shown())]
+
+    def _shown_part(self) -> dict[str, str]:
+        return (
+            {"type": "audio", "transcript": self._part.text}
+            if self.spoken
+            else {"type": "text", "text": self._part.text}
+        )
+
+    @property
+    def _part(self) -> Part:
+        if self.item is None:
+            raise ValueError("The response has no item yet.")
+        return self.item.parts[0]
+
+    @property
+    def _ids(self) -> dict[str, Any]:
+        return {"response_id": self.id, "item_id": self.item.id if self.item is not None else ""}

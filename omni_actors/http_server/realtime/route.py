@@ -1,0 +1,69 @@
+"""The route /v1/realtime: what is checked before a session begins."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from starlette.websockets import WebSocket
+
+from omni_actors.errors import OmniError
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.realtime.connection import Connection
+from omni_actors.http_server.realtime.session import Session
+from omni_actors.http_server.realtime.session_config import RATE, Pipeline, ServerVad, SessionConfig
+from omni_actors.http_server.state import ServerState
+from omni_actors.protocol.client import Description
+
+router = APIRouter()
+
+SUBPROTOCOL = "realtime"  # that browsers ask for, besides the one that holds the key
+PARAMETERS = frozenset({"model"})
+
+
+@router.websocket("/v1/realtime")
+async def realtime(websocket: WebSocket) -> None:
+    """Converse, with OpenAI's realtime events. A refusal is a plain HTTP response."""
+    state: ServerState = websocket.app.state.server
+    try:
+        description = await state.describe()
+        model = _model(websocket, state, description)
+        with state.realtime.session() as reservation:
+            await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
+            session = _session(state, description, model)
+            tenant = state.tenants.name(websocket.client.host if websocket.client is not None else "")
+            await Connection(websocket, state, session, reservation, tenant).run()
+    except OmniError as error:
+        await websocket.send_denial_response(HttpError.of(error).response())
+    except HttpError as error:
+        await websocket.send_denial_response(error.response())
+
+
+def _model(websocket: WebSocket, state: ServerState, description: Description) -> str:
+    for name in websocket.query_params:
+        if name not in PARAMETERS:
+            raise bad_field(name[:64], f"There is no parameter {name[:64]!r}; there is model.", "unknown_parameter")
+    return state.model_name(websocket.query_params.get("model"), description)
+
+
+def _session(state: ServerState, description: Description, model: str) -> Session:
+    settings = state.settings
+    pipeline = Pipeline(
+        voices=description.voices,
+        voice_aliases=settings.voice_aliases,
+        stages=tuple(dict.fromkeys(status.stage for status in description.stages)),
+        speaks="audio" in description.modalities and description.sample_rate == RATE,
+        max_audios=description.max_media.get("audio"),
+    )
+    config = SessionConfig(
+        model=model,
+        output="audio" if pipeline.speaks else "text",
+        turn_detection=ServerVad() if state.realtime.detects else None,
+    )
+    return Session(
+        config,
+        pipeline,
+        detects=state.realtime.detects,
+        audio_seconds=settings.audio_seconds,
+        expires=int(time.time() + settings.realtime_session_seconds),
+    )

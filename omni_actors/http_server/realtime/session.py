@@ -1,0 +1,311 @@
+"""What a session does about each event: a state machine without I/O and clocks.
+
+Every method returns instructions, in the order in which they are to be carried out. An event that is refused changes
+nothing and becomes an `error` event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from omni_actors.errors import ErrorCode
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.realtime import client_events as client
+from omni_actors.http_server.realtime import server_events as server
+from omni_actors.http_server.realtime.audio_buffer import MIN_COMMIT, AudioBuffer, milliseconds
+from omni_actors.http_server.realtime.conversation import Conversation
+from omni_actors.http_server.realtime.items import Item, prompt_of
+from omni_actors.http_server.realtime.response import Response
+from omni_actors.http_server.realtime.session_config import RATE, Pipeline, SessionConfig
+from omni_actors.http_server.realtime.turn_detection import TurnBegins, TurnDetector, TurnEnds, Window
+
+
+class Send(NamedTuple):
+    """Send an event to the client."""
+
+    event: server.ServerEvent
+
+
+class Ask(NamedTuple):
+    """Ask the pipeline for an answer.
+
+    Args:
+        request_id: the response's id, or another one if it is asked again.
+        silence: seconds between the end of the user's speech and now.
+    """
+
+    response_id: str
+    request_id: str
+    config: SessionConfig
+    messages: Sequence[Mapping[str, Any]]
+    silence: float
+
+
+class Cancel(NamedTuple):
+    """End a request in all stages."""
+
+    response_id: str
+
+
+Instruction = Send | Ask | Cancel
+Instructions = list[Instruction]
+
+
+class Session:
+    """One conversation.
+
+    Args:
+        config: the configuration at the start.
+        pipeline: what answers.
+        detects: whether the server can find turns.
+        audio_seconds: sound that may wait in the buffer, and that the conversation may hold.
+        expires: Unix time at which the session ends, to show.
+    """
+
+    def __init__(
+        self, config: SessionConfig, pipeline: Pipeline, *, detects: bool, audio_seconds: float, expires: int
+    ) -> None:
+        self.id = server.new_id("sess")
+        self._config = config
+        self._pipeline = pipeline
+        self._detects = detects
+        self._expires = expires
+        self._conversation = Conversation(audio_seconds, pipeline.max_audios)
+        self._conversation_id = server.new_id("conv")
+        self._buffer = AudioBuffer(audio_seconds)
+        self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
+        self._turn_id = ""
+        self._turn_start = 0
+        self._response: Response | None = None
+        self._aside: Sequence[Item] | None = None  # what the response answers in place of the conversation
+        self._spoken_characters, self._spoken_seconds = 0, 0.0  # of the answers that were complete
+
+    @property
+    def detecting(self) -> bool:
+        """Whether the server looks for turns in the sound."""
+        return self._detector is not None
+
+    @property
+    def answering(self) -> bool:
+        """Whether a response is running."""
+        return self._response is not None
+
+    @property
+    def position(self) -> int:
+        """Samples of sound received so far."""
+        return self._buffer.end
+
+    @property
+    def held(self) -> int:
+        """Bytes of what the session keeps, about."""
+        return self._conversation.size + self._buffer.size
+
+    def opened(self) -> Instructions:
+        """The first events of a session."""
+        return [Send(server.SessionCreated(session=self._config.shown(self.id, self._expires)))]
+
+    def receive(self, event: client.AnyEvent) -> Instructions:
+        """Take an event of the client."""
+        try:
+            return self._receive(event)
+        except HttpError as error:
+            return [Send(server.Error.of(error, event.event_id))]
+
+    def _receive(self, event: client.AnyEvent) -> Instructions:
+        match event:
+            case client.UpdateSession():
+                return self._update(event)
+            case client.AppendAudio():
+                self._buffer.append(event.audio)
+                return []
+            case client.CommitAudio():
+                return self._commit()
+            case client.ClearAudio():
+                self._buffer.take()
+                self._forget_turn()
+                return [Send(server.AudioCleared())]
+            case client.CreateItem():
+                return self._add(Item.of(event.item, "item"), event.previous_item_id)
+            case client.RetrieveItem():
+                return [Send(server.ItemRetrieved(item=self._conversation.find(event.item_id).shown(with_audio=True)))]
+            case client.DeleteItem():
+                self._conversation.remove(event.item_id)
+                return [Send(server.ItemDeleted(item_id=event.item_id))]
+            case client.TruncateItem():
+                return self._truncate(event)
+            case client.CreateResponse():
+                return self._respond_to(event.response or client.ResponseFields())
+            case client.CancelResponse():
+                return self._cancel(event)
+
+    # -- configuration and items --------------------------------------------------------------------------------------
+
+    def _update(self, event: client.UpdateSession) -> Instructions:
+        config = self._config.updated(event.session, self._pipeline, self._detects)
+        if config.turn_detection != self._config.turn_detection:
+            self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
+        self._config = config
+        return [Send(server.SessionUpdated(session=config.shown(self.id, self._expires)))]
+
+    def _add(self, item: Item, after: str | None = None) -> Instructions:
+        previous = self._conversation.add(item, after)
+        shown = item.shown()
+        return [
+            Send(server.ItemAdded(item=shown, previous_item_id=previous)),
+            Send(server.ItemDone(item=shown, previous_item_id=previous)),
+            *self._deleted(self._conversation.drop_oldest()),
+        ]
+
+    def _deleted(self, item_ids: Sequence[str]) -> Instructions:
+        return [Send(server.ItemDeleted(item_id=item_id)) for item_id in item_ids]
+
+    def _truncate(self, event: client.TruncateItem) -> Instructions:
+        item = self._conversation.find(event.item_id)
+        running = self._response if self._response is not None and self._response.item is item else None
+        rate = self._spoken_characters / self._spoken_seconds if self._spoken_seconds else None
+        item.check_truncation(event.content_index, event.audio_end_ms)
+        done: Instructions = []
+        if running is not None:
+            done = [Cancel(running.id), *self._end("cancelled", reason="client_cancelled")]
+        item.truncate(event.content_index, event.audio_end_ms, rate)
+        self._conversation.weigh(item)
+        truncated = server.ItemTruncated(
+            item_id=item.id, content_index=event.content_index, audio_end_ms=event.audio_end_ms
+        )
+        return [*done, Send(truncated)]
+
+    # -- the user's turn ----------------------------------------------------------------------------------------------
+
+    def detect(self, windows: Sequence[Window]) -> Instructions:
+        """Look for turns in windows of the sound that was received."""
+        done: Instructions = []
+        for window in windows:
+            if self._detector is None:
+                break
+            match self._detector.feed(window):
+                case TurnBegins(start):
+                    done += self._begin_turn(start)
+                case TurnEnds() as end:
+                    done += self._end_turn(end)
+        if self._detector is not None and windows and not self._detector.speaking:
+            self._buffer.take(end=self._detector.needed_from(windows[-1].end))
+        return done
+
+    def _begin_turn(self, start: int) -> Instructions:
+        self._turn_id = server.new_id("item")
+        self._turn_start = max(start, self._buffer.start)
+        started = server.SpeechStarted(audio_start_ms=milliseconds(self._turn_start), item_id=self._turn_id)
+        detection = self._config.turn_detection
+        if self._response is None or detection is None or not detection.interrupt_response:
+            return [Send(started)]
+        return [Cancel(self._response.id), Send(started), *self._end("cancelled", reason="turn_detected")]
+
+    def _end_turn(self, end: TurnEnds) -> Instructions:
+        stopped = server.SpeechStopped(audio_end_ms=milliseconds(end.end), item_id=self._turn_id)
+        done: Instructions = [Send(stopped)]
+        try:
+            done += self._commit_sound(self._turn_id, self._buffer.take(self._turn_start, end.end))
+            if self._config.turn_detection is not None and self._config.turn_detection.create_response:
+                done += self._respond_to(client.ResponseFields(), silence=end.silence / RATE)
+        except HttpError as error:
+            done.append(Send(server.Error.of(error)))
+        return done
+
+    def _commit(self) -> Instructions:
+        if self._buffer.end - self._buffer.start < MIN_COMMIT:
+            message = (
+                f"The buffer has {milliseconds(self._buffer.end - self._buffer.start)} ms of audio; 100 are needed."
+            )
+            raise HttpError(400, message, code="input_audio_buffer_commit_empty")
+        speaking = self._detector is not None and self._detector.speaking
+        item_id = self._turn_id if speaking else server.new_id("item")
+        start = self._turn_start if speaking else None
+        self._forget_turn()
+        return self._commit_sound(item_id, self._buffer.take(start))
+
+    def _commit_sound(self, item_id: str, pcm: bytes) -> Instructions:
+        committed = server.AudioCommitted(item_id=item_id, previous_item_id=self._conversation.last_id)
+        return [Send(committed), *self._add(Item.of_sound(item_id, pcm))]
+
+    def _forget_turn(self) -> None:
+        if self._detector is not None:
+            self._detector.reset()
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _respond_to(self, fields: client.ResponseFields, silence: float = 0.0) -> Instructions:
+        config = self._config.with_answer(fields, fields.audio.output, self._pipeline, "response")
+        if self._response is not None:
+            message = f"The response {self._response.id} is running: wait for its end, or send response.cancel."
+            raise HttpError(400, message, code="conversation_already_has_active_response")
+        aside = self._aside_of(fields.input) if fields.input is not None else None
+        conversation = self._conversation if fields.conversation == "auto" else None
+        self._aside = aside
+        self._response = Response(config, conversation, self._conversation_id, fields.metadata)
+        return [*map(Send, self._response.created()), self._ask(self._response, silence)]
+
+    def _aside_of(self, given: Sequence[client.Message | client.ItemReference]) -> Sequence[Item]:
+        items = []
+        for index, entry in enumerate(given):
+            where = f"response.input[{index}]"
+            if isinstance(entry, client.Message):
+                items.append(Item.of(entry, where))
+                continue
+            try:
+                items.append(self._conversation.find(entry.id))
+            except HttpError as error:
+                raise bad_field(f"{where}.id", error.message, "item_not_found") from None
+        return items
+
+    def _ask(self, response: Response, silence: float) -> Ask:
+        items = self._aside if self._aside is not None else self._conversation
+        messages = prompt_of(response.config.instructions, items)
+        return Ask(response.id, response.next_request_id(), response.config, messages, silence)
+
+    def _cancel(self, event: client.CancelResponse) -> Instructions:
+        running = self._response
+        if running is None or event.response_id not in (None, running.id):
+            message = "There is no response to cancel." if running is None else f"The response {running.id} is running."
+            raise HttpError(400, message, param="response_id", code="response_cancel_not_active")
+        return [Cancel(running.id), *self._end("cancelled", reason="client_cancelled")]
+
+    def text(self, response_id: str, delta: str) -> Instructions:
+        """Take the next text of an answer."""
+        response = self._running(response_id)
+        return [*map(Send, response.text(delta))] if response is not None and delta else []
+
+    def sound(self, response_id: str, pcm: bytes) -> Instructions:
+        """Take the next sound of an answer."""
+        response = self._running(response_id)
+        return [*map(Send, response.sound(pcm))] if response is not None and pcm else []
+
+    def answered(self, response_id: str, usage: Mapping[str, Any], cut: bool) -> Instructions:
+        """Take the end of an answer; `cut` if the limit of tokens ended it."""
+        response = self._running(response_id)
+        if response is None:
+            return []
+        if not cut and response.item is not None and response.spoken:
+            self._spoken_characters += response.item.weight.characters
+            self._spoken_seconds += response.item.parts[0].seconds
+        if cut:
+            return self._end("incomplete", reason="max_output_tokens", usage=usage)
+        return self._end("completed", usage=usage)
+
+    def failed(self, response_id: str, error: HttpError) -> Instructions:
+        """Take the failure of an answer. A prompt that is too long is asked again without its older half."""
+        response = self._running(response_id)
+        if response is None:
+            return []
+        too_long = error.code == ErrorCode.PROMPT_TOO_LONG and response.item is None and self._aside is None
+        if too_long and response.config.truncation == "auto" and (dropped := self._conversation.drop_half()):
+            return [*self._deleted(dropped), self._ask(response, 0.0)]
+        about = {"type": error.kind, "code": error.code}
+        return [Send(server.Error.of(error)), *self._end("failed", error=about)]
+
+    def _running(self, response_id: str) -> Response | None:
+        return self._response if self._response is not None and self._response.id == response_id else None
+
+    def _end(self, status: Any, **options: Any) -> Instructions:
+        response, self._response = self._response, None
+        return [*map(Send, response.end(status, **options))] if response is not None else []

@@ -1,0 +1,230 @@
+"""The configuration of a session: what a client may set, what it is by default, and how it is shown.
+
+A field that would change the answer and is not supported takes only the value that asks for nothing, mostly null.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.generation_fields import MAX_TOKENS
+from omni_actors.http_server.schema_fields import MAX_TEXT, Strict
+from omni_actors.http_server.schemas import VoiceId, voice_name
+from omni_actors.protocol.fields import Seed
+from omni_actors.protocol.payloads import StageParams
+
+T = TypeVar("T")
+
+RATE = 24_000  # samples a second of all audio of the route: 16 bits, mono, little-endian
+BYTES_PER_SECOND = 2 * RATE
+
+Modality = Literal["text", "audio"]
+Modalities = Annotated[list[Modality], Meta(min_length=1, max_length=2)]
+Instructions = Annotated[str, Meta(max_length=MAX_TEXT)]
+OutputTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Literal["inf"]
+Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
+
+
+class AudioFormat(Strict, frozen=True):
+    """PCM, the only format of sound in both directions."""
+
+    type: Literal["audio/pcm"] = "audio/pcm"
+    rate: Literal[24000] = 24000
+
+
+class ServerVad(Strict, frozen=True, tag_field="type", tag="server_vad"):
+    """The server finds the turns of the user in the sound.
+
+    Args:
+        threshold: probability of speech from which a turn begins.
+        prefix_padding_ms: sound before the beginning that belongs to the turn.
+        silence_duration_ms: silence after which a turn is over.
+        create_response: answer a turn when it is over.
+        interrupt_response: cancel the running answer when a turn begins.
+    """
+
+    threshold: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    prefix_padding_ms: Milliseconds = 300
+    silence_duration_ms: Annotated[int, Meta(ge=64, le=60_000)] = 500
+    create_response: bool = True
+    interrupt_response: bool = True
+    idle_timeout_ms: None = None
+
+
+class InputAudio(Strict, frozen=True):
+    """What a client may set about the user's sound."""
+
+    format: AudioFormat | UnsetType = UNSET
+    turn_detection: ServerVad | UnsetType | None = UNSET
+    transcription: None = None
+    noise_reduction: None = None
+
+
+class OutputAudio(Strict, frozen=True):
+    """What a client may set about the sound of answers."""
+
+    format: AudioFormat | UnsetType = UNSET
+    voice: str | VoiceId | UnsetType | None = UNSET
+    speed: Annotated[float, Meta(ge=1, le=1)] | UnsetType = UNSET  # the vocoder has one speed
+
+
+class Audio(Strict, frozen=True):
+    """Both directions."""
+
+    input: InputAudio = InputAudio()
+    output: OutputAudio = OutputAudio()
+
+
+class AnswerFields(Strict, frozen=True, kw_only=True):
+    """What a session and a single response may both set. `seed` and `stage_params` are extensions."""
+
+    instructions: Instructions | UnsetType = UNSET
+    output_modalities: Modalities | UnsetType = UNSET
+    max_output_tokens: OutputTokens | UnsetType = UNSET
+    tools: list[Any] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    prompt: None = None
+    reasoning: None = None
+    parallel_tool_calls: bool | None = None  # without effect: there are no tools
+    seed: Seed | UnsetType | None = UNSET
+    stage_params: dict[str, StageParams] | UnsetType = UNSET
+
+    def check(self, where: str) -> None:
+        """Raise `HttpError` 400 for what is not supported. `where` is the field of the event that holds these."""
+        if self.tools:
+            message = "Tools are not supported in voice sessions: send an empty list."
+            raise bad_field(f"{where}.tools", message, "unsupported_parameter")
+        if self.output_modalities is not UNSET and len(self.output_modalities) != 1:
+            message = 'Ask for ["audio"], which comes with its transcript, or for ["text"].'
+            raise bad_field(f"{where}.output_modalities", message)
+
+
+class SessionFields(AnswerFields, frozen=True, kw_only=True):
+    """The `session` of `session.update`; what is absent stays as it is."""
+
+    type: Literal["realtime"]
+    model: str | UnsetType = UNSET
+    audio: Audio = Audio()
+    include: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tracing: None = None
+    truncation: Literal["auto", "disabled"] | UnsetType = UNSET
+
+
+class Pipeline(Struct, frozen=True):
+    """What a session has to know of the pipeline that answers.
+
+    Args:
+        voice_aliases: further names of them.
+        speaks: whether it answers in sound, at `RATE`.
+        max_audios: how many pieces of sound a prompt may have; `None` for no limit.
+    """
+
+    voices: tuple[str, ...]
+    stages: tuple[str, ...]
+    speaks: bool
+    max_audios: int | None = None
+    voice_aliases: dict[str, str] = {}
+
+    def voice(self, name: str | None, where: str) -> str | None:
+        """The pipeline's name of a voice, `None` for its default. Raises `HttpError` 400 for one that is unknown."""
+        found = name if name is None or name in self.voices else self.voice_aliases.get(name, name)
+        if found is None or found == "default":
+            return None
+        if found not in self.voices:
+            message = f"There is no voice {found[:64]!r}; the voices are {', '.join(self.voices) or 'none'}."
+            raise bad_field(where, message, "unknown_voice")
+        return found
+
+
+class SessionConfig(Struct, frozen=True, kw_only=True):
+    """The effective configuration of a session, or of one response."""
+
+    model: str
+    output: Modality
+    voice: str | None = None
+    instructions: str = ""
+    max_output_tokens: int | Literal["inf"] = "inf"
+    turn_detection: ServerVad | None = None
+    truncation: Literal["auto", "disabled"] = "auto"
+    seed: int | None = None
+    stage_params: dict[str, StageParams] = {}
+
+    def with_answer(self, fields: AnswerFields, audio: OutputAudio, pipeline: Pipeline, where: str) -> SessionConfig:
+        """The configuration after what a session and a response may both set. Raises `HttpError` 400."""
+        fields.check(where)
+        output = self.output if fields.output_modalities is UNSET else fields.output_modalities[0]
+        if output == "audio" and not pipeline.speaks:
+            raise bad_field(f"{where}.output_modalities", "This pipeline answers in text only.", "unknown_modality")
+        voice = self.voice
+        if audio.voice is not UNSET:
+            voice = pipeline.voice(voice_name(audio.voice), f"{where}.audio.output.voice")
+        stage_params = _given(fields.stage_params, self.stage_params)
+        for stage in stage_params:
+            if stage not in pipeline.stages:
+                message = f"There is no stage {stage[:64]!r}; the stages are {', '.join(pipeline.stages)}."
+                raise bad_field(f"{where}.stage_params", message)
+        return msgspec.structs.replace(
+            self,
+            output=output,
+            voice=voice,
+            instructions=_given(fields.instructions, self.instructions),
+            max_output_tokens=_given(fields.max_output_tokens, self.max_output_tokens),
+            seed=_given(fields.seed, self.seed),
+            stage_params=stage_params,
+        )
+
+    def updated(self, fields: SessionFields, pipeline: Pipeline, detects: bool) -> SessionConfig:
+        """The configuration after `session.update`. Raises `HttpError` 400 and then nothing has changed.
+
+        Args:
+            detects: whether the server can find turns.
+        """
+        config = self.with_answer(fields, fields.audio.output, pipeline, "session")
+        if fields.model is not UNSET and fields.model != self.model:
+            message = f"The model of a session stays what it was at its start: {self.model}."
+            raise HttpError(400, message, param="session.model", code="model_not_changeable")
+        turn_detection = _given(fields.audio.input.turn_detection, self.turn_detection)
+        if turn_detection is not None and not detects:
+            message = "This server cannot find turns: install omni_actors[realtime], or send null and commit turns."
+            raise bad_field("session.audio.input.turn_detection", message, "unsupported_value")
+        return msgspec.structs.replace(
+            config, turn_detection=turn_detection, truncation=_given(fields.truncation, self.truncation)
+        )
+
+    def shown(self, session_id: str, expires: int) -> dict[str, Any]:
+        """The `session` of `session.created` and `session.updated`."""
+        return {
+            "type": "realtime",
+            "object": "realtime.session",
+            "id": session_id,
+            "model": self.model,
+            "output_modalities": [self.output],
+            "instructions": self.instructions,
+            "tools": [],
+            "tool_choice": "auto",
+            "max_output_tokens": self.max_output_tokens,
+            "tracing": None,
+            "truncation": self.truncation,
+            "prompt": None,
+            "expires_at": expires,
+            "include": None,
+            "seed": self.seed,
+            "stage_params": {stage: params.given() for stage, params in self.stage_params.items()},
+            "audio": {
+                "input": {
+                    "format": AudioFormat(),
+                    "transcription": None,
+                    "noise_reduction": None,
+                    "turn_detection": self.turn_detection,
+                },
+                "output": {"format": AudioFormat(), "voice": self.voice, "speed": 1.0},
+            },
+        }
+
+
+def _given(value: T | UnsetType, otherwise: T) -> T:
+    return otherwise if isinstance(value, UnsetType) else value

@@ -1,0 +1,358 @@
+"""Realtime sessions: the unchanged `openai` package against echo stages, access, limits, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import numpy
+import pytest
+from openai import AsyncOpenAI
+from openai.resources.realtime.realtime import AsyncRealtimeConnection
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.client import ClientProtocol
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.protocol import State
+from websockets.uri import parse_uri
+
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.connections import BoundedWebSocket, bounded_protocol
+from omni_actors.http_server.settings import ServerSettings
+from tests.support.realtime import SECOND, speech
+from tests.support.servers import HttpPipeline, serving
+from tests.support.waiting import PATIENCE, eventually, until
+
+MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+SAMPLES_PER_TOKEN = 480
+
+
+@asynccontextmanager
+async def openai_session(url: str, **session: Any) -> AsyncIterator[AsyncRealtimeConnection]:
+    """A session of the `openai` package, without detection of turns unless `session` says otherwise."""
+    async with (
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        client.realtime.connect(model="echo") as connection,
+    ):
+        await connection.session.update(session={**MANUAL, **session})
+        yield connection
+
+
+async def until_event(connection: AsyncRealtimeConnection, kind: str) -> list[Any]:
+    """The events up to the first one of a kind."""
+    found = []
+    async with asyncio.timeout(10 * PATIENCE):
+        async for event in connection:
+            found.append(event)
+            if event.type == kind:
+                return found
+    raise AssertionError(f"the session ended before {kind}")
+
+
+async def say(connection: AsyncRealtimeConnection, text: str) -> None:
+    content = [{"type": "input_text", "text": text}]
+    await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+
+
+def ws(url: str, path: str = "/v1/realtime", **options: Any) -> connect:
+    return connect(url.replace("http", "ws", 1) + path, open_timeout=10 * PATIENCE, **options)
+
+
+async def events_of(websocket: ClientConnection) -> list[dict[str, Any]]:
+    """The events until the session ends."""
+    found = []
+    async with asyncio.timeout(10 * PATIENCE):
+        try:
+            while True:
+                found.append(json.loads(await websocket.recv()))
+        except ConnectionClosed:
+            return found
+
+
+async def refusal(url: str, path: str = "/v1/realtime", **options: Any) -> tuple[int, str]:
+    with pytest.raises(InvalidStatus) as caught:
+        async with ws(url, path, **options):
+            pass
+    response = caught.value.response
+    return response.status_code, json.loads(response.body)["error"]["code"]
+
+
+def values(url: str, name: str) -> dict[str, float]:
+    lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith(name)]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def in_flight(url: str) -> int:
+    return int(httpx.get(f"{url}/v1/status").json()["in_flight"])
+
+
+def latest_request(url: str) -> str:
+    return str(httpx.get(f"{url}/v1/requests", params={"limit": 1}).json()["data"][0]["id"])
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_conversation_of_several_turns(echo: HttpPipeline) -> None:
+    async with openai_session(echo.url) as connection:
+        assert (await connection.recv()).type == "session.created"
+        assert (await connection.recv()).type == "session.updated"
+        await say(connection, "sea")
+        await connection.response.create()
+        events = await until_event(connection, "response.done")
+        text = "".join(event.delta for event in events if event.type == "response.output_audio_transcript.delta")
+        pcm = b"".join(base64.b64decode(event.delta) for event in events if event.type == "response.output_audio.delta")
+        assert text == "sea"
+        samples = numpy.frombuffer(pcm, "<i2")
+        assert len(samples) == 3 * SAMPLES_PER_TOKEN
+        assert bytes(numpy.round(samples[::SAMPLES_PER_TOKEN] / 32767 * 256).astype(numpy.uint8)) == b"sea"
+        assert events[-1].response.usage.output_token_details.text_tokens == 3
+
+        await connection.session.update(session={**MANUAL, "output_modalities": ["text"]})
+        await say(connection, "salt")
+        await connection.response.create(response={"max_output_tokens": 8})
+        events = await until_event(connection, "response.done")
+        (done,) = [event for event in events if event.type == "response.output_text.done"]
+        assert done.text == "seaseasa", "the echo of all turns, to the limit"
+
+
+async def test_sound_reaches_the_pipeline_and_an_error_leaves_the_session(echo: HttpPipeline) -> None:
+    async with openai_session(echo.url, instructions="hi") as connection:
+        await connection.input_audio_buffer.append(audio="???", event_id="bad")
+        await connection.input_audio_buffer.append(audio=base64.b64encode(SECOND).decode())
+        await connection.input_audio_buffer.commit()
+        await connection.response.create()
+        events = await until_event(connection, "response.done")
+        (error,) = [event.error for event in events if event.type == "error"]
+        assert error.event_id == "bad"
+        assert error.param == "audio"
+        assert events[-1].response.output[0].content[0].transcript == "hi"
+    assert latest_request(echo.url) == events[-1].response.id, "the id of the response is that of its request"
+
+
+async def test_the_server_finds_the_turns_of_the_user(echo: HttpPipeline) -> None:
+    answered = values(echo.url, "omni_realtime_first_audio_seconds_count")
+    vad = {"type": "server_vad", "silence_duration_ms": 300}
+    async with openai_session(echo.url, instructions="hi", audio={"input": {"turn_detection": vad}}) as connection:
+        silence = numpy.zeros(24_000, numpy.int16)
+        sound = numpy.concatenate([silence, speech(1.0), silence]).tobytes()
+        for start in range(0, len(sound), 4800):
+            await connection.input_audio_buffer.append(audio=base64.b64encode(sound[start : start + 4800]).decode())
+        events = {event.type: event for event in await until_event(connection, "response.done")}
+    started, stopped = events["input_audio_buffer.speech_started"], events["input_audio_buffer.speech_stopped"]
+    assert 500 <= started.audio_start_ms <= 1000
+    assert 2200 <= stopped.audio_end_ms <= 2800
+    assert started.item_id == stopped.item_id == events["input_audio_buffer.committed"].item_id
+    assert events["response.done"].response.status == "completed"
+    assert sum(values(echo.url, "omni_realtime_first_audio_seconds_count").values()) == sum(answered.values()) + 1
+
+
+async def test_interruption_ends_the_answer_in_every_stage(slow: HttpPipeline) -> None:
+    """By the client, and by speech. What was not heard is no part of the next prompt."""
+    before = values(slow.url, "omni_realtime_interruptions_total")
+    async with openai_session(slow.url) as connection:
+        await say(connection, "one two three four")
+        await connection.response.create()
+        events = await until_event(connection, "response.output_audio.delta")
+        await connection.response.cancel()
+        events += await until_event(connection, "response.done")
+        assert events[-1].response.status == "cancelled"
+        await eventually(lambda: in_flight(slow.url) == 0)
+        item = events[-1].response.output[0]
+        await connection.conversation.item.truncate(item_id=item.id, content_index=0, audio_end_ms=0)
+        await connection.conversation.item.retrieve(item_id=item.id)
+        assert (await until_event(connection, "conversation.item.retrieved"))[-1].item.content[0].transcript == ""
+
+        await connection.session.update(
+            session={"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad"}}}}
+        )
+        await connection.response.create()
+        await until_event(connection, "response.output_audio_transcript.delta")
+        await connection.input_audio_buffer.append(audio=base64.b64encode(speech(1.0).tobytes()).decode())
+        done = (await until_event(connection, "response.done"))[-1].response
+        assert done.status_details.reason == "turn_detected"
+        await eventually(lambda: in_flight(slow.url) == 0)
+    after = values(slow.url, "omni_realtime_interruptions_total")
+    assert {name: value - before.get(name, 0) for name, value in after.items()} == {
+        'omni_realtime_interruptions_total{reason="client_cancelled"}': 1,
+        'omni_realtime_interruptions_total{reason="turn_detected"}': 1,
+    }
+
+
+async def test_leaving_ends_the_answer(slow: HttpPipeline) -> None:
+    async with openai_session(slow.url) as connection:
+        await say(connection, "one two three " * 20)
+        await connection.response.create()
+        await until_event(connection, "response.created")
+        await eventually(lambda: in_flight(slow.url) == 1)
+    await eventually(lambda: in_flight(slow.url) == 0)
+    until(lambda: values(slow.url, "omni_realtime_sessions") == {"omni_realtime_sessions": 0.0})
+
+
+async def test_a_failed_answer_leaves_the_session(echo: HttpPipeline) -> None:
+    async with openai_session(echo.url) as connection:
+        await say(connection, "x" * 5000)  # more than the echo takes
+        await connection.response.create()
+        events = await until_event(connection, "response.done")
+        assert events[-1].response.status == "failed"
+        assert events[-1].response.status_details.error.code == "prompt_too_long"
+        assert "error" in {event.type for event in events}
+        await say(connection, "hi")
+        await connection.response.create()
+        events = await until_event(connection, "response.done")
+        assert "conversation.item.deleted" in {event.type for event in events}, "the first turn is dropped"
+        assert events[-1].response.output[0].content[0].transcript == "hi"
+
+
+# -- access and limits ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def limited(echo_pipeline: HttpPipeline) -> Iterator[str]:
+    """A server with a key and small limits."""
+    settings = ServerSettings(
+        endpoint=echo_pipeline.endpoint,
+        api_key="sesame",
+        check_host=False,
+        realtime_sessions=1,
+        realtime_idle_seconds=0.3,
+        realtime_event_bytes=100_000,
+    )
+    with serving(
+        create_app(settings), ws=BoundedWebSocket, http=bounded_protocol(settings, 4), ws_max_size=100_000
+    ) as url:
+        yield url
+
+
+KEY = {"authorization": "Bearer sesame"}
+
+
+async def test_strangers_are_refused(limited: str, echo: HttpPipeline) -> None:
+    assert await refusal(limited) == (401, "invalid_api_key")
+    assert await refusal(limited, subprotocols=["realtime", "openai-insecure-api-key.sesam"]) == (
+        401,
+        "invalid_api_key",
+    )
+    assert await refusal(echo.url, origin="https://evil.example") == (403, "origin_not_allowed")
+    assert await refusal(echo.url, additional_headers={"sec-fetch-site": "cross-site"}) == (403, "origin_not_allowed")
+    assert await refusal(echo.url, "/v1/chat/completions") == (404, "not_found")
+    assert await refusal(echo.url, "/v1/realtime?model=gpt-realtime") == (404, "model_not_found")
+    assert await refusal(echo.url, "/v1/realtime?intent=transcription") == (400, "unknown_parameter")
+
+
+async def test_a_page_of_the_server_itself_may_converse(limited: str, echo: HttpPipeline) -> None:
+    async with ws(echo.url, origin=echo.url) as websocket:
+        assert json.loads(await websocket.recv())["type"] == "session.created"
+    subprotocols = ["realtime", "openai-insecure-api-key.sesame"]
+    async with ws(limited, subprotocols=subprotocols) as websocket:
+        assert websocket.subprotocol == "realtime"
+
+
+async def test_sessions_are_limited_and_end_when_idle(limited: str) -> None:
+    async with ws(limited, additional_headers=KEY) as websocket:
+        assert await refusal(limited, additional_headers=KEY) == (429, "overloaded")
+        events = await events_of(websocket)
+    assert [event["type"] for event in events] == ["session.created", "error"]
+    assert events[-1]["error"]["code"] == "session_idle"
+
+    async def free() -> bool:
+        try:
+            async with ws(limited, additional_headers=KEY):
+                return True
+        except InvalidStatus:
+            return False
+
+    await eventually(free)
+
+
+async def test_an_event_that_is_too_large_ends_the_session(limited: str) -> None:
+    await eventually(lambda: values_with_key(limited) == 0.0)
+    async with ws(limited, additional_headers=KEY) as websocket:
+        await websocket.send(json.dumps({"type": "input_audio_buffer.append", "audio": "A" * 200_000}))
+        await events_of(websocket)
+        assert websocket.close_code == 1009
+
+
+def values_with_key(url: str) -> float:
+    text = httpx.get(f"{url}/metrics", headers=KEY).text
+    (line,) = [line for line in text.splitlines() if line.startswith("omni_realtime_sessions ")]
+    return float(line.split()[1])
+
+
+async def test_a_session_has_an_end(echo: HttpPipeline) -> None:
+    settings = ServerSettings(endpoint=echo.endpoint, realtime_session_seconds=0.3)
+    with serving(create_app(settings), ws=BoundedWebSocket) as url:
+        async with ws(url) as websocket:
+            events = await events_of(websocket)
+    assert events[-1]["error"]["code"] == "session_expired"
+
+
+class DeafClient:
+    """A client that reads nothing but the answer to its handshake."""
+
+    def __init__(self, url: str) -> None:
+        self._protocol = ClientProtocol(parse_uri(url.replace("http", "ws", 1) + "/v1/realtime"))
+        address = httpx.URL(url)
+        self._socket = socket.create_connection((address.host, address.port), 10 * PATIENCE)
+        self._protocol.send_request(self._protocol.connect())
+        self._flush()
+        while self._protocol.state is State.CONNECTING:
+            self._protocol.receive_data(self._socket.recv(4096))
+
+    def send(self, **event: Any) -> None:
+        self._protocol.send_text(json.dumps(event).encode())
+        self._flush()
+
+    def _flush(self) -> None:
+        for data in self._protocol.data_to_send():
+            self._socket.sendall(data)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def test_a_client_that_does_not_read_is_let_go(slow: HttpPipeline) -> None:
+    """Its answer ends in every stage, although it is still connected."""
+    settings = ServerSettings(endpoint=slow.endpoint, write_timeout=0.3)
+    with serving(create_app(settings), ws=BoundedWebSocket) as url:
+        client = DeafClient(url)
+        item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 2000}]}
+        client.send(type="conversation.item.create", item=item)
+        client.send(type="response.create")
+        until(lambda: in_flight(slow.url) == 1)
+        large = {**item, "content": [{"type": "input_text", "text": "y" * 3_900_000}], "id": "large"}
+        client.send(type="conversation.item.create", item=large)  # its events alone are more than the kernel takes
+        client.send(type="conversation.item.retrieve", item_id="large")
+        until(lambda: in_flight(slow.url) == 0)
+        client.close()
+
+
+async def test_the_end_of_the_server_ends_its_sessions(echo: HttpPipeline) -> None:
+    with serving(create_app(ServerSettings(endpoint=echo.endpoint)), ws=BoundedWebSocket) as url:
+        websocket = await ws(url)
+        await websocket.recv()
+    await events_of(websocket)
+    assert websocket.close_code == 1012
+
+
+async def test_a_websocket_does_not_cut_into_an_answer(slow: HttpPipeline) -> None:
+    """The head of a WebSocket behind a request whose answer is still being sent."""
+    body = json.dumps({"model": "echo", "messages": [{"role": "user", "content": "one two"}], "stream": True}).encode()
+    address = httpx.URL(slow.url)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {address.host}\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    async with asyncio.timeout(10 * PATIENCE):
+        received = await reader.readuntil(b"data: ")
+        writer.write(
+            f"GET /v1/realtime HTTP/1.1\r\nhost: {address.host}\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+            "sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
+        )
+        received += await reader.read()
+    assert b" 101 " not in received
+    writer.close()

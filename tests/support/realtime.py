@@ -1,0 +1,165 @@
+"""Realtime sessions for tests: the decisions alone, and sound that a detector takes for speech."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+import msgspec
+import numpy
+from openai.types.realtime import RealtimeServerEvent
+from pydantic import BaseModel, TypeAdapter
+
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.realtime.client_events import parse
+from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, Send, Session
+from omni_actors.http_server.realtime.session_config import RATE, Pipeline, ServerVad, SessionConfig
+from omni_actors.http_server.realtime.turn_detection import Window
+
+OPENAI = TypeAdapter(RealtimeServerEvent)
+# Fields that OpenAI's types do not have: its server sends the first three, the others are extensions.
+EXTRA = {"id", "object", "expires_at", "seed", "stage_params", "stages"}
+PIPELINE = Pipeline(voices=("Chelsie", "Ethan"), stages=("thinker", "talker"), speaks=True)
+SECOND = bytes(2 * RATE)
+WINDOW = 768  # samples of one window of the detector
+
+
+def conforms(event: dict[str, Any]) -> None:
+    """Fails unless the event is what the `openai` package declares, and nothing more."""
+    parsed = OPENAI.validate_python(event)
+    extra = set(extra_fields(parsed))
+    assert extra <= EXTRA, f"{event['type']} has {extra - EXTRA}"
+
+
+def extra_fields(value: Any) -> Iterator[str]:
+    if isinstance(value, BaseModel):
+        yield from value.model_extra or ()
+        for name in type(value).model_fields:
+            yield from extra_fields(getattr(value, name))
+    elif isinstance(value, list):
+        for item in value:
+            yield from extra_fields(item)
+
+
+class Talk:
+    """A session that remembers what it sent, asked and cancelled."""
+
+    def __init__(
+        self, pipeline: Pipeline = PIPELINE, vad: ServerVad | None = None, audio_seconds: float = 10.0, **config: Any
+    ) -> None:
+        first = SessionConfig(model="echo", output="audio" if pipeline.speaks else "text", turn_detection=vad, **config)
+        self.session = Session(first, pipeline, detects=True, audio_seconds=audio_seconds, expires=0)
+        self.events: list[dict[str, Any]] = []
+        self.asked: list[Ask] = []
+        self.cancelled: list[str] = []
+        self._seen = 0
+        self._position = 0
+        self.take(self.session.opened())
+
+    def take(self, instructions: Instructions) -> list[dict[str, Any]]:
+        """Notes instructions; returns the events among them."""
+        before = len(self.events)
+        for instruction in instructions:
+            match instruction:
+                case Send(event):
+                    self.events.append(msgspec.json.decode(msgspec.json.encode(event)))
+                    conforms(self.events[-1])
+                case Ask():
+                    self.asked.append(instruction)
+                case Cancel(response_id):
+                    self.cancelled.append(response_id)
+        return self.events[before:]
+
+    def send(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+        """Takes an event of the client; returns the events that answer it."""
+        return self.take(self.session.receive(parse(msgspec.json.encode({"type": kind, **fields}))))
+
+    def say(self, text: str, role: str = "user", **fields: Any) -> str:
+        """Adds an item of text; returns its id."""
+        kind = "output_text" if role == "assistant" else "input_text"
+        item = {"type": "message", "role": role, "content": [{"type": kind, "text": text}], **fields}
+        return str(self.send("conversation.item.create", item=item)[0]["item"]["id"])
+
+    def append(self, pcm: bytes) -> list[dict[str, Any]]:
+        return self.send("input_audio_buffer.append", audio=base64.b64encode(pcm).decode())
+
+    def hear(self, probability: float, windows: int = 1) -> list[dict[str, Any]]:
+        """Takes windows of sound of which a detector says this."""
+        events = self.append(bytes(2 * WINDOW * windows))
+        found = []
+        for _ in range(windows):
+            found.append(Window(self._position, self._position + WINDOW, probability))
+            self._position += WINDOW
+        return [*events, *self.take(self.session.detect(found))]
+
+    def respond(self, **fields: Any) -> str:
+        """Starts a response; returns its id."""
+        (created,) = self.send("response.create", **({"response": fields} if fields else {}))
+        assert created["type"] == "response.created", created
+        return str(created["response"]["id"])
+
+    def answer(self, text: str, seconds: float = 1.0) -> str:
+        """Gives a whole spoken answer; returns the id of its item."""
+        response = self.respond()
+        events = self.take(self.session.text(response, text))
+        self.take(self.session.sound(response, bytes(int(seconds * RATE) * 2)))
+        self.take(self.session.answered(response, {}, cut=False))
+        return str(events[0]["item"]["id"])
+
+    def fail(self, response: str, code: str) -> list[dict[str, Any]]:
+        return self.take(self.session.failed(response, HttpError(400, "It failed.", code=code)))
+
+    def prompt(self) -> list[tuple[str, str]]:
+        """Role and texts of each message of the newest question; sound as its length in seconds."""
+        found = []
+        for message in self.asked[-1].messages:
+            content = message["content"]
+            parts = [content] if isinstance(content, str) else [_shown(part) for part in content]
+            found.append((message["role"], " ".join(parts)))
+        return found
+
+
+def _shown(part: dict[str, Any]) -> str:
+    return part["text"] if part["type"] == "text" else f"{len(part['audio'][0]) / RATE:g} s"
+
+
+def kinds(events: Sequence[dict[str, Any]]) -> list[str]:
+    return [event["type"] for event in events]
+
+
+def error_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    (event,) = events
+    assert event["type"] == "error", event
+    found: dict[str, Any] = event["error"]
+    return found
+
+
+def known_types(union: Any) -> dict[str, type[BaseModel]]:
+    """The models of one of the package's unions, by their `type`."""
+    models = get_args(get_args(union)[0])
+    return {get_args(model.model_fields["type"].annotation)[0]: model for model in models}
+
+
+def speech(seconds: float, seed: int = 0) -> numpy.ndarray:
+    """Vowels: pulses of a voice through the formants of a mouth, i16 at `RATE`; detectors take them for speech."""
+    rng = numpy.random.default_rng(seed)
+    count = int(seconds * RATE)
+    time = numpy.arange(count) / RATE
+    pitch = 120 * (1 + 0.15 * numpy.sin(2 * numpy.pi * 0.8 * time) + 0.03 * numpy.sin(2 * numpy.pi * 5 * time))
+    pulses = (numpy.diff(numpy.floor(numpy.cumsum(pitch) / RATE), prepend=0) > 0).astype(float)
+    vowels = [(730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480), (570, 840, 2410)]
+    voice = numpy.zeros(count)
+    position = 0
+    while position < count:
+        length = min(int(0.22 * RATE * rng.uniform(0.7, 1.3)), count - position)
+        piece = pulses[position : position + length] + 0.005 * rng.standard_normal(length)
+        spectrum = numpy.fft.rfft(piece, 2 * length)
+        turns = numpy.exp(-2j * numpy.pi * numpy.arange(len(spectrum)) / (2 * length))
+        for formant, width in zip(vowels[rng.integers(5)], (80, 100, 140), strict=True):
+            radius = numpy.exp(-numpy.pi * width / RATE)
+            pole = radius * numpy.exp(2j * numpy.pi * formant / RATE)
+            spectrum *= (1 - radius) / ((1 - pole * turns) * (1 - numpy.conj(pole) * turns))
+        voice[position : position + length] = numpy.fft.irfft(spectrum)[:length] * numpy.sqrt(numpy.hanning(length))
+        position += length
+    return (voice / numpy.abs(voice).max() * 16_000).astype("<i2")

@@ -1,0 +1,130 @@
+"""The events of realtime sessions, compared with the types of the `openai` package."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from openai.types.realtime import (
+    RealtimeAudioConfigInput,
+    RealtimeAudioConfigOutput,
+    RealtimeClientEvent,
+    RealtimeResponseCreateParams,
+    RealtimeSessionCreateRequest,
+)
+from openai.types.realtime.realtime_audio_input_turn_detection import ServerVad as OpenAIServerVad
+
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.realtime.client_events import AnyEvent, ResponseFields, event_id_of, parse
+from omni_actors.http_server.realtime.session_config import InputAudio, OutputAudio, ServerVad, SessionFields
+from tests.support.realtime import known_types
+
+ELSEWHERE = {"output_audio_buffer.clear"}  # for WebRTC only
+OURS = {kind.__struct_config__.tag: kind for kind in get_args(AnyEvent)}
+THEIRS = known_types(RealtimeClientEvent)
+
+
+def test_every_event_of_a_client_is_known() -> None:
+    assert set(OURS) == set(THEIRS) - ELSEWHERE
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_events_have_openais_fields(name: str) -> None:
+    assert {*OURS[name].__struct_fields__, "type"} == set(THEIRS[name].model_fields)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "extensions"),
+    [
+        (SessionFields, RealtimeSessionCreateRequest, {"seed", "stage_params"}),
+        (ResponseFields, RealtimeResponseCreateParams, {"seed", "stage_params"}),
+        (InputAudio, RealtimeAudioConfigInput, set()),
+        (OutputAudio, RealtimeAudioConfigOutput, set()),
+        (ServerVad, OpenAIServerVad, set()),
+    ],
+)
+def test_configurations_have_openais_fields(ours: Any, theirs: Any, extensions: set[str]) -> None:
+    """A field that is not supported is known, so that its refusal says so."""
+    assert set(ours.__struct_fields__) - extensions == set(theirs.model_fields) - {"type"} | (
+        {"type"} & set(ours.__struct_fields__)
+    )
+
+
+@pytest.mark.parametrize(
+    ("event", "param", "code"),
+    [
+        ({"type": "session.fly"}, "type", "invalid_value"),
+        ({}, "type", "missing_required_parameter"),
+        ({"type": "input_audio_buffer.append", "audio": "###"}, "audio", "invalid_base64"),
+        ({"type": "input_audio_buffer.append"}, "audio", "missing_required_parameter"),
+        ({"type": "input_audio_buffer.commit", "now": True}, "now", "unknown_parameter"),
+        ({"type": "session.update", "session": {}}, "session.type", "missing_required_parameter"),
+        (
+            {"type": "session.update", "session": {"type": "realtime", "instruction": ""}},
+            "session.instruction",
+            "unknown_parameter",
+        ),
+        (
+            {"type": "session.update", "session": {"type": "realtime", "tracing": "auto"}},
+            "session.tracing",
+            "invalid_value",
+        ),
+        (
+            {
+                "type": "session.update",
+                "session": {"type": "realtime", "audio": {"input": {"format": {"type": "audio/pcmu"}}}},
+            },
+            "session.audio.input.format.type",
+            "invalid_value",
+        ),
+        (
+            {
+                "type": "session.update",
+                "session": {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}},
+            },
+            "session.audio.input.turn_detection.type",
+            "invalid_value",
+        ),
+        (
+            {
+                "type": "session.update",
+                "session": {"type": "realtime", "audio": {"input": {"transcription": {"model": "whisper-1"}}}},
+            },
+            "session.audio.input.transcription",
+            "invalid_value",
+        ),
+        (
+            {"type": "conversation.item.create", "item": {"type": "function_call_output", "output": ""}},
+            "item.type",
+            "invalid_value",
+        ),
+        (
+            {"type": "conversation.item.truncate", "item_id": "a", "content_index": 0, "audio_end_ms": -1},
+            "audio_end_ms",
+            "invalid_value",
+        ),
+        ({"type": "response.create", "response": {"max_output_tokens": 0}}, "response.max_output_tokens", None),
+    ],
+)
+def test_a_bad_event_names_the_field(event: dict[str, Any], param: str, code: str | None) -> None:
+    with pytest.raises(HttpError) as caught:
+        parse(msgspec.json.encode(event))
+    assert caught.value.param == param
+    assert code is None or caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (b'{"type": "no", "event_id": "e1"}', "e1"),
+        (b'{"type": "no", "event_id": 7}', None),
+        (b'{"type": "no"}', None),
+        (b"[1]", None),
+        (b"{", None),
+        (b'"\xff"', None),
+        (b"[" * 100_000, None),
+    ],
+)
+def test_the_id_of_a_bad_event_is_found(data: bytes, wanted: str | None) -> None:
+    assert event_id_of(data) == wanted

@@ -1,0 +1,367 @@
+"""What a realtime session decides. Every event that it sends here is checked against OpenAI's types."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+import pytest
+
+from omni_actors.http_server.realtime.conversation import Conversation
+from omni_actors.http_server.realtime.items import Item, Part
+from omni_actors.http_server.realtime.session_config import Pipeline
+from omni_actors.http_server.schemas import MAX_MESSAGES
+from tests.support.realtime import PIPELINE, SECOND, Talk, error_of, kinds
+
+ITEM_ADDED = ["conversation.item.added", "conversation.item.done"]
+BEGIN_SPOKEN = ["response.output_item.added", "conversation.item.added", "response.content_part.added"]
+END = ["response.content_part.done", "conversation.item.done", "response.output_item.done", "response.done"]
+END_SPOKEN = ["response.output_audio.done", "response.output_audio_transcript.done", *END, "rate_limits.updated"]
+
+
+def update(talk: Talk, **session: Any) -> list[dict[str, Any]]:
+    return talk.send("session.update", session={"type": "realtime", **session})
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+def test_a_session_begins_with_its_configuration() -> None:
+    (created,) = Talk().events
+    assert created["type"] == "session.created"
+    assert created["session"]["model"] == "echo"
+    assert created["session"]["output_modalities"] == ["audio"]
+    assert created["session"]["audio"]["output"]["format"] == {"type": "audio/pcm", "rate": 24000}
+
+
+def test_an_update_changes_what_it_names_only() -> None:
+    talk = Talk()
+    update(talk, instructions="Be brief.", audio={"output": {"voice": "Ethan"}})
+    (updated,) = update(talk, audio={"input": {"turn_detection": {"type": "server_vad", "threshold": 0.7}}})
+    assert updated["session"]["instructions"] == "Be brief."
+    assert updated["session"]["audio"]["output"]["voice"] == "Ethan"
+    assert updated["session"]["audio"]["input"]["turn_detection"]["threshold"] == 0.7
+    (updated,) = update(talk, audio={"input": {"turn_detection": None}}, output_modalities=["text"])
+    assert updated["session"]["audio"]["input"]["turn_detection"] is None
+    assert updated["session"]["output_modalities"] == ["text"]
+    assert updated["session"]["instructions"] == "Be brief."
+
+
+@pytest.mark.parametrize(
+    ("session", "param", "code"),
+    [
+        ({"audio": {"output": {"voice": "alloy"}}}, "session.audio.output.voice", "unknown_voice"),
+        ({"output_modalities": ["text", "audio"]}, "session.output_modalities", "invalid_value"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "session.tools", "unsupported_parameter"),
+        ({"model": "gpt-realtime"}, "session.model", "model_not_changeable"),
+        ({"stage_params": {"nose": {}}}, "session.stage_params", "invalid_value"),
+    ],
+)
+def test_a_refused_update_changes_nothing(session: dict[str, Any], param: str, code: str) -> None:
+    talk = Talk()
+    events = talk.send("session.update", event_id="e1", session={"type": "realtime", "instructions": "No.", **session})
+    error = error_of(events)
+    assert error["param"] == param
+    assert error["code"] == code
+    assert error["event_id"] == "e1"
+    assert update(talk)[0]["session"]["instructions"] == ""
+
+
+def test_a_voice_has_other_names() -> None:
+    talk = Talk(msgspec.structs.replace(PIPELINE, voice_aliases={"alloy": "Ethan", "ash": "Gone"}))
+    (updated,) = update(talk, audio={"output": {"voice": "alloy"}})
+    assert updated["session"]["audio"]["output"]["voice"] == "Ethan"
+    assert error_of(update(talk, audio={"output": {"voice": {"id": "ash"}}}))["code"] == "unknown_voice"
+    assert update(talk, audio={"output": {"voice": "default"}})[0]["session"]["audio"]["output"]["voice"] is None
+
+
+def test_a_pipeline_without_speech_answers_in_text() -> None:
+    talk = Talk(Pipeline(voices=(), stages=("thinker",), speaks=False))
+    assert talk.events[0]["session"]["output_modalities"] == ["text"]
+    assert error_of(update(talk, output_modalities=["audio"]))["code"] == "unknown_modality"
+
+
+# -- items and manual turns -------------------------------------------------------------------------------------------
+
+
+def test_a_written_turn_is_answered_in_text() -> None:
+    talk = Talk()
+    update(talk, output_modalities=["text"], instructions="Be brief.")
+    talk.say("Why is the sea salt?")
+    response = talk.respond()
+    assert talk.asked[-1].config.output == "text"
+    assert talk.prompt() == [("system", "Be brief."), ("user", "Why is the sea salt?")]
+    assert kinds(talk.take(talk.session.text(response, "Rivers"))) == [*BEGIN_SPOKEN, "response.output_text.delta"]
+    assert kinds(talk.take(talk.session.text(response, "."))) == ["response.output_text.delta"]
+    ended = talk.take(talk.session.answered(response, {"total_tokens": 3}, cut=False))
+    assert kinds(ended) == ["response.output_text.done", *END, "rate_limits.updated"]
+    assert ended[0]["text"] == "Rivers."
+    done = ended[-2]["response"]
+    assert done["status"] == "completed"
+    assert done["output"][0]["content"] == [{"type": "output_text", "text": "Rivers."}]
+    assert done["usage"] == {"total_tokens": 3}
+
+
+def test_a_spoken_turn_is_answered_in_sound() -> None:
+    talk = Talk()
+    assert talk.append(SECOND) == []
+    committed, *added = talk.send("input_audio_buffer.commit")
+    assert committed["previous_item_id"] is None
+    assert kinds(added) == ITEM_ADDED
+    assert added[0]["item"]["id"] == committed["item_id"]
+    response = talk.respond()
+    assert talk.prompt() == [("user", "1 s")]
+    talk.take(talk.session.text(response, "Yes."))
+    (sound,) = talk.take(talk.session.sound(response, b"\1\2"))
+    assert base64.b64decode(sound["delta"]) == b"\1\2"
+    ended = talk.take(talk.session.answered(response, {}, cut=False))
+    assert kinds(ended) == END_SPOKEN
+    assert ended[1]["transcript"] == "Yes."
+    assert ended[-2]["response"]["output"][0]["content"] == [{"type": "output_audio", "transcript": "Yes."}]
+
+
+def test_later_turns_have_the_history() -> None:
+    talk = Talk()
+    talk.say("Be kind.", role="system")
+    talk.say("Hello")
+    talk.answer("Good day.")
+    talk.append(SECOND)
+    talk.send("input_audio_buffer.commit")
+    talk.respond()
+    assert talk.prompt() == [("system", "Be kind."), ("user", "Hello"), ("assistant", "Good day."), ("user", "1 s")]
+
+
+def test_items_can_be_put_in_retrieved_and_deleted() -> None:
+    talk = Talk()
+    talk.say("b", id="b")
+    item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}], "id": "a"}
+    assert talk.send("conversation.item.create", item=item, previous_item_id="root")[0]["previous_item_id"] is None
+    middle = {**item, "id": "m", "content": [{"type": "input_audio", "audio": base64.b64encode(SECOND).decode()}]}
+    assert talk.send("conversation.item.create", item=middle, previous_item_id="a")[0]["previous_item_id"] == "a"
+    talk.respond()
+    assert talk.prompt() == [("user", "a"), ("user", "1 s"), ("user", "b")]
+    (found,) = talk.send("conversation.item.retrieve", item_id="m")
+    assert base64.b64decode(found["item"]["content"][0]["audio"]) == SECOND
+    assert kinds(talk.send("conversation.item.delete", item_id="m")) == ["conversation.item.deleted"]
+    assert error_of(talk.send("conversation.item.retrieve", item_id="m"))["code"] == "item_not_found"
+    assert error_of(talk.send("conversation.item.create", item=item))["code"] == "item_exists"
+    unknown = {**item, "id": "c"}
+    refused = error_of(talk.send("conversation.item.create", item=unknown, previous_item_id="z"))
+    assert refused["param"] == "previous_item_id"
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "param"),
+    [
+        ("assistant", {"type": "input_text", "text": "a"}, "item.content[0].type"),
+        ("user", {"type": "output_text", "text": "a"}, "item.content[0].type"),
+        ("system", {"type": "input_audio", "audio": "AAAA"}, "item.content[0].type"),
+        ("user", {"type": "input_audio", "audio": "AAAA"}, "item.content[0].audio"),
+    ],
+)
+def test_content_that_a_role_cannot_have_is_refused(role: str, content: dict[str, str], param: str) -> None:
+    item = {"type": "message", "role": role, "content": [content]}
+    assert error_of(Talk().send("conversation.item.create", item=item))["param"] == param
+
+
+def test_sound_that_does_not_fit_is_refused() -> None:
+    talk = Talk(audio_seconds=1.5)
+    assert error_of(talk.append(b"\0"))["param"] == "audio"
+    assert error_of(talk.send("input_audio_buffer.commit"))["code"] == "input_audio_buffer_commit_empty"
+    talk.append(SECOND)
+    assert error_of(talk.append(SECOND))["code"] == "media_too_large"
+    assert kinds(talk.send("input_audio_buffer.clear")) == ["input_audio_buffer.cleared"]
+    assert talk.append(SECOND) == []
+    assert talk.session.held == len(SECOND)
+
+
+def test_the_oldest_items_make_room() -> None:
+    talk = Talk(audio_seconds=2.5)
+    ids = []
+    for _ in range(3):
+        talk.append(SECOND)
+        ids.append(talk.send("input_audio_buffer.commit")[0]["item_id"])
+    assert kinds(talk.events[-3:]) == [*ITEM_ADDED, "conversation.item.deleted"]
+    assert talk.events[-1]["item_id"] == ids[0]
+    talk.answer("Yes.")
+    assert talk.session.held == 2 * len(SECOND) + len("Yes.")
+
+
+def test_a_conversation_has_so_many_items() -> None:
+    conversation = Conversation(10.0, None)
+    for number in range(MAX_MESSAGES + 1):
+        conversation.add(Item(f"{number}", "user", [Part("input_text", "four")]))
+    assert conversation.drop_oldest() == ["0"]
+    assert conversation.size == 4 * MAX_MESSAGES
+
+
+def test_a_prompt_has_no_more_sounds_than_the_model_takes() -> None:
+    talk = Talk(msgspec.structs.replace(PIPELINE, max_audios=1))
+    for _ in range(2):
+        talk.append(SECOND)
+        talk.send("input_audio_buffer.commit")
+    talk.respond()
+    assert talk.prompt() == [("user", "1 s")]
+
+
+# -- responses --------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_may_differ_from_its_session() -> None:
+    talk = Talk(instructions="Be brief.")
+    talk.say("Hello")
+    talk.respond(instructions="Sing.", output_modalities=["text"], max_output_tokens=5, metadata={"a": "b"}, seed=7)
+    asked = talk.asked[-1].config
+    assert asked.instructions == "Sing."
+    assert asked.output == "text"
+    assert asked.max_output_tokens == 5
+    assert asked.seed == 7
+    assert talk.events[-1]["response"]["metadata"] == {"a": "b"}
+    assert update(talk)[0]["session"]["instructions"] == "Be brief."
+
+
+def test_a_response_aside_leaves_the_conversation_alone() -> None:
+    talk = Talk()
+    item = talk.say("Hello")
+    given = [
+        {"type": "item_reference", "id": item},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "In one word"}]},
+    ]
+    response = talk.respond(conversation="none", input=given)
+    assert talk.prompt() == [("user", "Hello"), ("user", "In one word")]
+    events = talk.take(talk.session.text(response, "Hi"))
+    events += talk.take(talk.session.answered(response, {}, cut=False))
+    assert "conversation.item.added" not in kinds(events)
+    assert events[-2]["response"]["conversation_id"] is None
+    talk.respond()
+    assert talk.prompt() == [("user", "Hello")]
+
+
+def test_one_response_runs_at_a_time() -> None:
+    talk = Talk()
+    response = talk.respond()
+    error = error_of(talk.send("response.create", event_id="e2"))
+    assert error["code"] == "conversation_already_has_active_response"
+    assert error["event_id"] == "e2"
+    assert error_of(talk.send("response.cancel", response_id="resp_other"))["code"] == "response_cancel_not_active"
+    assert talk.cancelled == []
+    talk.send("response.cancel", response_id=response)
+    assert talk.cancelled == [response]
+    assert error_of(talk.send("response.cancel"))["code"] == "response_cancel_not_active"
+
+
+def test_a_cancelled_response_ends_at_once_and_takes_nothing_more() -> None:
+    talk = Talk()
+    response = talk.respond()
+    talk.take(talk.session.text(response, "One two"))
+    events = talk.send("response.cancel")
+    assert kinds(events) == END_SPOKEN
+    done = events[-2]["response"]
+    assert done["status"] == "cancelled"
+    assert done["status_details"]["reason"] == "client_cancelled"
+    assert done["output"][0]["status"] == "incomplete"
+    assert talk.take(talk.session.text(response, " three")) == []
+    assert talk.take(talk.session.sound(response, SECOND)) == []
+    assert talk.take(talk.session.answered(response, {}, cut=False)) == []
+    assert talk.fail(response, "aborted") == []
+
+
+def test_a_limit_of_tokens_makes_an_answer_incomplete() -> None:
+    talk = Talk()
+    response = talk.respond()
+    talk.take(talk.session.text(response, "One"))
+    done = talk.take(talk.session.answered(response, {}, cut=True))[-2]["response"]
+    assert done["status"] == "incomplete"
+    assert done["status_details"]["reason"] == "max_output_tokens"
+
+
+def test_a_failure_is_told_twice_and_the_session_goes_on() -> None:
+    """As an event with the message, and as the end of the response."""
+    talk = Talk()
+    failed = talk.fail(talk.respond(), "stage_lost")
+    assert kinds(failed) == ["error", "response.done", "rate_limits.updated"]
+    assert failed[0]["error"]["message"] == "It failed."
+    assert failed[1]["response"]["status"] == "failed"
+    assert failed[1]["response"]["status_details"]["error"]["code"] == "stage_lost"
+    talk.answer("Here again.")
+
+
+def test_a_prompt_that_is_too_long_is_shortened() -> None:
+    talk = Talk()
+    talk.say("Rules", role="system")
+    for number in range(4):
+        talk.say(f"Question {number}")
+        talk.say(f"Answer {number}", role="assistant")
+    talk.say("Last")
+    response = talk.respond()
+    assert set(kinds(talk.fail(response, "prompt_too_long"))) == {"conversation.item.deleted"}
+    assert talk.prompt()[:2] == [("system", "Rules"), ("user", "Question 3")]
+    assert set(kinds(talk.fail(response, "prompt_too_long"))) == {"conversation.item.deleted"}
+    assert talk.prompt() == [("system", "Rules"), ("user", "Last")]
+    assert len({asked.request_id for asked in talk.asked}) == 3, "the pipeline remembers ids"
+    assert kinds(talk.fail(response, "prompt_too_long"))[1] == "response.done"
+
+
+def test_a_prompt_is_not_shortened_against_the_client_s_will() -> None:
+    talk = Talk()
+    update(talk, truncation="disabled")
+    talk.say("One")
+    talk.say("Two")
+    assert kinds(talk.fail(talk.respond(), "prompt_too_long"))[:2] == ["error", "response.done"]
+
+
+# -- truncation -------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_cut_where_it_was_stopped() -> None:
+    talk = Talk()
+    talk.say("Count")
+    item = talk.answer("one two three four", seconds=2.0)
+    (truncated,) = talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=1000)
+    assert truncated["audio_end_ms"] == 1000
+    talk.respond()
+    assert talk.prompt()[-1] == ("assistant", "one two")
+
+
+def test_truncating_a_running_answer_ends_it() -> None:
+    talk = Talk()
+    response = talk.respond()
+    item = talk.take(talk.session.text(response, "one two three four five six"))[0]["item"]["id"]
+    talk.take(talk.session.sound(response, SECOND))
+    events = talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=500)
+    assert talk.cancelled == [response]
+    assert kinds(events)[-2:] == ["rate_limits.updated", "conversation.item.truncated"]
+    assert (
+        talk.send("conversation.item.retrieve", item_id=item)[0]["item"]["content"][0]["transcript"] == "one two three"
+    )
+
+
+def test_the_text_of_an_interrupted_answer_is_cut_at_the_pace_of_earlier_ones() -> None:
+    """Its text is longer than its sound, so its own proportion would leave words that nobody heard."""
+    talk = Talk()
+    talk.answer("a" * 10, seconds=1.0)
+    response = talk.respond()
+    item = talk.take(talk.session.text(response, "one two three four five six seven"))[0]["item"]["id"]
+    talk.take(talk.session.sound(response, SECOND))
+    talk.send("response.cancel")
+    talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=1000)
+    talk.respond()
+    assert talk.prompt()[-1] == ("assistant", "one two")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"audio_end_ms": 1001}, "audio_end_ms"),
+        ({"content_index": 1}, "content_index"),
+        ({"item_id": "user"}, "content_index"),
+        ({"item_id": "told"}, "item_id"),
+    ],
+)
+def test_what_cannot_be_truncated_is_refused(change: dict[str, Any], param: str) -> None:
+    talk = Talk()
+    talk.say("Hello", id="user")
+    talk.say("Hello", role="assistant", id="told")
+    fields = {"item_id": talk.answer("one"), "content_index": 0, "audio_end_ms": 500, **change}
+    assert error_of(talk.send("conversation.item.truncate", **fields))["param"] == param

@@ -1,0 +1,173 @@
+"""How a realtime session finds the turns of the user, and what is measured of its time."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy
+import pytest
+
+from omni_actors.http_server.realtime.heard import heard
+from omni_actors.http_server.realtime.pacing import BURST_SECONDS, Pace
+from omni_actors.http_server.realtime.session_config import RATE, ServerVad
+from omni_actors.http_server.realtime.turn_detection import TurnBegins, TurnDetector, TurnEnds, Window
+from omni_actors.http_server.realtime.voice_activity import VoiceActivity
+from tests.support.realtime import WINDOW, Talk, error_of, kinds, speech
+
+VAD = ServerVad(prefix_padding_ms=64, silence_duration_ms=160)  # two and five windows
+
+
+def found(detector: TurnDetector, probabilities: list[float]) -> list[TurnBegins | TurnEnds]:
+    windows = [Window(index * WINDOW, (index + 1) * WINDOW, value) for index, value in enumerate(probabilities)]
+    return [event for window in windows if (event := detector.feed(window)) is not None]
+
+
+# -- the detector -----------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_has_its_padding_and_ends_after_silence() -> None:
+    begins, ends = found(TurnDetector(VAD), [0.1] * 5 + [0.9] * 3 + [0.1] * 5)
+    assert begins == TurnBegins(3 * WINDOW)
+    assert ends == TurnEnds(13 * WINDOW, 5 * WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "events"),
+    [
+        ([0.9, 0.1, 0.9, 0.1, 0.9, 0.1], 0),  # clicks
+        ([0.49] * 20, 0),  # below the threshold
+        ([0.9] * 20, 1),  # does not end
+        ([0.9] * 2 + [0.1] * 4 + [0.9] + [0.1] * 4, 1),  # pauses that are too short
+        ([0.9] * 2 + [0.4] * 20, 1),  # not quite silence
+        ([0.9] * 2 + [0.1] * 5 + [0.9] * 2 + [0.1] * 5, 4),
+    ],
+)
+def test_turns_are_counted(probabilities: list[float], events: int) -> None:
+    assert len(found(TurnDetector(VAD), probabilities)) == events
+
+
+def test_a_turn_cannot_begin_before_the_session() -> None:
+    assert found(TurnDetector(VAD), [0.9] * 2) == [TurnBegins(0)]
+
+
+# -- the session ------------------------------------------------------------------------------------------------------
+
+
+def test_a_spoken_turn_is_committed_and_answered() -> None:
+    talk = Talk(vad=VAD)
+    talk.hear(0.1, 10)
+    (started,) = talk.hear(0.9, 10)
+    assert started["type"] == "input_audio_buffer.speech_started"
+    assert started["audio_start_ms"] == 8 * 32
+    events = talk.hear(0.1, 5)
+    assert kinds(events) == [
+        "input_audio_buffer.speech_stopped",
+        "input_audio_buffer.committed",
+        "conversation.item.added",
+        "conversation.item.done",
+        "response.created",
+    ]
+    assert events[0]["audio_end_ms"] == 25 * 32
+    assert {started["item_id"], events[0]["item_id"], events[1]["item_id"]} == {started["item_id"]}
+    assert talk.prompt() == [("user", f"{17 * WINDOW / RATE:g} s")]
+    assert talk.asked[-1].silence == pytest.approx(0.16)
+
+
+def test_silence_is_not_kept() -> None:
+    talk = Talk(vad=VAD, audio_seconds=1.0)
+    for _ in range(100):
+        talk.hear(0.0, 10)
+    assert talk.session.held == 2 * 2 * WINDOW
+
+
+def test_speech_interrupts_the_answer() -> None:
+    talk = Talk(vad=VAD)
+    response = talk.respond()
+    talk.take(talk.session.text(response, "One two three"))
+    events = talk.hear(0.9, 2)
+    assert talk.cancelled == [response]
+    assert kinds(events)[0] == "input_audio_buffer.speech_started"
+    assert events[-2]["response"]["status_details"]["reason"] == "turn_detected"
+
+
+def test_speech_does_not_interrupt_where_that_is_off() -> None:
+    talk = Talk(vad=ServerVad(silence_duration_ms=160, interrupt_response=False))
+    response = talk.respond()
+    assert kinds(talk.hear(0.9, 2)) == ["input_audio_buffer.speech_started"]
+    assert talk.cancelled == []
+    ended = talk.hear(0.1, 5)
+    assert error_of(ended[-1:])["code"] == "conversation_already_has_active_response"
+    assert kinds(talk.take(talk.session.text(response, "Still")))[-1] == "response.output_audio_transcript.delta"
+
+
+def test_turns_are_not_answered_where_that_is_off() -> None:
+    talk = Talk(vad=ServerVad(silence_duration_ms=160, create_response=False))
+    talk.hear(0.9, 5)
+    assert kinds(talk.hear(0.1, 5))[-1] == "conversation.item.done"
+    assert talk.asked == []
+
+
+def test_a_client_may_end_a_turn_earlier() -> None:
+    talk = Talk(vad=VAD)
+    (started,) = talk.hear(0.9, 10)
+    assert talk.send("input_audio_buffer.commit")[0]["item_id"] == started["item_id"]
+    assert talk.hear(0.1, 10) == []
+    talk.hear(0.9, 10)
+    talk.send("input_audio_buffer.clear")
+    assert talk.hear(0.1, 10) == []
+
+
+def test_detection_can_be_turned_off_within_a_turn() -> None:
+    talk = Talk(vad=VAD)
+    talk.hear(0.9, 10)
+    talk.send("session.update", session={"type": "realtime", "audio": {"input": {"turn_detection": None}}})
+    assert not talk.session.detecting
+    assert kinds(talk.send("input_audio_buffer.commit"))[0] == "input_audio_buffer.committed"
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_tells_speech_from_noise() -> None:
+    activity = VoiceActivity(RATE)
+    noise = numpy.random.default_rng(0).normal(0, 300, RATE // 2).astype("<i2")
+    sound = numpy.concatenate([noise, speech(1.0), noise, noise])
+    windows = [
+        window for start in range(0, len(sound), 480) for window in activity.feed(sound[start : start + 480].tobytes())
+    ]
+    assert windows[0].start == RATE, "positions count from that of the first sample"
+    assert all(following.start == window.end for window, following in itertools.pairwise(windows))
+    assert len(sound) - (windows[-1].end - RATE) < 3 * WINDOW, "little is held back"
+    detector = TurnDetector(ServerVad(prefix_padding_ms=64, silence_duration_ms=320))
+    begins, ends = (event for window in windows if (event := detector.feed(window)) is not None)
+    assert abs(begins.start - (1.5 - 0.064) * RATE) < 0.1 * RATE
+    assert abs(ends.end - (2.5 + 0.32) * RATE) < 0.5 * RATE
+
+
+# -- estimates --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "complete", "wanted"),
+    [
+        ("one two three four", 2.0, True, "one two three four"),
+        ("one two three four", 1.0, True, "one two"),
+        ("one two three four", 0.7, True, "one"),
+        ("one two three four", 0.0, True, ""),
+        ("one", 1.0, True, ""),
+        ("one two three four", 2.0, False, "one two three four"),
+        ("海水为什么是咸的", 1.0, True, "海水为什"),
+        ("", 1.0, True, ""),
+    ],
+)
+def test_what_was_heard_ends_with_a_whole_word(text: str, end: float, complete: bool, wanted: str) -> None:
+    assert heard(text, end, 2.0, len(text) / 2.0, complete=complete) == wanted
+
+
+def test_too_many_events_are_slowed_down() -> None:
+    pace = Pace(10, now=0.0)
+    burst = int(10 * BURST_SECONDS)
+    assert [pace.wait(0.0) for _ in range(burst)] == pytest.approx([0.0] * burst)
+    assert pace.wait(0.0) == pytest.approx(0.1)
+    assert pace.wait(0.0) == pytest.approx(0.2)
+    assert pace.wait(60.0) == 0.0, "a pause is forgiven"
