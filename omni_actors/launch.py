@@ -14,12 +14,13 @@ from omni_actors.config import placement
 from omni_actors.config.shipped import shipped
 from omni_actors.errors import ConfigError, Fault, OmniError
 from omni_actors.http_server.settings import add_flags, given_flags
+from omni_actors.launcher.download import pending_download
 from omni_actors.launcher.engine_check import check_engines
 from omni_actors.launcher.launcher import Launcher, host_addresses
 from omni_actors.launcher.one_request import answer
 from omni_actors.launcher.preflight import check_launch
 from omni_actors.logs import say
-from omni_actors.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from omni_actors.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, process_start
 
 CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets
     "model": "model",
@@ -52,12 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_OK
         return asyncio.run(_run(loaded.pipeline, options))
     except ConfigError as error:
-        print(f"configuration error: {error}", file=sys.stderr)
+        logs.complain(f"configuration error: {error}")
         return EXIT_USAGE
     except KeyboardInterrupt:  # before the launcher took over the signals
         return EXIT_INTERRUPTED
     except OmniError as error:
-        print(f"error ({error.code.value}): {error}", file=sys.stderr)
+        logs.complain(f"error ({error.code.value}): {error}")
         return EXIT_FAILED
 
 
@@ -149,7 +150,9 @@ async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> 
     if rank not in placement.ranks(pipeline):
         say(f"nothing is placed on node {rank}")
         return EXIT_OK
-    launcher = Launcher(pipeline, await host_addresses(pipeline))
+    if placement.runs_models(pipeline, rank) and (download := await asyncio.to_thread(pending_download, pipeline)):
+        say(download)
+    launcher = Launcher(pipeline, await host_addresses(pipeline), process_start())
     launcher.own_process()
     try:
         await launcher.open()

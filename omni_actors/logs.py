@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -78,6 +79,8 @@ class _Handler(logging.StreamHandler[TextIO]):
         if self._file is not None and not os.path.exists(self._file):
             with contextlib.suppress(OSError):  # its folder is gone, too, or the disk is full
                 redirect_output(self._file)
+        if sys.stderr.isatty():
+            self.stream.write(_clear_line())
         now = time.monotonic()
         for count, last in self._limit.left_out(now):
             last.msg, last.args = f"{count} lines like this one were left out: {last.getMessage()}", ()
@@ -121,8 +124,34 @@ def configure(process: str, file: str | None = None) -> None:
 
 def say(text: str) -> None:
     """Print a line for the person at the terminal, on stderr: stdout is for the answer."""
+    complain(f"[omni_actors] {text}")
+
+
+def complain(text: str) -> None:
+    """The same without a name in front, for errors."""
     with contextlib.suppress(OSError):  # a full disk, or a terminal that is gone, must not end a pipeline
-        print(f"[omni_actors] {text}", file=sys.stderr, flush=True)
+        print(f"{_clear_line()}{text}", file=sys.stderr, flush=True)
+
+
+def redraw(text: str, is_line: bool = False) -> None:
+    """Show a line on the terminal that the next one replaces; "" removes it.
+
+    Where nothing can be redrawn, print it if `is_line`.
+    """
+    if not sys.stderr.isatty():
+        if is_line:
+            say(text)
+        return
+    with contextlib.suppress(OSError):
+        width = shutil.get_terminal_size().columns - 1  # a longer one would wrap, and stay
+        shown = f"[omni_actors] {text}" if text else ""
+        shown = shown if len(shown) <= width else f"{shown[: width - 1]}…"
+        print(f"{_clear_line()}{shown}", end="", file=sys.stderr, flush=True)
+
+
+def _clear_line() -> str:
+    """What removes a line from the terminal that `redraw` has left, in whatever process."""
+    return "\r\x1b[2K" if sys.stderr.isatty() else ""
 
 
 def get_logger(name: str) -> logging.Logger:

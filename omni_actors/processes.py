@@ -7,6 +7,9 @@ import ctypes
 import math
 import resource
 import signal
+import time
+
+import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
@@ -28,6 +31,11 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose own parent dies, so that they are found among the children."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def process_start() -> float:
+    """When this process started, on the monotonic clock."""
+    return time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
 
 
 def raise_file_limit(reserved: int) -> int:

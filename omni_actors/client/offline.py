@@ -18,8 +18,9 @@ from omni_actors.client import OmniClient, Prompting
 from omni_actors.client.arguments import OneStageParams, PipelineParams, params_of_prompts, spread_options
 from omni_actors.client.batch import PromptCall, answer_all
 from omni_actors.client.outputs import OmniRequestOutput
-from omni_actors.client.progress import ProgressBar, progress_bar
+from omni_actors.client.progress import ProgressBar, progress_bar, start_line
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, StartupError
+from omni_actors.logs import redraw
 from omni_actors.run_directory import short_temporary_folder
 
 STOP_SECONDS = 15.0
@@ -61,7 +62,8 @@ class OmniLLM:
             raise
 
     def _connect(self, timeout: float) -> OmniClient:
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = began + timeout
         client = OmniClient(self.endpoint)
         try:
             while True:
@@ -70,8 +72,11 @@ class OmniLLM:
                 if time.monotonic() > deadline:
                     raise StartupError(f"The pipeline was not ready within {timeout:g} s.\n{self._log_text()}")
                 with contextlib.suppress(RequestTimeout):
-                    if client.describe(timeout=1.0).healthy:
+                    description = client.describe(timeout=1.0)
+                    if description.healthy:
+                        redraw("")
                         return client
+                    redraw(start_line(description, time.monotonic() - began))
                 time.sleep(POLL_SECONDS)
         except BaseException:
             client.close()

@@ -7,8 +7,16 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.client import Description
 
 TITLE = "Processed prompts"
+
+
+def start_line(description: Description, seconds: float) -> str:
+    """How far a pipeline's start has come, for `logs.redraw`."""
+    states = {f"{stage.stage}/{stage.replica}": stage.state for stage in description.stages}
+    missing = [f"{name} ({state})" for name, state in states.items() if state != "ready"]
+    return f"{len(states) - len(missing)} of {len(states)} ready after {seconds:.0f} s; missing: {', '.join(missing)}"
 
 
 class ProgressBar(Protocol):

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from omni_actors import logs
 from omni_actors.config import PipelineConfig
+from omni_actors.coordinator.core.launch import StartHistory
 from omni_actors.coordinator.shell import Coordinator, Endpoints
 from omni_actors.errors import OmniError
 from omni_actors.processes import EXIT_OK
@@ -37,7 +38,13 @@ EXIT_REFUSED = 3
 
 
 class CoordinatorSpec(Struct, frozen=True):
-    """Settings of the process. `began`: when the launch began, on the monotonic clock."""
+    """Settings of the process.
+
+    Args:
+        began: when the launch began, on the monotonic clock.
+        started: when the launcher's process started, on the same.
+        last_start: seconds that the last start of this pipeline took.
+    """
 
     pipeline: PipelineConfig
     client: str
@@ -47,6 +54,8 @@ class CoordinatorSpec(Struct, frozen=True):
     run_dir: str
     run_dir_is_temporary: bool
     began: float
+    started: float
+    last_start: float | None = None
 
 
 class Listening(Struct, frozen=True, tag="listening"):
@@ -79,7 +88,13 @@ async def _run(spec: CoordinatorSpec) -> int:
     try:
         launcher = os.pidfd_open(spec.launcher_pid)
         endpoints = Endpoints(spec.client, spec.control, spec.results)
-        coordinator = Coordinator(spec.pipeline, endpoints, spec.began, span_exporter(spec.pipeline))
+        coordinator = Coordinator(
+            spec.pipeline,
+            endpoints,
+            spec.began,
+            span_exporter(spec.pipeline),
+            StartHistory(spec.started, spec.last_start),
+        )
     except OSError:  # it died before us
         return EXIT_REFUSED
     except OmniError as error:

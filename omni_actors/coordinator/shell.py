@@ -28,6 +28,7 @@ from omni_actors.coordinator.core.instructions import (
     Instruction,
     Log,
     Measured,
+    Progress,
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
@@ -36,11 +37,12 @@ from omni_actors.coordinator.core.instructions import (
     TellReplica,
     ToClient,
 )
+from omni_actors.coordinator.core.launch import StartHistory
 from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.reports import Reports
 from omni_actors.coordinator.stage_links import StageLinks
 from omni_actors.errors import OmniError, Unauthorized
-from omni_actors.logs import get_logger, is_worth_a_line, say
+from omni_actors.logs import get_logger, is_worth_a_line, redraw, say
 from omni_actors.protocol.client import ClientToCoordinator, Describe, Observe, Operate, Submit
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, encode
 from omni_actors.protocol.common import Abort, Credit
@@ -77,11 +79,17 @@ class Coordinator:
 
     Args:
         began: when the launch began, on the monotonic clock.
+        history: of starts, for what is shown.
         exporter: receives the timelines of requests that have ended.
     """
 
     def __init__(
-        self, pipeline: PipelineConfig, endpoints: Endpoints, began: float, exporter: Exporter | None = None
+        self,
+        pipeline: PipelineConfig,
+        endpoints: Endpoints,
+        began: float,
+        exporter: Exporter | None = None,
+        history: StartHistory | None = None,
     ) -> None:
         self._pipeline = pipeline
         limits = pipeline.limits
@@ -114,6 +122,7 @@ class Coordinator:
             new_epoch=lambda: time.time_ns() // 1_000_000,
             began=began,
             now=time.monotonic(),
+            history=history,
         )
         self._client_links = ClientLinks(
             self._clients, pipeline, self._requests, self._do, self._traffic[CLIENTS], self._dropped
@@ -312,6 +321,8 @@ class Coordinator:
         match instruction:
             case Announce(text):
                 say(text)
+            case Progress(text, is_line):
+                redraw(text, is_line)
             case Log(level, text, stage):
                 logger.log(level, "%s", text, extra={"stage": stage})
             case TellNode(rank, body):

@@ -40,7 +40,7 @@ def build_stage_engine(
 
         torch.set_num_threads(int(threads))
     load_plugins(pipeline.plugins)
-    report(f"loading {stage.part} of {pipeline.model}")
+    report(f"loading {stage.part}")
     arguments = stage_arguments(pipeline, stage)
     if sizes and stage.kind is StageKind.AUTOREGRESSIVE:
         arguments = with_known_sizes(arguments, sizes)

@@ -14,6 +14,7 @@ import msgspec
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.process import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.errors import OmniError, StartupError
+from omni_actors.launcher import start_times
 from omni_actors.logs import get_logger
 from omni_actors.processes import EXIT_OK, Backoff, describe_exit
 from omni_actors.protocol.common import Failed
@@ -35,6 +36,7 @@ class CoordinatorChild:
         results: endpoint where it receives the stages' results.
         on_end: called with "" after an orderly end, else with the reason why the launch failed or cannot go on.
         on_restart: called with a sentence when the coordinator died and will be restarted.
+        started: when the launcher's process started, on the monotonic clock; now if `None`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class CoordinatorChild:
         results: str,
         on_end: Callable[[str], None],
         on_restart: Callable[[str], None],
+        started: float | None = None,
     ) -> None:
         settings = pipeline.coordinator
         self._spec = CoordinatorSpec(
@@ -56,6 +59,8 @@ class CoordinatorChild:
             run_dir=str(run_directory.path),
             run_dir_is_temporary=run_directory.temporary,
             began=time.monotonic(),
+            started=time.monotonic() if started is None else started,
+            last_start=start_times.last(pipeline),
         )
         self._on_end = on_end
         self._on_restart = on_restart

@@ -17,6 +17,7 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.errors import StartupError
 from omni_actors.http_server.settings import server_settings
+from omni_actors.launcher import start_times
 from omni_actors.launcher.coordinator_child import CoordinatorChild
 from omni_actors.launcher.http_child import HttpChild
 from omni_actors.launcher.mps import MpsChild
@@ -65,11 +66,16 @@ class Launcher:
 
     In this order: `open`, `start_metrics` and `start_http` if wanted, `start`, `serve` or `until_stopped`, `close`.
 
+    Args:
+        started: when this process started, on the monotonic clock, if it runs nothing else; now if `None`.
+
     Raises:
         ConfigError: stages of this host need vLLM, and it is missing or of a version that is not supported.
     """
 
-    def __init__(self, pipeline: PipelineConfig, addresses: Addresses = ON_ONE_HOST) -> None:
+    def __init__(
+        self, pipeline: PipelineConfig, addresses: Addresses = ON_ONE_HOST, started: float | None = None
+    ) -> None:
         self._pipeline = pipeline
         self._rank = pipeline.cluster.node_rank
         if placement.runs_models(pipeline, self._rank):
@@ -81,13 +87,14 @@ class Launcher:
         if self._rank == 0:
             results = addresses.results or self._run_directory.endpoint("results")
             self._coordinator = CoordinatorChild(
-                pipeline, self._run_directory, self._control, results, self._on_coordinator_end, say
+                pipeline, self._run_directory, self._control, results, self._on_coordinator_end, say, started
             )
         self._mps = MpsChild(pipeline, self._run_directory, say)
         self._agent: NodeAgent | None = None
         self._http: HttpChild | None = None
         self._metrics: MetricsEndpoint | None = None
         self._metrics_client: AsyncOmniClient | None = None
+        self._started = time.monotonic() if started is None else started
         self._stop = asyncio.Event()
         self._failure: StartupError | None = None
         self._signalled_at: float | None = None
@@ -174,6 +181,8 @@ class Launcher:
         self._raise_failure()
         if self._rank > 0 and not self._stop.is_set():
             say(f"node {self._rank} serves")
+        elif not self._stop.is_set():
+            start_times.remember(self._pipeline, time.monotonic() - self._started)
 
     # -- serve --------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from omni_actors.coordinator.core.instructions import (
     Announce,
     FleetInstruction,
     GiveUp,
+    Progress,
     ReplicaLost,
     TellNode,
     TellReplica,
@@ -208,6 +209,10 @@ class World:
 
 def announced(instructions: list[FleetInstruction]) -> list[str]:
     return [item.text for item in instructions if isinstance(item, Announce)]
+
+
+def progress(instructions: list[FleetInstruction]) -> list[Progress]:
+    return [item for item in instructions if isinstance(item, Progress)]
 
 
 def to_node(instructions: list[FleetInstruction], kind: type[Body], rank: int = 0) -> list[Any]:

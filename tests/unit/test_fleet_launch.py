@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import omni_actors
 from omni_actors.coordinator.core.fleet import ABSENT_SECONDS, LAST_LOG_SECONDS
-from omni_actors.coordinator.core.instructions import ReplicaLost, ReplicaReady, ReplicaRegistered, ReplicaSpawned
+from omni_actors.coordinator.core.instructions import (
+    Progress,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaRegistered,
+    ReplicaSpawned,
+)
+from omni_actors.coordinator.core.launch import Launch, StartHistory
 from omni_actors.coordinator.core.states import LaunchState, ReplicaState
 from omni_actors.protocol.client import Operation
 from omni_actors.protocol.control import Fatal, Hello, Loading, Ready, Reregister, Shutdown, Welcome
@@ -25,6 +32,7 @@ from tests.support.fleet import (
     gives_up,
     losses,
     one_host,
+    progress,
     starts,
     to_node,
     to_stage,
@@ -46,15 +54,18 @@ def test_a_first_start_from_the_hello_of_the_node_to_ready() -> None:
     world.says("talker", Loading("loading weights"))
     ready = world.ready("prompt")
     assert ReplicaReady(world.replica("prompt")) in ready
-    assert announced(ready) == [
-        "prompt/0 ready in 0.5 s; ready: prompt/0; missing: "
-        "thinker/0 (starting process), talker/0 (loading weights), code2wav/0 (starting process)"
-    ]
+    assert announced(ready) == ["prompt/0 ready in 0.5 s"]
+    (shown,) = progress(world.wait(0.6))
+    assert shown == Progress(
+        "1 of 4 ready after 2 s; missing: "
+        "thinker/0 (starting process), talker/0 (loading weights), code2wav/0 (starting process)",
+        is_line=False,
+    )
     world.says("talker", Ready(seconds=1.0))
     world.ready("thinker")
     last = world.ready("code2wav")
     assert to_node(last, Launched) == [Launched()]
-    assert announced(last)[-1] == "ready after 1.0 s, clients connect to ipc:///client"
+    assert announced(last)[-1] == "ready after 1.6 s, clients connect to ipc:///client"
     assert world.fleet.launch.state is LaunchState.LAUNCHED
 
 
@@ -62,9 +73,18 @@ def test_every_replica_is_expected_before_its_node_has_come() -> None:
     world = World(two_hosts())
     assert [item for item in world.seen if isinstance(item, ReplicaSpawned)][-1] == ReplicaSpawned("code2wav", 0, 0)
     world.node_hello()
-    (report,) = announced(world.wait(5.1))
-    assert "missing: node 1, " in report
-    assert "talker/1 (waiting for node 1)" in report
+    (report,) = [report for report in progress(world.wait(5.1)) if report.is_line]
+    assert "missing: node 1, " in report.text
+    assert "talker/1 (waiting for node 1)" in report.text
+
+
+def test_progress_is_redrawn_all_the_time_and_printed_ever_more_seldom() -> None:
+    fleet = World().fleet
+    launch = Launch(fleet.replicas, fleet.nodes, fleet.health, 0.0, 0.0, StartHistory(started=-2.0, last=61.4))
+    seen = {quarter / 4: report for quarter in range(400) for report in launch.reports(quarter / 4)}
+    assert list(seen) == [half / 2 for half in range(1, 200)]
+    assert [time for time, report in seen.items() if report.is_line] == [5.0, 15.0, 35.0, 75.0]
+    assert seen[15.0].text.startswith("0 of 4 ready after 17 s (all after 61 s last time); missing: ")
 
 
 def test_a_stage_left_without_replicas_ends_the_launch_with_its_log() -> None:

@@ -1,15 +1,21 @@
-"""The progress bar of `OmniLLM.generate` on a terminal and elsewhere."""
+"""What a terminal, and what a file gets to see of progress: of `OmniLLM.generate` and of a start."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import subprocess
 import sys
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from omni_actors import logs
 from omni_actors.client.progress import progress_bar
+from omni_actors.launcher import start_times
+from tests.support.builders import pipeline
 
 
 def read_all(master: int) -> str:
@@ -54,3 +60,62 @@ def test_a_terminal_gets_none_either_if_it_is_not_wanted(monkeypatch: pytest.Mon
     bar.update(2)
     bar.close()
     assert terminal.getvalue() == ""
+
+
+def test_a_terminal_has_one_line_that_is_redrawn_and_everything_else_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    master, slave = os.openpty()
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        logs.redraw("1 of 4 ready after 2 s; missing: a very long list of stages", is_line=True)
+        logs.say("HTTP on http://127.0.0.1:8000")
+        logs.redraw("2 of 4")
+        logs.complain("error: it failed")
+        logs.redraw("4 of 4")
+        logs.redraw("")
+    shown = read_all(master).split("\r\x1b[2K")
+    assert shown == [
+        "",
+        "[omni_actors] 1 of 4 ready after 2 s; …",
+        "[omni_actors] HTTP on http://127.0.0.1:8000\r\n",
+        "[omni_actors] 2 of 4",
+        "error: it failed\r\n",
+        "[omni_actors] 4 of 4",
+        "",
+    ]
+
+
+def test_a_file_gets_plain_lines_and_only_those_that_are_due(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.redraw("1 of 4 ready")
+    logs.redraw("2 of 4 ready", is_line=True)
+    logs.redraw("")
+    assert capsys.readouterr().err == "[omni_actors] 2 of 4 ready\n"
+
+
+def test_the_time_of_a_start_is_there_for_the_next_one_of_the_same_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert start_times.last(pipeline()) is None
+    start_times.remember(pipeline(), 61.44)
+    assert start_times.last(pipeline()) == 61.4
+    assert start_times.last(msgspec.structs.replace(pipeline(), model="other")) is None
+    for index in range(start_times.MOST):
+        start_times.remember(msgspec.structs.replace(pipeline(), name=f"p{index}"), 1.0)
+    assert start_times.last(pipeline()) is None, "the oldest is forgotten"
+    (tmp_path / "omni_actors" / "start_times.json").write_text("junk")
+    assert start_times.last(pipeline()) is None
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    start_times.remember(pipeline(), 1.0)  # cannot be kept: no error
+    assert start_times.last(pipeline()) is None
+
+
+def test_times_count_from_the_start_of_the_process() -> None:
+    program = """
+import time; time.sleep(0.5)
+from omni_actors.processes import process_start
+print(time.monotonic() - process_start())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert 0.5 <= float(done.stdout) < 60

@@ -26,7 +26,7 @@ from omni_actors.coordinator.core.instructions import (
     TellNode,
     TellReplica,
 )
-from omni_actors.coordinator.core.launch import Culprit, Launch, explain_end
+from omni_actors.coordinator.core.launch import Culprit, Launch, StartHistory, explain_end
 from omni_actors.coordinator.core.nodes import HelloKind, Node, NodeTable, classify_hello
 from omni_actors.coordinator.core.outbox import Outbox
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
@@ -78,6 +78,7 @@ class Fleet(Outbox):
         new_epoch: gives the epoch of a new process. No epoch may occur twice in a run directory: a stage that outlives
             a killed launcher for a moment must not be taken for one of the next launcher's.
         began: when the launch began.
+        history: of starts, for what is shown.
         now: as of all events, in seconds of one monotonic clock.
     """
 
@@ -90,6 +91,7 @@ class Fleet(Outbox):
         new_epoch: Callable[[], int],
         began: float,
         now: float,
+        history: StartHistory | None = None,
     ) -> None:
         super().__init__()
         self._pipeline = pipeline
@@ -103,7 +105,7 @@ class Fleet(Outbox):
         self.replicas = replicas
         self.health = HealthPolicy(pipeline, replicas)
         self.nodes = NodeTable(pipeline, replicas, now)
-        self.launch = Launch(replicas, self.nodes, self.health, began, now)
+        self.launch = Launch(replicas, self.nodes, self.health, began, now, history)
         self.dropped: collections.Counter[str] = collections.Counter()
 
     # -- the launch ---------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ class Fleet(Outbox):
             return
         overdue = launch.overdue(now)
         if overdue is not None:
-            self._announce(launch.progress())
+            self._announce(launch.progress(now))
             launch.culprit = Culprit(overdue, "is not ready in time", now + LAST_LOG_SECONDS)
             self._kill(overdue, "", now)
         elif not launch.missing():
@@ -172,9 +174,9 @@ class Fleet(Outbox):
                 self._fill_places(stage.name)
             for node in self.nodes.present():
                 self._tell_node(node, Launched())
-            self._announce(f"ready after {now - launch.began:.1f} s, clients connect to {self._client}")
-        elif launch.report_due(now):
-            self._announce(launch.progress())
+            self._announce(f"ready after {launch.after(now):.1f} s, clients connect to {self._client}")
+        else:
+            self._instructions += launch.reports(now)
 
     def _fail(self, reason: str) -> None:
         """Give up a pipeline that has not been launched; one that has been goes on degraded."""
@@ -344,7 +346,7 @@ class Fleet(Outbox):
         if replica.orders.drain:  # given before it registered again
             self._drain(replica)
         else:
-            self._announce(f"{replica.name} ready in {facts.seconds:.1f} s; {self.launch.progress()}")
+            self._announce(f"{replica.name} ready in {facts.seconds:.1f} s")
         self._fill_places(replica.stage)
         self._instructions.append(ReplicaReady(replica))
         if self.launch.starting:

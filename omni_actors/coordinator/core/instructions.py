@@ -52,6 +52,18 @@ class Announce:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Show how far the launch has come, in place of what was shown before.
+
+    Args:
+        is_line: whether to print it as a line where nothing can be redrawn.
+    """
+
+    text: str
+    is_line: bool
+
+
 class Level(enum.IntEnum):
     """Levels of `logging`, which the core does not import."""
 
@@ -134,6 +146,7 @@ class GiveUp:
 
 FleetInstruction = (
     Announce
+    | Progress
     | Log
     | TellNode
     | TellReplica

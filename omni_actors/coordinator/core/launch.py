@@ -5,12 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from omni_actors.coordinator.core.health import HealthPolicy
+from omni_actors.coordinator.core.instructions import Progress
 from omni_actors.coordinator.core.nodes import NodeTable
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import LAUNCH_TRANSITIONS, LaunchEvent, LaunchState, ReplicaState
 from omni_actors.transitions import advance
 
-PROGRESS_SECONDS = 5.0  # between two progress reports
+REDRAW_SECONDS = 0.5  # between two progress reports on a terminal
+PROGRESS_SECONDS = 5.0  # until the first one elsewhere; each further one takes twice as long
+
+
+@dataclass(frozen=True)
+class StartHistory:
+    """What people want to know about the time that a start takes.
+
+    Args:
+        started: when the launcher's process started, on the monotonic clock.
+        last: seconds until all was ready at the last start of this pipeline; `None` if that is not known.
+    """
+
+    started: float
+    last: float | None = None
 
 
 @dataclass(frozen=True)
@@ -33,17 +48,27 @@ class Launch:
     """Times are seconds of one monotonic clock.
 
     Args:
-        began: when the launcher started.
+        began: when the launch began; timeouts count from there.
+        history: for the times that are shown.
     """
 
     def __init__(
-        self, replicas: ReplicaTable, nodes: NodeTable, health: HealthPolicy, began: float, now: float
+        self,
+        replicas: ReplicaTable,
+        nodes: NodeTable,
+        health: HealthPolicy,
+        began: float,
+        now: float,
+        history: StartHistory | None = None,
     ) -> None:
         self._replicas = replicas
         self._nodes = nodes
         self._health = health
         self.began = began
-        self._next_report = now + PROGRESS_SECONDS
+        self._history = history or StartHistory(began)
+        self._next_redraw = now + REDRAW_SECONDS
+        self._next_line = now + PROGRESS_SECONDS
+        self._line_seconds = PROGRESS_SECONDS
         self.state = LaunchState.STARTING
         self.culprit: Culprit | None = None
         self.failure = ""  # why the launch failed
@@ -88,16 +113,26 @@ class Launch:
                 return replica
         return None
 
-    def report_due(self, now: float) -> bool:
-        """Whether to report progress again; counts as reported."""
-        due = now >= self._next_report
-        if due:
-            self._next_report = now + PROGRESS_SECONDS
-        return due
+    def reports(self, now: float) -> list[Progress]:
+        """What to show of the progress now, if anything; counts as shown."""
+        is_line = now >= self._next_line
+        if is_line:
+            self._line_seconds *= 2
+            self._next_line = now + self._line_seconds
+        elif now < self._next_redraw:
+            return []
+        self._next_redraw = now + REDRAW_SECONDS
+        return [Progress(self.progress(now), is_line)]
 
-    def progress(self) -> str:
-        """List what is ready and what is missing, for the terminal."""
-        ready = [replica.name for replica in self._replicas if replica.ready]
+    def after(self, now: float) -> float:
+        """Seconds since the launcher's process started."""
+        return now - self._history.started
+
+    def progress(self, now: float) -> str:
+        """Say how many replicas are ready, how long that took and may take, and what is missing."""
+        ready = sum(replica.ready for replica in self._replicas)
         missing = [f"{replica.name} ({replica.phase})" for replica in self._replicas.missing()]
         away = [f"node {node.rank}" for node in self._nodes.absent()]
-        return f"ready: {', '.join(ready) or 'none'}; missing: {', '.join(away + missing) or 'none'}"
+        last = f" (all after {self._history.last:.0f} s last time)" if self._history.last is not None else ""
+        shown = ", ".join(away + missing) or "none"
+        return f"{ready} of {ready + len(missing)} ready after {self.after(now):.0f} s{last}; missing: {shown}"
