@@ -22,8 +22,11 @@ MEDIA_TYPES = {
     "flac": "audio/flac",
     "mp3": "audio/mpeg",
     "opus": "audio/ogg",
+    "aac": "audio/aac",
 }
 SOUNDFILE_FORMATS = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
+AAC_RATES = (7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)
+AAC_BITS = 96_000  # per second
 OPUS_RATES = (8000, 12000, 16000, 24000, 48000)
 UNKNOWN_LENGTH = 0xFFFFFFFF  # players read it as "until the stream ends"
 
@@ -128,10 +131,58 @@ async def feed(encoder: Encoder, samples: Samples) -> bytes:
     return encoder.feed(samples)
 
 
+class AacEncoder:
+    """AAC in ADTS, whose frames stand alone, by FFmpeg."""
+
+    def __init__(self, rate: int) -> None:
+        try:
+            import av  # takes as long to import as the rest of the server
+        except ImportError:
+            raise _no_format("AAC needs PyAV, which the server lacks: its operator must install it.") from None
+        if rate not in AAC_RATES:
+            raise _no_format(f"AAC does not support {rate} Hz.")
+        self._frame = av.AudioFrame
+        self._rate = rate
+        self._given = 0  # samples
+        self._sink = _Sink()
+        self._file = av.open(self._sink, "w", format="adts")
+        self._stream = self._file.add_stream("aac", rate=rate, layout="mono")
+        self._stream.bit_rate = AAC_BITS
+        self._pieces = av.AudioResampler("fltp", "mono", rate, frame_size=self._stream.codec_context.frame_size or 1024)
+
+    def begin(self) -> bytes:
+        """Nothing: there is no header before the first frame."""
+        return b""
+
+    def feed(self, samples: Samples) -> bytes:
+        """Bytes of the frames that are complete after samples f32 [n]; may be none."""
+        clipped = numpy.ascontiguousarray(numpy.clip(samples, -1.0, 1.0), numpy.float32)
+        frame = self._frame.from_ndarray(clipped[None, :], "fltp", "mono")
+        frame.sample_rate, frame.pts = self._rate, self._given
+        self._given += len(samples)
+        for piece in self._pieces.resample(frame):
+            self._file.mux(self._stream.encode(piece))
+        return self._sink.take()
+
+    def finish(self) -> bytes:
+        """The last frames."""
+        for piece in self._pieces.resample(None) if self._given else ():
+            self._file.mux(self._stream.encode(piece))
+        self._file.mux(self._stream.encode())
+        self._file.close()
+        return self._sink.take()
+
+
+def _no_format(message: str) -> HttpError:
+    return HttpError(400, message, param="response_format", code="unsupported_value")
+
+
 def make_encoder(name: str, rate: int) -> Encoder:
     """An encoder for one stream in one of `MEDIA_TYPES`."""
     if name in SOUNDFILE_FORMATS:
         return FileEncoder(name, rate)
+    if name == "aac":
+        return AacEncoder(rate)
     return PcmEncoder(rate, wav=name == "wav")
 
 
@@ -142,6 +193,9 @@ async def encoded(samples: Samples, name: str, rate: int) -> bytes:
 
 def encode(samples: Samples, name: str, rate: int) -> bytes:
     """Encode all samples at once; unlike in a stream, the header states their length."""
+    if name == "aac":
+        encoder = AacEncoder(rate)
+        return encoder.feed(samples) + encoder.finish() if len(samples) else encoder.finish()
     if name not in SOUNDFILE_FORMATS:
         data = pcm16(samples)
         return wav_header(rate, len(data)) + data if name == "wav" else data

@@ -36,7 +36,7 @@ class InputAudio(Strict, frozen=True):
     """A sound in the body itself."""
 
     data: LongString  # base64 of a file
-    format: Literal["wav", "mp3", "flac", "ogg", "opus"]
+    format: Literal["wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "mp4", "webm"]
 
 
 class AudioPart(Part, frozen=True, tag="input_audio"):

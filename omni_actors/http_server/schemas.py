@@ -45,8 +45,8 @@ from omni_actors.protocol.tools import MAX_TOOLS
 MAX_SPEECH_TEXT = 4096
 MAX_MESSAGES = 1024
 
-AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus"]
-SpeechFormat = Literal["mp3", "opus", "flac", "wav", "pcm"]
+AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"]
+SpeechFormat = Literal["mp3", "opus", "flac", "wav", "pcm", "aac"]
 ONE = Meta(min_length=1, max_length=1)
 Schema = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT})]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKENS)]

@@ -44,7 +44,7 @@ class ServerState:
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
         self.files = FileStore(settings.files_bytes, settings.file_seconds)
         self.transcripts = Transcripts()
-        self._decoders = DecoderThreads(video=True)
+        self._decoders = DecoderThreads()
         fetcher = fetcher or Fetcher(settings.media_hosts, settings.media_bytes)
         self.media = MediaReader(settings, fetcher, self.files, self.transcripts, self._decoders)
         self.tenants = TenantNames()

@@ -70,9 +70,9 @@ class Decoder:
     One thread uses it at a time; `give_up` may come from another.
     """
 
-    def __init__(self, video: bool = False, seconds: float = DECODE_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, seconds: float = DECODE_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
         self._seconds = seconds
-        self._arguments = (str(os.getpid()), str(memory_bytes), "video" if video else "no video")
+        self._arguments = (str(os.getpid()), str(memory_bytes))
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._lock = threading.Lock()  # around the start and the end of a process
@@ -254,22 +254,15 @@ class DecoderThreads:
     """Threads with a decoder each. A decoder's process starts with the first media.
 
     Args:
-        video: whether there are video files to decode; arrays of frames need no decoder.
         count: threads, which is how many requests have their media decoded at a time.
         seconds: for the media of one request.
         memory_bytes: that decoding may take in each process.
     """
 
-    def __init__(
-        self,
-        video: bool = False,
-        count: int = THREADS,
-        seconds: float = DECODE_SECONDS,
-        memory_bytes: int = MEMORY_BYTES,
-    ) -> None:
+    def __init__(self, count: int = THREADS, seconds: float = DECODE_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
         # Threads that last as long as the decoders: the kernel ends a decoder with the thread that started it.
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="media")
-        self._decoders = [Decoder(video, seconds, memory_bytes) for _ in range(count)]
+        self._decoders = [Decoder(seconds, memory_bytes) for _ in range(count)]
         self._idle = list(self._decoders)  # the last one was used last, and probably runs
         self._running: set[Task[Any]] = set()
 

@@ -16,9 +16,9 @@ import soundfile
 from numpy.typing import NDArray
 
 from omni_actors.errors import EngineError, InvalidRequest, MalformedMedia, OmniError
+from omni_actors.media import containers
 from omni_actors.media.limits import (
     AUDIO_RATE,
-    DEFAULT_VIDEO_RATE,
     PIXEL_BYTES,
     SAMPLE_BYTES,
     Budget,
@@ -40,10 +40,10 @@ try:
 except ImportError:  # not where nothing but sound is sent
     Image = None  # type: ignore[assignment]
 
-IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP")
-# FFmpeg's containers that hold all they show themselves. Others, such as playlists, name further files.
-VIDEO_CONTAINERS: Final = "mov,mp4,matroska,webm,avi,flv,mpegts,mpeg,ogg,asf,gif"
-VIDEO_SIDE: Final = 640  # longest side of a kept frame, in pixels
+IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+JPEG_FORMATS: Final = ("JPEG", "MPO")  # as Pillow calls them; the second one has more pictures, as some cameras make it
+JPEG_SCALES: Final = (1, 2, 4, 8)  # at which a JPEG can be decoded without decoding all of it
+UNKNOWN_FORMAT: Final = 1  # libsndfile's code of the error
 BLOCK_BYTES: Final = 1 << 20  # of samples that are decoded at a time
 UNKNOWN_FRAMES: Final = 1 << 62  # libsndfile's length of a stream whose header does not say it is larger
 
@@ -93,15 +93,15 @@ def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budge
         return _read(lambda: _decode_audio(data, limits, what, budget), what)
     if kind == IMAGE_FILE:
         return _read(lambda: _decode_image(data, limits, what, budget), what)
-    return _read(lambda: _decode_video(data, limits, what, budget), what)
+    return _read(lambda: containers.decode_video(data, limits, what, budget), what)
 
 
-def preload(video: bool) -> None:
+def preload() -> None:
     """Import what the libraries import when it is first needed, as a decoder can open no files then."""
     if Image is not None:
         Image.init()
         features.check("webp")
-    if video and importlib.util.find_spec("av") is not None:
+    if importlib.util.find_spec("av") is not None:
         for module in pkgutil.walk_packages(importlib.import_module("av").__path__, "av."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
@@ -121,6 +121,10 @@ def sniff(data: bytes) -> str:
         with soundfile.SoundFile(io.BytesIO(data)):
             return "audio"
     except (soundfile.LibsndfileError, ValueError, RuntimeError):
+        pass  # not one of libsndfile's formats
+    try:
+        return containers.modality_of(data)
+    except (OSError, ValueError, OmniError):
         return "video"  # its reader reports what is wrong
 
 
@@ -134,6 +138,8 @@ def _read(reader: Callable[[], T], what: str) -> T:
         raise MediaTooLarge(f"{what} takes too much memory to decode.", hint="Send a smaller one.") from error
     except soundfile.LibsndfileError as error:
         raise MalformedMedia(f"{what} cannot be read: {error.error_string}") from error
+    except OSError as error:  # of FFmpeg or Pillow; the whole text names the object that holds the file
+        raise MalformedMedia(f"{what} cannot be read: {error.strerror or type(error).__name__}.") from error
     except Exception as error:
         raise MalformedMedia(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -154,8 +160,19 @@ class _Stream(soundfile.SoundFile):  # type: ignore[misc]
 
 
 def _measure_audio(data: bytes, limits: MediaLimits, what: str) -> Announced:
+    if not _is_known(data):
+        return Announced(*containers.measure_sound(data, limits, what))
     with _Stream(io.BytesIO(data)) as file:
         return _check_audio_header(file, limits, what)
+
+
+def _is_known(data: bytes) -> bool:
+    """Whether libsndfile knows the format of a file, be the file in order or not."""
+    try:
+        _Stream(io.BytesIO(data)).close()
+    except soundfile.LibsndfileError as error:
+        return bool(error.code != UNKNOWN_FORMAT)
+    return True
 
 
 def _check_audio_header(file: soundfile.SoundFile, limits: MediaLimits, what: str) -> Announced:
@@ -168,7 +185,10 @@ def _check_audio_header(file: soundfile.SoundFile, limits: MediaLimits, what: st
 
 
 def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Samples:
-    """Mono f32 [samples] at 16 kHz from a file that libsndfile knows (WAV, FLAC, OGG, MP3)."""
+    """Mono f32 [samples] at 16 kHz from a file that libsndfile (WAV, FLAC, Ogg, MP3) or FFmpeg knows."""
+    if not _is_known(data):
+        rate = containers.sound_rate(data, limits, what)
+        return to_model_rate(containers.sound_blocks(data, limits, what, budget), rate, what)
     with _Stream(io.BytesIO(data)) as file:
         _check_audio_header(file, limits, what)
         return to_model_rate(_mono_blocks(file, limits, what, budget), file.samplerate, what)
@@ -220,9 +240,21 @@ def _open_image(data: bytes, limits: MediaLimits, what: str) -> Image.Image:
         raise MalformedMedia(f"{what} is not a {', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]} file.") from error
     except Image.DecompressionBombError as error:
         raise MediaTooLarge(f"{what}: {error}", hint="Scale it down.") from error
+    if image.format in JPEG_FORMATS:
+        _scale_down(image, limits.image_pixels)
     # Checked before decoding: a small file may unpack to gigabytes.
     check_sides(image.width, image.height, limits.image_pixels, limits, what)
     return image
+
+
+def _scale_down(image: Image.Image, pixels: int) -> None:
+    """Have a JPEG of more than `pixels` decoded at the largest scale with fewer, which takes less memory and time."""
+    width, height = image.size
+    for scale in JPEG_SCALES:
+        if (width // scale) * (height // scale) <= pixels:
+            break
+    if scale > 1:
+        image.draft(None, (width // scale, height // scale))
 
 
 def _measure_image(data: bytes, limits: MediaLimits, what: str) -> Announced:
@@ -234,48 +266,3 @@ def _decode_image(data: bytes, limits: MediaLimits, what: str, budget: Budget) -
     with _open_image(data, limits, what) as image:
         budget.take(image.width * image.height * PIXEL_BYTES, what)
         return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Video
-
-
-def _decode_video(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
-    """Frames u8 [n, height, width, 3] of a video file, `DEFAULT_VIDEO_RATE` per second."""
-    try:
-        import av
-    except ImportError:
-        raise InvalidRequest(
-            "The server cannot read video.", hint="Its operator must install PyAV (pip install 'omni_actors[http]')."
-        ) from None
-    kept: list[Pixels] = []
-    with av.open(io.BytesIO(data), "r", options={"format_whitelist": VIDEO_CONTAINERS}) as container:
-        if not container.streams.video:
-            raise MalformedMedia(f"{what} has no pictures.")
-        stream = container.streams.video[0]
-        context = stream.codec_context
-        check_sides(context.width, context.height, limits.film_pixels, limits, what)
-        context.options = {"max_pixels": str(limits.film_pixels)}  # later frames may be larger than the header says
-        context.thread_count = 1
-        for count, frame in enumerate(container.decode(stream)):
-            seconds = float(frame.time or 0.0)
-            if count >= limits.film_frames:
-                raise MediaTooLarge(f"{what} has more than {limits.film_frames} frames.")
-            check_seconds(seconds, limits.video_seconds, what)
-            if seconds * DEFAULT_VIDEO_RATE < len(kept):
-                continue
-            check_sides(frame.width, frame.height, limits.film_pixels, limits, what)
-            scale = min(1.0, VIDEO_SIDE / max(frame.width, frame.height))
-            size = (max(2, round(frame.width * scale)), max(2, round(frame.height * scale)))
-            budget.take(size[0] * size[1] * PIXEL_BYTES, what)
-            small = frame.reformat(width=size[0], height=size[1], format="rgb24")
-            picture = np.ascontiguousarray(small.to_ndarray(), dtype=np.uint8)
-            if kept and picture.shape != kept[0].shape:
-                raise MalformedMedia("The frames of the video differ in size.")
-            kept.append(picture)
-    if not kept:
-        raise MalformedMedia(f"{what} has no frames.")
-    if len(kept) % 2:
-        budget.take(kept[-1].nbytes, what)
-        kept.append(kept[-1])  # the model takes frames in pairs
-    return np.stack(kept)

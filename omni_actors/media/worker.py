@@ -22,20 +22,19 @@ from omni_actors.processes import die_with_parent
 PAGE = resource.getpagesize()
 
 
-def main(parent: int, memory_bytes: int, video: bool) -> None:
+def main(parent: int, memory_bytes: int) -> None:
     """Serve jobs until the other end closes the socket.
 
     Args:
         parent: process id of the process that this one works for.
         memory_bytes: address space that decoding may take.
-        video: whether video files will come.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         return
     channel = Channel(socket.socket(fileno=os.dup(0)))
-    preload(video)
+    preload()
     _confine(memory_bytes)
     channel.send(Started())
     while True:
@@ -80,4 +79,4 @@ def _serve(channel: Channel, job: Job) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "video")
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -187,7 +187,7 @@ class MediaEncoding(enum.StrEnum):
     """How the bytes of a medium are to be read."""
 
     ARRAY = "array"  # audio f32 [samples]; image u8 [height, width, 3]; video u8 [frames, height, width, 3]
-    FILE = "file"  # u8 [bytes] of a WAV/FLAC/OGG/MP3 or PNG/JPEG/WEBP file
+    FILE = "file"  # u8 [bytes] of a file in one of the formats that `media/` reads
 
 
 MEDIA_MODALITIES = ("audio", "image", "video")

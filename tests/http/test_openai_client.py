@@ -130,7 +130,7 @@ def test_a_spoken_stream(echo: HttpPipeline) -> None:
     assert list(usage.stages) == ["prompt", "thinker", "talker", "code2wav"]
 
 
-@pytest.mark.parametrize("format", ["wav", "flac", "mp3", "opus", "pcm16"])
+@pytest.mark.parametrize("format", ["wav", "flac", "mp3", "opus", "pcm16", "aac"])
 def test_a_spoken_answer(echo: HttpPipeline, format: str) -> None:
     answer = echo.openai().chat.completions.create(
         model="echo", messages=HELLO, modalities=["text", "audio"], audio={"voice": "Chelsie", "format": format}
@@ -141,6 +141,9 @@ def test_a_spoken_answer(echo: HttpPipeline, format: str) -> None:
     assert message.audio.expires_at > answer.created
     data = base64.b64decode(message.audio.data)
     wanted = expected_samples("hello, sea")
+    if format == "aac":
+        assert data[:1] == b"\xff", "the first frame of ADTS"
+        return
     if format == "pcm16":
         samples, rate = numpy.frombuffer(data, "<i2") / 32767.0, 24_000
     else:

@@ -30,7 +30,7 @@ ERRORS = [
         "unknown_voice",
     ),
     (
-        {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "aac"}},
+        {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "amr"}},
         openai.BadRequestError,
         "audio.format",
         None,

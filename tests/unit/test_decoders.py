@@ -48,7 +48,7 @@ def works(decoder: Decoder) -> bool:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Decoder]:
-    decoder = Decoder(video=True)
+    decoder = Decoder()
     yield decoder
     decoder.close()
 

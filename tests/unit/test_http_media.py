@@ -24,7 +24,7 @@ from tests.support.servers import film, picture, sound
 
 @pytest.fixture(scope="module")
 def decoders() -> Iterator[DecoderThreads]:
-    threads = DecoderThreads(video=True)
+    threads = DecoderThreads()
     yield threads
     threads.close()
 

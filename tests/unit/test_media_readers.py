@@ -133,6 +133,75 @@ def test_audio_with_a_strange_header_is_refused(data: bytes, error: type[Excepti
         read(AUDIO_FILE, data)
 
 
+RECORDINGS = {"m4a": ("ipod", "aac"), "aac": ("adts", "aac"), "webm": ("webm", "libopus"), "mp4": ("mp4", "aac")}
+
+
+def recording(kind: str, seconds: float = 1.0, rate: int = 48_000, channels: int = 2, *, cover: bool = False) -> bytes:
+    """A tone of 400 Hz as phones and browsers record it, on the left channel only."""
+    container, codec = RECORDINGS[kind]
+    layout = "stereo" if channels == 2 else "mono"
+    tone = (0.5 * np.sin(2 * np.pi * 400 * np.arange(int(seconds * rate)) / rate)).astype(np.float32)
+    sink = io.BytesIO()
+    with av.open(sink, "w", format=container) as file:
+        if cover:
+            picture = file.add_stream("mjpeg")
+            picture.width = picture.height = 64
+            picture.pix_fmt = "yuvj420p"
+            picture.disposition = av.stream.Disposition.attached_pic
+        stream = file.add_stream(codec, rate=rate, layout=layout)
+        if cover:
+            image = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), "rgb24")
+            file.mux(picture.encode(image))
+            file.mux(picture.encode())
+        samples = np.stack([tone] + [np.zeros_like(tone)] * (channels - 1))
+        frame = av.AudioFrame.from_ndarray(samples, "fltp", layout)
+        frame.sample_rate, frame.pts = rate, 0
+        for part in av.AudioResampler(stream.codec_context.format, layout, rate).resample(frame):
+            file.mux(stream.encode(part))
+        file.mux(stream.encode())
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("kind", RECORDINGS)
+def test_recordings_of_phones_and_browsers_are_read(kind: str) -> None:
+    data = recording(kind)
+    samples = read(AUDIO_FILE, data)
+    assert abs(len(samples) - AUDIO_RATE) < AUDIO_RATE // 8, "coders add and cut a little"
+    spectrum = np.abs(np.fft.rfft(samples))
+    assert abs(int(spectrum.argmax()) * AUDIO_RATE / len(samples) - 400) < 5
+    middle = samples[AUDIO_RATE // 4 : AUDIO_RATE // 2]
+    assert abs(np.sqrt((middle**2).mean()) - 0.25 / np.sqrt(2)) < 0.02, "the mean of both channels"
+    assert sniff(data) == "audio"
+    if kind in ("m4a", "mp4"):
+        assert abs(header(AUDIO_FILE, data) - 48_000 * 2 * 4) < 48_000
+
+
+def test_a_cover_is_no_video() -> None:
+    data = recording("mp4", cover=True)
+    assert sniff(data) == "audio"
+    assert len(read(AUDIO_FILE, data)) > AUDIO_RATE * 7 // 8
+
+
+@pytest.mark.parametrize("kind", RECORDINGS)
+def test_recordings_are_limited_by_their_header_and_by_what_they_hold(kind: str) -> None:
+    data = recording(kind, seconds=2.0)
+    with pytest.raises(MediaTooLarge, match=r"at most 1 s"):
+        read(AUDIO_FILE, data, audio_seconds=1.0)
+    with pytest.raises(MediaTooLarge, match="exceed 50000 bytes"):
+        read(AUDIO_FILE, data, decoded_bytes=50_000)
+
+
+@pytest.mark.parametrize("kind", [AUDIO_FILE, VIDEO_FILE, IMAGE_FILE])
+def test_what_is_no_medium_is_refused_without_names_of_objects(kind: str) -> None:
+    for data in (b"RIFF\x00\x00\x00\x00WAVEnothing", b"hello" * 50, recording("m4a")[:3000], film(3, 64)[:700]):
+        with pytest.raises(MalformedMedia) as caught:
+            read(kind, data)
+        assert "0x" not in str(caught.value)
+        assert "BytesIO" not in str(caught.value)
+    with pytest.raises(MalformedMedia, match="has no sound"):
+        read(AUDIO_FILE, film(3, 64))
+
+
 def test_samples_that_are_not_finite_are_refused_in_any_block() -> None:
     samples = np.zeros(BLOCK_BYTES // 4 + 10, np.float32)
     samples[-1] = np.nan
@@ -150,16 +219,28 @@ def test_an_image_announces_its_pixels_and_is_refused_before_it_is_unpacked() ->
     assert read(IMAGE_FILE, data, decoded_bytes=9_000_000).shape == (1500, 2000, 3)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
 def test_of_an_animation_only_the_first_picture_is_read(kind: str) -> None:
     pixels = read(IMAGE_FILE, picture(64, 32, kind, frames=30), decoded_bytes=64 * 32 * 3)
     assert pixels.shape == (32, 64, 3)
 
 
-@pytest.mark.parametrize("kind", ["GIF", "TIFF"])
-def test_other_image_formats_are_not_read(kind: str) -> None:
-    with pytest.raises(MalformedMedia, match="PNG, JPEG or WEBP"):
-        read(IMAGE_FILE, picture(64, 32, kind, frames=30))
+def test_other_image_formats_are_not_read() -> None:
+    with pytest.raises(MalformedMedia, match="PNG, JPEG, WEBP or GIF"):
+        read(IMAGE_FILE, picture(64, 32, "TIFF", frames=30))
+
+
+def test_a_photograph_of_too_many_pixels_is_decoded_smaller() -> None:
+    """As a camera makes them: 30 megapixels in a JPEG. Other formats can only be decoded whole."""
+    data = picture(6720, 4480, "JPEG")
+    pixels = read(IMAGE_FILE, data, decoded_bytes=6720 * 4480 * 3 // 4)
+    assert pixels.shape == (2240, 3360, 3)
+    assert header(IMAGE_FILE, data) == 2240 * 3360 * 3
+    assert read(IMAGE_FILE, data, image_pixels=1000 * 700).shape == (560, 840, 3)
+    with pytest.raises(MediaTooLarge, match="at most 100000"):
+        read(IMAGE_FILE, data, image_pixels=100_000)
+    with pytest.raises(MediaTooLarge, match="6720 x 4480"):
+        read(IMAGE_FILE, picture(6720, 4480, "PNG"))
 
 
 def test_of_a_video_two_frames_a_second_are_kept() -> None:

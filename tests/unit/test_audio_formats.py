@@ -1,0 +1,38 @@
+"""Sound in AAC, whole and streamed: what comes out is read again."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+
+from omni_actors.http_server.audio_formats import encode, make_encoder
+from omni_actors.http_server.errors import HttpError
+from omni_actors.media.limits import AUDIO_RATE, Budget, MediaLimits
+from omni_actors.media.messages import AUDIO_FILE
+from omni_actors.media.readers import decode
+
+RATE = 24_000
+TONE = (0.5 * numpy.sin(2 * numpy.pi * 440 * numpy.arange(RATE) / RATE)).astype(numpy.float32)
+
+
+def test_aac_holds_the_sound() -> None:
+    limits = MediaLimits()
+    samples = decode(AUDIO_FILE, encode(TONE, "aac", RATE), 0, limits, Budget(limits), "it")
+    assert abs(len(samples) - AUDIO_RATE) < AUDIO_RATE // 8, "coders add and cut a little"
+    assert abs(int(numpy.abs(numpy.fft.rfft(samples)).argmax()) * AUDIO_RATE / len(samples) - 440) < 5
+    assert abs(float(samples.std()) - 0.5 / numpy.sqrt(2)) < 0.03
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 100])
+def test_aac_is_streamed_in_frames_that_make_the_same_file(pieces: int) -> None:
+    encoder = make_encoder("aac", RATE)
+    parts = [encoder.begin(), *(encoder.feed(piece) for piece in numpy.array_split(TONE, pieces))]
+    assert pieces == 1 or any(parts), "sound is sent before the end"
+    assert b"".join([*parts, encoder.finish()]) == encode(TONE, "aac", RATE)
+
+
+def test_aac_of_nothing_and_of_a_strange_rate() -> None:
+    assert encode(numpy.zeros(0, numpy.float32), "aac", RATE) == b""
+    assert encode(numpy.full(RATE, 9.0, numpy.float32), "aac", RATE), "samples are clipped"
+    with pytest.raises(HttpError, match="23456 Hz"):
+        make_encoder("aac", 23_456)
