@@ -50,6 +50,10 @@ def to_params(given: Mapping[str, StageParams | Mapping[str, Any]]) -> dict[str,
     for stage, value in given.items():
         try:
             fields = value.given() if isinstance(value, StageParams) else dict(value)
+            for name in fields:
+                if name not in StageParams.__struct_fields__:
+                    nearest = suggest(str(name), StageParams.__struct_fields__)
+                    raise InvalidRequest(f"Parameters of stage {stage!r}: there is no {name!r}.{nearest}")
             params[stage] = msgspec.convert(fields, StageParams, strict=True)
         except (msgspec.ValidationError, TypeError, ValueError) as error:
             raise InvalidRequest(f"Parameters of stage {stage!r}: {error}.") from error

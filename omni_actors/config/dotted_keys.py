@@ -9,6 +9,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from msgspec import Struct
 
+NEAR = 0.8  # similarity of words that are the same but for a typo
+
 Place = tuple[str | int, ...]  # the keys and indices that lead to a value
 
 
@@ -32,7 +34,7 @@ def find_unknown_key(data: Any, struct: type[Struct], place: Place = ()) -> tupl
     for key, value in data.items():
         here = (*place, key)
         if key not in fields:
-            return here, suggest(key, fields)
+            return here, _suggest_key(key, fields)
         inner, is_list = _inner_struct(fields[key])
         if inner is None:
             continue
@@ -41,6 +43,16 @@ def find_unknown_key(data: Any, struct: type[Struct], place: Place = ()) -> tupl
             if found := find_unknown_key(item, inner, where):
                 return found
     return None
+
+
+def _suggest_key(key: str, fields: dict[str, Any]) -> str:
+    """Suggest a field, or one of a section below it if that is much nearer: `temperature` belongs below `sampling`."""
+    inner = {name: section for name, annotation in fields.items() if (section := _inner_struct(annotation)[0])}
+    below = {field: f"{name}.{field}" for name, section in inner.items() for field in _fields(section)}
+    if not difflib.get_close_matches(key, fields, n=1, cutoff=NEAR):
+        for field in difflib.get_close_matches(key, below, n=1, cutoff=NEAR):
+            return f" Did you mean {below[field]!r}?"
+    return suggest(key, fields)
 
 
 @functools.cache  # to evaluate the annotations takes milliseconds
@@ -60,13 +72,27 @@ def takes_text(key: str, struct: type[Struct]) -> bool:
     if rest:
         inner, _ = _inner_struct(annotation)
         return inner is not None and takes_text(rest, inner)
-    return not {int, float, bool, list, dict} & set(_plain_types(annotation))
+    return not {int, float, bool, list, dict} & set(plain_types(annotation))
 
 
-def _plain_types(annotation: Any) -> Iterator[Any]:
+def plain_types(annotation: Any) -> Iterator[Any]:
+    """All types of which an annotation is made."""
     yield get_origin(annotation) or annotation
     for argument in get_args(annotation):
-        yield from _plain_types(argument)
+        yield from plain_types(argument)
+
+
+def annotation_at(place: Place, struct: type[Struct]) -> Any:
+    """The annotation of the field of a struct, or of one within it, that holds the value at `place`."""
+    annotation: Any = struct
+    for step in place:
+        if isinstance(step, int):
+            continue  # an item: the annotation of its list has its type within
+        inner, _ = _inner_struct(annotation)
+        if inner is None or step not in _fields(inner):
+            break
+        annotation = _fields(inner)[step]
+    return annotation
 
 
 def _inner_struct(annotation: Any) -> tuple[type[Struct] | None, bool]:

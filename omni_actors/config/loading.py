@@ -20,12 +20,11 @@ from omni_actors.config.devices import host_devices
 from omni_actors.config.dotted_keys import Place, dotted, find_unknown_key, flatten, suggest, takes_text
 from omni_actors.config.schema import PipelineConfig, StageConfig
 from omni_actors.config.shipped import find_config
+from omni_actors.config.wording import explain, sentence
 from omni_actors.config.yaml_reader import Document
 from omni_actors.errors import ConfigError
 from omni_actors.paths import expanded
 
-_PLACE_OF_ERROR = re.compile(r" - at `(?:key` in `)?\$(?P<path>.*)`$")
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
@@ -105,14 +104,9 @@ def _converted(data: dict[str, Any], places: _Places) -> PipelineConfig:
     try:
         return msgspec.convert(data, PipelineConfig, strict=True)
     except msgspec.ValidationError as error:
-        text = str(error)
-        found = _PLACE_OF_ERROR.search(text)
-        steps: list[str | int] = []
-        for name, index in _STEP.findall(found["path"]) if found is not None else ():
-            steps.append(int(index) if index else name)
-        problem = text[: found.start()] if found is not None else text
-        key = dotted(data, tuple(steps))
-        raise ConfigError(f"{places(tuple(steps))}: {f'{key}: ' if key else ''}{problem}.") from error
+        place, problem = explain(error, PipelineConfig)
+        key = dotted(data, place)
+        raise ConfigError(f"{places(place)}: {f'{key}: ' if key else ''}{sentence(problem)}") from error
 
 
 def _from_environment(key: str, text: str, source: str) -> Any:

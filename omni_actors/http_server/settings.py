@@ -16,6 +16,7 @@ from omni_actors import envs, flags
 from omni_actors.addresses import is_loopback
 from omni_actors.config import HttpConfig
 from omni_actors.config.checks import check_http_sizes
+from omni_actors.config.wording import explain, sentence
 from omni_actors.errors import ConfigError
 from omni_actors.paths import check_readable, expanded
 
@@ -126,7 +127,8 @@ def http_config(options: argparse.Namespace) -> HttpConfig:
     try:
         http = msgspec.convert(given_flags(options), HttpConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"http: {error}.") from error
+        place, problem = explain(error, HttpConfig)
+        raise ConfigError(f"http.{'.'.join(map(str, place))}: {sentence(problem)}") from error
     check_http_sizes(http)
     return http
 

@@ -22,6 +22,7 @@ import psutil
 from msgspec import Meta
 
 from omni_actors.config import StageConfig, suggest
+from omni_actors.config.wording import reworded, sentence
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.protocol.fields import Name, unpack_token_ids
 from omni_actors.protocol.results import FinishReason
@@ -79,7 +80,7 @@ class EchoOptions:
             return msgspec.convert(stage.engine, cls, strict=True)
         except msgspec.ValidationError as error:
             problem, _, path = str(error).partition(" - at `$")
-            raise ConfigError(f"{where}{path.rstrip('`')}: {problem}.") from error
+            raise ConfigError(f"{where}{path.rstrip('`')}: {sentence(reworded(problem))}") from error
 
 
 @dataclass

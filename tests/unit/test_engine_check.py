@@ -66,7 +66,7 @@ def test_a_wrong_option_of_a_model_is_named(stage: str, option: str, value: str,
     ("option", "value", "problem"),
     [
         ("step_second", 1.0, "stages.talker.engine.step_second is no option .* Did you mean 'step_seconds'"),
-        ("step_seconds", "1.0", "stages.talker.engine.step_seconds: Expected `float`, got `str`"),
+        ("step_seconds", "1.0", "stages.talker.engine.step_seconds: must be a number, and is a text"),
     ],
 )
 def test_a_wrong_option_of_an_echo_stage_is_named(tmp_path: Path, option: str, value: object, problem: str) -> None:

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from omni_actors.client.prompts import to_prompt
+from omni_actors.client.prompts import to_params, to_prompt
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.codec import BufferList
 from omni_actors.protocol.fields import pack_token_ids
@@ -98,6 +98,11 @@ def test_a_prompt_in_another_form_is_refused_with_its_field(prompt: Any, words: 
     with pytest.raises(InvalidRequest) as caught:
         convert(prompt)
     assert words in caught.value.message
+
+
+def test_an_unknown_parameter_is_named_with_its_stage_and_the_nearest_known_one() -> None:
+    with pytest.raises(InvalidRequest, match="stage 'thinker': there is no 'temprature'. Did you mean 'temperature'?"):
+        to_params({"thinker": {"temprature": 0.5}})
 
 
 def test_token_ids_go_with_media_one_or_several_of_each_kind() -> None:
