@@ -63,6 +63,11 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         """Bytes that torch's allocator has reserved in this process."""
         return torch.cuda.memory_reserved() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
 
+    @property
+    def ends_with_process(self) -> bool:
+        """Whether no other process works for it. vLLM's own shutdown searches all objects for garbage, twice."""
+        return self.core.vllm_config.parallel_config.world_size == 1
+
     def shutdown(self) -> None:
         """Drop all requests and shut the core down."""
         self._requests.clear()

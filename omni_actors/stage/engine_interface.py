@@ -263,6 +263,11 @@ class StageEngine(ABC):
         """Bytes of device memory that the engine's allocator has reserved; 0 without a device."""
         return 0
 
+    @property
+    def ends_with_process(self) -> bool:
+        """Whether the end of its process frees all that it holds; `shutdown` is then not called before that end."""
+        return False
+
     @abstractmethod
     def shutdown(self) -> None:
         """Free everything. The engine is not used afterwards."""

@@ -201,12 +201,12 @@ class StageProcess:
         self._session.stop(self._stopping)  # `_live` stops a session that replaces it
 
     def _close(self, reason: str) -> None:
-        """Shut down the engine first, because it frees devices, then the session."""
+        """Shut down what the engine has outside of this process first, because it frees devices, then the session."""
         signal.signal(signal.SIGALRM, self._exit_now)
         signal.setitimer(signal.ITIMER_REAL, EXIT_GRACE_SECONDS)
         logger.info("stopping: %s", reason)
         try:
-            if self._engine is not None:
+            if self._engine is not None and not self._engine.ends_with_process:
                 self._engine.shutdown()
         except Exception:  # the last messages still have to be sent and the sockets closed
             logger.exception("the engine failed in its shutdown")

@@ -112,6 +112,22 @@ def test_an_engine_that_fails_to_end_keeps_nothing_open(
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "the timer that ends a process that takes too long still runs"
 
 
+def test_an_engine_that_ends_with_its_process_is_not_shut_down_before(
+    spec: ReplicaSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ending(EchoEngine):
+        ends_with_process = True
+
+    stage = msgspec.structs.replace(pipeline().stage("thinker"), engine={"fail_shutdown": "it was shut down"})
+    monkeypatch.setattr("omni_actors.stage.process.build_engine", lambda *arguments: Ending(stage))
+    process = StageProcess(spec)
+    coordinator = Coordinator(spec)
+    assert process.run() == 0
+    coordinator.leave()
+    coordinator.sockets.context.destroy(linger=0)
+    assert "it was shut down" not in caplog.text
+
+
 def test_a_process_gets_the_sizes_of_the_one_before_unless_that_failed_with_them(
     spec: ReplicaSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
