@@ -1,4 +1,4 @@
-"""Command line: `python -m tools.speaker corpus|judge|export|evaluate ...`."""
+"""Command line: `python -m tools.speaker corpus|speak|train|judge|export|evaluate ...`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,46 @@ def run_corpus(options: argparse.Namespace) -> None:
     from tools.speaker.corpus import write_corpus
 
     print(f"speaker: {write_corpus(options.work, options.tokenizer)} in {options.work}")
+
+
+def add_speak(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command that speaks the corpus."""
+    command = commands.add_parser("speak", help="speak the corpus with the teacher; files that are there are kept")
+    command.add_argument("work", type=Path, help="folder of the corpus")
+    command.add_argument("--workers", type=int, help="processes (default: one for each core)")
+    command.add_argument("--texts", type=int, help="only the first N texts, for a trial")
+    command.set_defaults(run=run_speak)
+
+
+def run_speak(options: argparse.Namespace) -> None:
+    """Speaks the corpus."""
+    from tools.speaker.spoken import speak_corpus
+
+    print(f"speaker: {speak_corpus(options.work, options.workers, options.texts)} files in {options.work / 'spoken'}")
+
+
+def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command that trains a part."""
+    command = commands.add_parser("train", help="train one part for some time; continues from WORK/state")
+    command.add_argument("part", help="thinker, then talker; dit and vocoder at any time, also all at once")
+    command.add_argument("work", type=Path, help="folder of the corpus and of what was spoken")
+    command.add_argument("--seconds", type=float, required=True)
+    command.add_argument("--device", default="cuda")
+    command.add_argument("--from", dest="start", type=Path, help="weights to begin from: a checkpoint, or other parts")
+    command.add_argument("--rate", type=float, help="peak of the learning rate (default: the part's; less to continue)")
+    command.add_argument("--scale", type=float, default=1.0, help="of the batches (default: 1, for 80 GB)")
+    command.add_argument("--seed", type=int, default=1)
+    command.set_defaults(run=run_train)
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """Trains a part."""
+    from tools.speaker.training import train
+    from tools.speaker.training.loop import Options
+
+    names = ("work", "seconds", "device", "start", "rate", "seed", "scale")
+    path = train(options.part, Options(**{name: getattr(options, name) for name in names}))
+    print(f"speaker: wrote {path}")
 
 
 def add_judge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -108,7 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.speaker", description="Makes the checkpoint that speaks.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_corpus, add_judge, add_export, add_evaluate):
+    for add in (add_corpus, add_speak, add_train, add_judge, add_export, add_evaluate):
         add(commands)
     return parser
 
