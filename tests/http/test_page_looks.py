@@ -18,6 +18,7 @@ from tests.support.servers import HttpPipeline, picture, sound
 
 pytestmark = needs_chromium
 WIDTHS = {390: 844, 768: 1024, 1280: 800}  # width: height
+SCHEMES = ("light", "dark")
 PICTURES = {(1280, "light"): "web.png", (1280, "dark"): "web-dark.png", (390, "light"): "web-phone.png"}
 IMAGES = REPOSITORY / "docs" / "images"
 ANSWER = """Rivers make it salty. Rain dissolves a little of the **rock** it runs over and carries it to the sea:
@@ -44,8 +45,11 @@ def seascape() -> bytes:
     return sink.getvalue()
 
 
-def keep(screenshot: bytes, name: str) -> None:
-    """Write a picture of the documentation, with few colours so that it is small."""
+def keep(screenshot: bytes, width: int, scheme: str) -> None:
+    """Write a picture if it is one of the documentation's, with few colours so that it is small."""
+    name = PICTURES.get((width, scheme))
+    if name is None:
+        return
     Image.open(io.BytesIO(screenshot)).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE).save(
         IMAGES / name, optimize=True
     )
@@ -68,9 +72,7 @@ def show(page: Page, panel: str) -> None:
         page.locator(f"#toggle-{panel}").click()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_at_any_width(echo: HttpPipeline, page: Page, scheme: str) -> None:
-    page.emulate_media(color_scheme=scheme)
+def test_axe_finds_nothing_at_any_width(echo: HttpPipeline, page: Page) -> None:
     open_page(page, echo)
     assert violations(page) == []
     attach(page)
@@ -80,19 +82,20 @@ def test_axe_finds_nothing_at_any_width(echo: HttpPipeline, page: Page, scheme: 
     ask(page, "this fails")
     expect(page.locator("#error")).to_be_visible()
     attach(page)
-    for width, height in WIDTHS.items():
-        page.set_viewport_size({"width": width, "height": height})
-        page.keyboard.press("Escape")
-        assert violations(page) == []
-    for width in (1280, 390):
-        page.set_viewport_size({"width": width, "height": WIDTHS[width]})
-        for panel in ("settings-panel", "details-panel"):
-            show(page, panel)
+    for scheme in SCHEMES:
+        page.emulate_media(color_scheme=scheme)
+        for width, height in WIDTHS.items():
+            page.set_viewport_size({"width": width, "height": height})
+            page.keyboard.press("Escape")
             assert violations(page) == []
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": WIDTHS[width]})
+            for panel in ("settings-panel", "details-panel"):
+                show(page, panel)
+                assert violations(page) == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_an_example_conversation_fits_every_width(echo: HttpPipeline, page: Page, scheme: str) -> None:
+def test_an_example_conversation_fits_every_width(echo: HttpPipeline, page: Page) -> None:
     """Writes the pictures of the documentation, too, if OMNI_TEST_SCREENSHOTS is set."""
 
     def answer(route: Route) -> None:
@@ -100,26 +103,23 @@ def test_an_example_conversation_fits_every_width(echo: HttpPipeline, page: Page
         body["messages"] = [{"role": "user", "content": ANSWER}]  # which the echo stages repeat
         route.continue_(post_data=body)
 
-    page.emulate_media(color_scheme=scheme)
     page.route("**/v1/chat/completions", answer)
     open_page(page, echo)
     page.locator("#file").set_input_files([{"name": "sea.jpg", "mimeType": "image/jpeg", "buffer": seascape()}])
     expect(page.locator("#attachments img")).to_be_visible()
     ask(page, "Why is the sea salt?")
     answered(page)
-    show(page, "details-panel")
     expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")
     for width, height in WIDTHS.items():
         page.set_viewport_size({"width": width, "height": height})
-        if width == 390:
-            page.keyboard.press("Escape")
-        else:
+        if width == 1280:
             show(page, "details-panel")
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        name = PICTURES.get((width, scheme))
-        if name and "OMNI_TEST_SCREENSHOTS" in os.environ:
-            page.locator("#text").focus()
-            keep(page.screenshot(), name)
+        if "OMNI_TEST_SCREENSHOTS" in os.environ:
+            for scheme in SCHEMES:
+                page.emulate_media(color_scheme=scheme)
+                page.locator("#text").focus()
+                keep(page.screenshot(), width, scheme)
 
 
 def bottom(part: Locator) -> float:

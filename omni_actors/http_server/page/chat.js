@@ -56,9 +56,9 @@ export async function send(text, attachments, edit, edited = null) {
   await answer(turn);
 }
 
+/** Asks the last question again. */
 async function again(turn) {
   await stop();
-  forget(turns.indexOf(turn) + 1);
   turn.view.remove();
   turn.answer = null;
   await answer(turn);
@@ -79,7 +79,7 @@ function historyOf(turn) {
 async function answer(turn) {
   const controller = new AbortController();
   let ended;
-  const mine = running = { controller, ended: new Promise((resolve) => { ended = resolve; }) };
+  running = { controller, ended: new Promise((resolve) => { ended = resolve; }) };
   showError(null);
   showRunning();
   status.requestRuns(true);
@@ -109,7 +109,7 @@ async function answer(turn) {
     status.requestRuns(false);
   }
   const timeline = await timelineOf(seen.id);  // of a failed request, too: it shows how far it got
-  if (!running || running === mine) showTimeline(timeline, seen.usage, seen.times, clip?.seconds ?? 0);
+  if (turns.at(-1) === turn && turn.view === view) showTimeline(timeline, seen.usage, seen.times, clip?.seconds ?? 0);
 }
 
 async function converse(turn, view, clip, signal, seen) {

@@ -2,7 +2,7 @@
 // The conversation on the page: one list item for each question and each answer.
 
 import { card } from "./attachments.js";
-import { $, action, make, seconds } from "./common.js";
+import { $, action, announce, make, seconds } from "./common.js";
 import { render } from "./markdown.js";
 import { player } from "./player.js";
 
@@ -50,9 +50,10 @@ async function copy(text, button) {
     area.remove();
     button.focus();
   }
-  const words = button.querySelector(".words"), before = words.textContent;
+  const words = button.querySelector(".words");
   words.textContent = button.ariaLabel = "Copied";
-  setTimeout(() => { words.textContent = button.ariaLabel = before; }, 1500);
+  announce("Copied.");
+  setTimeout(() => { words.textContent = button.ariaLabel = "Copy"; }, 1500);
 }
 
 /** A question: its text and attachments, with buttons to copy and edit it. */
