@@ -217,13 +217,15 @@ def test_stages_are_idle_again_soon_after_the_end(echo: HttpPipeline, page: Page
 
     def answer(route: Route) -> None:
         status = httpx.get(f"{echo.url}/v1/status").json()
-        if busy:
-            status["in_flight"] = status["stages"][0]["in_flight"] = 1
+        for stage in status["stages"]:
+            stage["in_flight"] = 0
+        status["in_flight"] = status["stages"][0]["in_flight"] = int(busy)
         route.fulfill(json=status)
 
-    page.clock.install()
+    page.clock.install(time=0)
     page.route("**/v1/status", answer)
     open_page(page, echo)
+    page.clock.pause_at(60_000)
     page.locator("#toggle-details-panel").click()
     busy = True
     ask(page, "hello")
