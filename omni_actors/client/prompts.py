@@ -54,10 +54,22 @@ def to_params(given: Mapping[str, StageParams | Mapping[str, Any]]) -> dict[str,
                 if name not in StageParams.__struct_fields__:
                     nearest = suggest(str(name), StageParams.__struct_fields__)
                     raise InvalidRequest(f"Parameters of stage {stage!r}: there is no {name!r}.{nearest}")
+            if isinstance(structured := fields.get("structured_outputs"), Mapping):
+                fields["structured_outputs"] = with_json_text(structured)
             params[stage] = msgspec.convert(fields, StageParams, strict=True)
         except (msgspec.ValidationError, TypeError, ValueError) as error:
             raise InvalidRequest(f"Parameters of stage {stage!r}: {error}.") from error
     return params
+
+
+def with_json_text(structured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return structured outputs with a schema or a tag that is an object as the text of its JSON."""
+    texts = {
+        name: msgspec.json.encode(structured[name]).decode()
+        for name in ("json", "structural_tag")
+        if isinstance(structured.get(name), Mapping)
+    }
+    return {**structured, **texts}
 
 
 def to_prompt(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from omni_actors.engine.adapter import AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
+from omni_actors.engine.grammars import GrammarCompiler, Prepared, needs_grammar
 from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError
 from omni_actors.protocol.payloads import StageParams
@@ -41,6 +42,7 @@ _REASONS = {
 
 
 KV_CACHE_BYTES = "kv_cache_bytes"
+WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for grammars
 WARM_UP_LENGTH = 24
 WARM_UP_PARAMS = (
     StageParams(max_tokens=3, min_tokens=3, temperature=0.9, top_k=40, top_p=0.8, min_p=0.01, repetition_penalty=1.05),
@@ -73,6 +75,8 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             )
         self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, spec.params)
         super().__init__(VllmCore(vllm_config))
+        self._grammars = GrammarCompiler(vllm_config, self.core.prepare)
+        self._compiling: dict[str, EngineCoreRequest] = {}  # requests that are not in the core yet
 
     @property
     def _scheduler(self) -> OmniSchedulerMixin:
@@ -118,12 +122,19 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         admission = self.adapter.admit(request, inputs)
         if (stream := admission.stream) is not None:
             self._scheduler.open_stream(request_id, stream)
-        try:
-            self.core.add(admission.request)
-        except Exception as error:
-            self._scheduler.close_stream(request_id)
-            raise EngineError(f"vLLM refuses the request: {type(error).__name__}: {error}") from error
+        if needs_grammar(admission.request):
+            self._compiling[request_id] = admission.request
+            self._grammars.start(admission.request)
+        else:
+            self._add(admission.request)
         self._requests[request_id] = _Running(admission.outputs, len(admission.request.prompt_token_ids or ()))
+
+    def _add(self, request: EngineCoreRequest, prepared: Prepared | None = None) -> None:
+        try:
+            self.core.add(prepared or self.core.prepare(request))
+        except Exception as error:
+            self._scheduler.close_stream(request.request_id)
+            raise EngineError(f"vLLM refuses the request: {type(error).__name__}: {error}") from error
 
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
@@ -155,12 +166,56 @@ class AutoregressiveEngine(VllmEngine[_Running]):
 
     def abort(self, request_id: str) -> None:
         """Drop a request in vLLM too. Unknown ids are ignored."""
-        if self._requests.pop(request_id, None) is not None:
+        if self._requests.pop(request_id, None) is None:
+            return
+        if self._compiling.pop(request_id, None) is not None:
+            self._scheduler.close_stream(request_id)
+        else:
             self.core.abort([request_id])
+
+    def runnable(self) -> bool:
+        """Whether the core would do something in a step, or a grammar is compiled."""
+        return super().runnable() or self._grammars.ready
+
+    def busy(self) -> bool:
+        """Whether grammars are being compiled."""
+        return bool(self._compiling)
+
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when a grammar is compiled."""
+        self._grammars.on_progress(wake)
+
+    def counts(self) -> dict[str, int]:
+        """Requests whose grammar is being compiled, and those of the core."""
+        return {"compiling": len(self._compiling), **super().counts()}
+
+    def shutdown(self) -> None:
+        """Drop all requests, end the compiler's thread and shut the core down."""
+        self._compiling.clear()
+        self._grammars.close()
+        super().shutdown()
+
+    def _add_compiled(self) -> list[EngineEvent]:
+        """Give requests whose grammar is compiled to the core; wait for one if there is nothing else to do."""
+        if not self._grammars.ready and (not self._compiling or super().runnable()):
+            return []
+        events: list[EngineEvent] = []
+        for compilation in self._grammars.take(WAIT_SECONDS):
+            request = compilation.request
+            if self._compiling.get(request.request_id) is not request:
+                continue  # it was aborted
+            try:
+                if compilation.error is not None:
+                    raise compilation.error
+                del self._compiling[request.request_id]
+                self._add(request, compilation.prepared)
+            except OmniError as error:
+                events.append(self._failed(request.request_id, error))
+        return events
 
     def step(self) -> Sequence[EngineEvent]:
         """Do one step of vLLM. Requests of a failed step end with an error each; others go on."""
-        events: list[EngineEvent] = []
+        events = self._add_compiled()
         try:
             outputs = self.core.step()
         except StepFailed as failure:

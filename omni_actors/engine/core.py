@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from omni_actors.clocks import STEADY
 from omni_actors.engine.scheduler import OmniSchedulerInterface
@@ -133,9 +133,13 @@ class VllmCore:
         counts: dict[str, int] = self._core.model_executor.collective_rpc("omni_counts")[0]
         return counts
 
-    def add(self, request: EngineCoreRequest) -> None:
+    def prepare(self, request: EngineCoreRequest) -> tuple[Request, int]:
+        """What `add` takes. Any thread may call it, and starts the compilation of a grammar with it."""
+        return self._core.preprocess_add_request(request)
+
+    def add(self, prepared: tuple[Request, int]) -> None:
         """Queue a request. Its id must not be in use."""
-        self._core.add_request(*self._core.preprocess_add_request(request))
+        self._core.add_request(*prepared)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests. Idempotent; ignores unknown ids."""

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from omni_actors.engine.runner import OmniRunnerMixin
 from omni_actors.engine.worker_base import OmniWorkerBase
@@ -71,14 +73,36 @@ def _gumbel_noise(seed: int, position: int, size: int) -> torch.Tensor:
     return torch.from_numpy(generator.gumbel(size=size).astype(np.float32))
 
 
+class CPUStructuredOutputs(StructuredOutputsWorker):
+    """vLLM's application of grammars in numpy: Triton's interpreter cannot run its kernel."""
+
+    def __init__(self, made_by_vllm: StructuredOutputsWorker) -> None:
+        vars(self).update(vars(made_by_vllm))
+
+    def apply_grammar_bitmask(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        grammar_req_ids: list[str],
+        grammar_bitmask: NDArray[np.int32],
+    ) -> None:
+        """Set the logits of tokens whose bit is 0 to minus infinity; one row of the mask per request."""
+        bits = np.unpackbits(grammar_bitmask.view(np.uint8), axis=-1, bitorder="little")[:, : logits.shape[-1]]
+        for request_id, allowed in zip(grammar_req_ids, bits, strict=True):
+            row = int(input_batch.cu_num_logits_np[input_batch.req_ids.index(request_id)])
+            logits[row, : len(allowed)].masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
+
+
 class OmniCPURunner(OmniRunnerMixin, CPUModelRunner):
     """vLLM's V2 runner on the CPU with rows in and out."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's `load_model`, then our sampler in place of the one it made."""
+        """vLLM's `load_model`, then what takes the place of kernels that cannot run here."""
         super().load_model(*args, **kwargs)
         if self.sampler is not None:  # only where the last layers are
             self.sampler = CPUSampler(self.sampler)
+        if self.structured_outputs_worker is not None:
+            self.structured_outputs_worker = CPUStructuredOutputs(self.structured_outputs_worker)
 
 
 class OmniCPUWorker(OmniWorkerBase, CPUWorker):

@@ -134,7 +134,8 @@ class DiffusionEngine(VllmEngine[_Running]):
             extra_args={"omni": {"diffusion": job, "claim": running.claim, "due": running.due}},
         )
         job_id = f"{running.request.request_id}/{running.jobs}"
-        self.core.add(make_request(job_id, [STEP_TOKEN], parameters, priority=running.request.priority))
+        request = make_request(job_id, [STEP_TOKEN], parameters, priority=running.request.priority)
+        self.core.add(self.core.prepare(request))
         running.job_id = job_id
         running.jobs += 1
         running.steps += job.num_steps

@@ -7,12 +7,12 @@ from typing import Any
 
 from vllm import envs
 from vllm.exceptions import VLLMClientError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_STOP_TOKEN_IDS
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, TEXT_PARAMS, StageParams
+from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, TEXT_PARAMS, StageParams, StructuredOutputs
 
 # Values of the parameters that are not set: greedy, nothing cut off.
 _NEUTRAL: dict[str, Any] = {
@@ -30,6 +30,22 @@ _NEUTRAL: dict[str, Any] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
 }
+
+
+def _structured_outputs(given: StructuredOutputs | None) -> StructuredOutputsParams | None:
+    if given is None:
+        return None
+    return StructuredOutputsParams(
+        json=given.json,
+        json_object=given.json_object,
+        regex=given.regex,
+        choice=list(given.choice) if given.choice is not None else None,
+        grammar=given.grammar,
+        structural_tag=given.structural_tag,
+        disable_any_whitespace=given.disable_any_whitespace,
+        disable_additional_properties=given.disable_additional_properties,
+        whitespace_pattern=given.whitespace_pattern,
+    )
 
 
 def make_sampling_params(
@@ -88,6 +104,7 @@ def make_sampling_params(
             logit_bias=params.logit_bias or None,
             allowed_token_ids=list(params.allowed_token_ids) if params.allowed_token_ids else None,
             bad_words=list(params.bad_words or ()),
+            structured_outputs=_structured_outputs(params.structured_outputs),
             skip_reading_prefix_cache=not read_prefix_cache,
             extra_args={"omni": payload} if payload is not None else None,
         )

@@ -48,7 +48,7 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
         request,
         state,
         {"messages": await state.media.messages(body.messages, description.max_media), **body.tool_options()},
-        FIELDS,
+        {**FIELDS, **body.error_fields()},
         modalities=body.modalities or ["text"],
         voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
         params=params,

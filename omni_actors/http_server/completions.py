@@ -45,7 +45,7 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
         request,
         state,
         prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
-        FIELDS,
+        {**FIELDS, **body.error_fields()},
         modalities=["text"],
         params=params,
         seed=body.seed,

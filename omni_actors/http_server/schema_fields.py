@@ -43,7 +43,6 @@ One = Annotated[Raw, Meta(extra_json_schema={"enum": [1, None]})]  # would take 
 EmptyText = Annotated[Raw, Meta(extra_json_schema={"enum": [None, ""]})]
 EmptyList = Annotated[Raw, Meta(extra_json_schema={"enum": [None, []]})]
 EmptyObject = Annotated[Raw, Meta(extra_json_schema={"enum": [None, {}]})]
-FreeText = Annotated[Raw, Meta(extra_json_schema={"enum": [None, {"type": "text"}]})]
 NoTool = Annotated[Raw, Meta(extra_json_schema={"enum": [None, "none", "auto"]})]
 
 

@@ -22,7 +22,6 @@ from omni_actors.http_server.schema_fields import (
     EmptyList,
     EmptyObject,
     EmptyText,
-    FreeText,
     Metadata,
     NoTool,
     Null,
@@ -126,10 +125,6 @@ class Sampling(GenerationFields, frozen=True, kw_only=True):
     prompt_cache_options: EmptyObject = ABSENT
     prompt_cache_retention: str | None = None
 
-    # Refused unless their value has no effect.
-    response_format: FreeText = ABSENT
-    structured_outputs: Null = ABSENT
-
     IGNORED: ClassVar[tuple[str, ...]] = (
         "user",
         "metadata",
@@ -142,7 +137,6 @@ class Sampling(GenerationFields, frozen=True, kw_only=True):
     )
     HINTS: ClassVar[dict[str, str]] = {
         **vllm_fields.HINTS,
-        "response_format": "Answers are free text.",
         "functions": "Use tools.",
         "function_call": "Use tool_choice.",
     }

@@ -111,6 +111,47 @@ Word = Annotated[str, Meta(min_length=1, max_length=1024)]
 Words = Annotated[tuple[Word, ...], Meta(max_length=64)]
 
 
+class StructuredOutputs(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A form that the text must have: exactly one of the first six.
+
+    Args:
+        json: JSON schema, as text.
+        json_object: any JSON object.
+        regex: regular expression.
+        choice: the texts of which one is the answer.
+        grammar: context-free grammar in EBNF or Lark.
+        structural_tag: JSON of free text with tags between which schemas hold.
+        disable_any_whitespace: no spaces or newlines between the parts of JSON.
+        disable_additional_properties: no properties that a schema does not name.
+        whitespace_pattern: regular expression of the space between the parts of JSON.
+    """
+
+    json: Annotated[str, Meta(min_length=1, max_length=65_536)] | None = None
+    json_object: bool | None = None
+    regex: Annotated[str, Meta(max_length=8192)] | None = None
+    choice: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=1024)] | None = None
+    grammar: Annotated[str, Meta(min_length=1, max_length=65_536)] | None = None
+    structural_tag: Annotated[str, Meta(min_length=1, max_length=65_536)] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: Annotated[str, Meta(max_length=1024)] | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(STRUCTURES)} must be given; got {given or 'none'}")
+        if self.json_object is False:
+            raise ValueError("json_object is true or left out")
+
+    @property
+    def form(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in STRUCTURES if getattr(self, name) is not None)
+
+
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
 class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of one stage for one request; `None` means the stage's default from the YAML.
 
@@ -133,6 +174,7 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         include_stop_str_in_output: have the answer end after the text or the token that stopped it.
         skip_special_tokens: leave special tokens out of the text; true by default.
         spaces_between_special_tokens: separate special tokens that stay in the text; true by default.
+        structured_outputs: form that the text must have, such as a JSON schema; only for stages with text.
         stop_token_ids: tokens that end generation, in addition to the model's own; not part of the text.
         ignore_eos: continue past the model's own end tokens.
         seed: makes sampling repeatable; default: the request's seed.
@@ -157,6 +199,7 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
     seed: Seed | None = None
@@ -179,7 +222,14 @@ DIFFUSION_PARAMS = _DIFFUSION_ONLY | {"seed"}
 AUTOREGRESSIVE_PARAMS = frozenset(StageParams.__struct_fields__) - _DIFFUSION_ONLY
 # Those that mean something only where tokens become text.
 TEXT_PARAMS = frozenset(
-    {"bad_words", "stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
+    {
+        "bad_words",
+        "stop",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "structured_outputs",
+    }
 )
 
 

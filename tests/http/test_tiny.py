@@ -12,9 +12,11 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import numpy
 import openai
+import pydantic
 import pytest
 import soundfile
 
@@ -100,6 +102,54 @@ def test_speech_ends_where_a_stop_string_ends_the_text(tiny: HttpPipeline) -> No
             assert plain.startswith(streamed)
     assert streamed == whole.choices[0].message.audio.transcript
     assert pcm == base64.b64decode(spoken)
+
+
+class Tide(pydantic.BaseModel):
+    """What the model says of the tide."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    state: Literal["ebb", "flood"]
+    spring: bool
+
+
+def test_an_answer_has_the_form_that_the_request_asks_for(tiny: HttpPipeline) -> None:
+    """By the openai client's own parser, by vLLM's field, in both routes, and in the client library."""
+    client = tiny.openai()
+    options: dict = {"model": MODEL, "messages": QUESTION, "max_tokens": 90, "seed": 3, "frequency_penalty": 2}
+    parsed = client.chat.completions.parse(**options, response_format=Tide)
+    assert isinstance(parsed.choices[0].message.parsed, Tide)
+    assert parsed.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(**options, response_format=Tide) as stream:
+        assert stream.get_final_completion().choices[0].message.content == parsed.choices[0].message.content
+    regex = {"structured_outputs": {"regex": "tide-[0-9]{3}"}}
+    chat = client.chat.completions.create(**options, extra_body=regex).choices[0].message.content
+    text = client.completions.create(model=MODEL, prompt="tide", seed=3, extra_body=regex).choices[0].text
+    assert re.fullmatch(r"tide-\d{3}", chat)
+    assert re.fullmatch(r"tide-\d{3}", text)
+    schema = Tide.model_json_schema()
+    with OmniClient(tiny.endpoint) as own:
+        params = {"thinker": {"max_tokens": 90, "frequency_penalty": 2.0, "structured_outputs": {"json": schema}}}
+        answer = own.generate(QUESTION, seed=3, modalities=["text"], params=params, timeout=120)
+    assert answer.text == parsed.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "sea"}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"extra_body": {"structured_outputs": {"regex": "(("}}}, "structured_outputs.regex"),
+        ({"extra_body": {"structured_outputs": {"json": {"type": "sea"}}}}, "structured_outputs.json"),
+        ({"logit_bias": {"100000000": 1}}, "logit_bias"),
+    ],
+)
+def test_what_only_the_model_can_refuse_names_the_field(tiny: HttpPipeline, fields: dict, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        tiny.openai().chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4, **fields)
+    assert caught.value.param == param
+    assert caught.value.code == "invalid_request"
 
 
 def test_media_reach_the_model(tiny: HttpPipeline) -> None:

@@ -1,6 +1,6 @@
 """vLLM without this package: its own front end, scheduler and runner, to compare answers with.
 
-Only the random draw is ours: on the CPU, Triton's interpreter cannot run vLLM's kernels for it.
+Only the random draw and the masks of grammars are ours: on the CPU, Triton's interpreter cannot run vLLM's kernels.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from omni_actors.engine.cpu import CPUSampler
+from omni_actors.engine.cpu import CPUSampler, CPUStructuredOutputs
 from tests.support.stage_driver import SMALL
 
 
@@ -25,6 +25,7 @@ class BareRunner(CPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.sampler = CPUSampler(self.sampler)
+        self.structured_outputs_worker = CPUStructuredOutputs(self.structured_outputs_worker)
 
 
 class BareWorker(CPUWorker):
@@ -61,6 +62,8 @@ class BareVllm:
     ) -> dict[str, CompletionOutput]:
         """The answers to one prompt with various parameters, by name."""
         for name, given in cases.items():
+            if "structured_outputs" in given:
+                given = {**given, "structured_outputs": StructuredOutputsParams(**given["structured_outputs"])}
             self._engine.add_request(f"bare/{name}", {"prompt_token_ids": prompt_token_ids}, SamplingParams(**given))
         answers: dict[str, CompletionOutput] = {}
         while self._engine.has_unfinished_requests():

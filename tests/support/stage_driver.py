@@ -75,7 +75,7 @@ class Driver:
     def run(self, after_step: Callable[[int], None] | None = None, limit: int = 2000) -> None:
         """Step until nothing is runnable."""
         for number in range(limit):
-            if not self.engine.runnable():
+            if not (self.engine.runnable() or self.engine.busy()):
                 return
             self.step()
             if after_step is not None:

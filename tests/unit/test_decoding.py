@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.schemas import ChatRequest, CompletionRequest, SpeechRequest
+from omni_actors.protocol.payloads import StructuredOutputs
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 LONG = "x" * 1_000_000
@@ -139,6 +141,65 @@ def test_sampling_fields_become_those_of_the_text_stage() -> None:
     assert decode(chat(stop=None, frequency_penalty=None), ChatRequest).stage_fields() == {}
 
 
+SCHEMA = {"type": "object"}
+NAMED = {"name": "a", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {**NAMED, "strict": True}}},
+            StructuredOutputs(json='{"type":"object"}'),
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": SCHEMA}},
+            StructuredOutputs(structural_tag='{"type":"structural_tag","format":{"type":"object"}}'),
+        ),
+        ({"structured_outputs": None}, None),
+        ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json='{"type":"object"}')),
+        ({"structured_outputs": {"json": "{}"}}, StructuredOutputs(json="{}")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputs(choice=("a", "b"))),
+    ],
+)
+def test_the_form_of_an_answer(fields: dict, wanted: StructuredOutputs | None) -> None:
+    body = msgspec.json.format(chat(**fields), indent=-1)  # without spaces: a schema is passed on as it was written
+    assert decode(body, ChatRequest).stage_fields().get("structured_outputs") == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "a": 1}}, "response_format.a"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 3}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"a": "x" * 65_536}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ],
+)
+def test_a_form_that_is_none_names_the_field(fields: dict, param: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        decode(chat(**fields), ChatRequest).stage_fields()
+    assert caught.value.param == param
+
+
 def test_a_wrong_key_names_its_mapping() -> None:
     with pytest.raises(HttpError, match="logit_bias: each key must be a whole number, not a text") as caught:
         decode(chat(logit_bias={"hello": 1}), ChatRequest)
@@ -156,7 +217,6 @@ def refused(**fields: Any) -> HttpError | None:
 
 NEUTRAL = {
     "logprobs": [None, False],
-    "response_format": [None, {"type": "text"}],
     "tools": [None, []],
     "tool_choice": [None, "none", "auto"],
     "chat_template_kwargs": [None, {}, {"enable_thinking": False}],
@@ -168,7 +228,6 @@ NEUTRAL = {
     "prompt_cache_retention": [None, "24h"],
 }
 ASKING = {
-    "response_format": [{"type": "json_object"}, {"type": "text", "a": LONG}],
     "prediction": [True, 1, [1], LONG],
     "chat_template_kwargs": [{"enable_thinking": True}],
     "mm_processor_kwargs": [{"use_audio_in_video": True}, {"fps": 1}],

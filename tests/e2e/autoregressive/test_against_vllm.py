@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.payloads import StructuredOutputs
 from omni_actors.stage.engine_interface import EngineEvent, StreamEvent, TextEvent
 from tests.support.bare_vllm import BareVllm
 from tests.support.stage_driver import BOTH_MODES, prompt_length, sample, token_inputs
@@ -16,6 +19,20 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 PLAIN = {"max_tokens": 20, "temperature": 0.0}
 DRAWN = {"max_tokens": 20, "temperature": 0.9, "top_k": 20, "seed": 11}
+FORMS = {
+    "json": json.dumps(
+        {
+            "type": "object",
+            "properties": {"calm": {"type": "boolean"}, "sea": {"enum": ["salt", "deep"]}},
+            "required": ["calm", "sea"],
+            "additionalProperties": False,
+        }
+    ),
+    "json_object": True,
+    "regex": "tide-[0-9]{3}",
+    "choice": ["ebb", "flood"],
+    "grammar": 'root ::= "high" | "low" root',
+}
 STOPS = ("across", "late", "several", "included", "one_character", "first")
 
 
@@ -37,6 +54,15 @@ def cases_of(text: str, tokens: list[int]) -> dict[str, dict[str, Any]]:
         "included": {**PLAIN, "stop": [across], "include_stop_str_in_output": True},
         "one_character": {**PLAIN, "stop": [text[17]]},
         "first": {**PLAIN, "stop": [text[:2]]},
+        **{
+            f"structured {form}": {
+                **DRAWN,
+                "max_tokens": 60,
+                "frequency_penalty": 2.0,
+                "structured_outputs": {form: value},
+            }
+            for form, value in FORMS.items()
+        },
     }
 
 
@@ -57,6 +83,8 @@ def test_answers_equal_those_of_vllm(thinker, answers, wanted):
     """All cases in one batch. At no time does the talker have a row of a token beyond the text that was given out."""
     inputs = token_inputs(answers[0].prompt_token_ids)
     for name, (params, _) in wanted.items():
+        if "structured_outputs" in params:
+            params = {**params, "structured_outputs": StructuredOutputs(**params["structured_outputs"])}
         thinker.start(name, inputs, **params)
     thinker.run()
     for name, (_, answer) in wanted.items():
@@ -68,6 +96,10 @@ def test_answers_equal_those_of_vllm(thinker, answers, wanted):
         assert thinker.streams(name)[-1].final, name
     differing = {name for name, (_, answer) in wanted.items() if answer.text != wanted["plain"][1].text}
     assert differing >= set(wanted) - {"plain", "special", "late"}, "the parameters matter"
+
+    assert set(json.loads(thinker.text("structured json"))) == {"calm", "sea"}
+    assert re.fullmatch(FORMS["regex"], thinker.text("structured regex"))
+    assert thinker.text("structured choice") in FORMS["choice"]
 
     length = prompt_length(answers[0])
     everything = thinker.rows("plain")
@@ -109,6 +141,39 @@ def test_wrong_values_name_their_parameter(thinker, answers):
         with pytest.raises(InvalidRequest) as caught:
             thinker.start("wrong", inputs, **params)
         assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        ("json", '{"type": "sea"}'),
+        ("json", "{"),
+        ("json", '{"items": ' * 70 + "{}" + "}" * 70),
+        ("regex", "(("),
+        ("grammar", "root ::= nothing"),
+        ("structural_tag", "{}"),
+    ],
+)
+def test_a_form_that_cannot_be_used_fails_its_request_alone(thinker, answers, form, value):
+    inputs = token_inputs(answers[0].prompt_token_ids)
+    thinker.start("other", inputs, max_tokens=4)
+    thinker.start("wrong", inputs, max_tokens=4, structured_outputs=StructuredOutputs(**{form: value}))
+    thinker.run()
+    assert isinstance(thinker.error("wrong"), InvalidRequest)
+    assert thinker.error("wrong").field == f"structured_outputs.{form}"
+    assert len(thinker.tokens("other")) == 4
+
+
+def test_a_request_that_ends_while_its_grammar_is_compiled_leaves_nothing(thinker, answers):
+    """Its id may be used again at once, with another form."""
+    inputs = token_inputs(answers[0].prompt_token_ids)
+    for choice in (("ebb", "flood"), ("spring", "neap")):
+        thinker.start("again", inputs, structured_outputs=StructuredOutputs(choice=choice))
+        if choice[0] == "ebb":
+            assert thinker.engine.counts()["compiling"] == 1
+            thinker.engine.abort("again")
+    thinker.run()
+    assert thinker.text("again") in ("spring", "neap")
 
 
 def test_a_stage_without_text_refuses_parameters_about_text(talker, answers):

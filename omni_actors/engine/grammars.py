@@ -1,0 +1,120 @@
+"""Compiles the grammars of structured outputs outside the engine's loop, where they would stall every other request."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
+
+from omni_actors.errors import EngineError, InvalidRequest, OmniError
+from omni_actors.protocol.payloads import STRUCTURES
+
+Prepared = tuple[Request, int]  # what vLLM's core makes of a request before it adds it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compilation:
+    """A request whose grammar is compiled, or could not be: `error` says why."""
+
+    request: EngineCoreRequest
+    prepared: Prepared | None = None
+    error: OmniError | None = None
+
+
+def needs_grammar(request: EngineCoreRequest) -> bool:
+    """Whether a request asks for structured output."""
+    return request.sampling_params is not None and request.sampling_params.structured_outputs is not None
+
+
+class GrammarCompiler:
+    """Checks requests with structured output and has vLLM compile their grammars, on threads.
+
+    Requests are checked one after the other, since vLLM's manager is not made for more; it compiles on threads of its
+    own. The same grammar is compiled once.
+
+    Args:
+        prepare: vLLM's `preprocess_add_request`, which starts the compilation.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, prepare: Callable[[EngineCoreRequest], Prepared]) -> None:
+        self._config = vllm_config
+        self._prepare = prepare
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._ended: queue.SimpleQueue[Compilation] = queue.SimpleQueue()
+        self._wake: Callable[[], None] = lambda: None
+
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called whenever a compilation ends, on some thread."""
+        self._wake = wake
+
+    def start(self, request: EngineCoreRequest) -> None:
+        """Check and compile; `take` returns the result."""
+        self._thread.submit(self._run, request)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would return something at once."""
+        return not self._ended.empty()
+
+    def take(self, timeout: float = 0.0) -> list[Compilation]:
+        """Return the compilations that have ended. Wait up to `timeout` seconds for the first."""
+        ended: list[Compilation] = []
+        try:
+            while True:
+                ended.append(self._ended.get(timeout=0 if ended else timeout))
+        except queue.Empty:
+            return ended
+
+    def close(self) -> None:
+        """End the thread once it has checked what it is at."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, request: EngineCoreRequest) -> None:
+        params = request.sampling_params
+        try:
+            if params is None:
+                raise EngineError("A request without sampling parameters has no grammar.")
+            self._verify(params)
+            prepared = self._prepare(request)
+            structured = prepared[0].structured_output_request
+            grammar = structured._grammar if structured is not None else None
+            if isinstance(grammar, Future):
+                grammar.add_done_callback(lambda done: self._end(request, prepared, done.exception()))
+            else:
+                self._end(request, prepared, None)
+        except Exception as error:  # noqa: BLE001 - the request ends with it
+            self._end(request, None, error)
+
+    def _verify(self, params: SamplingParams) -> None:
+        config = self._config
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
+
+    def _end(self, request: EngineCoreRequest, prepared: Prepared | None, error: BaseException | None) -> None:
+        if error is not None:
+            self._ended.put(Compilation(request, error=_as_error(request, error)))
+        else:
+            self._ended.put(Compilation(request, prepared))
+        self._wake()
+
+
+def _as_error(request: EngineCoreRequest, error: BaseException) -> OmniError:
+    if isinstance(error, OmniError):
+        return error
+    structured: Any = request.sampling_params.structured_outputs if request.sampling_params is not None else None
+    form = next((name for name in STRUCTURES if getattr(structured, name, None) is not None), "")
+    # What vLLM's backends raise for a grammar that they cannot take.
+    if isinstance(error, ValueError | TypeError | RuntimeError | KeyError | VLLMClientError):
+        return InvalidRequest(
+            f"structured_outputs.{form} cannot be used: {str(error)[:2000]}", field=f"structured_outputs.{form}"
+        )
+    return EngineError(f"The grammar of the request failed: {type(error).__name__}: {error}")
