@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -19,10 +20,11 @@ import openai
 import pydantic
 import pytest
 import soundfile
+from openai import AsyncOpenAI
 
 from omni_actors.client import OmniClient
 from tests.support.paths import REPOSITORY
-from tests.support.servers import HttpPipeline, film, picture, sound
+from tests.support.servers import HttpPipeline, film, picture, sound, tone
 
 pytestmark = pytest.mark.e2e
 
@@ -150,6 +152,36 @@ def test_what_only_the_model_can_refuse_names_the_field(tiny: HttpPipeline, fiel
         tiny.openai().chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4, **fields)
     assert caught.value.param == param
     assert caught.value.code == "invalid_request"
+
+
+async def test_a_spoken_turn_equals_that_of_the_client_library(tiny: HttpPipeline) -> None:
+    """Sound in and sound out in a realtime session: same recording, parameters and seed, same text and samples."""
+    samples = (tone(1.0, 24_000) * 32767).astype("<i2")
+    question = [{"role": "user", "content": [{"type": "audio", "audio": (samples, 24_000)}]}]
+    with OmniClient(tiny.endpoint) as client:
+        wanted = client.generate(question, voice="Ethan", seed=5, params=STAGES, timeout=120)
+    text, pcm = "", b""
+    async with (
+        AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none") as openai_client,
+        openai_client.realtime.connect(model=MODEL) as connection,
+        asyncio.timeout(120),
+    ):
+        audio = {"input": {"turn_detection": None}, "output": {"voice": "Ethan"}}
+        await connection.session.update(session={"type": "realtime", "audio": audio, "seed": 5, "stage_params": STAGES})
+        await connection.input_audio_buffer.append(audio=base64.b64encode(samples.tobytes()).decode())
+        await connection.input_audio_buffer.commit()
+        await connection.response.create()
+        async for event in connection:
+            if event.type == "response.output_audio_transcript.delta":
+                text += event.delta
+            elif event.type == "response.output_audio.delta":
+                pcm += base64.b64decode(event.delta)
+            elif event.type == "response.done":
+                break
+    assert text == wanted.text
+    numpy.testing.assert_allclose(numpy.frombuffer(pcm, "<i2") / 32767.0, wanted.audio.clip(-1, 1), atol=1e-4)
+    assert event.response.status_details.reason == "max_output_tokens"
+    assert event.response.usage.output_token_details.audio_tokens == wanted.usage["talker"].output_tokens
 
 
 def test_media_reach_the_model(tiny: HttpPipeline) -> None:
