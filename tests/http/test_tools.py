@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import openai
 import pytest
+from openai import AsyncOpenAI
+from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
 from tests.support.paths import REPOSITORY
 from tests.support.scripted import SAY, SHOW, scripted_pipeline
 from tests.support.servers import HttpPipeline
+from tests.support.waiting import PATIENCE
 
 TOOLS = [
     {
@@ -144,3 +149,47 @@ def test_tools_that_do_not_fit_are_refused_by_name(scripted: HttpPipeline, echo:
         assert caught.value.param == param
     with pytest.raises(openai.BadRequestError, match="tools"):
         echo.openai().chat.completions.create(model="echo", messages=asked("x"), tools=TOOLS)
+
+
+async def test_a_voice_session_calls_tools(scripted: HttpPipeline) -> None:
+    """The call, its result, and a second answer that has both in its prompt."""
+    async with (
+        AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="none") as client,
+        client.realtime.connect(model="scripted") as connection,
+        asyncio.timeout(10 * PATIENCE),
+    ):
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        await connection.session.update(
+            session={"type": "realtime", "tools": tools, "audio": {"input": {"turn_detection": None}}}
+        )
+        await tell(connection, f"{SAY}Let me look.{call('weather', 'Kiel')}")
+        events = await answered(connection)
+        message, made = events[-1].response.output
+        assert message.content[0].transcript == "Let me look."
+        assert made.name == "weather"
+        assert json.loads(made.arguments) == {"city": "Kiel"}
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == made.arguments
+        result = {"type": "function_call_output", "call_id": made.call_id, "output": "14 degrees"}
+        await connection.conversation.item.create(item=result)
+        await connection.session.update(session={"type": "realtime", "tool_choice": "none"})
+        await tell(connection, SHOW)
+        shown = (await answered(connection))[-1].response.output[0].content[0].transcript
+        assert "<tool_response>\n14 degrees\n</tool_response>" in shown
+        assert '"description": "The weather of a city."' in shown
+
+
+async def tell(connection: AsyncRealtimeConnection, text: str) -> None:
+    content = [{"type": "input_text", "text": text}]
+    await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+    await connection.response.create()
+
+
+async def answered(connection: AsyncRealtimeConnection) -> list[Any]:
+    """The events up to the end of the response."""
+    events = []
+    async for event in connection:
+        events.append(event)
+        if event.type == "response.done":
+            break
+    return events

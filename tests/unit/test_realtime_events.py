@@ -94,9 +94,13 @@ def test_configurations_have_openais_fields(ours: Any, theirs: Any, extensions: 
             "session.audio.input.transcription",
             "invalid_value",
         ),
+        ({"type": "conversation.item.create", "item": {"type": "mcp_call"}}, "item.type", "invalid_value"),
         (
-            {"type": "conversation.item.create", "item": {"type": "function_call_output", "output": ""}},
-            "item.type",
+            {
+                "type": "session.update",
+                "session": {"type": "realtime", "tools": [{"type": "mcp", "server_label": "x"}]},
+            },
+            "session.tools[0].type",
             "invalid_value",
         ),
         (

@@ -53,7 +53,12 @@ def test_an_update_changes_what_it_names_only() -> None:
     [
         ({"audio": {"output": {"voice": "alloy"}}}, "session.audio.output.voice", "unknown_voice"),
         ({"output_modalities": ["text", "audio"]}, "session.output_modalities", "invalid_value"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "session.tools", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "session.tool_choice", "invalid_value"),
+        (
+            {"tools": [{"type": "function", "name": "time"}], "tool_choice": {"type": "function", "name": "tim"}},
+            "session.tool_choice.name",
+            "invalid_value",
+        ),
         ({"model": "gpt-realtime"}, "session.model", "model_not_changeable"),
         ({"stage_params": {"nose": {}}}, "session.stage_params", "invalid_value"),
     ],

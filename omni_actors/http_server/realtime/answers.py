@@ -10,6 +10,7 @@ from omni_actors.client import RequestStream
 from omni_actors.http_server.answer import finish_reason, usage_of
 from omni_actors.http_server.realtime.session import Ask
 from omni_actors.http_server.realtime.session_config import RATE
+from omni_actors.http_server.realtime.tools import tool_options
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.results import StageUsage
@@ -25,7 +26,7 @@ async def submit(
     config = ask.config
     limit = {} if config.max_output_tokens == "inf" else {"max_tokens": config.max_output_tokens}
     return await state.client.submit(
-        ask.messages,
+        {"messages": ask.messages, **tool_options(config.tools, config.tool_choice, config.parallel_tool_calls)},
         modalities=["text", "audio"] if config.output == "audio" else ["text"],
         voice=config.voice if config.output == "audio" else None,
         params=state.stage_params(config.stage_params, description, limit),

@@ -13,6 +13,7 @@ from omni_actors.http_server.json_bounds import MAX_VALUES, check_bounds
 from omni_actors.http_server.realtime.session_config import AnswerFields, OutputAudio, SessionFields
 from omni_actors.http_server.schema_fields import MAX_TEXT, Strict
 from omni_actors.http_server.schemas import MAX_MESSAGES
+from omni_actors.protocol.tools import CallId, Json, ToolName
 
 MAX_ID = 128
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
@@ -68,6 +69,30 @@ class Message(Strict, frozen=True, tag_field="type", tag="message"):
     status: Literal["completed", "incomplete", "in_progress"] | None = None  # without effect
 
 
+class FunctionCall(Strict, frozen=True, tag_field="type", tag="function_call"):
+    """A call of an earlier conversation."""
+
+    name: ToolName
+    arguments: Json
+    call_id: CallId | None = None
+    id: Id | None = None
+    object: Literal["realtime.item"] | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None  # without effect
+
+
+class FunctionCallOutput(Strict, frozen=True, tag_field="type", tag="function_call_output"):
+    """What a call has brought."""
+
+    call_id: CallId
+    output: Text
+    id: Id | None = None
+    object: Literal["realtime.item"] | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None  # without effect
+
+
+AnyMessage = Message | FunctionCall | FunctionCallOutput
+
+
 class ItemReference(Strict, frozen=True, tag_field="type", tag="item_reference"):
     """An item of the conversation, by its id."""
 
@@ -107,7 +132,7 @@ class ClearAudio(ClientEvent, frozen=True, kw_only=True, tag="input_audio_buffer
 class CreateItem(ClientEvent, frozen=True, kw_only=True, tag="conversation.item.create"):
     """Add an item: at the end, behind `previous_item_id`, or first if that is "root"."""
 
-    item: Message
+    item: AnyMessage
     previous_item_id: Id | None = None
 
 
@@ -147,7 +172,7 @@ class ResponseFields(AnswerFields, frozen=True, kw_only=True):
 
     audio: ResponseAudio = ResponseAudio()
     conversation: Literal["auto", "none"] = "auto"
-    input: Annotated[list[Message | ItemReference], Meta(max_length=MAX_MESSAGES)] | None = None
+    input: Annotated[list[AnyMessage | ItemReference], Meta(max_length=MAX_MESSAGES)] | None = None
     metadata: Metadata | None = None
 
 

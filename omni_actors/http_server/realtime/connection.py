@@ -187,7 +187,7 @@ class Connection:
         try:
             async for item in stream:
                 if isinstance(item, Text):
-                    self._carry_out(self._session.text(ask.response_id, item.text))
+                    self._carry_out(self._session.text(ask.response_id, item.text, item.tool_calls))
                 else:
                     latency.sound(len(item.samples))
                     self._carry_out(self._session.sound(ask.response_id, pcm16(item.samples)))

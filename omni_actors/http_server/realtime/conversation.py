@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.realtime.items import Item, Weight
+from omni_actors.http_server.realtime.items import Weight
+from omni_actors.http_server.realtime.prompts import AnyItem
 from omni_actors.http_server.realtime.session_config import BYTES_PER_SECOND
 from omni_actors.http_server.schema_fields import MAX_TEXT
 from omni_actors.http_server.schemas import MAX_MESSAGES
@@ -24,11 +25,11 @@ class Conversation:
     def __init__(self, audio_seconds: float, max_audios: int | None) -> None:
         self._audio_seconds = audio_seconds
         self._max_audios = max_audios
-        self._items: list[Item] = []
+        self._items: list[AnyItem] = []
         self._weights: dict[str, Weight] = {}
         self._total = Weight()
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[AnyItem]:
         return iter(self._items)
 
     @property
@@ -41,14 +42,14 @@ class Conversation:
         """Id of the newest item."""
         return self._items[-1].id if self._items else None
 
-    def find(self, item_id: str) -> Item:
+    def find(self, item_id: str) -> AnyItem:
         """An item. Raises `HttpError` 404."""
         for item in self._items:
             if item.id == item_id:
                 return item
         raise HttpError(404, f"The conversation has no item {item_id!r}.", param="item_id", code="item_not_found")
 
-    def add(self, item: Item, after: str | None = None) -> str | None:
+    def add(self, item: AnyItem, after: str | None = None) -> str | None:
         """Insert an item, at the end by default; returns the id of the one before it. Raises `HttpError`."""
         if any(other.id == item.id for other in self._items):
             raise bad_field("item.id", f"The conversation has an item {item.id!r} already.", "item_exists")
@@ -70,7 +71,7 @@ class Conversation:
         self._items.remove(self.find(item_id))
         self._total -= self._weights.pop(item_id)
 
-    def weigh(self, item: Item) -> None:
+    def weigh(self, item: AnyItem) -> None:
         """Count an item again, when its content has changed. An item that was removed counts nothing."""
         if item.id in self._weights:
             self._total += item.weight - self._weights[item.id]
@@ -95,7 +96,7 @@ class Conversation:
             self.remove(item_id)
         return dropped
 
-    def _before(self, item_id: str) -> Item:
+    def _before(self, item_id: str) -> AnyItem:
         try:
             return self.find(item_id)
         except HttpError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -152,18 +151,6 @@ def _part(content: InputText | InputSound | OutputText | OutputSound) -> Part:
             return Part("output_audio", text)
         case InputSound(audio=audio):
             return Part("input_audio", audio=audio)
-
-
-def prompt_of(instructions: str, items: Iterable[Item]) -> Sequence[dict[str, Any]]:
-    """The chat messages of a response, as the client library takes them."""
-    messages: list[dict[str, Any]] = []
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
-    for item in items:
-        parts = [part.prompt() for part in item.parts if part.text or part.audio]
-        if parts:
-            messages.append({"role": item.role, "content": parts})
-    return messages
 
 
 def seconds_of(pcm: bytes) -> float:

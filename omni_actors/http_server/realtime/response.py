@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from omni_actors.http_server.realtime import server_events as events
+from omni_actors.http_server.realtime.call_items import CallItem
 from omni_actors.http_server.realtime.conversation import Conversation
 from omni_actors.http_server.realtime.items import Item, Part, seconds_of
 from omni_actors.http_server.realtime.session_config import AudioFormat, SessionConfig
+from omni_actors.protocol.tools import ToolCallPiece
 
 Status = Literal["in_progress", "completed", "cancelled", "failed", "incomplete"]
 Events = list[events.ServerEvent]
@@ -37,6 +39,9 @@ class Response:
         self._metadata = metadata
         self._previous: str | None = None
         self._requests = 0
+        self._output: list[Item | CallItem] = []
+        self._call_previous: dict[str, str | None] = {}
+        self._calls: dict[int, tuple[int, CallItem]] = {}  # with their places in the output
 
     @property
     def spoken(self) -> bool:
@@ -66,6 +71,25 @@ class Response:
         self._part.seconds += seconds_of(pcm)
         return [*sent, events.AudioDelta(**self._ids, delta=pcm)]
 
+    def call(self, piece: ToolCallPiece) -> Events:
+        """The next piece of a call of a tool, which has an item of its own."""
+        sent: Events = []
+        if piece.index not in self._calls:
+            made = CallItem(piece.id or events.new_id("call"), piece.name, status="in_progress")
+            self._calls[piece.index] = (len(self._output), made)
+            self._output.append(made)
+            shown = made.shown()
+            sent.append(events.OutputItemAdded(response_id=self.id, output_index=len(self._output) - 1, item=shown))
+            if self._conversation is not None:
+                previous = self._call_previous[made.id] = self._conversation.add(made)
+                sent.append(events.ItemAdded(item=shown, previous_item_id=previous))
+        index, call = self._calls[piece.index]
+        call.arguments += piece.arguments
+        if piece.arguments:
+            ids = self._call_ids(index, call)
+            sent.append(events.ArgumentsDelta(**ids, delta=piece.arguments))
+        return sent
+
     def end(
         self,
         status: Status,
@@ -75,10 +99,12 @@ class Response:
         usage: Mapping[str, Any] | None = None,
     ) -> Events:
         """The last events; those of the item only if it had begun or the answer is complete."""
-        sent = self._begin() if status in ("completed", "incomplete") else []
+        sent = self._begin() if status in ("completed", "incomplete") and not self._calls else []
         if self.item is not None:
             self.item.status = "completed" if status == "completed" else "incomplete"
             sent += self._end_item(self.item)
+        for index, call in self._calls.values():
+            sent += self._end_call(index, call) if status == "completed" else self._drop_call(call)
         details = None if status == "completed" else {"type": status, "reason": reason, "error": error}
         shown = self.shown(status, status_details=details, usage=usage)
         return [*sent, events.ResponseDone(response=shown), events.RateLimits()]
@@ -92,7 +118,7 @@ class Response:
             "object": "realtime.response",
             "status": status,
             "status_details": status_details,
-            "output": [self.item.shown()] if self.item is not None else [],
+            "output": [item.shown() for item in self._output],
             "conversation_id": self._conversation_id,
             "output_modalities": [self.config.output],
             "max_output_tokens": self.config.max_output_tokens,
@@ -109,8 +135,9 @@ class Response:
             return []
         part = Part("output_audio" if self.spoken else "output_text")
         self.item = Item(events.new_id("item"), "assistant", [part], "in_progress")
+        self._output.append(self.item)
         shown = self.item.shown(with_parts=False)
-        sent: Events = [events.OutputItemAdded(response_id=self.id, item=shown)]
+        sent: Events = [events.OutputItemAdded(response_id=self.id, output_index=self._place, item=shown)]
         if self._conversation is not None:
             self._previous = self._conversation.add(self.item)
             sent.append(events.ItemAdded(item=shown, previous_item_id=self._previous))
@@ -126,7 +153,33 @@ class Response:
         if self._conversation is not None:
             self._conversation.weigh(item)
             sent.append(events.ItemDone(item=item.shown(), previous_item_id=self._previous))
-        return [*sent, events.OutputItemDone(response_id=self.id, item=item.shown())]
+        return [*sent, events.OutputItemDone(response_id=self.id, output_index=self._place, item=item.shown())]
+
+    def _end_call(self, index: int, call: CallItem) -> Events:
+        call.status = "completed"
+        sent: Events = [
+            events.ArgumentsDone(**self._call_ids(index, call), name=call.name, arguments=call.arguments),
+            events.OutputItemDone(response_id=self.id, output_index=index, item=call.shown()),
+        ]
+        if self._conversation is not None:
+            self._conversation.weigh(call)
+            sent.append(events.ItemDone(item=call.shown(), previous_item_id=self._call_previous.get(call.id)))
+        return sent
+
+    def _drop_call(self, call: CallItem) -> Events:
+        """Take a call that is not complete out of the conversation: no result can belong to it."""
+        call.status = "incomplete"
+        if self._conversation is None or call not in self._conversation:
+            return []
+        self._conversation.remove(call.id)
+        return [events.ItemDeleted(item_id=call.id)]
+
+    def _call_ids(self, index: int, call: CallItem) -> dict[str, Any]:
+        return {"response_id": self.id, "item_id": call.id, "output_index": index, "call_id": call.call_id}
+
+    @property
+    def _place(self) -> int:
+        return next(index for index, item in enumerate(self._output) if item is self.item)
 
     def _shown_part(self) -> dict[str, str]:
         return (
@@ -143,4 +196,8 @@ class Response:
 
     @property
     def _ids(self) -> dict[str, Any]:
-        return {"response_id": self.id, "item_id": self.item.id if self.item is not None else ""}
+        return {
+            "response_id": self.id,
+            "item_id": self.item.id if self.item is not None else "",
+            "output_index": self._place,
+        }

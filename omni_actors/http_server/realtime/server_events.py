@@ -151,14 +151,14 @@ class OfResponse(ServerEvent, frozen=True, kw_only=True):
 
     response_id: str
     item_id: str
-    output_index: Literal[0] = 0
+    output_index: int = 0
 
 
 class OutputItemAdded(ServerEvent, frozen=True, kw_only=True, tag="response.output_item.added"):
     """The item of a response, still empty."""
 
     response_id: str
-    output_index: Literal[0] = 0
+    output_index: int = 0
     item: Json
 
 
@@ -166,7 +166,7 @@ class OutputItemDone(ServerEvent, frozen=True, kw_only=True, tag="response.outpu
     """The item of a response, complete."""
 
     response_id: str
-    output_index: Literal[0] = 0
+    output_index: int = 0
     item: Json
 
 
@@ -223,3 +223,24 @@ class AudioDone(OfResponse, frozen=True, kw_only=True, tag="response.output_audi
     """The sound is complete."""
 
     content_index: Literal[0] = 0
+
+
+class ArgumentsDelta(ServerEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"):
+    """The next piece of the arguments of a call."""
+
+    response_id: str
+    item_id: str
+    output_index: int
+    call_id: str
+    delta: str
+
+
+class ArgumentsDone(ServerEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.done"):
+    """A call is complete."""
+
+    response_id: str
+    item_id: str
+    output_index: int
+    call_id: str
+    name: str
+    arguments: str

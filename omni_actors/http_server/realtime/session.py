@@ -14,11 +14,14 @@ from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime import client_events as client
 from omni_actors.http_server.realtime import server_events as server
 from omni_actors.http_server.realtime.audio_buffer import MIN_COMMIT, AudioBuffer, milliseconds
+from omni_actors.http_server.realtime.call_items import CallItem, ResultItem
 from omni_actors.http_server.realtime.conversation import Conversation
-from omni_actors.http_server.realtime.items import Item, prompt_of
+from omni_actors.http_server.realtime.items import Item
+from omni_actors.http_server.realtime.prompts import AnyItem, prompt_of
 from omni_actors.http_server.realtime.response import Response
 from omni_actors.http_server.realtime.session_config import RATE, Pipeline, SessionConfig
 from omni_actors.http_server.realtime.turn_detection import TurnBegins, TurnDetector, TurnEnds, Window
+from omni_actors.protocol.tools import ToolCallPiece
 
 
 class Send(NamedTuple):
@@ -78,7 +81,7 @@ class Session:
         self._turn_id = ""
         self._turn_start = 0
         self._response: Response | None = None
-        self._aside: Sequence[Item] | None = None  # what the response answers in place of the conversation
+        self._aside: Sequence[AnyItem] | None = None  # what the response answers in place of the conversation
         self._spoken_characters, self._spoken_seconds = 0, 0.0  # of the answers that were complete
 
     @property
@@ -126,7 +129,7 @@ class Session:
                 self._forget_turn()
                 return [Send(server.AudioCleared())]
             case client.CreateItem():
-                return self._add(Item.of(event.item, "item"), event.previous_item_id)
+                return self._add(self._item_of(event.item, "item"), event.previous_item_id)
             case client.RetrieveItem():
                 return [Send(server.ItemRetrieved(item=self._conversation.find(event.item_id).shown(with_audio=True)))]
             case client.DeleteItem():
@@ -148,7 +151,18 @@ class Session:
         self._config = config
         return [Send(server.SessionUpdated(session=config.shown(self.id, self._expires)))]
 
-    def _add(self, item: Item, after: str | None = None) -> Instructions:
+    def _item_of(self, given: client.AnyMessage, where: str) -> AnyItem:
+        match given:
+            case client.FunctionCall():
+                return CallItem.of(given)
+            case client.FunctionCallOutput():
+                if not any(isinstance(item, CallItem) and item.call_id == given.call_id for item in self._conversation):
+                    raise bad_field(f"{where}.call_id", "The conversation has no function_call with this call_id.")
+                return ResultItem.of(given)
+            case client.Message():
+                return Item.of(given, where)
+
+    def _add(self, item: AnyItem, after: str | None = None) -> Instructions:
         previous = self._conversation.add(item, after)
         shown = item.shown()
         return [
@@ -164,6 +178,8 @@ class Session:
         item = self._conversation.find(event.item_id)
         running = self._response if self._response is not None and self._response.item is item else None
         rate = self._spoken_characters / self._spoken_seconds if self._spoken_seconds else None
+        if not isinstance(item, Item):
+            raise bad_field("item_id", "This item is no spoken answer.")
         item.check_truncation(event.content_index, event.audio_end_ms)
         done: Instructions = []
         if running is not None:
@@ -245,12 +261,12 @@ class Session:
         self._response = Response(config, conversation, self._conversation_id, fields.metadata)
         return [*map(Send, self._response.created()), self._ask(self._response, silence)]
 
-    def _aside_of(self, given: Sequence[client.Message | client.ItemReference]) -> Sequence[Item]:
-        items = []
+    def _aside_of(self, given: Sequence[client.AnyMessage | client.ItemReference]) -> Sequence[AnyItem]:
+        items: list[AnyItem] = []
         for index, entry in enumerate(given):
             where = f"response.input[{index}]"
-            if isinstance(entry, client.Message):
-                items.append(Item.of(entry, where))
+            if not isinstance(entry, client.ItemReference):
+                items.append(self._item_of(entry, where))
                 continue
             try:
                 items.append(self._conversation.find(entry.id))
@@ -270,10 +286,13 @@ class Session:
             raise HttpError(400, message, param="response_id", code="response_cancel_not_active")
         return [Cancel(running.id), *self._end("cancelled", reason="client_cancelled")]
 
-    def text(self, response_id: str, delta: str) -> Instructions:
-        """Take the next text of an answer."""
+    def text(self, response_id: str, delta: str, calls: Sequence[ToolCallPiece] = ()) -> Instructions:
+        """Take the next text of an answer, and the next pieces of its calls of tools."""
         response = self._running(response_id)
-        return [*map(Send, response.text(delta))] if response is not None and delta else []
+        if response is None:
+            return []
+        sent = response.text(delta) if delta else []
+        return [Send(event) for event in (*sent, *(event for piece in calls for event in response.call(piece)))]
 
     def sound(self, response_id: str, pcm: bytes) -> Instructions:
         """Take the next sound of an answer."""

@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation_fields import MAX_TOKENS
+from omni_actors.http_server.realtime.tools import FunctionTool, ToolChoice, ToolList, check_choice
 from omni_actors.http_server.schema_fields import MAX_TEXT, Strict
 from omni_actors.http_server.schemas import VoiceId, voice_name
 from omni_actors.protocol.fields import Seed
@@ -85,19 +86,16 @@ class AnswerFields(Strict, frozen=True, kw_only=True):
     instructions: Instructions | UnsetType = UNSET
     output_modalities: Modalities | UnsetType = UNSET
     max_output_tokens: OutputTokens | UnsetType = UNSET
-    tools: list[Any] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: ToolList | UnsetType = UNSET
+    tool_choice: ToolChoice | UnsetType = UNSET
     prompt: None = None
     reasoning: None = None
-    parallel_tool_calls: bool | None = None  # without effect: there are no tools
+    parallel_tool_calls: bool | UnsetType | None = UNSET
     seed: Seed | UnsetType | None = UNSET
     stage_params: dict[str, StageParams] | UnsetType = UNSET
 
     def check(self, where: str) -> None:
         """Raise `HttpError` 400 for what is not supported. `where` is the field of the event that holds these."""
-        if self.tools:
-            message = "Tools are not supported in voice sessions: send an empty list."
-            raise bad_field(f"{where}.tools", message, "unsupported_parameter")
         if self.output_modalities is not UNSET and len(self.output_modalities) != 1:
             message = 'Ask for ["audio"], which comes with its transcript, or for ["text"].'
             raise bad_field(f"{where}.output_modalities", message)
@@ -150,6 +148,9 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
     max_output_tokens: int | Literal["inf"] = "inf"
     turn_detection: ServerVad | None = None
     truncation: Literal["auto", "disabled"] = "auto"
+    tools: list[FunctionTool] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool | None = None
     seed: int | None = None
     stage_params: dict[str, StageParams] = {}
 
@@ -167,8 +168,13 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             if stage not in pipeline.stages:
                 message = f"There is no stage {stage[:64]!r}; the stages are {', '.join(pipeline.stages)}."
                 raise bad_field(f"{where}.stage_params", message)
+        tools, choice = _given(fields.tools, self.tools), _given(fields.tool_choice, self.tool_choice)
+        check_choice(tools, choice, where)
         return msgspec.structs.replace(
             self,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=_given(fields.parallel_tool_calls, self.parallel_tool_calls),
             output=output,
             voice=voice,
             instructions=_given(fields.instructions, self.instructions),
@@ -204,8 +210,9 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             "model": self.model,
             "output_modalities": [self.output],
             "instructions": self.instructions,
-            "tools": [],
-            "tool_choice": "auto",
+            "tools": self.tools,
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
             "max_output_tokens": self.max_output_tokens,
             "tracing": None,
             "truncation": self.truncation,

@@ -1,0 +1,120 @@
+"""Tools in realtime sessions: calls and results as items. Every event is checked against OpenAI's types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from omni_actors.http_server.realtime.tools import tool_options
+from omni_actors.protocol.tools import ToolCallPiece
+from tests.support.realtime import Talk, error_of, kinds
+
+WEATHER = {"type": "function", "name": "weather", "description": "Of a city.", "parameters": {"type": "object"}}
+ARGUMENTS = '{"city": "Kiel"}'
+CALL = [ToolCallPiece(0, "call_1", "weather"), ToolCallPiece(0, arguments=ARGUMENTS[:5])]
+REST = [ToolCallPiece(0, arguments=ARGUMENTS[5:])]
+
+
+@pytest.fixture
+def talk() -> Talk:
+    """A session with a tool and a question."""
+    made = Talk()
+    made.send("session.update", session={"type": "realtime", "tools": [WEATHER], "parallel_tool_calls": False})
+    made.say("How is the weather?")
+    return made
+
+
+def call(talk: Talk, text: str = "") -> list[dict[str, Any]]:
+    """Answers with a call; returns all events from its first piece on."""
+    response = talk.respond()
+    events = talk.take(talk.session.text(response, text, CALL))
+    events += talk.take(talk.session.text(response, "", REST))
+    return [*events, *talk.take(talk.session.answered(response, {}, cut=False))]
+
+
+def test_tools_reach_the_pipeline(talk: Talk) -> None:
+    talk.respond(tool_choice={"type": "function", "name": "weather"})
+    asked = talk.asked[-1].config
+    definition = {name: value for name, value in WEATHER.items() if name != "type"}
+    wanted = {"tools": [definition], "tool_choice": {"name": "weather"}, "parallel_tool_calls": False}
+    assert tool_options(asked.tools, asked.tool_choice, asked.parallel_tool_calls) == wanted
+    assert tool_options([], "auto", None) == {}
+
+
+def test_a_call_is_an_item_of_its_own(talk: Talk) -> None:
+    events = call(talk)
+    assert kinds(events) == [
+        "response.output_item.added",
+        "conversation.item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "conversation.item.done",
+        "response.done",
+        "rate_limits.updated",
+    ]
+    assert events[0]["item"]["status"] == "in_progress"
+    assert events[0]["output_index"] == 0
+    done = events[4]
+    assert done["name"] == "weather"
+    assert done["arguments"] == ARGUMENTS
+    (item,) = events[-2]["response"]["output"]
+    assert item["type"] == "function_call"
+    assert item["call_id"] == done["call_id"] == "call_1"
+
+
+def test_a_call_may_follow_speech(talk: Talk) -> None:
+    events = call(talk, "Let me look.")
+    added = [event for event in events if event["type"] == "response.output_item.added"]
+    assert [event["output_index"] for event in added] == [0, 1]
+    assert [item["type"] for item in events[-2]["response"]["output"]] == ["message", "function_call"]
+    (transcript,) = [event for event in events if event["type"] == "response.output_audio_transcript.done"]
+    assert transcript["output_index"] == 0
+    (arguments,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert arguments["output_index"] == 1
+
+
+def test_the_result_of_a_call_is_part_of_the_next_prompt(talk: Talk) -> None:
+    call(talk, "Let me look.")
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "14 degrees"}
+    assert kinds(talk.send("conversation.item.create", item=result))[-1] == "conversation.item.done"
+    talk.respond()
+    user, assistant, tool = talk.asked[-1].messages
+    assert user["role"] == "user"
+    assert assistant["tool_calls"] == [{"id": "call_1", "name": "weather", "arguments": ARGUMENTS}]
+    assert assistant["content"] == [{"type": "text", "text": "Let me look."}]
+    assert tool == {"role": "tool", "content": "14 degrees", "tool_call_id": "call_1"}
+
+
+def test_calls_of_an_earlier_conversation_can_be_told() -> None:
+    talk = Talk()
+    result = {"type": "function_call_output", "call_id": "c", "output": "noon"}
+    assert error_of(talk.send("conversation.item.create", item=result))["param"] == "item.call_id"
+    given = {"type": "function_call", "call_id": "c", "name": "time", "arguments": "{}", "id": "first"}
+    talk.send("conversation.item.create", item=given)
+    talk.send("conversation.item.create", item=result)
+    talk.respond()
+    assert [message["role"] for message in talk.asked[-1].messages] == ["assistant", "tool"]
+    talk.send("response.cancel")
+    talk.send("conversation.item.delete", item_id="first")
+    talk.respond()
+    assert talk.asked[-1].messages == [], "a result alone would belong to nothing"
+
+
+def test_a_call_that_was_cut_short_is_dropped(talk: Talk) -> None:
+    response = talk.respond()
+    item = talk.take(talk.session.text(response, "", CALL))[0]["item"]["id"]
+    events = talk.send("response.cancel")
+    assert kinds(events) == ["conversation.item.deleted", "response.done", "rate_limits.updated"]
+    assert events[0]["item_id"] == item
+    assert events[1]["response"]["output"][0]["status"] == "incomplete"
+    talk.respond()
+    assert [message["role"] for message in talk.asked[-1].messages] == ["user"]
+
+
+def test_a_call_cannot_be_truncated(talk: Talk) -> None:
+    item = call(talk)[0]["item"]["id"]
+    error = error_of(talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=0))
+    assert error["param"] == "item_id"
