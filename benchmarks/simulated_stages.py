@@ -20,6 +20,8 @@ from workload import Sample
 
 from omni_actors.stage.deadlines import FIRST_SECONDS, Piece, choose
 from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag, DevicePriority
+from omni_actors.stage.lead import Lead
+from omni_actors.telemetry.playback import Playback
 
 PROMPT_TOKENS, TEXT_TOKENS, CODEC_TOKENS = 65, 64, 512
 BLOCK = 12  # codec tokens
@@ -60,6 +62,7 @@ class Setting:
     stagger: float = 0.0
     talker_yields_to: tuple[str, ...] = ("thinker",)
     seed: int = 0
+    keeps: bool = True
 
 
 @dataclass(eq=False)
@@ -76,8 +79,15 @@ class Answer:
     begin: int = 0  # block at which the chunk begins
     steps: int = 0  # of the chunk
     queued: float = 0.0
-    sent: float = 0.0  # seconds of sound
-    due: float = 0.0
+    made: Playback = field(default_factory=Playback)
+    first_due: float = 0.0
+    leaves: float = 0.0  # when the first sound leaves
+    kept: list[float] = field(default_factory=list)  # seconds of the pieces made before that
+
+    @property
+    def due(self) -> float:
+        """When its listener falls silent."""
+        return self.made.runs_out if self.made.first else self.first_due
 
 
 class Stage(ABC):
@@ -189,12 +199,13 @@ class Vocoder(Stage):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
+        self._lead = Lead()
         self._running: list[Answer] = []  # chunks begun, in the order "number"
 
     def arrive(self, answer: Answer, tokens: int) -> None:
         """Take codec tokens: so many in all."""
         if not answer.arrived:
-            answer.due = self.pipeline.now + FIRST_SECONDS
+            answer.first_due = self.pipeline.now + FIRST_SECONDS
             self.answers.append(answer)
         answer.arrived = tokens
 
@@ -231,7 +242,7 @@ class Vocoder(Stage):
         return 1.0, device
 
     def urgent(self) -> bool:
-        return any(not answer.sent and self._ready(answer) for answer in self.answers)
+        return any(not answer.made.first and self._ready(answer) for answer in self.answers)
 
     def done(self) -> None:
         for answer in self.batch:
@@ -239,16 +250,30 @@ class Vocoder(Stage):
             if answer.steps == INTERVALS:
                 self._running.remove(answer)
                 self._send(answer)
+        for answer in [*self.batch, *self.answers]:
+            if answer.kept and answer.leaves <= self.pipeline.now:
+                for seconds in answer.kept:
+                    self._leave(answer, seconds)
+                answer.kept.clear()
+
+    def _leave(self, answer: Answer, seconds: float) -> None:
+        pipeline = self.pipeline
+        pipeline.later(HOP_SECONDS, lambda: answer.sample.playback.add(pipeline.now - answer.began, seconds))
 
     def _send(self, answer: Answer) -> None:
         pipeline, end = self.pipeline, self._end(answer)
         last = end * BLOCK >= CODEC_TOKENS
         total = CODEC_TOKENS / BLOCK * BLOCK_SECONDS if last else end * BLOCK_SECONDS - HELD_BACK_SECONDS
-        seconds = total - answer.sent
-        answer.due = (max(answer.due, pipeline.now) if answer.sent else pipeline.now) + seconds
-        answer.sent, answer.begin, answer.steps, answer.queued = total, end, 0, pipeline.now
+        seconds = total - answer.made.seconds
+        first = not answer.made.first
+        answer.made.add(pipeline.now, seconds)
+        if first:
+            answer.leaves = pipeline.now + (self._lead.begin(answer.made) if pipeline.setting.keeps else 0.0)
+        answer.begin, answer.steps, answer.queued = end, 0, pipeline.now
         answer.chunk += 1
-        pipeline.later(HOP_SECONDS, lambda: answer.sample.playback.add(pipeline.now - answer.began, seconds))
+        answer.kept.append(seconds)
+        if last:
+            answer.leaves = pipeline.now
         if last:
             self.answers.remove(answer)
             pipeline.later(2 * HOP_SECONDS, lambda: pipeline.ended(answer))

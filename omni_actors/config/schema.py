@@ -102,6 +102,8 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
         largest_blocks: blocks of the longest chunk.
         look_ahead_blocks: blocks computed after each chunk and discarded.
         precision: number format of the vocoder's arithmetic; `auto` is the fastest that the model was validated with.
+        smooth_start: keep the first sound of an answer for as long as the answers before it would have had to, so that
+            no gap follows; nothing while there is little load, and at most 2 s.
     """
 
     policy: Literal["chunks", "whole"] = "chunks"
@@ -109,6 +111,7 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     largest_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
     look_ahead_blocks: Annotated[int, Meta(ge=0, le=1024)] | None = None
     precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
+    smooth_start: bool = True
 
 
 class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,6 +29,7 @@ from omni_actors.stage.engine_interface import (
     StageInputs,
     StageRequest,
 )
+from omni_actors.stage.lead import Lead
 from omni_actors.telemetry.playback import Playback
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ FIRST_JOB = "/0"  # suffix of the id of a request's first job
 class _Running:
     """A request; `job_id` is the job in the core, if there is one, `jobs` and `steps` count those submitted so far.
 
-    `claim` is what it takes of the stage's budget, known with its first job; its first sound is due at `first_due`.
+    `claim` is what it takes of the stage's budget, known with its first job. Its first sound is due at `first_due`;
+    `made` are the moments at which its pieces were made, and those in `kept` leave together at `leaves`.
     """
 
     request: StageRequest
@@ -52,12 +54,14 @@ class _Running:
     job_id: str | None = None
     jobs: int = 0
     steps: int = 0
-    playback: Playback = field(default_factory=Playback)
+    made: Playback = field(default_factory=Playback)
+    kept: list[EngineEvent] = field(default_factory=list)
+    leaves: float = 0.0
 
     @property
     def due(self) -> float:
-        """When the listener falls silent (monotonic clock, seconds)."""
-        return self.playback.runs_out if self.playback.first else self.first_due
+        """When a listener to whom every piece is sent at once falls silent (monotonic clock, seconds)."""
+        return self.made.runs_out if self.made.first else self.first_due
 
 
 class DiffusionEngine(VllmEngine[_Running]):
@@ -76,6 +80,8 @@ class DiffusionEngine(VllmEngine[_Running]):
         self._runner = cast("DiffusionWorker", self.core.worker).model_runner
         self._facts = self._runner.facts
         self._jobs: dict[str, str] = {}  # id of a job in the core -> request
+        self._lead = Lead() if arguments.model_config.decode.get("smooth_start", True) else None
+        self._keeping: dict[str, _Running] = {}  # requests with sound that has not left
 
     @property
     def _scheduler(self) -> DiffusionMixin:
@@ -144,6 +150,7 @@ class DiffusionEngine(VllmEngine[_Running]):
     def abort(self, request_id: str) -> None:
         """Drop a request with its job and what it left on the device. Unknown ids are ignored."""
         running = self._requests.pop(request_id, None)
+        self._keeping.pop(request_id, None)
         if running is None:
             return
         if running.job_id is not None:
@@ -163,10 +170,12 @@ class DiffusionEngine(VllmEngine[_Running]):
         except StepFailed as failure:
             error = failure.for_request()
             ended = [self._jobs.pop(job_id) for job_id in failure.request_ids if job_id in self._jobs]
+            events: list[EngineEvent] = []
             for request_id in ended:
-                self._release(self._requests.pop(request_id))
-            return [ErrorEvent(request_id, error) for request_id in ended]
-        events: list[EngineEvent] = []
+                self._release(running := self._requests.pop(request_id))
+                events += [*self._let_go(running), ErrorEvent(request_id, error)]
+            return events
+        events = self._leaving()
         for output in outputs:
             if output.finish_reason is None:
                 continue
@@ -179,28 +188,51 @@ class DiffusionEngine(VllmEngine[_Running]):
         running = self._requests[request_id]
         running.job_id = None
         try:
-            events = self._audio(request_id, running, result)
+            self._take_audio(request_id, running, result)
             if not running.stream.finished:
                 self._submit(running)
-                return events
-            if not running.playback.first:
+                return self._let_go(running) if running.leaves <= self._scheduler.clock() else []
+            if not running.made.first:
                 raise EngineError("The model ended the request without a waveform.")
         except OmniError as error:
-            return [self._failed(request_id, error)]
+            return [*self._let_go(running), self._failed(request_id, error)]
         self._release(running)
+        events = self._let_go(running)
         done = self._finished(request_id, FinishReason.STOP, running.stream.input_tokens, running.steps)
         return [*events, done]
 
-    def _audio(self, request_id: str, running: _Running, result: dict[str, Any]) -> list[EngineEvent]:
+    def _take_audio(self, request_id: str, running: _Running, result: dict[str, Any]) -> None:
+        """Check a piece of sound, and keep it until it leaves."""
         if "error" in result:
             raise result["error"]
         audio: torch.Tensor | None = result.get("audio")
         if audio is None:  # all of it is held back until the next chunk
-            return []
+            return
         if not torch.isfinite(audio).all():
             raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")
-        running.playback.add(self._scheduler.clock(), audio.shape[-1] / self._facts.sample_rate)
-        return [AudioEvent(request_id, to_host(audio), self._facts.sample_rate)]
+        first = not running.made.first
+        running.made.add(self._scheduler.clock(), audio.shape[-1] / self._facts.sample_rate)
+        if first and self._lead is not None:
+            running.leaves = running.made.first + self._lead.begin(running.made)
+        running.kept.append(AudioEvent(request_id, to_host(audio), self._facts.sample_rate))
+        self._keeping[request_id] = running
+
+    def _leaving(self) -> list[EngineEvent]:
+        """The sound whose time to leave has come."""
+        now = self._scheduler.clock()
+        leaving = [running for running in self._keeping.values() if running.leaves <= now]
+        return [event for running in leaving for event in self._let_go(running)]
+
+    def _let_go(self, running: _Running) -> list[EngineEvent]:
+        """The request's sound, which may leave now."""
+        self._keeping.pop(running.request.request_id, None)
+        events, running.kept = running.kept, []
+        return events
+
+    def runnable(self) -> bool:
+        """Whether a step would do something: compute, or send sound that was kept."""
+        now = self._scheduler.clock() if self._keeping else 0.0
+        return super().runnable() or any(running.leaves <= now for running in self._keeping.values())
 
     def statistics(self) -> EngineStatistics:
         """Totals of vLLM's scheduler, and the state of the budget."""
@@ -214,4 +246,5 @@ class DiffusionEngine(VllmEngine[_Running]):
     def shutdown(self) -> None:
         """Forget all jobs and shut the core down."""
         self._jobs.clear()
+        self._keeping.clear()
         super().shutdown()

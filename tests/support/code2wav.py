@@ -20,7 +20,7 @@ CHUNKS = {"first_blocks": 1, "largest_blocks": 4}
 def arguments(
     checkpoint: Path, *, asynchronous: bool = False, decode: dict[str, Any] = WHOLE, **engine: Any
 ) -> OmniEngineArgs:
-    config = OmniModelConfig(str(checkpoint), "code2wav", decode=decode)
+    config = OmniModelConfig(str(checkpoint), "code2wav", decode={"smooth_start": False} | decode)
     return OmniEngineArgs(config, "diffusion", engine=engine, asynchronous=asynchronous)
 
 

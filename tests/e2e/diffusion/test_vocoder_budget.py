@@ -273,7 +273,7 @@ def test_urgent_requests_go_first(one_at_a_time: DiffusionEngine, monkeypatch: p
         speech.start(name, (count, "Ethan", 0.5, 1), first=count, priority=priority)
         speech.feed(name, 1)
     speech.run()
-    assert seen.order() == ["now/0", "urgent/0", "urgent/1", "usual/0", "patient/0"]
+    assert seen.order() == ["now/0", "urgent/0", "urgent/1", "urgent/2", "usual/0", "patient/0"]
 
 
 def test_of_those_that_wait_for_memory_the_most_urgent_is_admitted_first(
