@@ -64,6 +64,7 @@ class RunDirectory:
         self.keep = False  # set after a failure, whose logs are still useful
         self._fork_server_files: set[Path] = set()
         self._next_touch = 0.0
+        self._link: Path | None = None
         try:
             if path is None:
                 self.path = Path(tempfile.mkdtemp(prefix="omni-", dir=short_temporary_folder()))
@@ -120,7 +121,7 @@ class RunDirectory:
         """Let `running` find this pipeline."""
         try:
             (self.path / RUNNING).write_bytes(msgspec.json.encode(Running(name, endpoint, os.getpid(), keys)))
-            registry.add(self.path)
+            self._link = registry.add(self.path)
         except OSError as error:
             logger.warning("commands have to be given the endpoint, as the pipeline cannot be listed: %s", error)
 
@@ -172,10 +173,11 @@ class RunDirectory:
         """Remove the sockets, or the whole folder if it is temporary and its logs are not worth keeping. Idempotent."""
         if self._lock.closed:
             return
-        registry.remove(self.path)
         if self._is_there():
             _clear(self._lock, self.path, everything=self.temporary and not self.keep)
         else:
+            if self._link is not None:
+                registry.forget(self._link)
             with contextlib.suppress(OSError):  # what `expect_removal` made
                 self.path.rmdir()
         self._lock.close()
@@ -233,6 +235,7 @@ def _clear(lock: IO[str], path: Path, everything: bool) -> None:
     with lock:
         if everything:
             segments.remove_listed(path / SEGMENTS)
+            registry.remove(path)
             shutil.rmtree(path, ignore_errors=True)
         else:
             _sweep(path)
@@ -265,6 +268,7 @@ def _is_file(file: IO[str], path: Path) -> bool:
 def _sweep(path: Path) -> None:
     """Remove sockets, also those of the fork server and of MPS, the stages' files, and shared memory that is listed."""
     segments.remove_listed(path / SEGMENTS)
+    registry.remove(path)
     for entry in path.iterdir():
         if entry.is_socket() or entry.name == RUNNING or entry.name.startswith((DEMAND_PREFIX, SIZES_PREFIX)):
             entry.unlink(missing_ok=True)
@@ -275,16 +279,16 @@ def _sweep(path: Path) -> None:
 def running() -> list[Running]:
     """This user's pipelines on this host. Forgets those whose launcher has ended."""
     found = []
-    for path in registry.run_directories():
+    for link, path in registry.entries():
         try:
             pipeline = msgspec.json.decode((path / RUNNING).read_bytes(), type=Running)
         except (OSError, msgspec.DecodeError):  # it has ended, and its folder with it
-            registry.remove(path)
+            registry.forget(link)
             continue
         if psutil.pid_exists(pipeline.pid):
             found.append(pipeline)
         else:
-            registry.remove(path)
+            registry.forget(link)
     return found
 
 

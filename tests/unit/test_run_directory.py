@@ -8,13 +8,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from omni_actors.errors import ConfigError
-from omni_actors.run_directory import RunDirectory, clear_abandoned
+from omni_actors.run_directory import RunDirectory, clear_abandoned, running
 from tests.support.other_user import AS_ROOT, NOBODY
 
 
@@ -147,3 +149,40 @@ def test_a_stage_leaves_the_sockets_of_a_launcher_that_runs(run: RunDirectory) -
 def test_a_stage_that_ends_after_the_folder_is_gone_makes_no_new_one(short_path: Path) -> None:
     clear_abandoned(short_path / "gone", temporary=True)
     assert not list(short_path.iterdir())
+
+
+def test_running_pipelines_are_listed_until_they_end_in_whatever_way(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    first, second, third = (RunDirectory(str(short_path / name)) for name in ("first", "second", "third"))
+    for directory in (first, second, third):
+        directory.announce(directory.path.name, f"ipc://{directory.path}/client", None)
+    assert [pipeline.name for pipeline in running()] == ["first", "second", "third"]
+    (third.path / "pipeline.json").write_bytes(
+        msgspec.json.encode({**msgspec.json.decode((third.path / "pipeline.json").read_bytes()), "pid": 1 << 30})
+    )
+    assert [pipeline.name for pipeline in running()] == ["first", "second"]
+    shutil.rmtree(second.path)
+    second.close()
+    assert [pipeline.endpoint for pipeline in running()] == [f"ipc://{short_path}/first/client"]
+    first.close()
+    assert running() == []
+    third.close()
+    assert sorted(entry.name for entry in short_path.iterdir()) == ["first", "third"], "no folder of links is left"
+    assert {entry.name for entry in first.path.iterdir()} == {"logs"}
+
+
+def test_a_folder_of_links_in_which_others_may_write_is_not_used(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    folder = short_path / f"omni-actors-{os.geteuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    directory = RunDirectory(str(short_path / "run"))
+    directory.announce("mine", "ipc:///x", None)
+    assert "commands have to be given the endpoint" in caplog.text
+    (folder / "1-theirs").symlink_to(short_path / "run")
+    assert running() == []
+    directory.close()
