@@ -1,7 +1,7 @@
 """Asks one question through the client library: prints the text as it arrives and writes the speech to a file.
 
-python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --run-dir /tmp/omni
-python examples/client_sync.py ipc:///tmp/omni/client --audio question.wav --answer answer.wav
+omni-actors launch tiny_qwen2_5_omni --run-dir /tmp/omni
+python examples/client_sync.py ipc:///tmp/omni/client --audio examples/question.wav --image examples/sea.png
 """
 
 from __future__ import annotations

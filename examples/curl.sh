@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Uses the HTTP server with curl alone: health, a whole answer, a stream, speech into a file, sound as the question.
 #
-#   python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --http 127.0.0.1:8000
+#   omni-actors launch tiny_qwen2_5_omni --http 127.0.0.1:8000
 #   examples/curl.sh [URL]          with a key: OMNI_ACTORS_API_KEY=... examples/curl.sh
 set -euo pipefail
 
 url=${1:-http://127.0.0.1:8000}
+url=${url%/} url=${url%/v1} # the same as for the other examples, with or without /v1
 auth=()
 [[ -z ${OMNI_ACTORS_API_KEY:-} ]] || auth=(-H "Authorization: Bearer $OMNI_ACTORS_API_KEY")
 get() { curl --silent --show-error --fail-with-body "${auth[@]}" "$@"; }

@@ -1,7 +1,7 @@
 """Talks to a pipeline through the `openai` package: sends a question as sound and streams the answer as sound.
 
-python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --http 127.0.0.1:8000
-python examples/openai_audio.py --url http://127.0.0.1:8000/v1 --question question.wav --answer answer.wav
+omni-actors launch tiny_qwen2_5_omni --http 127.0.0.1:8000
+python examples/openai_audio.py --url http://127.0.0.1:8000 --question examples/question.wav --answer answer.wav
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SAMPLE_RATE = 24_000  # of pcm16 in streams
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
     parser.add_argument("--key", default="none", help="the server's OMNI_ACTORS_API_KEY, if it has one")
     parser.add_argument("--question", type=Path, help="a WAV or MP3 file; a written question if left out")
     parser.add_argument("--answer", type=Path, default=Path("answer.wav"))
     parser.add_argument("--voice", default="Chelsie")
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
-    client = OpenAI(base_url=options.url, api_key=options.key)
+    client = OpenAI(base_url=f"{options.url.rstrip('/').removesuffix('/v1')}/v1", api_key=options.key)
     model = client.models.list().data[0].id
 
     content: list[dict] = [{"type": "text", "text": "Please answer in one sentence."}]

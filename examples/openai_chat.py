@@ -1,7 +1,7 @@
 """Chats with a pipeline through the `openai` package: a whole answer, a stream, a picture.
 
-python -m omni_actors.launch stage_configs/tiny_qwen2_5_omni.yaml --http 127.0.0.1:8000
-python examples/openai_chat.py --url http://127.0.0.1:8000/v1
+omni-actors launch tiny_qwen2_5_omni --http 127.0.0.1:8000
+python examples/openai_chat.py --url http://127.0.0.1:8000
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from openai import OpenAI
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
     parser.add_argument("--key", default="none", help="the server's OMNI_ACTORS_API_KEY, if it has one")
     parser.add_argument("--image", type=Path, help="a PNG, JPEG or WEBP file to ask about")
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
-    client = OpenAI(base_url=options.url, api_key=options.key)
+    client = OpenAI(base_url=f"{options.url.rstrip('/').removesuffix('/v1')}/v1", api_key=options.key)
     model = client.models.list().data[0].id
 
     answer = client.chat.completions.create(

@@ -1,6 +1,6 @@
 """Speak a WAV file to a realtime session, and write the answer to another one.
 
-    python examples/realtime_wav.py question.wav answer.wav --url http://127.0.0.1:8000/v1
+    python examples/realtime_wav.py examples/question.wav answer.wav --url http://127.0.0.1:8000
 
 Needs `pip install "openai[realtime]" soundfile soxr`.
 """
@@ -25,7 +25,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("question")
     parser.add_argument("answer")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
     parser.add_argument("--key", default="none")
     parser.add_argument("--voice")
     parser.add_argument("--instructions", default="Answer in one sentence.")
@@ -36,7 +36,8 @@ async def main() -> None:
     samples = soxr.resample(sound.mean(axis=1), rate, RATE)
     question = (samples.clip(-1, 1) * 32767).astype("<i2")
 
-    async with AsyncOpenAI(base_url=options.url, api_key=options.key).realtime.connect() as connection:
+    url = f"{options.url.rstrip('/').removesuffix('/v1')}/v1"
+    async with AsyncOpenAI(base_url=url, api_key=options.key).realtime.connect() as connection:
         output = {"voice": options.voice} if options.voice else {}
         await connection.session.update(
             session={

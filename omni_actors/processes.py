@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import ctypes
 import math
+import os
 import resource
 import signal
 import time
+from multiprocessing import resource_tracker
 
 import psutil
 
@@ -31,6 +33,23 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose own parent dies, so that they are found among the children."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def start_resource_tracker() -> None:
+    """Start the process that removes what multiprocessing's users leave, without its complaint about them.
+
+    A replica that is killed leaves its semaphores. The tracker removes them in the end, and would say on our terminal
+    that they were leaked.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    rules = [before] if before else []
+    os.environ["PYTHONWARNINGS"] = ",".join([*rules, "ignore:resource_tracker:UserWarning"])
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        del os.environ["PYTHONWARNINGS"]
+        if before is not None:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def process_start() -> float:

@@ -31,7 +31,7 @@ from omni_actors.errors import StartupError
 from omni_actors.launcher.mps import NO_MPS
 from omni_actors.launcher.segment_ledger import GRACE_SECONDS, LOOK_SECONDS, SegmentLedger
 from omni_actors.logs import get_logger
-from omni_actors.processes import describe_exit
+from omni_actors.processes import describe_exit, start_resource_tracker
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.run_directory import RunDirectory
 from omni_actors.stage.process import ReplicaSpec, main
@@ -80,6 +80,7 @@ class ReplicaProcesses:
 
     async def warm_up(self) -> None:
         """Start the fork server ahead of time: its imports take a while, and the first `start` waits for them."""
+        start_resource_tracker()
         await asyncio.get_running_loop().run_in_executor(None, forkserver.ensure_running)
 
     def running(self) -> dict[ReplicaId, int]:

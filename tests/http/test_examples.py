@@ -13,13 +13,13 @@ import pytest
 import soundfile
 
 from tests.support.paths import REPOSITORY
-from tests.support.servers import HttpPipeline, picture, sound
+from tests.support.servers import HttpPipeline, sound
 
 EXAMPLES = REPOSITORY / "examples"
 ELSEWHERE = {"openai_chat.py", "openai_audio.py", "one_stage.py"}  # tests/http/test_tiny.py and tests/e2e
 
 
-def run(folder: Path, *command: object, **environment: str) -> str:
+def run(folder: Path, *command: object, code: int = 0, **environment: str) -> str:
     done = subprocess.run(
         [str(part) for part in command],
         cwd=folder,
@@ -28,13 +28,11 @@ def run(folder: Path, *command: object, **environment: str) -> str:
         timeout=60,
         env={**os.environ, **environment},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
 def test_the_sync_client_answers_and_saves_audio(echo: HttpPipeline, tmp_path: Path) -> None:
-    (tmp_path / "question.wav").write_bytes(sound())
-    (tmp_path / "sea.png").write_bytes(picture())
     text = run(
         tmp_path,
         sys.executable,
@@ -45,9 +43,9 @@ def test_the_sync_client_answers_and_saves_audio(echo: HttpPipeline, tmp_path: P
         "--voice",
         "Ethan",
         "--audio",
-        "question.wav",
+        EXAMPLES / "question.wav",
         "--image",
-        "sea.png",
+        EXAMPLES / "sea.png",
     )
     assert "voices: Chelsie, Ethan\nthe tide is full\n0.32 s of audio in answer.wav\n" in text
     assert "code2wav: 16 out" in text
@@ -87,7 +85,7 @@ def test_a_batch_continues_where_it_stopped(echo: HttpPipeline, tmp_path: Path) 
         "--audio-folder",
         "sounds",
     ]
-    assert "21 answered, 0 were there" in run(tmp_path, *command)
+    assert "20 answered, 1 failed, 0 were there" in run(tmp_path, *command, code=1)
     answers = {line["id"]: line for line in map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())}
     assert len(answers) == 21
     for number in range(20):
@@ -98,20 +96,38 @@ def test_a_batch_continues_where_it_stopped(echo: HttpPipeline, tmp_path: Path) 
         assert rate == 24_000
         assert line["seconds"] == 0.02 * len(line["text"])
     assert answers["wrong"]["error"] == "unknown_voice"
-    assert "1 answered, 20 were there" in run(tmp_path, *command), "only what failed is asked again"
+    again = run(tmp_path, *command, code=1)
+    assert "0 answered, 1 failed, 20 were there" in again, "only what failed is asked again"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{'id': 3}", "prompts.jsonl, line 3: not JSON: Expecting property name enclosed in double quotes at column 2"),
+        ('{"id": "b"}', "prompts.jsonl, line 3: not an object with a text as 'prompt'"),
+        ('["id", "prompt"]', "prompts.jsonl, line 3: not an object with a text as 'id'"),
+        ('{"id": "../b", "prompt": "x"}', "prompts.jsonl, line 3: the id '../b' cannot be the name of a file"),
+    ],
+)
+def test_a_batch_names_the_line_that_it_cannot_read_before_it_starts(tmp_path: Path, line: str, problem: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text(f'{{"id": "a", "prompt": "x"}}\n\n{line}\n')
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "batch.py", "ipc:///tmp/nowhere/client", "prompts.jsonl", "answers.jsonl"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"{problem}\n"
+    assert not (tmp_path / "answers.jsonl").exists()
 
 
 def test_a_batch_starts_a_pipeline(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "sea"}\n')
-    run(
-        tmp_path,
-        sys.executable,
-        EXAMPLES / "batch.py",
-        REPOSITORY / "stage_configs" / "echo.yaml",
-        "prompts.jsonl",
-        "answers.jsonl",
-    )
-    assert json.loads((tmp_path / "answers.jsonl").read_text()) == {"id": "a", "text": "sea"}
+    run(tmp_path, sys.executable, EXAMPLES / "batch.py", "echo", EXAMPLES / "prompts.jsonl", "answers.jsonl")
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert {"id": "salt", "text": "Why is the sea salt?"} in answers
+    assert len(answers) == 2
 
 
 def test_the_documented_client_runs(echo: HttpPipeline, tmp_path: Path) -> None:
@@ -133,7 +149,7 @@ def test_a_file_is_spoken_to_a_session(echo: HttpPipeline, tmp_path: Path) -> No
 
 
 def test_curl_gets_every_answer(echo: HttpPipeline, tmp_path: Path) -> None:
-    text = run(tmp_path, EXAMPLES / "curl.sh", echo.url)
+    text = run(tmp_path, EXAMPLES / "curl.sh", f"{echo.url}/v1")
     assert text.startswith('{"status":"ok"}\n-- a whole answer\n')
     assert text.count('chat.completion"') == 2
     assert "data: [DONE]" in text
