@@ -108,6 +108,8 @@ class RequestMiddleware:
                 if scope["type"] == "websocket":
                     await self._run_websocket(scope, receive, send)
                     return
+                if scope["path"] in WEBSOCKET_PATHS:
+                    raise _no_websocket(scope["path"])
                 check_route(self._routes, scope)
                 body = b""
                 if scope["method"] in ("POST", "PUT", "PATCH"):
@@ -226,6 +228,14 @@ def _key_of_subprotocols(headers: Headers) -> str:
         if name.strip().startswith(KEY_SUBPROTOCOL):
             return name.strip().removeprefix(KEY_SUBPROTOCOL)
     return ""
+
+
+def _no_websocket(path: str) -> HttpError:
+    """The error for a plain request where only a WebSocket is served."""
+    message = f"{path} is a WebSocket: connect to it with ws:// or wss://, and let proxies on the way pass upgrades on."
+    error = HttpError(426, message, code="upgrade_required")
+    error.headers.update({"upgrade": "websocket", "connection": "upgrade"})
+    return error
 
 
 def _printable(path: str) -> str:

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 
 from omni_actors.errors import ConfigError
 
-HTTP_PACKAGES = ("fastapi", "httpcore", "httptools", "multipart", "uvicorn", "uvloop")  # of the extra `http`
+HTTP_PACKAGES = (
+    "fastapi",
+    "httpcore",
+    "httptools",
+    "multipart",
+    "uvicorn",
+    "uvloop",
+    "websockets",
+)  # of the extra `http`
 MEDIA_PACKAGES = ("soxr",)  # of the extras `cuda` and `cpu`, for prompts with sound
 
 

@@ -245,6 +245,14 @@ async def test_strangers_are_refused(limited: str, echo: HttpPipeline) -> None:
     assert await refusal(echo.url, "/v1/realtime?intent=transcription") == (400, "unknown_parameter")
 
 
+def test_a_plain_request_is_told_to_upgrade(echo: HttpPipeline) -> None:
+    """As it arrives behind a proxy that does not pass upgrades on."""
+    answer = httpx.get(f"{echo.url}/v1/realtime")
+    assert answer.status_code == 426
+    assert answer.headers["upgrade"] == "websocket"
+    assert answer.json()["error"]["code"] == "upgrade_required"
+
+
 async def test_a_page_of_the_server_itself_may_converse(limited: str, echo: HttpPipeline) -> None:
     async with ws(echo.url, origin=echo.url) as websocket:
         assert json.loads(await websocket.recv())["type"] == "session.created"
