@@ -33,7 +33,7 @@ from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, StageInpu
 
 
 def make_engine(options: argparse.Namespace, decode: dict[str, Any]) -> DiffusionEngine:
-    config = OmniModelConfig(options.checkpoint, "code2wav", decode=decode)
+    config = OmniModelConfig(options.checkpoint, "code2wav", decode={"smooth_start": False} | decode)
     engine = {"max_num_seqs": max(options.batch)}
     if options.load_format:
         engine["load_format"] = options.load_format
