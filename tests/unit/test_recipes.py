@@ -1,0 +1,105 @@
+"""The recipes of docs/recipes.md are read by what would run them, and the code of the first pages fits a page."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from omni_actors import config, launch
+from omni_actors.config import PipelineConfig
+from tests.support.paths import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "recipes.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+GPUS = {  # section -> number of GPUs, GiB of each
+    "One GPU of 80 GB": (1, 74.5),
+    "One GPU of 48 GB": (1, 44.7),
+    "Two GPUs of 24 GB": (2, 22.3),
+    "Two GPUs of 80 GB": (2, 74.5),
+}
+WEIGHTS = {"thinker": 16.78 + 2.36, "talker": 2.62 + 2.52}  # GiB with vLLM's profile, from docs/benchmarks_history.md
+VOCODER = 4.7  # GiB, of 32 requests
+WIDEST = 90  # characters of code in a window of 1280 pixels
+
+
+def commands(section: str) -> list[list[str]]:
+    """The commands of a section's shell blocks, in words."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", SECTIONS[section], re.M | re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def pipeline_of(section: str) -> PipelineConfig:
+    (words,) = commands(section)
+    assert words[:2] == ["omni-actors", "launch"]
+    options = launch.parser().parse_args(words[2:])
+    return config.load(options.config, launch.overrides(options), devices=GPUS[section][0]).pipeline
+
+
+@pytest.mark.parametrize("section", GPUS)
+def test_the_shares_of_a_recipe_fit_its_gpus(section: str) -> None:
+    pipeline = pipeline_of(section)
+    count, gib = GPUS[section]
+    taken = dict.fromkeys(range(count), 0.0)
+    for stage in pipeline.stages:
+        for index in range(stage.processes):
+            for device in config.replica_devices(stage, index, count):
+                share = stage.engine.get("gpu_memory_utilization")
+                taken[device] += share * gib if share is not None else VOCODER
+                if stage.name in WEIGHTS:
+                    assert share * gib > WEIGHTS[stage.name] + 1, f"{stage.name} has no room for a KV cache"
+    assert all(used <= gib for used in taken.values()), taken
+
+
+@pytest.mark.parametrize("section", ["Slurm", "Kubernetes", "Open WebUI", "Many prompts from a file"])
+def test_the_commands_of_a_recipe_parse_and_name_what_is_there(section: str) -> None:
+    for words in commands(section):
+        for word in words:
+            if word.startswith(("launch/", "deploy/", "examples/")):
+                assert (REPOSITORY / word).exists(), word
+        if words[:2] == ["omni-actors", "launch"]:
+            launch.parser().parse_args([word for word in words[2:] if word != "&"])
+    blocks = re.findall(r"^```bash\n(.*?)^```", SECTIONS[section], re.M | re.S)
+    for block in blocks:
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True, timeout=20)
+
+
+def test_the_batch_of_a_recipe_has_the_flags_of_the_example() -> None:
+    (words,) = commands("Many prompts from a file")
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / words[1], "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert all(word in done.stdout for word in words if word.startswith("--"))
+
+
+def test_the_program_of_a_recipe_compiles() -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", SECTIONS["LangChain"], re.M | re.S)
+    ast.parse(program)
+    assert 'base_url="http://127.0.0.1:8000/v1"' in program
+
+
+def test_a_proxy_neither_buffers_nor_cuts_off_what_the_server_allows() -> None:
+    (server,) = re.findall(r"^```nginx\n(.*?)^```", SECTIONS["Behind nginx"], re.M | re.S)
+    assert server.count("{") == server.count("}") == 2
+    directives = dict(re.findall(r"^ +(\w+) (.*);$", server, re.M))
+    assert directives["proxy_buffering"] == "off"
+    assert directives["client_max_body_size"] == "64m", "http.body_bytes"
+    assert config.HttpConfig().body_bytes == 64 << 20
+    assert int(directives["proxy_read_timeout"].removesuffix("s")) >= config.HttpConfig().request_timeout
+
+
+@pytest.mark.parametrize("name", ["docs/index.md", "docs/recipes.md", "docs/client.md"])
+def test_code_of_the_first_pages_fits_a_window(name: str) -> None:
+    blocks = re.findall(r"^```\w+\n(.*?)^```", (REPOSITORY / name).read_text(), re.M | re.S)
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > WIDEST]
