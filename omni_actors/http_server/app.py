@@ -17,13 +17,14 @@ from starlette.types import ASGIApp
 
 from omni_actors import __version__
 from omni_actors.errors import OmniError
-from omni_actors.http_server import chat, completions, files, speech, status, transcriptions, web_page
+from omni_actors.http_server import chat, completions, files, responses, speech, status, transcriptions, web_page
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.json_body import schemas
 from omni_actors.http_server.middleware import RequestMiddleware
 from omni_actors.http_server.realtime import route as realtime
 from omni_actors.http_server.reservations import BodyBytes
+from omni_actors.http_server.response_schemas import ResponsesRequest
 from omni_actors.http_server.routing import no_route
 from omni_actors.http_server.schemas import ChatRequest, CompletionRequest, SpeechRequest
 from omni_actors.http_server.settings import ServerSettings
@@ -33,7 +34,13 @@ from omni_actors.protocol.payloads import StageParams
 
 logger = get_logger(__name__)
 
-BODIES = (ChatRequest, CompletionRequest, SpeechRequest, StageParams)  # documented besides what FastAPI documents
+BODIES = (
+    ChatRequest,
+    ResponsesRequest,
+    CompletionRequest,
+    SpeechRequest,
+    StageParams,
+)  # documented besides what FastAPI documents
 ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 WANTED = {  # pydantic's types of errors, as far as the routes' parameters can have them
     "int_parsing": "a whole number",
@@ -105,7 +112,7 @@ def create_routes(
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_routing)
     app.add_exception_handler(Exception, _on_bug)
-    for module in (chat, completions, speech, transcriptions, files, realtime, status, web_page):
+    for module in (chat, responses, completions, speech, transcriptions, files, realtime, status, web_page):
         app.include_router(module.router)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app

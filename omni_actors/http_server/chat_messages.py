@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from omni_actors.http_server.schema_fields import (
     ABSENT,
+    Anything,
     EmptyList,
     LongString,
     Null,
@@ -155,6 +156,8 @@ class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
     audio: AudioReference | None = None
     refusal: str | None = None
     annotations: EmptyList = ABSENT  # of OpenAI's web search
+    provider_specific_fields: Anything = ABSENT  # of LiteLLM, which adds it to every answer; ignored
+    reasoning_content: Null = ABSENT
     function_call: Null = ABSENT
     tool_calls: Annotated[list[CalledTool], Meta(max_length=MAX_CALLS)] | None = None
 

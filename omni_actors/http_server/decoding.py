@@ -119,7 +119,7 @@ def _join(where: str, path: str) -> str:
 
 
 def _fields(kind: Any, path: str) -> list[str]:
-    return [name for node in _nodes(kind, path) for name in node.get("properties", ())]
+    return sorted({name for node in _nodes(kind, path) for name in node.get("properties", ())})
 
 
 def _choices(kind: Any, path: str) -> list[Any]:

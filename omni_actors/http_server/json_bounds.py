@@ -16,7 +16,7 @@ MAX_QUOTES = 1_000_000  # around strings and in them
 SHORT = 32_768  # bytes of a body that cannot exceed any of these
 
 SEPARATORS = (b",", b":")
-MEDIA_KEYS = frozenset({b"data", b"url", b"file_data"})  # whose strings are not decoded with the rest
+MEDIA_KEYS = frozenset({b"data", b"url", b"file_data", b"image_url"})  # whose strings are not decoded with the rest
 MEDIA_BYTES = 1024  # a shorter string counts as text under any key
 
 

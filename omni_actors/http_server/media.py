@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,17 +72,20 @@ class MediaReader:
         self._files = files
         self._transcripts = transcripts
 
-    async def messages(self, messages: Sequence[AnyMessage], max_media: Mapping[str, int]) -> list[dict[str, Any]]:
+    async def messages(
+        self, messages: Sequence[AnyMessage], max_media: Mapping[str, int], calls: Collection[str] = ()
+    ) -> list[dict[str, Any]]:
         """Messages as `AsyncOmniClient.submit` takes them.
 
         Args:
             max_media: how many media a prompt may have, by modality; no limit for those that are missing.
+            calls: ids of the tool calls of turns before these messages.
 
         Raises:
             HttpError: 400 or 413, with the field at fault.
         """
         self._check_count(messages)
-        check_calls(messages)
+        check_calls(messages, calls)
         found: list[_Medium] = []
         converted = [
             await self._message(message, f"messages[{index}]", found) for index, message in enumerate(messages)
@@ -259,9 +262,9 @@ class MediaReader:
             raise HttpError.of(error) from None
 
 
-def check_calls(messages: Sequence[AnyMessage]) -> None:
-    """Raise `HttpError` 400 for the result of a call that no earlier message makes."""
-    known: set[str] = set()
+def check_calls(messages: Sequence[AnyMessage], calls: Collection[str]) -> None:
+    """Raise `HttpError` 400 for the result of a call that no earlier message makes, and that is none of `calls`."""
+    known = set(calls)
     for index, message in enumerate(messages):
         if isinstance(message, AssistantMessage):
             known |= {call.id for call in message.tool_calls or ()}

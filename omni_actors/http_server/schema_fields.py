@@ -30,6 +30,7 @@ OptionalLongString = Annotated[Raw, Meta(extra_json_schema={"type": ["string", "
 Timeout = Annotated[float, Meta(gt=0, le=86400)]
 PARAMS_SCHEMA = {"$ref": "#/components/schemas/StageParams"}
 ParamsByStage = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT, "additionalProperties": PARAMS_SCHEMA})]
+Anything = Annotated[Raw, Meta(extra_json_schema={})]
 Metadata = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT, "additionalProperties": {"type": "string"}})]
 
 # Fields of others that ask for what is not here. These are the values that ask for nothing; `refuse_effects` refuses

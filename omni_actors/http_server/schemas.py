@@ -6,6 +6,7 @@ are not supported are refused, because ignoring them would give a wrong answer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw, json
@@ -102,6 +103,31 @@ class NamedTool(Strict, frozen=True):
     function: FunctionName
 
 
+def tool_options(
+    tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | NamedTool | None, parallel: bool | None
+) -> dict[str, Any]:
+    """Tools and how they may be called, as the client library takes them.
+
+    Raises:
+        HttpError: `choice` asks for what `tools` do not have.
+    """
+    functions = [tool.function for tool in tools]
+    if not functions:
+        if choice not in (None, "none", "auto"):
+            raise bad_field("tool_choice", "tool_choice names a tool, but the request has no tools.")
+        return {}
+    chosen: Any = choice or "auto"
+    if isinstance(choice, NamedTool):
+        if (name := choice.function.name) not in (known := [function.name for function in functions]):
+            where = "tool_choice.function.name"
+            raise bad_field(where, f"{where}: there is no tool of this name.{suggest(name[:100], known)}")
+        chosen = {"name": name}
+    definitions = [
+        function.definition(f"tools[{index}].function.parameters") for index, function in enumerate(functions)
+    ]
+    return {"tools": definitions, "tool_choice": chosen, "parallel_tool_calls": parallel}
+
+
 class StreamOptions(Strict, frozen=True):
     """What a streamed answer contains besides the tokens."""
 
@@ -187,26 +213,8 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     return_prompt_text: Off = ABSENT
 
     def tool_options(self) -> dict[str, Any]:
-        """The tools of the request and how they may be called, as the client library takes them.
-
-        Raises:
-            HttpError: `tool_choice` asks for what `tools` do not have.
-        """
-        functions = [tool.function for tool in self.tools or ()]
-        if not functions:
-            if self.tool_choice not in (None, "none", "auto"):
-                raise bad_field("tool_choice", "tool_choice names a tool, but the request has no tools.")
-            return {}
-        choice: Any = self.tool_choice or "auto"
-        if isinstance(choice, NamedTool):
-            if (name := choice.function.name) not in (known := [function.name for function in functions]):
-                where = "tool_choice.function.name"
-                raise bad_field(where, f"{where}: there is no tool of this name.{suggest(name[:100], known)}")
-            choice = {"name": name}
-        definitions = [
-            function.definition(f"tools[{index}].function.parameters") for index, function in enumerate(functions)
-        ]
-        return {"tools": definitions, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
+        """The tools of the request and how they may be called, as the client library takes them."""
+        return tool_options(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
     def stage_fields(self) -> dict[str, Any]:
         """Parameters for the stages; `max_completion_tokens` wins over the older `max_tokens`."""

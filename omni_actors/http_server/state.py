@@ -20,7 +20,7 @@ from omni_actors.http_server.media import MediaReader
 from omni_actors.http_server.realtime.shared import Realtime
 from omni_actors.http_server.reservations import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.stores import FileStore, Transcripts
+from omni_actors.http_server.stores import FileStore, Responses, Transcripts
 from omni_actors.http_server.tenants import TenantNames
 from omni_actors.http_server.turns import Turns
 from omni_actors.logs import get_logger
@@ -44,6 +44,7 @@ class ServerState:
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
         self.files = FileStore(settings.files_bytes, settings.file_seconds)
         self.transcripts = Transcripts()
+        self.responses = Responses()
         self._decoders = DecoderThreads()
         fetcher = fetcher or Fetcher(settings.media_hosts, settings.media_bytes)
         self.media = MediaReader(settings, fetcher, self.files, self.transcripts, self._decoders)

@@ -7,6 +7,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from omni_actors.http_server.errors import HttpError
 
@@ -103,3 +104,64 @@ class Transcripts:
         """The text of a spoken answer, if it is still kept."""
         kept_until, text = self._texts.get(audio_id, (0.0, ""))
         return text if kept_until >= time.monotonic() else None
+
+
+class KeptResponse(NamedTuple):
+    """A response of `/v1/responses`, and the turns that another one continues."""
+
+    content: dict[str, Any]
+    conversation: list[dict[str, Any]]
+    size: int
+    kept_until: float
+
+
+class Responses:
+    """Responses with their conversations, bounded in number, bytes and time. The oldest are removed first."""
+
+    SECONDS = 3600.0
+    LIMIT = 1000
+    BYTES = 64 << 20  # of texts and media; each response counts all turns before it
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, response_id: str, content: dict[str, Any], conversation: list[dict[str, Any]]) -> None:
+        """Keep a response, unless it alone is too large: then it is not found later."""
+        size = _size(conversation) + _size(content)
+        if size > self.BYTES:
+            return
+        self._kept[response_id] = KeptResponse(content, conversation, size, time.monotonic() + self.SECONDS)
+        self._bytes += size
+        while len(self._kept) > self.LIMIT or self._bytes > self.BYTES or self._oldest_has_expired():
+            self.remove(next(iter(self._kept)))
+
+    def find(self, response_id: str) -> KeptResponse:
+        """The response with this id. Raises `HttpError` 404 if it is not kept, or no longer."""
+        found = self._kept.get(response_id)
+        if found is None or found.kept_until < time.monotonic():
+            raise HttpError(
+                404,
+                f"There is no response {response_id[:100]!r}, or no longer: send its items again.",
+                param="response_id",
+                code="response_not_found",
+            )
+        return found
+
+    def remove(self, response_id: str) -> None:
+        """Forget a response."""
+        self._bytes -= self._kept.pop(response_id).size
+
+    def _oldest_has_expired(self) -> bool:
+        return next(iter(self._kept.values())).kept_until < time.monotonic()
+
+
+def _size(value: Any) -> int:
+    """Bytes of the texts and media in nested lists and mappings, with something for each container."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return 64 + sum(_size(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return 64 + sum(_size(item) for item in value)
+    return int(getattr(value, "nbytes", 8))

@@ -20,13 +20,20 @@ TYPED = {
 }
 
 NAMES = ["status_code_conformance", "content_type_conformance", "response_schema_conformance"]
-MAX_EXAMPLES = {"/v1/chat/completions": 200, "/v1/completions": 80, "/v1/audio/speech": 60, "/v1/files": 30}
+MAX_EXAMPLES = {
+    "/v1/chat/completions": 200,
+    "/v1/completions": 80,
+    "/v1/responses": 60,
+    "/v1/audio/speech": 60,
+    "/v1/files": 30,
+}
 MAX_NEGATIVE = 60  # the decoder stops at the first error; mutations without a schema are for scripts/fuzz_http.py
 
 TIMELINE = "/v1/requests/{request_id}/timeline"
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/v1/audio/speech"),
     ("POST", "/v1/audio/transcriptions"),
     ("POST", "/v1/audio/translations"),
@@ -103,6 +110,8 @@ def test_the_schema_describes_the_routes_and_their_errors(echo: HttpPipeline) ->
         "/v1/models",
         "/v1/models/{name}",
         "/v1/requests",
+        "/v1/responses",
+        "/v1/responses/{response_id}",
         TIMELINE,
         "/v1/status",
     }

@@ -135,6 +135,41 @@ def test_no_choice_leaves_the_answer_as_it_is_and_no_parallel_calls_leave_the_fi
     assert [made.function.name for made in first.choices[0].message.tool_calls] == ["weather"]
 
 
+FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def test_responses_call_functions_and_take_what_they_gave(scripted: HttpPipeline) -> None:
+    client = scripted.openai()
+    options = {"model": "scripted", "tools": FLAT_TOOLS}
+    answer = client.responses.create(input=f"{SAY}Let me look. {TWO_CALLS}", **options)
+    message, *calls = answer.output
+    assert message.content[0].text == "Let me look. "
+    assert [(made.type, made.name, json.loads(made.arguments)) for made in calls] == [
+        ("function_call", "weather", {"city": "Kiel"}),
+        ("function_call", "time", {"city": "Kiel"}),
+    ]
+    results = [{"type": "function_call_output", "call_id": made.call_id, "output": "14"} for made in calls]
+    show = {"role": "user", "content": SHOW}
+    items = [{"role": "user", "content": "ask"}, *answer.output, *results, show]
+    for given in ({"input": items}, {"input": [*results, show], "previous_response_id": answer.id}):
+        shown = client.responses.create(**given, **options, tool_choice="none").output_text
+        assert shown.count("<tool_response>\n14\n</tool_response>") == 2
+        answered = shown.partition("<|im_start|>assistant\n")[2]
+        assert answered.count('"arguments": {"city": "Kiel"}') == 2
+
+
+def test_calls_in_a_stream_of_responses_are_events(scripted: HttpPipeline) -> None:
+    with scripted.openai().responses.stream(
+        model="scripted", input=f"{SAY}Look. {TWO_CALLS}", tools=FLAT_TOOLS
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+    assert kinds.count("response.function_call_arguments.done") == 2
+    assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
+    assert json.loads(final.output[2].arguments) == {"city": "Kiel"}
+
+
 def test_tools_that_do_not_fit_are_refused_by_name(scripted: HttpPipeline, echo: HttpPipeline) -> None:
     named = {"type": "function", "function": {"name": "wether"}}
     for changes, param in (

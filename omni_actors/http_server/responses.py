@@ -1,0 +1,334 @@
+"""The routes /v1/responses: OpenAI's newer form of a chat, in text, speech and calls of functions."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.client import Text
+from omni_actors.errors import ErrorCode
+from omni_actors.http_server.answer import Answer, AnswerResponse, finish_reason, usage_of
+from omni_actors.http_server.audio_formats import encoded, pcm16
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.json_body import JsonBody
+from omni_actors.http_server.response_schemas import Located, ResponsesRequest, messages_of
+from omni_actors.http_server.schema_fields import free_form
+from omni_actors.http_server.schemas import voice_name
+from omni_actors.http_server.state import ServerState, State, json_response
+from omni_actors.protocol.client import Description
+from omni_actors.protocol.tools import CollectedCalls, ToolCallPiece
+
+router = APIRouter()
+BODY = JsonBody(ResponsesRequest)
+STREAM_FORMAT = "pcm16"
+FIELDS: dict[str, str] = {
+    ErrorCode.UNKNOWN_VOICE: "audio.voice",
+    ErrorCode.UNKNOWN_MODALITY: "modalities",
+    ErrorCode.PROMPT_TOO_LONG: "input",
+    ErrorCode.MALFORMED_MEDIA: "input",
+    "messages": "input",
+}
+MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
+Conversation = list[dict[str, Any]]
+
+
+@router.post("/v1/responses", response_class=Response, openapi_extra=BODY.openapi())
+async def create(body: Annotated[ResponsesRequest, Depends(BODY)], request: Request, state: State) -> Response:
+    """Answer in text, speech or calls of functions; complete or as server-sent events."""
+    body.refuse_unsupported()
+    description = await state.facts()
+    model = state.model_name(body.model, description)
+    spoken = "audio" in (body.modalities or ())
+    if spoken and body.stream and body.audio and body.audio.format not in (None, STREAM_FORMAT):
+        message = f"With stream: true the format must be {STREAM_FORMAT!r}."
+        raise bad_field("audio.format", message, "unsupported_value")
+    before = _before(body, state)
+    asked = await _converted(messages_of(body.input), before, description, state)
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    answer = await Answer.begin(
+        request,
+        state,
+        {"messages": [*instructions, *before, *asked], **body.tool_options()},
+        FIELDS,
+        modalities=body.modalities or ["text"],
+        voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
+        params=state.stage_params(body.params_by_stage(), description, body.stage_fields()),
+        seed=body.seed,
+        priority=body.priority or 0,
+        timeout=body.timeout,
+    )
+    reply = ResponseReply(f"resp_{request.state.request_id}", model, spoken, body, description)
+
+    def keep() -> None:
+        if body.store is not False:
+            state.responses.add(reply.id, reply.object("completed"), [*before, *asked, reply.message()])
+
+    if body.stream:
+        pieces = reply.events(answer, keep)
+        return AnswerResponse(answer, pieces, "text/event-stream", state.settings.write_timeout)
+    async with answer:
+        await reply.read(answer)
+    keep()
+    return json_response(reply.object("completed"))
+
+
+@router.get("/v1/responses/{response_id}", response_class=Response)
+async def retrieve(response_id: str, state: State) -> Response:
+    """A response that is still kept."""
+    return json_response(state.responses.find(response_id).content)
+
+
+@router.delete("/v1/responses/{response_id}", response_class=Response)
+async def delete(response_id: str, state: State) -> Response:
+    """Forget a response."""
+    state.responses.find(response_id)
+    state.responses.remove(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _before(body: ResponsesRequest, state: ServerState) -> Conversation:
+    """The turns that the request continues."""
+    if body.previous_response_id is None:
+        return []
+    try:
+        return state.responses.find(body.previous_response_id).conversation
+    except HttpError as error:
+        raise bad_field("previous_response_id", error.message, "previous_response_not_found") from None
+
+
+async def _converted(
+    located: Sequence[Located], before: Conversation, description: Description, state: ServerState
+) -> Conversation:
+    """Messages with their media, as the client library takes them. Errors name the field of the input."""
+    known = {call["id"] for message in before for call in message.get("tool_calls", ())}
+    try:
+        return await state.media.messages([item.message for item in located], description.max_media, known)
+    except HttpError as error:
+        if found := MESSAGE.fullmatch(error.param or ""):
+            rest = found[2].replace(".image_url.url", ".image_url").replace(".file.", ".")
+            where = f"{located[int(found[1])].where}{rest.replace('.tool_call_id', '.call_id')}"
+            error.message = error.message.replace(error.param or "", where)
+            error.param = where
+        elif error.param == "messages":
+            error.param = "input"
+        raise
+
+
+class ResponseReply:
+    """Converts an answer to OpenAI's response and its events."""
+
+    def __init__(
+        self, response_id: str, model: str, spoken: bool, body: ResponsesRequest, description: Description
+    ) -> None:
+        self.id = response_id
+        self._spoken = spoken
+        self._body = body
+        self._description = description
+        self._model = model
+        self._created = int(time.time())
+        self._texts: list[str] = []
+        self._calls = CollectedCalls()
+        self._audio: bytes | None = None
+        self._usage: dict[str, Any] | None = None
+        self._length = False  # whether the limit of tokens ended it
+        self._number = 0  # of events
+
+    async def read(self, answer: Answer) -> None:
+        """Read the whole answer."""
+        pieces: list[Any] = []
+        rate = self._description.sample_rate or 24_000
+        async for item in answer:
+            if isinstance(item, Text):
+                self._texts.append(item.text)
+                self._calls.add(item.tool_calls)
+            else:
+                pieces.append(item.samples)
+                rate = item.sample_rate
+        if self._spoken and (pieces or not self._calls):
+            samples = numpy.concatenate(pieces) if pieces else numpy.zeros(0, numpy.float32)
+            name = self._body.audio.format if self._body.audio and self._body.audio.format else "wav"
+            self._audio = await encoded(samples, name, rate)
+        self._end(answer)
+
+    def _end(self, answer: Answer) -> None:
+        usage = usage_of(answer.usage, self._description)
+        self._length = finish_reason(answer.usage, self._description) == "length"
+        self._usage = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+            "stages": usage["stages"],
+        }
+
+    # -- objects ------------------------------------------------------------------------------------------------------
+
+    def object(self, status: str, error: HttpError | None = None) -> dict[str, Any]:
+        """The response as it stands; `status` as it is unless the limit of tokens ended it."""
+        body = self._body
+        status = "incomplete" if status == "completed" and self._length else status
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": free_form(body.metadata, dict[str, str], "metadata") or {},
+            "model": self._model,
+            "output": self._output(status) if status in ("completed", "incomplete") else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": body.store is not False,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": self._usage,
+            "user": body.user,
+        }
+
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the next turn."""
+        calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in self._calls.whole()]
+        said = {"role": "assistant", "content": "".join(self._texts)}
+        return {**said, "tool_calls": calls} if calls else said
+
+    def _output(self, status: str) -> list[dict[str, Any]]:
+        items = [self._message_item(status)] if self._has_message else []
+        whole = self._calls.whole()
+        return items + [self._call_item(index, call.id, call.name, call.arguments) for index, call in enumerate(whole)]
+
+    @property
+    def _has_message(self) -> bool:
+        return not self._calls or any(self._texts)
+
+    def _message_item(self, status: str) -> dict[str, Any]:
+        content: list[dict[str, Any]] = []
+        if status != "in_progress":
+            content.append(_text_part("".join(self._texts)))
+        item: dict[str, Any] = {
+            "id": f"msg_{self.id[5:]}",
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+        if self._audio is not None:  # OpenAI has no such field
+            item["audio"] = {"data": self._audio, "transcript": "".join(self._texts)}
+        return item
+
+    def _call_item(
+        self, index: int, call_id: str, name: str, arguments: str, status: str = "completed"
+    ) -> dict[str, Any]:
+        named = {"call_id": call_id, "name": name, "arguments": arguments, "status": status}
+        return {"id": f"fc_{self.id[5:]}_{index}", "type": "function_call", **named}
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    async def events(self, answer: Answer, keep: Any) -> AsyncIterator[bytes]:
+        """Stream the events of an answer. A later failure becomes `response.failed` and `error`.
+
+        Args:
+            keep: called when the response is complete.
+        """
+        yield self._event("response.created", response=self.object("in_progress"))
+        yield self._event("response.in_progress", response=self.object("in_progress"))
+        opened = False  # the message
+        try:
+            async for item in answer:
+                if not isinstance(item, Text):
+                    yield self._event("response.audio.delta", delta=pcm16(item.samples))
+                    continue
+                if item.text:
+                    if not opened:
+                        opened = True
+                        for piece in self._open_message():
+                            yield piece
+                    self._texts.append(item.text)
+                    yield self._event("response.output_text.delta", **self._part, delta=item.text, logprobs=[])
+                    if self._spoken:
+                        yield self._event("response.audio.transcript.delta", delta=item.text)
+                for call in item.tool_calls:
+                    for piece in self._call_events(call):
+                        yield piece
+            self._end(answer)
+        except HttpError as error:
+            yield self._event("response.failed", response=self.object("failed", error))
+            told = {"code": error.code, "message": error.message, "param": error.param}
+            yield self._event("error", **told, **error.body())
+            return
+        if not opened and self._has_message:
+            for piece in self._open_message():
+                yield piece
+        for piece in self._close():
+            yield piece
+        keep()
+        done = self.object("completed")
+        yield self._event(f"response.{done['status']}", response=done)
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        return {"item_id": f"msg_{self.id[5:]}", "output_index": 0, "content_index": 0}
+
+    def _open_message(self) -> list[bytes]:
+        item = self._message_item("in_progress")
+        return [
+            self._event("response.output_item.added", output_index=0, item=item),
+            self._event("response.content_part.added", **self._part, part=_text_part("")),
+        ]
+
+    def _call_events(self, piece: ToolCallPiece) -> list[bytes]:
+        """A call's begin, and its arguments. Calls end with the answer."""
+        self._calls.add([piece])
+        output_index = piece.index + (1 if any(self._texts) else 0)
+        found = []
+        if piece.name:
+            item = self._call_item(piece.index, piece.id, piece.name, "", "in_progress")
+            found.append(self._event("response.output_item.added", output_index=output_index, item=item))
+        if piece.arguments:
+            where = {"item_id": f"fc_{self.id[5:]}_{piece.index}", "output_index": output_index}
+            found.append(self._event("response.function_call_arguments.delta", **where, delta=piece.arguments))
+        return found
+
+    def _close(self) -> list[bytes]:
+        """The ends of the message and of the calls."""
+        found: list[bytes] = []
+        status = "incomplete" if self._length else "completed"
+        text = "".join(self._texts)
+        if self._spoken:
+            found.append(self._event("response.audio.transcript.done"))
+            found.append(self._event("response.audio.done"))
+        for index, item in enumerate(self._output(status)):
+            where = {"item_id": item["id"], "output_index": index}
+            if item["type"] == "message":
+                found.append(self._event("response.output_text.done", **self._part, text=text, logprobs=[]))
+                found.append(self._event("response.content_part.done", **self._part, part=_text_part(text)))
+            else:
+                named = {"arguments": item["arguments"], "name": item["name"]}
+                found.append(self._event("response.function_call_arguments.done", **where, **named))
+            found.append(self._event("response.output_item.done", output_index=index, item=item))
+        return found
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
