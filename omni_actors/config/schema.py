@@ -216,6 +216,10 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         keys_dir: folder of CURVE keys, made by `omni-actors keys`; without them TCP stays on this host.
         max_in_flight: requests that run at a time; each has a slot. Some slots are kept for clients that have none.
         max_queued: requests that may wait for a slot; with more, the client that has most gets `overloaded`.
+        speech_pace: how many times as fast as it is heard the sound of every running answer is to be made. While it is
+            slower, the speech of further answers waits; their text does not. 0: none waits.
+        speech_queue: answers whose speech may wait; with more, the client that has most gets `overloaded`.
+        speech_wait: seconds for which speech may wait; after that the request ends with `overloaded`.
         startup_timeout: seconds until every stage must be ready.
         shutdown_timeout: seconds that stages may take to stop before they are killed.
         drain_timeout: seconds that a stop waits for requests in flight.
@@ -241,6 +245,9 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     keys_dir: Line | None = None
     max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     max_queued: Annotated[int, Meta(ge=0, le=10_000)] = 256
+    speech_pace: Annotated[float, Meta(ge=0, le=1000)] = 2.0
+    speech_queue: Annotated[int, Meta(ge=0, le=10_000)] = 256
+    speech_wait: Seconds = 120.0
     startup_timeout: Seconds = 600.0
     shutdown_timeout: Seconds = 8.0
     drain_timeout: Annotated[float, Meta(ge=0, le=1e7)] = 2.0

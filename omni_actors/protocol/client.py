@@ -86,6 +86,9 @@ class Description(Body, tag="description", frozen=True):
         sample_rate: of the audio, in Hz; 0 without audio.
         in_flight: requests of all clients that have a slot, at most `max_in_flight`.
         queued: those that wait for one.
+        speech_waiting: answers whose speech waits until it can be made in time.
+        speech_running: those whose speech is made.
+        speech_places: how many may be spoken at a time, as far as was measured; 0 if none has to wait.
         requests: the asking client's own requests in flight; one that it waits for and does not find here is lost.
         counts: what the coordinator refused or dropped, by reason.
         outputs: the stage that produces each modality.
@@ -108,6 +111,9 @@ class Description(Body, tag="description", frozen=True):
     sampling_stages: tuple[str, ...] = ()
     queued: int = 0
     max_media: dict[str, int] = {}
+    speech_waiting: int = 0
+    speech_running: int = 0
+    speech_places: int = 0
 
 
 class Operation(enum.StrEnum):

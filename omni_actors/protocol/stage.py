@@ -22,7 +22,8 @@ MAX_ENDED = 4096
 class OpenRequest(Body, tag="open_request", frozen=True):
     """Coordinator -> every stage of the route: a request will come.
 
-    The entry stage receives its `prompt` here, and every stage the `information` that it wants.
+    The entry stage receives its `prompt` here, and every stage the `information` that it wants. A stage for which the
+    request is `held` takes its input and starts it when `Begin` comes.
     """
 
     route: Annotated[tuple[ReplicaId, ...], Meta(min_length=1, max_length=64)]
@@ -32,6 +33,7 @@ class OpenRequest(Body, tag="open_request", frozen=True):
     priority: int = 0
     prompt: Prompt | None = None
     information: AdditionalInformationPayload | None = None
+    held: bool = False
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
@@ -82,6 +84,10 @@ class Resend(Body, tag="resend", frozen=True):
     attempt: Attempt
 
 
+class Begin(Body, tag="begin", frozen=True):
+    """Coordinator -> stage: start the attempt of the header, which is held there."""
+
+
 class Ended(Body, tag="ended", frozen=True):
     """Coordinator -> stage: these requests are done; their output need no longer be kept for a `Resend`."""
 
@@ -89,4 +95,4 @@ class Ended(Body, tag="ended", frozen=True):
 
 
 # A failing stage does not tell the stages after it: the coordinator aborts them, so that there is one way to end.
-IntoStage = OpenRequest | Chunk | Abort | Credit | Resend | Ended
+IntoStage = OpenRequest | Chunk | Abort | Credit | Resend | Begin | Ended

@@ -21,7 +21,7 @@ from omni_actors.protocol.codec import Envelope, Frame
 from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.results import FinishReason, StageDone, StageUsage, Unreachable
-from omni_actors.protocol.stage import SAMPLE_RATE, SAMPLES, Chunk, Ended, IntoStage, OpenRequest, Resend
+from omni_actors.protocol.stage import SAMPLE_RATE, SAMPLES, Begin, Chunk, Ended, IntoStage, OpenRequest, Resend
 from omni_actors.protocol.tombstones import Tombstones
 from omni_actors.stage.attempts import Attempt, AttemptEvent, Attempts, AttemptState, InputOrder
 from omni_actors.stage.early_chunks import EarlyChunks
@@ -90,7 +90,7 @@ class StageActor:
         """Handle a checked message from the coordinator or a source stage."""
         header = envelope.header
         match envelope.body:
-            case OpenRequest() | Abort() | Resend() | Ended() if header.stage:
+            case OpenRequest() | Abort() | Resend() | Begin() | Ended() if header.stage:
                 self.dropped["not_the_coordinator"] += 1
             case OpenRequest() as request:
                 return self._open(header, request, envelope)
@@ -98,6 +98,8 @@ class StageActor:
                 return self._take_chunk(header, chunk, envelope)
             case Resend() as body:
                 return self._resend(header, body)
+            case Begin():
+                return self._begin(header)
             case Abort():
                 self._abort(header)
             case Ended(request_ids=request_ids):
@@ -233,10 +235,7 @@ class StageActor:
         logger.debug("request opened", extra={"request_id": request_id})
         if (prompt := request.prompt) is not None:
             return self._apply(attempt, lambda: [start_of(prompt, envelope, self._engine.facts)])
-        messages = []
-        for early in self._early.take(request_id):  # those of an earlier attempt are dropped there
-            messages += self.receive(early)
-        return messages
+        return [message for early in self._early.take(request_id) for message in self.receive(early)]
 
     def _attempt(self, header: Header, request: OpenRequest, envelope: Envelope[IntoStage], now: float) -> Attempt:
         receivers = [replica_id for replica_id in request.route if replica_id.stage in self._downstream]
@@ -264,7 +263,17 @@ class StageActor:
             processor,
             self._meter.opened(header.request_id, header.attempt, has_input=request.prompt is not None),
             ResendBuffer(self._budget, receivers, header.attempt) if receivers else None,
+            held=[] if request.held else None,
         )
+
+    def _begin(self, header: Header) -> list[Outgoing]:
+        """Give the engine what an attempt has got while it was held."""
+        attempt = self._attempts.live(header.request_id)
+        if attempt is None or attempt.number != header.attempt:
+            self.dropped["late"] += 1
+            return []
+        actions, attempt.held = attempt.held or [], None
+        return self._apply(attempt, lambda: actions)
 
     def _take_chunk(self, header: Header, chunk: Chunk, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         attempt = self._attempts.live(header.request_id)
@@ -291,6 +300,8 @@ class StageActor:
         try:
             for action in decide():
                 match action:
+                    case Start() | Extend() if attempt.held is not None:
+                        attempt.held.append(action)
                     case Start(inputs=inputs):
                         self._runs += 1
                         self._engine.start(attempt.request, inputs)

@@ -14,7 +14,7 @@ from omni_actors.errors import ProtocolError
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.stage.engine_interface import StageRequest
 from omni_actors.stage.meter import Track
-from omni_actors.stage.processors import StreamProcessor
+from omni_actors.stage.processors import Action, StreamProcessor
 from omni_actors.stage.resend_buffer import ResendBuffer
 from omni_actors.transitions import advance
 
@@ -86,6 +86,7 @@ class Attempt:
     processor: StreamProcessor | None
     track: Track
     output: ResendBuffer | None  # what later stages got; `None` if the route has none
+    held: list[Action] | None = None  # what the engine gets when the attempt may begin; `None` once it may
     state: AttemptState = AttemptState.OPEN  # changed by `Attempts.advance` only
     first_output: float = 0.0
     samples: int = 0  # of audio that went to later stages

@@ -82,7 +82,7 @@ from omni_actors.protocol.results import (
     TextDelta,
     Unreachable,
 )
-from omni_actors.protocol.stage import Chunk, Ended, IntoStage, OpenRequest, Resend
+from omni_actors.protocol.stage import Begin, Chunk, Ended, IntoStage, OpenRequest, Resend
 from omni_actors.protocol.telemetry import (
     EndedWork,
     HistogramSample,
@@ -274,6 +274,8 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     ),
     (Ready(seconds=1.5, wants_information=("speed", "names")), []),
     (Ready(seconds=1.5, max_media={"image": 4, "video": 1}), []),
+    (Begin(), []),
+    (OpenRequest(route=(REPLICA,), params=StageParams(), seed=9, held=True), []),
 ]
 HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 

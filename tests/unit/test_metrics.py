@@ -154,7 +154,9 @@ def test_a_wrong_snapshot_is_counted_and_does_not_hide_the_others() -> None:
     collector.take_snapshot("talker", 0, Snapshot(samples=(Sample("omni_unheard_of", LABELS, 1.0),)))
     collector.replica_spawned("talker", 0, 7)
     collector.replica_spawned("talker", 0, 8)
-    everything = collector.gather(3, 2, 4, {("talker", 0): (False, True, 2)}, {}, {"client": {"magic": 6}}, {"late": 7})
+    everything = collector.gather(
+        3, 2, (5, 6, 7), 4, {("talker", 0): (False, True, 2)}, {}, {"client": {"magic": 6}}, {"late": 7}
+    )
     value = everything.values
     assert value[(table.OUTPUT_TOKENS.name, LABELS)] == 5
     assert value[(table.REJECTED.name, ("coordinator", "0", "control", "wrong_snapshot"))] == 1

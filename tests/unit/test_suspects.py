@@ -198,6 +198,10 @@ def test_a_stage_that_has_begun_nothing_accuses_nobody() -> None:
     assert state.active["r1"].evidence("talker") == state.active["r1"].evidence("code2wav") == 0
     say(state, "thinker", letter(0), 0)
     lose(state, "talker")
+    assert state.active["r1"].evidence("talker") == 0, "it takes its input, but holds it back"
+    bring_back(state, "talker")
+    state.fill(NOW)
+    lose(state, "talker")
     assert state.active["r1"].evidence("talker") == Evidence.CRASHED
 
 

@@ -20,6 +20,7 @@ from omni_actors.coordinator.core.observer import Observer
 from omni_actors.coordinator.core.planning import Planner, Unavailable, Wait
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.requests import ActiveRequest, RequestBook
+from omni_actors.coordinator.core.speech import SpeechPacer
 from omni_actors.coordinator.core.states import RequestEvent, RequestState
 from omni_actors.coordinator.core.suspects import poison
 from omni_actors.errors import (
@@ -36,10 +37,11 @@ from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.common import Abort, Failed
 from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.results import AudioChunk, StageDone, StageUsage, TextDelta, Unreachable
-from omni_actors.protocol.stage import MAX_ENDED, Ended, OpenRequest, Resend
+from omni_actors.protocol.stage import MAX_ENDED, Begin, Ended, OpenRequest, Resend
 from omni_actors.protocol.tombstones import Tombstones
 
 LISTED_REQUESTS = 1000
+Result = TextDelta | AudioChunk | StageDone | Failed | Unreachable
 
 
 class RequestMachine:
@@ -67,6 +69,7 @@ class RequestMachine:
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
         self.gate = Gate(pipeline, self.replicas, self.planner, new_seed, self._may_retain)
         self._slots = self.gate.slots
+        self.speech = SpeechPacer(pipeline)
 
     @property
     def in_flight(self) -> int:
@@ -123,9 +126,15 @@ class RequestMachine:
         instructions: list[Instruction] = []
         while (ticket := self._slots.next()) is not None:
             request = self.active[ticket.request_id]
+            request.ticket = ticket
             self.active.on(request, RequestEvent.GRANTED)
             self.retained_bytes += ticket.size
             instructions += self._open(request, now)
+        for request_id, waited in self.speech.begin(now):
+            request = self.active[request_id]
+            self._observer.speech_begun(request_id, waited)
+            if self.speech.first_stage in request.bound:  # else it begins when that stage is bound
+                instructions.append(self._to_stage(request, self.speech.first_stage, Begin()))
         return instructions
 
     def _check_new(self, request_id: str) -> None:
@@ -181,6 +190,7 @@ class RequestMachine:
             priority=request.priority,
             prompt=prompt,
             information=information,
+            held=stage == self.speech.first_stage and self.speech.holds(request, stage),
         )
         return self._to_stage(request, stage, body, buffers)
 
@@ -241,13 +251,7 @@ class RequestMachine:
 
     # -- stages -------------------------------------------------------------------------------------------------------
 
-    def from_stage(
-        self,
-        header: Header,
-        body: TextDelta | AudioChunk | StageDone | Failed | Unreachable,
-        buffers: Sequence[Frame],
-        now: float,
-    ) -> list[Instruction]:
+    def from_stage(self, header: Header, body: Result, buffers: Sequence[Frame], now: float) -> list[Instruction]:
         """A result of a stage: forward it, note it, or drop it if it is late or foreign."""
         request = self._expected_sender(header)
         if request is None:
@@ -260,6 +264,14 @@ class RequestMachine:
             )
             return self._fail(request, error, now)
         request.next_seq[header.stage] = expected + 1
+        crowded_out = self._refuse_speech(self.speech.notice(request, header.stage, body, now), now)
+        return crowded_out + (
+            self._take(request, header, body, buffers, now) if request.request_id in self.active else []
+        )
+
+    def _take(
+        self, request: ActiveRequest, header: Header, body: Result, buffers: Sequence[Frame], now: float
+    ) -> list[Instruction]:
         if isinstance(body, Failed):
             return self._stage_failed(request, header.stage, body.to_error(), now)
         if isinstance(body, StageDone):
@@ -272,6 +284,11 @@ class RequestMachine:
             return self._forward(request, header.stage, body, buffers)
         except StageLost as error:
             return self._fail(request, error, now)
+
+    def _refuse_speech(self, request_ids: Iterable[str], now: float, waited: float | None = None) -> list[Instruction]:
+        """End answers whose speech would wait for too long, or has."""
+        error = self.speech.overloaded(waited)
+        return [instruction for name in request_ids for instruction in self._fail(self.active[name], error, now)]
 
     def reject_from_stage(self, header: Header, error: OmniError, now: float) -> list[Instruction]:
         """A stage's message did not decode: its request ends."""
@@ -356,7 +373,7 @@ class RequestMachine:
         replica.release_all()
         self._ended.pop(replica.replica_id, None)
         held = [request for request in held if not self.planner.is_through_with(request, replica.stage)]
-        culprit = self._isolation_runs.record_crash(held, replica, why, evidence, self.planner.may_have_begun, now)
+        culprit = self._isolation_runs.record_crash(held, replica, why, evidence, self._may_have_begun, now)
         instructions: list[Instruction] = []
         if culprit is not None:
             instructions += self._fail(culprit, poison(culprit, replica.stage), now)
@@ -365,6 +382,9 @@ class RequestMachine:
             if request is not culprit:
                 instructions += self._replay_or_fail(request, replica.stage, error, now)
         return instructions + self.reopen(now)
+
+    def _may_have_begun(self, request: ActiveRequest, stage: str) -> bool:
+        return not self.speech.holds(request, stage) and self.planner.may_have_begun(request, stage)
 
     def _replay_or_fail(
         self, request: ActiveRequest, lost: str, error: OmniError, now: float, counts: bool = True
@@ -397,6 +417,8 @@ class RequestMachine:
             for request in self.active.late(now)
             for instruction in self._fail(request, _too_late(request), now)
         ]
+        waited = self.pipeline.coordinator.speech_wait
+        instructions += self._refuse_speech(self.speech.overdue(now), now, waited)
         self._isolation_runs.tick(now)
         if self._isolation_runs.ended or self._isolation_runs:  # a replica is free again, or may be empty for suspects
             instructions += self.reopen(now)
@@ -451,6 +473,7 @@ class RequestMachine:
 
     def _close(self, request: ActiveRequest, now: float) -> None:
         self.active.remove(request)
+        self.speech.leave(request.request_id, now)
         if self._slots.leave(request.request_id):  # else no stage has heard of it
             self._release_input(request)
             self._unbind(request, request.bound)

@@ -22,6 +22,9 @@ class Observer:
     def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
         """An attempt was announced to the replicas of the stages `begun`; the rest of the route goes on as it was."""
 
+    def speech_begun(self, request_id: str, waited: float) -> None:
+        """Its speech may be made; it has waited for this for so many seconds."""
+
     def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
         """The work of a stage is lost; it runs again, with those that depend on it, as soon as they can be bound.
 

@@ -12,6 +12,7 @@ import msgspec
 
 from omni_actors.coordinator.core.delivery import Delivery
 from omni_actors.coordinator.core.evidence import Evidence
+from omni_actors.coordinator.core.slots import Ticket
 from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, RequestEvent, RequestState
 from omni_actors.protocol.client import RequestStatus
 from omni_actors.protocol.codec import Frame
@@ -104,6 +105,7 @@ class ActiveRequest:
     usage: dict[str, StageUsage] = field(default_factory=dict)
     delivery: Delivery = field(default_factory=Delivery)
     losses: list[Loss] = field(default_factory=list)
+    ticket: Ticket | None = None  # with which it got its slot
     suspected_by: str | None = None  # the stage in which it runs apart from others, to see if it crashes it again
 
     @property

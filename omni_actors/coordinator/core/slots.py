@@ -80,9 +80,7 @@ class Slots:
     """
 
     def __init__(self, slots: int, line: int, line_bytes: int, blocked: Callable[[Stages], bool]) -> None:
-        self._slots = slots
-        self._reserved = reserved(slots)
-        self._limit = slots - self._reserved  # what one owner can have
+        self.resize(slots)
         self._line = line
         self._line_bytes = line_bytes
         self._blocked = blocked
@@ -94,6 +92,18 @@ class Slots:
         self._arrivals = 0
         self._grants = 0
         self._settled = True  # none in line can have a slot before something changes
+
+    def resize(self, slots: int) -> None:
+        """Change how many there are. Nobody loses one."""
+        self._slots = slots
+        self._reserved = reserved(slots)
+        self._limit = slots - self._reserved  # what one owner can have
+        self._settled = False
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self._slots
 
     @property
     def held(self) -> int:

@@ -1,0 +1,69 @@
+"""Speech that waits for its turn, through real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+import numpy
+import psutil
+import pytest
+
+from omni_actors.cli import ctl
+from omni_actors.client import AsyncOmniClient, Audio, RequestStream, Text
+from omni_actors.errors import Overloaded
+from omni_actors.protocol.client import Operation
+from omni_actors.telemetry import metric_table as table
+from tests.support.builders import chain
+from tests.support.launcher import EchoLauncher
+from tests.support.waiting import eventually
+
+Launch = Callable[..., EchoLauncher]
+
+LETTERS = "abcdefgh"
+SAMPLES = 4800  # of a token: 0.2 s
+
+
+async def read(stream: RequestStream, texts: list[str], sounds: list[float]) -> None:
+    async for item in stream:
+        if isinstance(item, Text):
+            texts.append(item.text)
+        elif isinstance(item, Audio):
+            assert len(numpy.unique(item.samples)) == 1
+            sounds.append(float(item.samples[0]) * 256)
+
+
+async def test_text_streams_at_once_and_sound_comes_whole_when_it_has_its_turn(launch: Launch) -> None:
+    """The first answer's speech begins. While nothing is known of it that of the others waits, and no text does."""
+    data = chain()
+    data["stages"][3]["engine"] = {"request_seconds": 0.01, "samples_per_token": SAMPLES}
+    data["coordinator"] = {"speech_queue": 2, "heartbeat_timeout": 60}
+    for stage in data["stages"]:
+        stage["stall_timeout"] = 60
+    echo = launch(data).wait_ready()
+    talker = psutil.Process(echo.pid_of("talker"))
+    talker.send_signal(signal.SIGSTOP)  # until all has been looked at
+    texts: list[list[str]] = [[], [], []]
+    sounds: list[list[float]] = [[], [], []]
+    async with AsyncOmniClient(echo.endpoint) as client:
+        streams = [await client.submit(LETTERS, modalities=["text", "audio"], timeout=60) for _ in range(3)]
+        reading = [asyncio.create_task(read(*parts)) for parts in zip(streams, texts, sounds, strict=True)]
+        await eventually(lambda: ["".join(text) for text in texts] == [LETTERS] * 3, 20, "all texts")
+        # The thinker has told the coordinator of all of them, and the talker of none.
+        report = await client.operate(Operation.STATUS)
+        shown = report.description
+        assert (shown.speech_running, shown.speech_places) == (1, 1)
+        assert shown.speech_waiting == 2
+        assert "1 of 1 speeches made, 2 wait" in ctl.render(report)
+        refused = await client.submit(LETTERS, modalities=["text", "audio"], timeout=60)
+        plain = await client.submit(LETTERS, modalities=["text"], timeout=60)
+        assert (await plain.result()).text == LETTERS
+        with pytest.raises(Overloaded, match="text alone"):
+            await refused.result()
+        talker.send_signal(signal.SIGCONT)
+        await asyncio.gather(*reading)
+        assert sounds == [[float(ord(letter)) for letter in LETTERS]] * 3
+        metrics = await client.metrics()
+    assert f"{table.SPEECH_WAIT.name}_count 3" in metrics
+    assert f"{table.SPEECH_WAITING.name} 0" in metrics
