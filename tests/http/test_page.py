@@ -237,6 +237,17 @@ def test_stages_are_idle_again_soon_after_the_end(echo: HttpPipeline, page: Page
     expect(page.locator("#stages .busy")).to_have_count(0)
 
 
+def test_stages_are_unknown_while_the_server_does_not_answer(echo: HttpPipeline, page: Page) -> None:
+    page.clock.install()
+    open_page(page, echo)
+    page.locator("#toggle-details-panel").click()
+    expect(page.locator("#stages li.ready")).to_have_count(4)
+    page.route("**/v1/status", lambda route: None)  # no answer, as from a process that is stopped
+    page.clock.run_for(8000)
+    expect(page.locator("#stages li.unknown")).to_have_count(4)
+    expect(page.locator("#pipeline")).to_have_text("The server does not answer.")
+
+
 def test_an_answer_that_is_cut_short_is_an_error(echo: HttpPipeline, page: Page) -> None:
     open_page(page, echo)
     half = 'data: {"choices":[{"index":0,"delta":{"content":"half an"}}]}\n\n'

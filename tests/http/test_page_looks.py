@@ -162,6 +162,16 @@ def ask_by_touch(phone: Page, text: str) -> None:
     phone.locator("#send").tap()
 
 
+def test_on_a_phone_files_with_long_names_are_not_cut_off(phone: Page) -> None:
+    name = "a sound with a name that is longer than a phone is wide, however small its letters.wav"
+    phone.locator("#file").set_input_files([{"name": name, "mimeType": "audio/wav", "buffer": sound()}])
+    ask_by_touch(phone, "What is this?")
+    answered(phone)
+    button = phone.locator("li.user").get_by_label(f"Listen to {name}")
+    assert button.bounding_box()["x"] > 0
+    assert phone.locator("li.user .card").bounding_box()["width"] < 390
+
+
 def test_on_a_phone_enter_ends_a_line(phone: Page) -> None:
     phone.locator("#text").fill("one")
     phone.locator("#text").press("Enter")

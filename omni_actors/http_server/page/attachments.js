@@ -75,9 +75,12 @@ async function fitImage(blob) {
 export function card(attachment, remove = null) {
   const item = make("li", { className: `card ${attachment.kind}`, title: attachment.name });
   if (attachment.kind === "image") item.append(make("img", { src: attachment.preview, alt: attachment.name }));
-  else if (attachment.kind === "video") {
-    item.append(make("video", { src: attachment.preview, muted: true, preload: "metadata", ariaLabel: attachment.name }));
-  } else item.append(listenButton(attachment), make("span", { className: "name" }, attachment.name));
+  else {
+    item.append(attachment.kind === "video"
+      ? make("video", { src: attachment.preview, muted: true, preload: "metadata", ariaLabel: attachment.name })
+      : listenButton(attachment));
+    item.append(make("span", { className: "name" }, attachment.name));
+  }
   if (remove) {
     const button = make("button", { type: "button", className: "remove", ariaLabel: `Remove ${attachment.name}`, onclick: remove });
     button.append(icon("close"));

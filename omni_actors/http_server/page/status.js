@@ -1,11 +1,12 @@
 "use strict";
 // The state of the pipeline, from /v1/status.
 
-import { request } from "./api.js";
+import { PageError, request } from "./api.js";
 import { $, make } from "./common.js";
 import * as settings from "./settings.js";
 
 const CLOSE = 250, USUAL = 2000, HIDDEN = 10_000;  // milliseconds between two looks
+const LONGEST = 5000;                              // milliseconds to wait for an answer
 const SETTLING = 5000;                             // milliseconds after a request in which its stages end their work
 
 export let current = null;  // the last response
@@ -20,11 +21,21 @@ export function requestRuns(runs) {
   return refresh();
 }
 
+async function look() {
+  const patience = new AbortController();
+  const end = setTimeout(() => patience.abort(new PageError("The server does not answer.")), LONGEST);
+  try {
+    return await (await request("/v1/status", { signal: patience.signal })).json();
+  } finally {
+    clearTimeout(end);
+  }
+}
+
 /** Looks now, and from then on again and again. */
 export async function refresh() {
   clearTimeout(timer);
   try {
-    current = await (await request("/v1/status")).json();
+    current = await look();
     show(current);
   } catch (error) {
     showAway(error);
