@@ -171,6 +171,7 @@ async def test_interruption_ends_the_answer_in_every_stage(slow: HttpPipeline) -
         await connection.session.update(
             session={"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad"}}}}
         )
+        await say(connection, "five " * 200)  # takes longer than this test waits for the end
         await connection.response.create()
         await until_event(connection, "response.output_audio_transcript.delta")
         await connection.input_audio_buffer.append(audio=base64.b64encode(speech(1.0).tobytes()).decode())
