@@ -55,8 +55,13 @@ class OmniLLM:
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
         )
         self._client: OmniClient | None = None
+        self._keep = False  # the logs, as they may explain what went wrong
         try:
             self._client = self._connect(startup_timeout)
+        except StartupError as error:
+            self._keep = True
+            self.close()
+            raise StartupError(error.message, hint=f"The logs stay in {self._run_dir}.") from error
         except BaseException:
             self.close()
             raise
@@ -161,7 +166,7 @@ class OmniLLM:
                 self._launcher.kill()  # its children notice and end by themselves
                 self._launcher.wait()
         self._log.close()
-        if os.path.isdir(self._run_dir):
+        if os.path.isdir(self._run_dir) and not self._keep:
             shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def __enter__(self) -> OmniLLM:

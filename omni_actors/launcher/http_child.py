@@ -77,7 +77,7 @@ class HttpChild:
             began = clock()
             code = await process.wait()
             how = describe_exit(code)
-            if first and code >= 0 and clock() - began < LAST_BACKOFF:
+            if first and code > 0 and clock() - began < LAST_BACKOFF:
                 self._on_failure(f"The HTTP server ended while it started ({how}): {self._last_line()}")
                 return
             first = False

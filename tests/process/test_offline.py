@@ -91,10 +91,15 @@ def test_offline_start_that_fails(
     short_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict, kind: type[OmniError], word: str
 ) -> None:
     monkeypatch.setattr(llm, "short_temporary_folder", lambda: str(short_path))
-    with pytest.raises(kind, match=word):
+    with pytest.raises(kind, match=word) as caught:
         OmniLLM(write(short_path, data), startup_timeout=30)
     assert_nothing_left(short_path)
-    assert [entry.name for entry in short_path.iterdir()] == ["pipeline.yaml"]
+    kept = [entry for entry in short_path.iterdir() if entry.name != "pipeline.yaml"]
+    if kind is ConfigError:
+        assert not kept
+    else:
+        assert f"The logs stay in {kept[0]}." in str(caught.value)
+        assert word in (kept[0] / "logs" / "thinker-0.log").read_text()
 
 
 @pytest.mark.parametrize("name", ["sampling_params", "sampling_params_list"])
