@@ -23,12 +23,20 @@ class ChatTemplate:
         processor: transformers' processor of the model, with its own template.
         parser: vLLM's name of the parser for tool calls; without one, no tools are taken.
         tool_template: file with the template of prompts with tools; `None` for the model's own.
+        text_only: the model takes no media, so its template may expect contents as texts instead of lists of parts.
 
     Raises:
-        ConfigError: the file cannot be read, or no template has a place for tools.
+        ConfigError: there is no template, the file cannot be read, or no template has a place for tools.
     """
 
-    def __init__(self, processor: Any, parser: str | None, tool_template: str | None) -> None:
+    def __init__(
+        self, processor: Any, parser: str | None, tool_template: str | None, *, text_only: bool = False
+    ) -> None:
+        if not processor.chat_template:
+            raise ConfigError(
+                "The model's tokenizer has no chat template.", hint="Use the checkpoint that was trained to chat."
+            )
+        self._text_only = text_only
         self._processor = processor
         self._parser = parser
         self._tool_template: str | None = None
@@ -71,7 +79,10 @@ class ChatTemplate:
                 content.append({"type": "text", "text": part.text or ""})
             else:
                 content.append({"type": prompt.media[part.media].modality})
-        converted: dict[str, Any] = {"role": message.role, "content": content}
+        if self._text_only:
+            converted: dict[str, Any] = {"role": message.role, "content": "\n".join(part["text"] for part in content)}
+        else:
+            converted = {"role": message.role, "content": content}
         if message.tool_calls:
             converted["tool_calls"] = [_call(call) for call in message.tool_calls]
         if message.tool_call_id:

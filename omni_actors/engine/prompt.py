@@ -20,6 +20,7 @@ from vllm.exceptions import VLLMClientError
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.prompt_processing import PromptProcessor
+from omni_actors.engine.text_prompts import TextPromptProcessor
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.logs import trace_of
 from omni_actors.media.decoders import THREADS, DecoderThreads, Task
@@ -68,7 +69,9 @@ class PromptEngine(StageEngine):
     """
 
     def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits | None = None) -> None:
-        self.prompts = PromptProcessor(arguments, limits or MediaLimits())
+        config = arguments.create_engine_config()
+        make = PromptProcessor if arguments.model_spec().takes_media else TextPromptProcessor.of
+        self.prompts: TextPromptProcessor = make(arguments, config, limits or MediaLimits())
         self._texts: dict[str, _Waiting] = {}  # by request, in order of arrival; so are the two below
         self._media: dict[str, _Waiting] = {}
         self._running: dict[str, tuple[_Waiting, Task[Processed]]] = {}

@@ -1,4 +1,4 @@
-"""What the prompt stage does with a prompt: chat template, tokenizer, media, and the model's processor."""
+"""What the prompt stage does with a prompt that has media: the model's processor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from PIL import Image
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
@@ -17,23 +18,14 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.chat_template import ChatTemplate
-from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width
-from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.engine.tensors import FRAME_PREFIX
+from omni_actors.engine.text_prompts import TextPromptProcessor
+from omni_actors.errors import ConfigError, EngineError, InvalidRequest
 from omni_actors.media.decoders import Decoder
-from omni_actors.media.limits import (
-    AUDIO_RATE,
-    DEFAULT_VIDEO_RATE,
-    Budget,
-    MediaLimits,
-    check_counts,
-    check_finite,
-    check_media,
-)
+from omni_actors.media.limits import AUDIO_RATE, DEFAULT_VIDEO_RATE, MediaLimits, check_finite
 from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_FILE, Item
-from omni_actors.protocol.fields import unpack_token_ids
-from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, Media, MediaEncoding, Prompt
+from omni_actors.protocol.payloads import MEDIA_MODALITIES, Media, MediaEncoding, Prompt
 from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.stage.engine_interface import StageInputs
 
 MAX_FRAMES = 256  # tensors in one message
 # With fewer samples at 16 kHz the audio encoder has no frame to encode (one window every 160 samples, then two
@@ -65,96 +57,47 @@ class DecodedMedia:
     frames_per_second: float = DEFAULT_VIDEO_RATE
 
 
-class PromptProcessor:
-    """Turns a prompt into token ids and encoded features.
+class PromptProcessor(TextPromptProcessor):
+    """Turns a prompt of an omni model into token ids and encoded features.
 
     Prompts with media may be processed on several threads: their media are decoded at the same time, and the rest one
     after the other, because vLLM's objects are not made for more. A text needs none of these and never waits for them.
 
     Args:
         arguments: of kind "prompt"; the vLLM fields are those of the thinker that takes the result.
+        config: made from them.
         limits: for media; the length of audio is lowered to the limit of the model's feature extractor.
 
     Raises:
         ConfigError: the model has no processor for audio, images and video.
     """
 
-    def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits) -> None:
-        config = arguments.create_engine_config()
+    def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
         self._input_processor = InputProcessor(config)
         self.renderer = self._input_processor.renderer
         if not config.model_config.supports_multimodal_inputs:
             raise ConfigError(f"{config.model_config.model!r} takes text only.", hint="Use an Omni checkpoint.")
         self._info = self.renderer.get_mm_processor().info
         self.processor = self._info.get_hf_processor()
-        self._tokenizer = self.processor.tokenizer
         model = arguments.model_config
-        self._template = ChatTemplate(self.processor, model.tool_call_parser, model.tool_chat_template)
-        self._vocabulary: int = config.model_config.get_vocab_size()
-        self.embeds_width = embeds_width(config.model_config)
-        self.max_tokens: int = config.model_config.max_model_len - 1  # leaves room for one token of reply
+        template = ChatTemplate(self.processor, model.tool_call_parser, model.tool_chat_template)
+        seconds = min(limits.audio_seconds, float(self.processor.feature_extractor.chunk_length))
+        limits = dataclasses.replace(limits, audio_seconds=seconds)
+        super().__init__(config, self.processor.tokenizer, template, limits, dict(self._info.allowed_mm_limits))
         self.placeholders: dict[str, int] = {
             modality: self._tokenizer.convert_tokens_to_ids(getattr(self.processor, f"{modality}_token"))
             for modality in MEDIA_MODALITIES
         }
         vision = config.model_config.hf_config.thinker_config.vision_config
         self._positions_per_second: int = getattr(vision, "tokens_per_second", 25)
-        seconds = min(limits.audio_seconds, float(self.processor.feature_extractor.chunk_length))
-        self.limits = dataclasses.replace(limits, audio_seconds=seconds)
-        self.max_media: dict[str, int] = dict(self._info.allowed_mm_limits)
         self._encoder = MsgpackEncoder()
         self._one_at_a_time = threading.Lock()
-        self.by_priority = config.scheduler_config.policy == "priority"
 
     def shutdown(self) -> None:
         """End the renderer's threads."""
         self.renderer.shutdown()
 
-    # -- checks
-
-    def check(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
-        """Check a prompt with its media before anything is decoded; return its tensors, as `process` takes them.
-
-        Raises:
-            OmniError: something is wrong with it.
-        """
-        if len(inputs.media) != len(prompt.media):
-            raise InvalidPayload(f"The prompt names {len(prompt.media)} media, but has {len(inputs.media)} tensors.")
-        budget = Budget(self.limits)
-        for index, (media, tensor) in enumerate(zip(prompt.media, inputs.media, strict=True)):
-            check_media(media, tensor, self.limits, budget, index)
-        check_counts((media.modality for media in prompt.media), self.max_media)
-        self._check_prompt(prompt)
-        return [*inputs.media, *self._embeds(prompt, inputs)]
-
-    def _check_prompt(self, prompt: Prompt) -> None:
-        if prompt.token_ids:
-            token_ids = unpack_token_ids(prompt.token_ids)
-            if wrong := [token for token in token_ids if not 0 <= token < self._vocabulary]:
-                raise InvalidPayload(f"Token id {wrong[0]} is outside the vocabulary 0..{self._vocabulary - 1}.")
-        if prompt.length:
-            self._check_length(prompt.length)
-            return
-        parts = [part for message in prompt.messages for part in message.content]
-        if not any(part.media is not None or (part.text and part.text.strip()) for part in parts):
-            raise InvalidRequest("The prompt is empty.", hint="Send some text, audio, image or video.")
-        named = {part.media for part in parts}
-        if unused := [index for index in range(len(prompt.media)) if index not in named]:
-            raise InvalidRequest(f"No message refers to media {unused}.")
-
-    def _embeds(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
-        """The embeddings of a prompt, if it came as such. The thinker checks their values."""
-        if prompt.embeds is None:
-            return []
-        if PROMPT_EMBEDS not in inputs.tensors or not self.embeds_width:
-            raise InvalidRequest(f"{PROMPT_EMBEDS}: this stage takes none.", hint="Set engine.enable_prompt_embeds.")
-        embeds = inputs.tensors[PROMPT_EMBEDS]
-        check_rows(embeds, self.embeds_width, PROMPT_EMBEDS, minimum=1)
-        return [embeds]
-
-    def _check_length(self, n_tokens: int) -> None:
-        if n_tokens > self.max_tokens:
-            raise PromptTooLong(f"The prompt has {n_tokens} tokens; at most {self.max_tokens} fit.")
+    # -- media
 
     def _check_placeholders(self, token_ids: Sequence[int], media: Sequence[DecodedMedia]) -> None:
         """Raise `InvalidRequest` unless there is one placeholder per medium.
@@ -170,8 +113,6 @@ class PromptProcessor:
                     hint=f"Remove {token} from texts, or send one medium for each.",
                 )
 
-    # -- processing
-
     def process(
         self, request_id: str, prompt: Prompt, tensors: Sequence[HostTensor], decoder: Decoder | None = None
     ) -> tuple[list[int], dict[str, HostTensor]]:
@@ -179,15 +120,9 @@ class PromptProcessor:
 
         Args:
             decoder: for prompts with media.
-
-        Raises:
-            OmniError: the request is at fault.
-            ValueError, VLLMClientError, jinja2.TemplateError: likewise, as vLLM and transformers report it.
         """
-        if prompt.embeds is not None:  # nothing to process: there are neither texts nor media
-            return unpack_token_ids(prompt.token_ids), {PROMPT_EMBEDS: tensors[0]}
         if not prompt.media or decoder is None:
-            return self._tokenize(prompt, []), {}
+            return super().process(request_id, prompt, tensors)
         decoded = self._decode(prompt.media, tensors, decoder)
         with self._one_at_a_time:
             return self._with_media(request_id, prompt, decoded)
@@ -210,13 +145,9 @@ class PromptProcessor:
                 raise InvalidRequest(f"{name} is shorter than {MIN_AUDIO_SAMPLES} samples at 16 kHz.")
         return decoded
 
-    def _tokenize(self, prompt: Prompt, media: Sequence[DecodedMedia]) -> list[int]:
+    def _tokenize(self, prompt: Prompt, media: Sequence[DecodedMedia] = ()) -> list[int]:
         """The token ids of a prompt, with one placeholder for each of its media."""
-        if prompt.token_ids:
-            token_ids = unpack_token_ids(prompt.token_ids)
-        else:
-            token_ids = self._tokenizer(self._template.render(prompt))["input_ids"]
-        self._check_length(len(token_ids))
+        token_ids = super()._tokenize(prompt)
         self._check_placeholders(token_ids, media)
         return token_ids
 

@@ -1,4 +1,4 @@
-"""The worked example of docs/extending.md: a model that omni_actors does not know, as a plugin."""
+"""Models that write text alone: the worked example of docs/extending.md, a plugin; and those that vLLM serves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from omni_actors.client import OmniClient
+from omni_actors.errors import InvalidRequest, UnknownModality
 from tests.support.paths import REPOSITORY
 from tests.support.pipelines import RunningPipeline
+from tests.support.servers import picture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -21,12 +24,9 @@ ENVIRONMENT = {
 }
 
 
-def test_a_plugins_model_answers_as_transformers_does(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    from omni_actors.client import OmniClient
-
-    checkpoint = tmp_path / "tiny_llama"
+@pytest.fixture(scope="module")
+def tiny_llama(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = tmp_path_factory.mktemp("llama") / "tiny_llama"
     subprocess.run(
         [sys.executable, "-m", "custom_model.tiny", str(checkpoint), "--tokenizer", str(tiny_checkpoint)],
         check=True,
@@ -34,14 +34,19 @@ def test_a_plugins_model_answers_as_transformers_does(tiny_checkpoint: Path, tmp
         timeout=120,
         env={**os.environ, **ENVIRONMENT},
     )
+    return checkpoint
+
+
+def check_answers(pipeline: RunningPipeline, checkpoint: Path) -> None:
+    """Text, tokens and counts equal those of transformers."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = LlamaForCausalLM.from_pretrained(checkpoint)
-    with (
-        RunningPipeline(EXAMPLES / "custom_model" / "tiny.yaml", {"model": checkpoint}, environment=ENVIRONMENT) as own,
-        OmniClient(own.endpoint) as client,
-    ):
+    with OmniClient(pipeline.endpoint) as client:
         for prompt in ("The tide is full.", "And the rivers?"):
-            output = client.generate(prompt, params={"thinker": {"max_tokens": 16}}, timeout=60)
+            params = {"thinker": {"max_tokens": 16, "temperature": 0.0}}
+            output = client.generate(prompt, params=params, timeout=60)
             messages = [{"role": "user", "content": prompt}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             tokens = tokenizer(text, return_tensors="pt").input_ids
@@ -49,4 +54,22 @@ def test_a_plugins_model_answers_as_transformers_does(tiny_checkpoint: Path, tmp
             assert output.token_ids == wanted
             assert output.text == tokenizer.decode(wanted, skip_special_tokens=True)
             assert output.usage["thinker"].input_tokens == tokens.shape[1]
-        own.assert_idle()
+    pipeline.assert_idle()
+
+
+def test_a_plugins_model_answers_as_transformers_does(tiny_llama: Path) -> None:
+    configuration = EXAMPLES / "custom_model" / "tiny.yaml"
+    with RunningPipeline(configuration, {"model": tiny_llama}, environment=ENVIRONMENT) as pipeline:
+        check_answers(pipeline, tiny_llama)
+
+
+def test_a_chat_model_of_vllm_needs_no_code(tiny_llama: Path) -> None:
+    engine = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 33554432}
+    overrides = {f"stages.thinker.engine.{name}": value for name, value in engine.items()}
+    with RunningPipeline("stage_configs/chat.yaml", {"model": tiny_llama, **overrides}) as pipeline:
+        check_answers(pipeline, tiny_llama)
+        with OmniClient(pipeline.endpoint) as client:
+            with pytest.raises(UnknownModality):
+                client.generate("Speak.", modalities=["text", "audio"], timeout=60)
+            with pytest.raises(InvalidRequest, match="at most 0"):
+                client.generate("What is this?", images=[picture()], timeout=60)

@@ -391,9 +391,13 @@ BAD = {
         "300 x 301.*90000",
     ),
     "image too small": (chat(0, media=(item("image", PICTURE[:3]),)), InvalidRequest, "130 x 3"),
-    "image file broken": (chat(0, media=(file("image", b"no picture"),)), MalformedMedia, "PNG, JPEG or WEBP"),
+    "image file broken": (chat(0, media=(file("image", b"no picture"),)), MalformedMedia, "PNG, JPEG, WEBP or GIF"),
     "image file cut": (chat(0, media=(file("image", png(PICTURE)[:2000]),)), MalformedMedia, "cannot be read"),
-    "image file format": (chat(0, media=(file("image", png(PICTURE, "BMP")),)), MalformedMedia, "PNG, JPEG or WEBP"),
+    "image file format": (
+        chat(0, media=(file("image", png(PICTURE, "BMP")),)),
+        MalformedMedia,
+        "PNG, JPEG, WEBP or GIF",
+    ),
     "image file too large": (
         chat(0, media=(file("image", png(np.zeros((2000, 2000, 3), np.uint8))),)),
         InvalidRequest,

@@ -37,6 +37,7 @@ class ModelSpec:
         params: sampling defaults of the published model.
         adapter: class path of the `AutoregressiveAdapter` (AR stages) that maps stage inputs to vLLM requests.
         runner: class path of the `DiffusionModelRunner` (diffusion stages).
+        takes_media: whether prompts may have audio, images and video (the thinker of an omni model).
     """
 
     kind: ModelKind
@@ -47,6 +48,7 @@ class ModelSpec:
     params: StageParams = field(default_factory=StageParams)
     adapter: str = ""
     runner: str = ""
+    takes_media: bool = True
 
 
 _QWEN2_5_OMNI = (
@@ -62,6 +64,18 @@ MODULES: dict[tuple[str, str], str] = {
         ("code2wav", "qwen2_5_omni.code2wav"),
     )
 }
+
+
+CHAT_STAGE = "thinker"
+CHAT_MODULE = "omni_actors.engine.models.chat"
+
+
+def is_chat_model(architecture: str) -> bool:
+    """Whether vLLM serves an architecture that no module here is made for: as the thinker, text in and text out."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ours = any(name == architecture for name, _ in MODULES)
+    return not ours and architecture in ModelRegistry.get_supported_archs()
 
 
 def load_plugins(names: Iterable[str]) -> None:
@@ -106,12 +120,15 @@ def find_model_spec(architecture: str, model_stage: str) -> ModelSpec:
         ConfigError: the registry has no such architecture or stage; the message lists what it has.
     """
     module = MODULES.get((architecture, model_stage))
+    if module is None and model_stage == CHAT_STAGE and is_chat_model(architecture):
+        module = CHAT_MODULE
     if module is None:
         stages = sorted(stage for name, stage in MODULES if name == architecture)
         known = f"its stages are {stages}" if stages else f"known are {sorted({name for name, _ in MODULES})}"
         raise ConfigError(
             f"No model serves the stage {model_stage!r} of {architecture!r}; {known}.",
-            hint="Add your own models with `plugins` in the YAML (docs/extending.md).",
+            hint="A text model that vLLM serves needs a stage 'thinker'; add other models with `plugins` in the YAML "
+            "(docs/extending.md).",
         )
     try:
         spec = importlib.import_module(module).SPEC
