@@ -41,12 +41,20 @@ def engine(
     assert set(engine.counts().values()) == {0}, engine.counts()
 
 
+def go_on(speech: Speech) -> None:
+    """Step until there is nothing to do at this moment."""
+    for _ in range(500):
+        if not speech.engine.runnable():
+            return
+        speech.step()
+    pytest.fail("the engine does not become idle")
+
+
 def begin(engine: DiffusionEngine, name: str) -> Speech:
     """An answer whose first piece has been made."""
     speech = Speech(engine)
     speech.start(name, SPEC, first=2 * BLOCK)
-    while engine.runnable():
-        speech.step()
+    go_on(speech)
     return speech
 
 
@@ -55,8 +63,7 @@ def answer_late(engine: DiffusionEngine, clock: Clock, name: str) -> Speech:
     speech = begin(engine, name)
     clock.now += LATE
     speech.feed_all(name)
-    while engine.runnable():
-        speech.step()
+    go_on(speech)
     return speech
 
 
@@ -85,8 +92,7 @@ def test_kept_sound_goes_with_the_end_of_its_answer_or_with_the_answer(engine: D
         answer_late(engine, clock, f"before{number}")
     speech = begin(engine, "whole")
     speech.feed_all("whole")
-    while engine.runnable():
-        speech.step()
+    go_on(speech)
     assert "whole" in speech.finished
     assert len(speech.wave("whole")) == SPEC[0] * 480
     gone = begin(engine, "gone")
@@ -110,7 +116,6 @@ def test_kept_sound_leaves_before_the_error_of_a_later_chunk(
 
     monkeypatch.setattr(engine.core.worker.model_runner, "integrate", integrate)
     speech.feed_all("failing")
-    while engine.runnable():
-        speech.step()
+    go_on(speech)
     assert len(speech.heard["failing"]) == 1
     assert "out of luck" in speech.errors["failing"].error.message

@@ -264,6 +264,22 @@ def test_who_has_sound_in_hand_lets_others_go_first_even_in_the_middle_of_a_chun
         assert difference(speech.wave(name), alone.wave(name)) <= 1e-5, "being left out of steps changes no sound"
 
 
+def test_who_falls_silent_soon_goes_before_new_answers_and_who_has_more_in_hand_after_them(
+    one_at_a_time: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if chunks are ranked by their number."""
+    seen, speech = watched(one_at_a_time, monkeypatch), Speech(one_at_a_time)
+    monkeypatch.setattr(one_at_a_time.core.scheduler, "clock", lambda: 1000.0)  # nothing that has been sent is heard
+    speech.start("a", (80, "Ethan", 0.5, 0), first=80)
+    speech.feed("a", 1)
+    while seen.done.get("a/0", 0) < 2:
+        speech.step()
+    speech.start("new", (BLOCK, "Ethan", 0.5, 1), first=BLOCK)
+    speech.feed("new", 1)
+    speech.run()
+    assert seen.order() == ["a/0", "a/1", "new/0", "a/2", "a/3"]
+
+
 def test_urgent_requests_go_first(one_at_a_time: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, speech, seen = one_at_a_time, Speech(one_at_a_time), watched(one_at_a_time, monkeypatch)
     speech.start("now", (BLOCK, "Ethan", 0.5, 0), first=BLOCK)
