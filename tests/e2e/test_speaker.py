@@ -13,7 +13,7 @@ import soundfile
 from tests.support.paths import REPOSITORY
 from tests.support.reference import Reference, ReferenceResult
 from tools.speaker.codec import edit_distance, phones_of
-from tools.speaker.judge import Judge
+from tools.speaker.judge import Judge, held_out_speech
 
 pytestmark = pytest.mark.e2e
 
@@ -79,3 +79,22 @@ def test_the_talker_says_the_phones_of_the_sentence_and_ends_by_itself(wanted: R
 
 def test_the_sound_is_that_of_its_phones(answer: Answer, wanted: ReferenceResult) -> None:
     assert Judge.load().wrong_frames(answer.wave, wanted.codec_tokens) < WRONG_FRAMES
+
+
+def test_two_sentences_sound_right_in_chunks_and_do_not_click(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher's codes in both voices, decoded by the defaults; measured as benchmarks/quality.py does it."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import quality
+
+    lines = [quality.Line(*speech) for speech in held_out_speech()[:2]]
+    assert [line.voice for line in lines] == ["Chelsie", "Ethan"]
+    ways = {way.name: way for way in quality.WAYS}
+    sounds = {name: quality.decode(ways[name], lines, str(CHECKPOINT)) for name in ("whole", "defaults")}
+    wholes = [numpy.concatenate(parts) for parts in sounds["whole"]]
+    row = quality.measure(lines, sounds["defaults"], wholes, None)
+    assert all(len(parts) > 2 for parts in sounds["defaults"]), "in chunks"
+    assert row["frames"] < WRONG_FRAMES
+    assert row["edge"] < 1.0, "no click"
+    assert row["mel"] < 0.25
+    broken = [[parts[0], *(part[::-1] for part in parts[1:])] for parts in sounds["defaults"]]
+    assert quality.measure(lines, broken, wholes, None)["frames"] > 0.8

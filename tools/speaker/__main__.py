@@ -85,10 +85,12 @@ def add_judge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run_judge(options: argparse.Namespace) -> None:
     """Fits the judge and writes it beside the code."""
     from tools.speaker.corpus import Corpus
-    from tools.speaker.judge import DATA, Judge
+    from tools.speaker.evaluate import held_out_sentences
+    from tools.speaker.judge import DATA, HELD_OUT, Judge, write_held_out
 
     Judge.fit_to_teacher(Corpus.load(options.work).sentences[: options.sentences]).save()
-    print(f"speaker: wrote {DATA}")
+    write_held_out(held_out_sentences(12))
+    print(f"speaker: wrote {DATA} and {HELD_OUT}")
 
 
 def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -8,6 +8,7 @@ better.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,26 @@ from tools.speaker.sound import FRAMES_PER_CODE, Wave, log_mel, teacher_wave
 from tools.speaker.teacher import speak
 
 DATA = Path(__file__).parent / "data" / "judge.npz"
+HELD_OUT = DATA.with_name("held_out_codes.json")
 AROUND = (-6, -3, 0, 3, 6)  # frames of 10 ms that are looked at for each
 SILENCE = 0
 RIDGE = 0.02
 
 Frames = npt.NDArray[np.float64]
+
+
+def write_held_out(sentences: Sequence[str]) -> None:
+    """Writes what `held_out_speech` returns: the teacher's codes of each sentence, the voices in turn."""
+    spoken = []
+    for number, sentence in enumerate(sentences):
+        voice = list(VOICES.values())[number % len(VOICES)]
+        spoken.append([sentence, voice.name, encode(speak([sentence], voice, wave=False)[0], voice)[0].tolist()])
+    HELD_OUT.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in spoken) + "\n]\n", encoding="utf-8")
+
+
+def held_out_speech() -> list[tuple[str, str, list[int]]]:
+    """Returns (sentence, voice, codes) of held-out sentences; the teacher is not needed."""
+    return [(text, voice, codes) for text, voice, codes in json.loads(HELD_OUT.read_text(encoding="utf-8"))]
 
 
 def frame_phones(codes: Iterable[int]) -> npt.NDArray[np.int64]:
