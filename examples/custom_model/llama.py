@@ -38,7 +38,8 @@ class LlamaOutputs(RequestOutputs):
             return []
         text, token_ids = self._decoder.decode(output)
         self.stopped = self._decoder.stopped  # by a stop string, which vLLM's core does not know
-        return [TextEvent(self._request_id, text, token_ids)]
+        logprobs = self._decoder.logprobs(output, len(token_ids))
+        return [TextEvent(self._request_id, text, token_ids, logprobs=logprobs)]
 
 
 # --8<-- [end:outputs]

@@ -322,7 +322,7 @@ class AsyncOmniClient:
             return
         self._next_seq[header.request_id] = expected + 1
         if isinstance(body, TextDelta):
-            stream.deliver(Text(body.text, unpack_token_ids(body.token_ids), body.tool_calls))
+            stream.deliver(Text(body.text, unpack_token_ids(body.token_ids), body.tool_calls, body.logprobs))
         elif isinstance(body, AudioChunk):
             samples = numpy.frombuffer(envelope.tensor(body.samples).data, "<f4").astype(numpy.float32)
             stream.deliver(Audio(samples, body.sample_rate))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from omni_actors.errors import OmniError
 from omni_actors.protocol.fields import Scalar
+from omni_actors.protocol.logprobs import PositionLogprobs
 from omni_actors.protocol.results import StageUsage
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.protocol.tools import ToolCall
@@ -52,6 +53,7 @@ class OmniRequestOutput:
         usage: stage name -> counts and times.
         tensors: tensors that a single stage streamed, by name, joined along the first dimension.
         tool_calls: calls of tools, with the JSON of their arguments.
+        logprobs: of each token of the text, if `logprobs` is among the parameters of its stage.
         error: why the request failed, in calls that answer many prompts at once; other calls raise it.
     """
 
@@ -64,4 +66,5 @@ class OmniRequestOutput:
     usage: dict[str, StageUsage] = field(default_factory=dict)
     tensors: dict[str, HostTensor] = field(default_factory=dict)
     tool_calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
     error: OmniError | None = None

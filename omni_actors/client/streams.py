@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Done
+from omni_actors.protocol.logprobs import PositionLogprobs
 from omni_actors.protocol.results import StageUsage
 from omni_actors.protocol.tools import CollectedCalls, ToolCallPiece
 
@@ -19,12 +20,14 @@ from omni_actors.protocol.tools import CollectedCalls, ToolCallPiece
 class Text(msgspec.Struct, frozen=True):
     """The next piece of text with the thinker's `token_ids`. The text is empty if they end inside a character.
 
-    `tool_calls` are the next pieces of calls of tools, which are not part of the text.
+    `tool_calls` are the next pieces of calls of tools, which are not part of the text. `logprobs` has an entry for each
+    token if the request asks for them.
     """
 
     text: str
     token_ids: list[int]
     tool_calls: tuple[ToolCallPiece, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 class Audio(msgspec.Struct, frozen=True):
@@ -86,6 +89,7 @@ class RequestStream:
                 texts.append(item.text)
                 calls.add(item.tool_calls)
                 output.token_ids.extend(item.token_ids)
+                output.logprobs.extend(item.logprobs)
             else:
                 pieces.append(item.samples)
                 output.sample_rate = item.sample_rate

@@ -104,6 +104,7 @@ def make_sampling_params(
             logit_bias=params.logit_bias or None,
             allowed_token_ids=list(params.allowed_token_ids) if params.allowed_token_ids else None,
             bad_words=list(params.bad_words or ()),
+            logprobs=params.logprobs,
             structured_outputs=_structured_outputs(params.structured_outputs),
             skip_reading_prefix_cache=not read_prefix_cache,
             extra_args={"omni": payload} if payload is not None else None,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import cast
 
+from vllm.logprobs import Logprob
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, IncrementalDetokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from omni_actors.errors import EngineError
+from omni_actors.protocol.logprobs import PositionLogprobs, TokenLogprob
 
 
 class TextDecoder:
@@ -29,6 +33,7 @@ class TextDecoder:
         if not isinstance(made, BaseIncrementalDetokenizer):
             raise EngineError("vLLM made no detokenizer for this model.")
         self._detokenizer = made
+        self._logprobs = LogprobsProcessor.from_new_request(tokenizer, request)
         self._holds = bool(made.stop) and not made.include_stop_str_in_output
         self.stopped = False
         self.released = 0
@@ -53,6 +58,15 @@ class TextDecoder:
         self._release(finished)
         return text, tokens
 
+    def logprobs(self, output: EngineCoreOutput, count: int) -> tuple[PositionLogprobs, ...]:
+        """The log probabilities of the first `count` new tokens; none if the request asks for none."""
+        wanted = self._logprobs.num_logprobs
+        if wanted is None or not output.new_token_ids:
+            return ()
+        self._logprobs.update_from_output(output)
+        positions = cast("list[dict[int, Logprob]]", self._logprobs.logprobs)[-len(output.new_token_ids) :]
+        return tuple(_position(position, wanted) for position in positions[:count])
+
     def _release(self, finished: bool) -> None:
         if self.stopped:
             count = sum(start < self._given for start, _ in self._held)
@@ -65,3 +79,11 @@ class TextDecoder:
         self.released += count
         for _ in range(count):
             self._held.popleft()
+
+
+def _position(position: dict[int, Logprob], wanted: int) -> PositionLogprobs:
+    """One position from vLLM's, which has the token taken first, and ranks."""
+    entries = [TokenLogprob(token, entry.decoded_token or "", entry.logprob) for token, entry in position.items()]
+    ranks = [entry.rank or 0 for entry in position.values()]
+    ranked = sorted(zip(ranks, entries, strict=True), key=lambda pair: pair[0])
+    return PositionLogprobs(entries[0], tuple(entry for rank, entry in ranked if rank <= wanted))

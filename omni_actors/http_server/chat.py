@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -18,9 +18,11 @@ from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, e
 from omni_actors.http_server.audio_formats import encoded, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
+from omni_actors.http_server.logprobs import chat_logprobs
 from omni_actors.http_server.schemas import ChatRequest, voice_name
 from omni_actors.http_server.state import ServerState, State
 from omni_actors.protocol.client import Description
+from omni_actors.protocol.logprobs import PositionLogprobs
 from omni_actors.protocol.tools import CollectedCalls, ToolCall, ToolCallPiece
 
 router = APIRouter()
@@ -90,11 +92,13 @@ class ChatReply:
         texts: list[str] = []
         pieces: list[Any] = []
         calls = CollectedCalls()
+        logprobs: list[PositionLogprobs] = []
         rate = self._description.sample_rate or 24_000
         async for item in answer:
             if isinstance(item, Text):
                 texts.append(item.text)
                 calls.add(item.tool_calls)
+                logprobs.extend(item.logprobs)
             else:
                 pieces.append(item.samples)
                 rate = item.sample_rate
@@ -113,7 +117,7 @@ class ChatReply:
                 "transcript": text,
             }
         finish = self._finish_reason(answer, bool(calls))
-        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": chat_logprobs(logprobs)}
         usage = usage_of(answer.usage, self._description)
         return msgspec.json.encode({**self._head, "object": "chat.completion", "choices": [choice], "usage": usage})
 
@@ -122,8 +126,9 @@ class ChatReply:
         usage = {"usage": None} if include_usage else {}
         head = {**self._head, "object": "chat.completion.chunk", **usage}
 
-        def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
-            return event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]})
+        def chunk(delta: dict[str, Any], finish: str | None = None, logprobs: Sequence[PositionLogprobs] = ()) -> bytes:
+            about = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": chat_logprobs(logprobs)}
+            return event({**head, "choices": [about]})
 
         texts: list[str] = []
         called = False
@@ -138,10 +143,9 @@ class ChatReply:
                     yield chunk({"audio": {"id": self._audio_id, "data": pcm16(item.samples)}})
                     continue
                 texts.append(item.text)
-                if item.text and self._spoken:  # it is empty where the tokens so far end inside a character
-                    yield chunk({"audio": {"id": self._audio_id, "transcript": item.text}})
-                elif item.text:
-                    yield chunk({"content": item.text})
+                if item.text or item.logprobs:  # there is no text where the tokens so far end inside a character
+                    transcript = {"audio": {"id": self._audio_id, "transcript": item.text}}
+                    yield chunk(transcript if self._spoken else {"content": item.text}, logprobs=item.logprobs)
                 if item.tool_calls:
                     called = True
                     yield chunk({"tool_calls": [_call_delta(piece) for piece in item.tool_calls]})

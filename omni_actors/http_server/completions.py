@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -17,8 +17,10 @@ from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, e
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.json_bounds import MAX_TOKEN_VALUES
+from omni_actors.http_server.logprobs import CompletionLogprobs
 from omni_actors.http_server.schemas import CompletionRequest
 from omni_actors.http_server.state import State
+from omni_actors.protocol.logprobs import PositionLogprobs
 
 router = APIRouter()
 BODY = JsonBody(CompletionRequest, MAX_TOKEN_VALUES)
@@ -59,14 +61,17 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
         "model": model,
     }
 
-    def choice(text: str, finish: str | None) -> dict[str, Any]:
-        return {**head, "choices": [{"index": 0, "text": text, "finish_reason": finish, "logprobs": None}]}
+    logprobs = CompletionLogprobs()
+
+    def choice(text: str, finish: str | None, positions: Sequence[PositionLogprobs] = ()) -> dict[str, Any]:
+        about = {"index": 0, "text": text, "finish_reason": finish, "logprobs": logprobs.piece(positions)}
+        return {**head, "choices": [about]}
 
     async def events() -> AsyncIterator[bytes]:
         try:
             async for item in answer:
                 if isinstance(item, Text):
-                    yield event(choice(item.text, None))
+                    yield event(choice(item.text, None, item.logprobs))
         except HttpError as error:
             yield event(error.body())
             return
@@ -78,8 +83,10 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
     if body.stream:
         return AnswerResponse(answer, events(), "text/event-stream", state.settings.write_timeout)
     async with answer:
-        text = "".join([item.text async for item in answer if isinstance(item, Text)])
-        whole = choice(text, finish_reason(answer.usage, description))
+        items = [item async for item in answer if isinstance(item, Text)]
+        text = "".join(item.text for item in items)
+        positions = [position for item in items for position in item.logprobs]
+        whole = choice(text, finish_reason(answer.usage, description), positions)
         return Response(
             msgspec.json.encode({**whole, "usage": usage_of(answer.usage, description)}), media_type="application/json"
         )

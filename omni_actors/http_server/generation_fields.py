@@ -46,11 +46,16 @@ class GenerationFields(VllmFields, frozen=True, kw_only=True):
     def stage_fields(self) -> dict[str, Any]:
         """The fields that are set, under the names of `StageParams`; not `seed`, which goes to all stages."""
         given = {name: getattr(self, name, None) for name in AUTOREGRESSIVE_PARAMS - {"seed"}}
+        given["logprobs"] = self.likeliest()
         given["structured_outputs"] = output_form(self.response_format, self.structured_outputs)
         fields = {name: value for name, value in given.items() if value is not None}
         if isinstance(self.stop, str):
             fields["stop"] = (self.stop,)
         return fields
+
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to report at each position; `None` for no log probabilities."""
+        return None
 
     def error_fields(self) -> dict[str, str]:
         """The request's fields at fault, by their names in the pipeline, where these differ."""

@@ -33,19 +33,20 @@ from omni_actors.http_server.schema_fields import (
     Submission,
     Switch,
     Text,
-    Zero,
     free_form,
     is_null,
     refuse_effects,
 )
 from omni_actors.http_server.vllm_fields import TemplateArguments
 from omni_actors.protocol.fields import PositiveInt, TokenId
+from omni_actors.protocol.logprobs import MAX_LOGPROBS
 from omni_actors.protocol.tools import MAX_TOOLS
 
 MAX_SPEECH_TEXT = 4096
 MAX_MESSAGES = 1024
 
 AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"]
+Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 SpeechFormat = Literal["mp3", "opus", "flac", "wav", "pcm", "aac"]
 ONE = Meta(min_length=1, max_length=1)
 Schema = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT})]
@@ -185,8 +186,8 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     audio: AudioParameters | None = None
     max_completion_tokens: PositiveInt | None = None
 
-    logprobs: Off = ABSENT
-    top_logprobs: Zero = ABSENT
+    logprobs: bool | None = None
+    top_logprobs: Likeliest | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -216,6 +217,12 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
         """The tools of the request and how they may be called, as the client library takes them."""
         return tool_options(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
+    def likeliest(self) -> int | None:
+        """OpenAI's `logprobs` switches them on, and `top_logprobs` is the number."""
+        if self.top_logprobs and not self.logprobs:
+            raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def stage_fields(self) -> dict[str, Any]:
         """Parameters for the stages; `max_completion_tokens` wins over the older `max_tokens`."""
         fields = super().stage_fields()
@@ -229,11 +236,15 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
 
     prompt: Prompt
     best_of: One = ABSENT
-    logprobs: Null = ABSENT
+    logprobs: Likeliest | None = None
     echo: Off = ABSENT
     suffix: EmptyText = ABSENT
     add_special_tokens: On = ABSENT
     prompt_embeds: Null = ABSENT
+
+    def likeliest(self) -> int | None:
+        """OpenAI's `logprobs` is a number here."""
+        return self.logprobs
 
     def text_or_tokens(self) -> str | list[int]:
         """Decode `prompt`. Raises `HttpError` unless it has one of the forms."""

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.fields import TOKEN_BYTES, Name, PositiveInt, Scalar, Seed, TokenId, check_token_ids
+from omni_actors.protocol.logprobs import MAX_LOGPROBS
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.protocol.tools import MAX_CALLS, CallId, ToolCall, Tools
 
@@ -175,6 +176,8 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         skip_special_tokens: leave special tokens out of the text; true by default.
         spaces_between_special_tokens: separate special tokens that stay in the text; true by default.
         structured_outputs: form that the text must have, such as a JSON schema; only for stages with text.
+        logprobs: how many of the likeliest tokens to report at each position, with the logarithms of their
+            probabilities and that of the token taken; only for stages with text.
         stop_token_ids: tokens that end generation, in addition to the model's own; not part of the text.
         ignore_eos: continue past the model's own end tokens.
         seed: makes sampling repeatable; default: the request's seed.
@@ -200,6 +203,7 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
     seed: Seed | None = None
@@ -224,6 +228,7 @@ AUTOREGRESSIVE_PARAMS = frozenset(StageParams.__struct_fields__) - _DIFFUSION_ON
 TEXT_PARAMS = frozenset(
     {
         "bad_words",
+        "logprobs",
         "stop",
         "include_stop_str_in_output",
         "skip_special_tokens",

@@ -9,8 +9,9 @@ from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.common import Credit, Failed
-from omni_actors.protocol.fields import Attempt, Count, Moment
+from omni_actors.protocol.fields import TOKEN_BYTES, Attempt, Count, Moment
 from omni_actors.protocol.header import Body, ReplicaId
+from omni_actors.protocol.logprobs import PositionLogprobs
 from omni_actors.protocol.telemetry import StageTimeline
 from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.protocol.tools import MAX_CALLS, ToolCallPiece
@@ -19,13 +20,22 @@ from omni_actors.protocol.tools import MAX_CALLS, ToolCallPiece
 class TextDelta(Body, tag="text", frozen=True):
     """Stage -> coordinator -> client: more text. `text` is empty within a character; `token_ids` are int32 bytes.
 
-    `tool_calls` are the pieces of calls that the tokens make, besides the text.
+    `tool_calls` are the pieces of calls that the tokens make, besides the text. `logprobs` has an entry for each token,
+    or none at all.
     """
 
     text: str
     token_ids: bytes = b""
     sent: Moment = 0.0
     tool_calls: Annotated[tuple[ToolCallPiece, ...], Meta(max_length=MAX_CALLS)] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.logprobs and len(self.logprobs) * TOKEN_BYTES != len(self.token_ids):
+            raise InvalidPayload(
+                f"A text delta has {len(self.token_ids)} bytes of token ids, but log probabilities of "
+                f"{len(self.logprobs)} tokens."
+            )
 
 
 class AudioChunk(Body, tag="audio", frozen=True):

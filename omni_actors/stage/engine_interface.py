@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from omni_actors.config import StageConfig
 from omni_actors.errors import OmniError
 from omni_actors.protocol.fields import Scalar
+from omni_actors.protocol.logprobs import PositionLogprobs
 from omni_actors.protocol.payloads import InformationValue, Prompt, StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
@@ -65,12 +66,16 @@ class StageInputs:
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """More text of a request whose stage has `text` among its outputs, and pieces of the tool calls in it."""
+    """More text of a request whose stage has `text` among its outputs, and pieces of the tool calls in it.
+
+    `logprobs` has an entry for each token if the request asks for them.
+    """
 
     request_id: str
     text: str
     token_ids: Sequence[int]
     tool_calls: tuple[ToolCallPiece, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,10 @@ def result_of(event: TextEvent | AudioEvent, sent: float) -> tuple[Body, Sequenc
     """Make the message to the coordinator, and its buffers. `sent`: Unix time in seconds."""
     if isinstance(event, TextEvent):
         token_ids = pack_token_ids(event.token_ids)
-        return TextDelta(text=event.text, token_ids=token_ids, sent=sent, tool_calls=event.tool_calls), ()
+        delta = TextDelta(
+            text=event.text, token_ids=token_ids, sent=sent, tool_calls=event.tool_calls, logprobs=event.logprobs
+        )
+        return delta, ()
     buffers = BufferList()
     chunk = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate, sent=sent)
     return chunk, buffers.buffers

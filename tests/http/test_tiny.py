@@ -21,6 +21,7 @@ import pydantic
 import pytest
 import soundfile
 from openai import AsyncOpenAI
+from openai.types.completion_choice import Logprobs
 
 from omni_actors.client import OmniClient
 from tests.support.paths import REPOSITORY
@@ -104,6 +105,44 @@ def test_speech_ends_where_a_stop_string_ends_the_text(tiny: HttpPipeline) -> No
             assert plain.startswith(streamed)
     assert streamed == whole.choices[0].message.audio.transcript
     assert pcm == base64.b64decode(spoken)
+
+
+def test_log_probabilities_whole_and_streamed(tiny: HttpPipeline) -> None:
+    """Each token of the answer has its own, in a spoken answer, too; those of a stream are those of the whole."""
+    options: dict = {"model": MODEL, "messages": QUESTION, "max_tokens": 6, "seed": 3, "logprobs": True}
+    client = tiny.openai()
+    answer = client.chat.completions.create(**options, top_logprobs=2).choices[0]
+    tokens = answer.logprobs.content
+    assert "".join(entry.token for entry in tokens) == answer.message.content
+    assert [len(entry.top_logprobs) for entry in tokens] == [2] * 6
+    assert all(entry.logprob <= entry.top_logprobs[0].logprob <= 0 for entry in tokens)
+    assert all(bytes(entry.bytes).decode() == entry.token for entry in tokens)
+    streamed = []
+    for chunk in client.chat.completions.create(**options, top_logprobs=2, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content
+    assert streamed == tokens
+    spoken = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
+    assert len(client.chat.completions.create(**options, **spoken).choices[0].logprobs.content) == 6
+
+    text = {"model": MODEL, "prompt": "tide", "max_tokens": 6, "seed": 3, "logprobs": 2}
+    choice = client.completions.create(**text).choices[0]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert all(choice.text[place:].startswith(token) for place, token in pairs(choice.logprobs))
+    assert all(token in top for top, token in zip(choice.logprobs.top_logprobs, choice.logprobs.tokens, strict=True))
+    offsets = []
+    for chunk in client.completions.create(**text, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            offsets += chunk.choices[0].logprobs.text_offset
+    assert offsets == choice.logprobs.text_offset
+    with OmniClient(tiny.endpoint) as own:
+        params = {"thinker": {"max_tokens": 6, "logprobs": 2}}
+        result = own.generate(QUESTION, seed=3, modalities=["text"], params=params, timeout=120)
+    assert [position.token.text for position in result.logprobs] == [entry.token for entry in tokens]
+
+
+def pairs(logprobs: Logprobs) -> Iterator[tuple[int, str]]:
+    return zip(logprobs.text_offset, logprobs.tokens, strict=True)
 
 
 class Tide(pydantic.BaseModel):

@@ -75,7 +75,15 @@ CALLED: dict[str, str] = {
     "vllm.v1.engine:EngineCoreRequest": "request_id prompt_token_ids mm_features sampling_params pooling_params "
     "arrival_time lora_request cache_salt data_parallel_rank prompt_embeds prompt_is_token_ids priority",
     "vllm.sampling_params:SamplingParams": "max_tokens min_tokens temperature top_p top_k min_p repetition_penalty "
-    "seed stop_token_ids ignore_eos skip_reading_prefix_cache extra_args",
+    "seed stop_token_ids ignore_eos skip_reading_prefix_cache extra_args frequency_penalty presence_penalty logit_bias "
+    "allowed_token_ids bad_words stop include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
+    "structured_outputs logprobs",
+    "vllm.sampling_params:SamplingParams.update_from_tokenizer": "tokenizer",
+    "vllm.sampling_params:SamplingParams.verify": "model_config speculative_config structured_outputs_config tokenizer",
+    "vllm.sampling_params:StructuredOutputsParams": "json json_object regex choice grammar structural_tag "
+    "disable_any_whitespace disable_additional_properties whitespace_pattern",
+    "vllm.v1.engine.logprobs:LogprobsProcessor.from_new_request": "tokenizer request",
+    "vllm.v1.engine.logprobs:LogprobsProcessor.update_from_output": "output",
     "vllm.engine.arg_utils:EngineArgs": "model worker_cls scheduler_cls distributed_executor_backend hf_overrides "
     "additional_config async_scheduling generation_config mm_processor_cache_gb kernel_config enable_prompt_embeds "
     "skip_tokenizer_init enable_prefix_caching kv_cache_memory_bytes skip_mm_profiling tensor_parallel_size "
@@ -86,6 +94,9 @@ CALLED: dict[str, str] = {
 READ: dict[str, str] = {
     "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids finish_reason pooling_output events "
     "num_nans_in_logits",
+    "vllm.logprobs:Logprob": "logprob rank decoded_token",
+    "vllm.v1.engine.logprobs:LogprobsProcessor": "logprobs num_logprobs",
+    "vllm.v1.structured_output.request:StructuredOutputRequest": "_grammar",
     "vllm.v1.engine:EngineCoreOutputs": "outputs scheduler_stats",
     "vllm.v1.engine:EngineCoreEvent": "type timestamp",
     "vllm.v1.engine:FinishReason": "STOP LENGTH ABORT ERROR REPETITION",
@@ -121,6 +132,14 @@ CONTAINS: dict[str, set[str] | list[str]] = {
         "self.num_computed_tokens",
         "self.num_prompt_tokens",
     },
+    "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.__init__": {
+        "self.stop = ",
+        "self.include_stop_str_in_output",
+        "self.output_text",
+    },
+    # Any thread may prepare a request, and the compilation of its grammar is a future.
+    f"{_CORE}.preprocess_add_request": {"structured_output_manager.grammar_init"},
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_init": {"self.executor.submit("},
     f"{_CORE}.__init__": {
         "self.batch_queue",
         "self.step_fn",
@@ -152,6 +171,7 @@ OURS = (
     "omni_actors.engine.cpu:OmniCPUWorker",
     "omni_actors.engine.cpu:OmniCPURunner",
     "omni_actors.engine.cpu:CPUSampler",
+    "omni_actors.engine.cpu:CPUStructuredOutputs",
     "omni_actors.engine.diffusion_worker:DiffusionWorker",
     "omni_actors.engine.diffusion_worker:DiffusionOutput",
     "omni_actors.engine.runner:EmittedRows",

@@ -141,6 +141,17 @@ def test_sampling_fields_become_those_of_the_text_stage() -> None:
     assert decode(chat(stop=None, frequency_penalty=None), ChatRequest).stage_fields() == {}
 
 
+def test_log_probabilities_are_asked_for_as_each_route_has_it() -> None:
+    assert "logprobs" not in decode(chat(logprobs=False, top_logprobs=0), ChatRequest).stage_fields()
+    assert decode(chat(logprobs=True), ChatRequest).stage_fields()["logprobs"] == 0
+    assert decode(chat(logprobs=True, top_logprobs=20), ChatRequest).stage_fields()["logprobs"] == 20
+    with pytest.raises(HttpError, match="needs logprobs: true") as caught:
+        decode(chat(top_logprobs=2), ChatRequest).stage_fields()
+    assert caught.value.param == "top_logprobs"
+    text = json.dumps({"prompt": "a", "logprobs": 5}).encode()
+    assert decode(text, CompletionRequest).stage_fields()["logprobs"] == 5
+
+
 SCHEMA = {"type": "object"}
 NAMED = {"name": "a", "schema": SCHEMA}
 
@@ -216,7 +227,6 @@ def refused(**fields: Any) -> HttpError | None:
 
 
 NEUTRAL = {
-    "logprobs": [None, False],
     "tools": [None, []],
     "tool_choice": [None, "none", "auto"],
     "chat_template_kwargs": [None, {}, {"enable_thinking": False}],

@@ -47,6 +47,7 @@ from omni_actors.protocol.control import (
 )
 from omni_actors.protocol.fields import pack_token_ids, unpack_token_ids
 from omni_actors.protocol.header import PROTOCOL_VERSION, Body, Header, ReplicaId
+from omni_actors.protocol.logprobs import PositionLogprobs, TokenLogprob
 from omni_actors.protocol.nodes import (
     CoordinatorToNode,
     KillReplica,
@@ -185,6 +186,14 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         [],
     ),
     (AudioChunk(samples=TensorRef(DType.F32, (2,), 0), sample_rate=24_000), [bytes(8)]),
+    (
+        TextDelta(
+            text="a",
+            token_ids=pack_token_ids([1]),
+            logprobs=(PositionLogprobs(TokenLogprob(1, "a", -0.5), (TokenLogprob(2, "b", -0.25),)),),
+        ),
+        [],
+    ),
     (Done(usage={"thinker": USAGE}), []),
     (Failed(ErrorCode.OVERLOADED, "full", "wait", "thinker", True, 1.0), []),
     (OpenRequest(route=(REPLICA,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT), [bytes(8)]),
@@ -427,6 +436,7 @@ def test_prompt_embeds_good(dtype: DType) -> None:
         {"stop": [""]},
         {"stop": ["x" * 1025]},
         {"stop": ["x"] * 65},
+        {"logprobs": 21},
         {"structured_outputs": {}},
         {"structured_outputs": {"json": "{}", "regex": "a"}},
         {"structured_outputs": {"json_object": False}},
@@ -445,6 +455,11 @@ def test_prompt_embeds_good(dtype: DType) -> None:
 def test_stage_params_limits(wrong: dict) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(wrong, StageParams, strict=True)
+
+
+def test_log_probabilities_are_those_of_the_tokens() -> None:
+    with pytest.raises(InvalidPayload, match="4 bytes of token ids, but log probabilities of 2 tokens"):
+        TextDelta(text="a", token_ids=bytes(4), logprobs=(PositionLogprobs(TokenLogprob(0, "a", -0.5)),) * 2)
 
 
 def test_stage_params_merge() -> None:

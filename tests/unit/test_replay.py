@@ -12,6 +12,7 @@ from omni_actors.errors import ErrorCode, StageLost
 from omni_actors.protocol.client import Done
 from omni_actors.protocol.common import Failed
 from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.logprobs import PositionLogprobs, TokenLogprob
 from omni_actors.protocol.results import TextDelta, Unreachable
 from omni_actors.protocol.stage import OpenRequest, Resend
 from omni_actors.protocol.tensors import DType, TensorRef
@@ -256,6 +257,20 @@ def test_a_replay_sends_the_rest_of_a_call_under_its_first_id() -> None:
     last = calls(more(": 1}"), ToolCallPiece(index=1, id="other", name="time"), token=2)
     (whole,) = again(state, "thinker", last, 2, 2)
     assert whole.body == last
+
+
+def test_a_replay_sends_log_probabilities_once() -> None:
+    def with_logprobs(text: str, *tokens: int) -> TextDelta:
+        logprobs = tuple(PositionLogprobs(TokenLogprob(token, "x", -0.5)) for token in tokens)
+        return TextDelta(text=text, token_ids=pack_token_ids(tokens), logprobs=logprobs)
+
+    state = ready()
+    ask(state)
+    say(state, "thinker", with_logprobs("", 0), 0)
+    lose(state, "thinker")
+    bring_back(state, "thinker")
+    (rest,) = again(state, "thinker", with_logprobs("ab", 0, 1), 0, 2)
+    assert rest.body == with_logprobs("ab", 1)
 
 
 def test_a_replay_that_says_something_else_or_less_fails() -> None:

@@ -71,7 +71,7 @@ class Delivery:
         self.characters += len(text)
         if not (known or letters or calls != body.tool_calls):
             return body
-        return TextDelta(text=text, token_ids=token_ids, tool_calls=calls)
+        return TextDelta(text=text, token_ids=token_ids, tool_calls=calls, logprobs=body.logprobs[known:])
 
     def _new_pieces(self, pieces: Sequence[ToolCallPiece]) -> tuple[ToolCallPiece, ...]:
         """Leave out what the client has of tool calls. A call keeps the id under which the client knows it."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from vllm.outputs import CompletionOutput
 
 from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.logprobs import PositionLogprobs, TokenLogprob
 from omni_actors.protocol.payloads import StructuredOutputs
 from omni_actors.stage.engine_interface import EngineEvent, StreamEvent, TextEvent
 from tests.support.bare_vllm import BareVllm
@@ -17,6 +20,7 @@ from tests.support.stage_driver import BOTH_MODES, prompt_length, sample, token_
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+SYNC = pytest.mark.parametrize("thinker", [False], indirect=True, ids=["sync"])  # the same engine for all of them
 PLAIN = {"max_tokens": 20, "temperature": 0.0}
 DRAWN = {"max_tokens": 20, "temperature": 0.9, "top_k": 20, "seed": 11}
 FORMS = {
@@ -40,7 +44,7 @@ def cases_of(text: str, tokens: list[int]) -> dict[str, dict[str, Any]]:
     """Parameters by name; the stop strings occur in `text`, the answer without any."""
     across = text[12:24]
     return {
-        "drawn": DRAWN,
+        "drawn": {**DRAWN, "logprobs": 3},
         "penalties": {**DRAWN, "frequency_penalty": 1.5, "presence_penalty": 0.7, "repetition_penalty": 1.2},
         "bias": {**PLAIN, "logit_bias": {tokens[0]: -100.0, tokens[1]: 3.5}},
         "allowed": {**DRAWN, "allowed_token_ids": [5, 60, 300, 301]},
@@ -48,7 +52,7 @@ def cases_of(text: str, tokens: list[int]) -> dict[str, dict[str, Any]]:
         "special": {**PLAIN, "skip_special_tokens": False, "spaces_between_special_tokens": False},
         "stop_token": {**PLAIN, "stop_token_ids": [tokens[7]]},
         "stop_token_included": {**PLAIN, "stop_token_ids": [tokens[7]], "include_stop_str_in_output": True},
-        "across": {**PLAIN, "stop": [across]},
+        "across": {**PLAIN, "stop": [across], "logprobs": 1},
         "late": {**PLAIN, "stop": [text[:6]], "min_tokens": 6},
         "several": {**PLAIN, "stop": ["never said", text[20:24], text[30:37]]},
         "included": {**PLAIN, "stop": [across], "include_stop_str_in_output": True},
@@ -87,13 +91,14 @@ def test_answers_equal_those_of_vllm(thinker, answers, wanted):
             params = {**params, "structured_outputs": StructuredOutputs(**params["structured_outputs"])}
         thinker.start(name, inputs, **params)
     thinker.run()
-    for name, (_, answer) in wanted.items():
+    for name, (params, answer) in wanted.items():
         assert thinker.tokens(name) == list(answer.token_ids), name
         assert thinker.text(name) == answer.text, name
         finished = thinker.finished(name)
         assert finished.reason == answer.finish_reason, name
         assert finished.output_tokens == len(answer.token_ids), name
         assert thinker.streams(name)[-1].final, name
+        assert logprobs_of(thinker.events[name]) == vllm_logprobs(answer, params.get("logprobs")), name
     differing = {name for name, (_, answer) in wanted.items() if answer.text != wanted["plain"][1].text}
     assert differing >= set(wanted) - {"plain", "special", "late"}, "the parameters matter"
 
@@ -117,6 +122,29 @@ def test_answers_equal_those_of_vllm(thinker, answers, wanted):
     assert 0 < sizes["across"] < sizes["included"]
 
 
+def logprobs_of(events: list[EngineEvent]) -> list[PositionLogprobs]:
+    return [position for event in events if isinstance(event, TextEvent) for position in rounded(event.logprobs)]
+
+
+def vllm_logprobs(answer: CompletionOutput, wanted: int | None) -> list[PositionLogprobs]:
+    """vLLM's, in our form: the token taken comes first there, and stays so if it is not among the likeliest."""
+    positions = []
+    for token_id, position in zip(answer.token_ids, answer.logprobs or (), strict=wanted is not None):
+        entries = {token: TokenLogprob(token, entry.decoded_token, entry.logprob) for token, entry in position.items()}
+        likeliest = sorted(position, key=lambda token: position[token].rank)[:wanted]
+        positions.append(PositionLogprobs(entries[token_id], tuple(entries[token] for token in likeliest)))
+    return rounded(positions)
+
+
+def rounded(positions: Sequence[PositionLogprobs]) -> list[PositionLogprobs]:
+    """Different batches add up in different orders."""
+
+    def short(entry: TokenLogprob) -> TokenLogprob:
+        return TokenLogprob(entry.token_id, entry.text, round(entry.logprob, 3))
+
+    return [PositionLogprobs(short(entry.token), tuple(map(short, entry.top))) for entry in positions]
+
+
 def assert_text_leads(events: list[EngineEvent], starts: list[int], length: int) -> None:
     """The text of each token begins in the text given out before its row."""
     given = 0
@@ -128,6 +156,7 @@ def assert_text_leads(events: list[EngineEvent], starts: list[int], length: int)
             assert last < 0 or starts[last] < given
 
 
+@SYNC
 def test_wrong_values_name_their_parameter(thinker, answers):
     inputs = token_inputs(answers[0].prompt_token_ids)
     for field, params in {
@@ -143,6 +172,7 @@ def test_wrong_values_name_their_parameter(thinker, answers):
         assert caught.value.field == field
 
 
+@SYNC
 @pytest.mark.parametrize(
     ("form", "value"),
     [
@@ -164,6 +194,7 @@ def test_a_form_that_cannot_be_used_fails_its_request_alone(thinker, answers, fo
     assert len(thinker.tokens("other")) == 4
 
 
+@SYNC
 def test_a_request_that_ends_while_its_grammar_is_compiled_leaves_nothing(thinker, answers):
     """Its id may be used again at once, with another form."""
     inputs = token_inputs(answers[0].prompt_token_ids)

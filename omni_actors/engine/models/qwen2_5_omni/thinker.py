@@ -7,6 +7,7 @@ plus token embedding (see `OmniRunnerMixin`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -96,13 +97,15 @@ class ThinkerOutputs(RequestOutputs):
         finished = output.finish_reason is not None
         if output.new_token_ids:
             text, token_ids = self._decoder.decode(output)
-            events.append(self._text(text, token_ids, finished or self._decoder.stopped))
+            event = self._text(text, token_ids, finished or self._decoder.stopped)
+            logprobs = self._decoder.logprobs(output, len(token_ids))
+            events.append(replace(event, logprobs=logprobs) if logprobs else event)
         self.stopped = self._decoder.stopped
         if self._streams:
             ended = self._calls is not None and self._calls.calling
-            event = self._rows(attachment_of(output), final=finished or self.stopped or ended)
-            if event is not None:
-                events.append(event)
+            rows = self._rows(attachment_of(output), final=finished or self.stopped or ended)
+            if rows is not None:
+                events.append(rows)
             self._streams = not ended  # what follows is for the client alone
         return events
 

@@ -1,0 +1,49 @@
+"""Log probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omni_actors.protocol.logprobs import PositionLogprobs, TokenLogprob
+
+LEAST = -9999.0  # in place of minus infinity, which JSON does not have; vLLM's value
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+    """The `logprobs` of a chat completion's choice; `None` without any."""
+    if not positions:
+        return None
+    content = [
+        {**_entry(position.token), "top_logprobs": [_entry(token) for token in position.top]} for position in positions
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": max(token.logprob, LEAST), "bytes": list(token.text.encode())}
+
+
+class CompletionLogprobs:
+    """The `logprobs` of a text completion's choice, piece by piece. Offsets count characters of the tokens' texts."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+
+    def piece(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+        """The next positions; `None` for none."""
+        if not positions:
+            return None
+        offsets = []
+        for position in positions:
+            offsets.append(self._offset)
+            self._offset += len(position.token.text)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [max(position.token.logprob, LEAST) for position in positions],
+            "tokens": [position.token.text for position in positions],
+            "top_logprobs": [
+                {token.text: max(token.logprob, LEAST) for token in (*position.top, position.token)}
+                for position in positions
+            ],
+        }
