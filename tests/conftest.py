@@ -97,7 +97,8 @@ def tiny_http(tiny_checkpoint: Path) -> Iterator[HttpPipeline]:
     """The tiny Qwen2.5-Omni pipeline with all its processes and an HTTP server, started once per session of tests."""
     from tests.support.servers import HttpPipeline  # slow to import; unit tests do without
 
-    with HttpPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": tiny_checkpoint}) as pipeline:
+    tools = {"tool_call_parser": "hermes", "tool_chat_template": "stage_configs/qwen2_5_omni_tools.jinja"}
+    with HttpPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": tiny_checkpoint, **tools}) as pipeline:
         yield pipeline
 
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+import msgspec
 from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser.abstract_parser import Parser
@@ -16,6 +17,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.tool_parsers import ToolParserManager
 
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest
+from omni_actors.protocol.payloads import StructuredOutputs
 from omni_actors.protocol.tools import ToolCallPiece, Tools, function_of
 
 
@@ -34,6 +36,25 @@ def parser_class(name: str, tokenizer: TokenizerLike) -> type[Parser]:
     return found
 
 
+def _choice_of(tools: Tools) -> str | dict[str, Any]:
+    """The choice as OpenAI writes it."""
+    return {"type": "function", "function": {"name": tools.name}} if tools.name is not None else tools.choice
+
+
+def _form_of(request: ChatCompletionRequest) -> StructuredOutputs | None:
+    """The grammar that vLLM's parser wants for this request: a call that must be made, or one that must be strict."""
+    found = request.structured_outputs
+    if found is None:
+        return None
+    if found.structural_tag is not None:
+        return StructuredOutputs(structural_tag=found.structural_tag)
+    if found.json is None:
+        return None
+    return StructuredOutputs(
+        json=found.json if isinstance(found.json, str) else msgspec.json.encode(found.json).decode()
+    )
+
+
 class Read(NamedTuple):
     """What a piece of an answer holds."""
 
@@ -46,24 +67,21 @@ class ToolCallReader:
 
     What follows the first call is not spoken, nor is text that may yet turn out to begin one.
 
+    Attributes:
+        form: what the text must look like for the calls to be as the request wants them; `None` for anything.
+
     Raises:
         InvalidRequest: vLLM refuses the definitions.
     """
 
     def __init__(self, parser: type[Parser], tokenizer: TokenizerLike, tools: Tools, prompt: Sequence[int]) -> None:
-        if tools.choice == "required":
-            raise InvalidRequest(
-                "tool_choice: the model cannot be made to call a tool here.",
-                hint="Use auto, and say it in the prompt.",
-                field="tool_choice",
-            )
         functions = [{"type": "function", "function": function_of(text)} for text in tools.definitions]
         try:
             # vLLM's parsers look at the tools and at the choice; the messages are there because there must be some.
             self._request = ChatCompletionRequest(
                 messages=[{"role": "user", "content": ""}],
                 tools=cast(Any, functions),
-                tool_choice="auto",
+                tool_choice=cast(Any, _choice_of(tools)),
                 parallel_tool_calls=tools.parallel,
                 seed=None,
             )
@@ -73,6 +91,13 @@ class ToolCallReader:
             raise InvalidRequest(f"tools: {where}: vLLM refuses this: {first['msg']}.", field="tools") from error
         self._parser = parser(tokenizer, cast(Any, self._request.tools))
         self._request = cast(ChatCompletionRequest, self._parser.adjust_request(self._request))
+        self.form = _form_of(self._request)
+        if tools.choice == "required" and self.form is None:
+            raise InvalidRequest(
+                "tool_choice: this model's parser knows no grammar that would force a call.",
+                hint="Use auto, and say it in the prompt.",
+                field="tool_choice",
+            )
         self._parallel = tools.parallel
         self._prompt = list(prompt)
         self._ids: dict[int, str] = {}

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 import openai
@@ -382,3 +382,48 @@ def test_vllm_bench_serve(
     assert result["total_output_tokens"] == 20 * 8
     assert result["median_ttft_ms"] > 0
     assert result["median_tpot_ms"] > 0
+
+
+CITIES = {"type": "object", "properties": {"city": {"enum": ["Kiel", "Ulm"]}}, "required": ["city"]}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "strict": True, "parameters": CITIES | {"additionalProperties": False}},
+    }
+    for name in ("weather", "time")
+]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", {"weather", "time"}), ({"type": "function", "function": {"name": "time"}}, {"time"})],
+    ids=["required", "named"],
+)
+def test_a_call_that_must_be_made_is_made_and_not_spoken(tiny: HttpPipeline, choice: Any, names: set[str]) -> None:
+    """Whatever the model would say: a grammar allows nothing else."""
+    answer = tiny.openai().chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        modalities=["text", "audio"],
+        audio={"voice": "Ethan", "format": "wav"},
+        tools=TOOLS,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=200,
+    )
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (made,) = message.tool_calls
+    assert made.function.name in names
+    assert json.loads(made.function.arguments)["city"] in ("Kiel", "Ulm")
+    assert not message.content
+    assert message.audio is None
+    assert answer.usage.completion_tokens_details.audio_tokens == 0
+
+
+def test_tools_are_part_of_the_prompt_only_if_there_are_any(tiny: HttpPipeline) -> None:
+    client = tiny.openai()
+    options = {"model": MODEL, "messages": QUESTION, "max_tokens": 1}
+    plain = client.chat.completions.create(**options).usage.prompt_tokens
+    assert client.chat.completions.create(**options, tools=TOOLS, tool_choice="none").usage.prompt_tokens > plain + 100
+    assert client.chat.completions.create(**options, tools=[]).usage.prompt_tokens == plain

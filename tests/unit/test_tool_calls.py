@@ -105,10 +105,15 @@ def test_definitions_that_vllm_refuses_are_the_requests_error(tokenizer: Any) ->
             reader(tokenizer, Tools((text,)))
 
 
-def test_a_call_that_must_be_made_is_refused(tokenizer: Any) -> None:
+def test_a_call_that_must_be_made_has_a_grammar(tokenizer: Any) -> None:
+    assert reader(tokenizer).form is None
     for tools in (Tools(TOOLS.definitions, "required"), Tools(TOOLS.definitions, "required", "weather")):
-        with pytest.raises(InvalidRequest, match="tool_choice"):
-            reader(tokenizer, tools)
+        found = reader(tokenizer, tools)
+        assert found.form is not None
+        assert "<tool_call>" in found.form.structural_tag
+        assert "weather" in found.form.structural_tag
+        _, calls, _ = read_all(found, tokenizer, CALL)
+        assert [call.name for call in calls] == ["weather"]
 
 
 def test_a_parser_that_vllm_does_not_have_is_refused_with_the_nearest_one(tokenizer: Any) -> None:

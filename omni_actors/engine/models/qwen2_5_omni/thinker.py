@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
@@ -166,6 +167,19 @@ def reader_maker(name: str | None, tokenizer: TokenizerLike) -> Callable[[Tools,
     return lambda tools, prompt: ToolCallReader(parser, tokenizer, tools, prompt)
 
 
+def _formed(params: StageParams, calls: ToolCallReader | None) -> StageParams:
+    """Add the form that calls of tools must have."""
+    if calls is None or calls.form is None:
+        return params
+    if params.structured_outputs is not None:
+        raise InvalidRequest(
+            "tool_choice: a form of the text, such as a response_format, cannot go with calls that must have theirs.",
+            hint="Leave one of them out.",
+            field="tool_choice",
+        )
+    return msgspec.structs.replace(params, structured_outputs=calls.form)
+
+
 class ThinkerAdapter(AutoregressiveAdapter):
     """Turns token ids, or the encoded request of the prompt stage (multimodal prompts), into a vLLM request."""
 
@@ -197,7 +211,7 @@ class ThinkerAdapter(AutoregressiveAdapter):
             raise InvalidPayload(f"Token ids {beyond[:8]} are outside the vocabulary of {self.vocabulary}.")
         calls = self._tool_calls(inputs, token_ids)
         sampling = make_sampling_params(
-            request.params.merged_over(self.defaults),
+            _formed(request.params, calls).merged_over(self.defaults),
             seed=request.effective_seed,
             end_token_ids=self.end_token_ids,
             vocabulary=self.vocabulary,
