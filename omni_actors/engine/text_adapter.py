@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from vllm.tokenizers import TokenizerLike, cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -14,6 +16,7 @@ from omni_actors.engine.core import make_request
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.errors import InvalidPayload, InvalidRequest
+from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.protocol.tools import TOOLS, Tools
 from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, TextEvent
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TextOutputs(RequestOutputs):
-    """Turns new tokens into new text and tool calls."""
+    """Turns new tokens into new text, tool calls and log probabilities."""
 
     def __init__(self, request_id: str, decoder: TextDecoder, calls: ToolCallReader | None = None) -> None:
         self._request_id = request_id
@@ -31,12 +34,13 @@ class TextOutputs(RequestOutputs):
         self._calls = calls
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
-        """The new text, and the pieces of tool calls in it."""
-        events = []
+        """The new text, with the pieces of tool calls in it."""
+        events: list[EngineEvent] = []
         if output.new_token_ids:
             text, token_ids = self._decoder.decode(output)
-            finished = output.finish_reason is not None or self._decoder.stopped
-            events.append(self._text(text, token_ids, finished))
+            event = self._text(text, token_ids, output.finish_reason is not None or self._decoder.stopped)
+            logprobs = self._decoder.logprobs(output, len(token_ids))
+            events.append(replace(event, logprobs=logprobs) if logprobs else event)
         self.stopped = self._decoder.stopped
         return events
 
@@ -94,7 +98,7 @@ class TextAdapter(AutoregressiveAdapter):
             features: further arguments of `core.make_request`.
         """
         sampling = make_sampling_params(
-            request.params.merged_over(self.defaults),
+            _formed(request.params, calls).merged_over(self.defaults),
             seed=request.effective_seed,
             end_token_ids=self.end_token_ids,
             vocabulary=self.vocabulary,
@@ -126,6 +130,19 @@ class TextAdapter(AutoregressiveAdapter):
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Prompt of `length` times the first token."""
         return StageInputs(token_ids=[0] * length)
+
+
+def _formed(params: StageParams, calls: ToolCallReader | None) -> StageParams:
+    """Add the form that calls of tools must have."""
+    if calls is None or calls.form is None:
+        return params
+    if params.structured_outputs is not None:
+        raise InvalidRequest(
+            "tool_choice: a form of the text, such as a response_format, cannot go with calls that must have theirs.",
+            hint="Leave one of them out.",
+            field="tool_choice",
+        )
+    return msgspec.structs.replace(params, structured_outputs=calls.form)
 
 
 def reader_maker(name: str | None, tokenizer: TokenizerLike) -> Callable[[Tools, Sequence[int]], ToolCallReader] | None:

@@ -6,11 +6,9 @@ plus token embedding (see `OmniRunnerMixin`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import torch
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
@@ -19,24 +17,21 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.multimodal.inputs import MultiModalFeatureSpec
-from vllm.tokenizers import TokenizerLike, cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
-from omni_actors.engine.core import make_request
+from omni_actors.engine.adapter import Admission
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.runner import EmitRows
-from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width, to_host, to_torch
+from omni_actors.engine.text_adapter import TextAdapter, TextOutputs
 from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.engine.worker_base import attachment_of
 from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.protocol.tools import TOOLS, Tools
-from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, StreamEvent, TextEvent
+from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, StreamEvent
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.qwen2 import Qwen2Model
@@ -68,7 +63,7 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
             decoder.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
 
 
-class ThinkerOutputs(RequestOutputs):
+class ThinkerOutputs(TextOutputs):
     """Turns outputs into text deltas and rows, in the order of their positions, each position once.
 
     The row of a token follows its text, so that speech ends where the text does. Rows of a tool call, and of what may
@@ -83,38 +78,24 @@ class ThinkerOutputs(RequestOutputs):
         streams: bool,
         calls: ToolCallReader | None = None,
     ) -> None:
-        self._request_id = request_id
+        super().__init__(request_id, decoder, calls)
         self._prompt_tokens = prompt_tokens
-        self._decoder = decoder
         self._streams = streams
-        self._calls = calls
         self._next_row = 0
         self._held: list[torch.Tensor] = []  # rows from `_next_row` on whose text is kept back
         self._mrope_positions: torch.Tensor | None = None
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         """The new text, and the new rows if a later stage takes them."""
-        events: list[EngineEvent] = []
-        finished = output.finish_reason is not None
-        if output.new_token_ids:
-            text, token_ids = self._decoder.decode(output)
-            event = self._text(text, token_ids, finished or self._decoder.stopped)
-            logprobs = self._decoder.logprobs(output, len(token_ids))
-            events.append(replace(event, logprobs=logprobs) if logprobs else event)
-        self.stopped = self._decoder.stopped
+        events = list(super().convert(output))
         if self._streams:
             ended = self._calls is not None and self._calls.calling
-            rows = self._rows(attachment_of(output), final=finished or self.stopped or ended)
+            final = output.finish_reason is not None or self.stopped or ended
+            rows = self._rows(attachment_of(output), final=final)
             if rows is not None:
                 events.append(rows)
             self._streams = not ended  # what follows is for the client alone
         return events
-
-    def _text(self, text: str, token_ids: list[int], finished: bool) -> TextEvent:
-        if self._calls is None:
-            return TextEvent(self._request_id, text, token_ids)
-        content, calls = self._calls.read(text, token_ids, finished)
-        return TextEvent(self._request_id, content, token_ids, calls)
 
     def _spoken(self) -> int:
         """How many tokens of the answer are certain to be text."""
@@ -157,43 +138,15 @@ class ThinkerOutputs(RequestOutputs):
             self._mrope_positions = emitted["mrope_positions"]
 
 
-def reader_maker(name: str | None, tokenizer: TokenizerLike) -> Callable[[Tools, Sequence[int]], ToolCallReader] | None:
-    """What makes the readers of tool calls, with vLLM's parser of this name. Raises `ConfigError` for a wrong one."""
-    if name is None:
-        return None  # vLLM's parsers take seconds to import
-    from omni_actors.engine.tool_calls import ToolCallReader, parser_class
-
-    parser = parser_class(name, tokenizer)
-    return lambda tools, prompt: ToolCallReader(parser, tokenizer, tools, prompt)
-
-
-def _formed(params: StageParams, calls: ToolCallReader | None) -> StageParams:
-    """Add the form that calls of tools must have."""
-    if calls is None or calls.form is None:
-        return params
-    if params.structured_outputs is not None:
-        raise InvalidRequest(
-            "tool_choice: a form of the text, such as a response_format, cannot go with calls that must have theirs.",
-            hint="Leave one of them out.",
-            field="tool_choice",
-        )
-    return msgspec.structs.replace(params, structured_outputs=calls.form)
-
-
-class ThinkerAdapter(AutoregressiveAdapter):
+class ThinkerAdapter(TextAdapter):
     """Turns token ids, or the encoded request of the prompt stage (multimodal prompts), into a vLLM request."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         model_config = self.vllm_config.model_config
-        self._tokenizer = cached_tokenizer_from_config(model_config)
-        generation = model_config.try_get_generation_config()
-        ends = generation.get("eos_token_id", self._tokenizer.eos_token_id)
-        self.end_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
         self._merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._embeds_width = embeds_width(model_config)
-        self._make_reader = reader_maker(self.model_config.tool_call_parser, self._tokenizer)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         """Check tokens, and features or embeddings. Raises `OmniError` for what the model cannot take."""
@@ -204,53 +157,22 @@ class ThinkerAdapter(AutoregressiveAdapter):
             token_ids, embeds = self.read_embeds(inputs.tensors, token_ids)
         elif inputs.tensors:
             token_ids, features = self.decode(inputs.tensors, token_ids)
-        if not token_ids:
-            raise InvalidRequest("The prompt is empty.")
-        self.check_length(len(token_ids))
-        if beyond := [token for token in token_ids if not 0 <= token < self.vocabulary]:
-            raise InvalidPayload(f"Token ids {beyond[:8]} are outside the vocabulary of {self.vocabulary}.")
-        calls = self._tool_calls(inputs, token_ids)
-        sampling = make_sampling_params(
-            _formed(request.params, calls).merged_over(self.defaults),
-            seed=request.effective_seed,
-            end_token_ids=self.end_token_ids,
-            vocabulary=self.vocabulary,
+        self.check_tokens(token_ids)
+        calls = self.tool_calls(inputs, token_ids)
+        core_request = self.make_request(
+            request,
+            token_ids,
+            calls,
             payload=EmitRows() if request.streams else None,
             read_prefix_cache=not request.streams,  # cached positions are not computed and give no rows
-            tokenizer=self._tokenizer,
-        )
-        if calls is not None and not calls.skip_special_tokens:
-            sampling.skip_special_tokens = False  # in some models they mark the calls
-        core_request = make_request(
-            request.request_id,
-            token_ids,
-            sampling,
             prompt_embeds=embeds,
             mm_features=features or None,
-            priority=request.priority,
         )
         decoder = TextDecoder(self._tokenizer, core_request)
         outputs = ThinkerOutputs(request.request_id, len(token_ids), decoder, request.streams, calls)
         # Embeddings are held as long as the request, on the device too: they count for the budget.
         stream = RowStream(0, complete=True, held_bytes=embeds.nbytes) if embeds is not None else None
         return Admission(core_request, outputs, stream)
-
-    def _tool_calls(self, inputs: StageInputs, token_ids: Sequence[int]) -> ToolCallReader | None:
-        """The reader of the request's tool calls, if it may make any."""
-        if TOOLS not in inputs.lists:
-            return None
-        tools = Tools.unpacked(inputs.lists[TOOLS])
-        if tools.choice == "none":
-            return None
-        if self._make_reader is None:
-            raise InvalidRequest(
-                "tools: this stage has no parser for calls.", hint="Set tool_call_parser.", field=TOOLS
-            )
-        return self._make_reader(tools, token_ids)
-
-    def read_rows(self, rows: HostTensor) -> torch.Tensor:
-        """Raise `InvalidPayload`: no stage comes before the thinker that makes rows."""
-        raise InvalidPayload("The thinker takes no streamed rows.")
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Prompt of `length` times the first token, with embeddings of zeros if the stage takes any."""
