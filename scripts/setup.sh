@@ -124,7 +124,7 @@ stamp_file="$venv/.omni_actors_setup"
 stamp="$(wanted_stamp "$extras")"
 found="$(cat "$stamp_file" 2>/dev/null || true)"
 # An environment with the packages for tests is enough where they are not asked for.
-if [[ "$found" == "$stamp" || "$found" == "$(wanted_stamp http,test)" ]]; then
+if [[ "$found" == "$stamp" || "$found" == "$(wanted_stamp "$extras,test")" ]]; then
     say "$venv is up to date"
     exit 0
 fi
