@@ -48,7 +48,7 @@ ERRORS = [
     ({"logit_bias": {"hello": 1}}, openai.BadRequestError, "logit_bias", "invalid_value"),
     ({"max_tokens": 3, "extra_body": {"min_tokens": 4}}, openai.BadRequestError, "min_tokens", "invalid_request"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools", None),
-    ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format", None),
+    ({"response_format": {"type": "yaml"}}, openai.BadRequestError, "response_format.type", None),
     ({"temperature": 3}, openai.BadRequestError, "temperature", "invalid_value"),
     ({"top_p": 0}, openai.BadRequestError, "top_p", None),
     ({"seed": -1}, openai.BadRequestError, "seed", None),

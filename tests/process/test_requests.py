@@ -214,7 +214,7 @@ def malformed(kind: str, header: Header) -> list[list[bytes]]:
 
 
 async def test_garbage_on_every_socket_is_counted_and_harms_no_other(echo: EchoLauncher, sockets: Sockets) -> None:
-    (run_dir,) = [entry for entry in echo.folder.iterdir() if entry.is_dir()]
+    (run_dir,) = [entry for entry in echo.folder.iterdir() if (entry / "logs").is_dir()]
     inboxes = sorted(run_dir.glob("thinker-0-*"))
     epoch = int(inboxes[0].name.split("-")[2])
     stranger = Header("", "garbage", "thinker", 9, epoch)
@@ -332,7 +332,7 @@ class Exploit:
 async def test_pickled_frames_are_garbage_on_every_socket(echo: EchoLauncher, sockets: Sockets) -> None:
     marker = echo.folder / "unpickled"
     evil = [pickle.dumps(Exploit(str(marker)), protocol) for protocol in (0, 2, 5)]
-    (run_dir,) = [entry for entry in echo.folder.iterdir() if entry.is_dir()]
+    (run_dir,) = [entry for entry in echo.folder.iterdir() if (entry / "logs").is_dir()]
     inboxes = sorted(path for path in run_dir.iterdir() if re.fullmatch(r"[a-z0-9_]+-0-\d+", path.name))
     assert len(inboxes) == 4
     targets = [(sockets.push(f"ipc://{inbox}"), "chunk") for inbox in inboxes]
