@@ -26,6 +26,7 @@ GPUS = {  # section -> number of GPUs, GiB of each
 WEIGHTS = {"thinker": 16.78 + 2.36, "talker": 2.62 + 2.52}  # GiB with vLLM's profile, from docs/benchmarks_history.md
 VOCODER = 4.7  # GiB, of 32 requests
 WIDEST = 90  # characters of code in a window of 1280 pixels
+PAGES = sorted(set((REPOSITORY / "docs").glob("*.md")) - {REPOSITORY / "docs" / "benchmarks_history.md"})
 
 
 def commands(section: str) -> list[list[str]]:
@@ -99,7 +100,7 @@ def test_a_proxy_neither_buffers_nor_cuts_off_what_the_server_allows() -> None:
     assert int(directives["proxy_read_timeout"].removesuffix("s")) >= config.HttpConfig().request_timeout
 
 
-@pytest.mark.parametrize("name", ["docs/index.md", "docs/recipes.md", "docs/client.md"])
-def test_code_of_the_first_pages_fits_a_window(name: str) -> None:
-    blocks = re.findall(r"^```\w+\n(.*?)^```", (REPOSITORY / name).read_text(), re.M | re.S)
+@pytest.mark.parametrize("name", [path.name for path in PAGES])
+def test_code_fits_a_window(name: str) -> None:
+    blocks = re.findall(r"^```\w+\n(.*?)^```", (REPOSITORY / "docs" / name).read_text(), re.M | re.S)
     assert not [line for block in blocks for line in block.splitlines() if len(line) > WIDEST]
