@@ -32,6 +32,7 @@ from omni_actors.transport.handshake_monitor import HandshakeMonitor
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from omni_actors.transport.zap import EVERYONE, LOCAL, MEMBERS, ZapAuthenticator
 from tests.support import zmtp
+from tests.support.tcp import closed
 from tests.support.waiting import until
 
 REFUSED_SECONDS = 5.0  # within which a peer knows that it was refused
@@ -168,7 +169,7 @@ def test_every_endpoint_speaks_one_mechanism(folder: Path, contexts: list[Socket
     for endpoint in (coordinator.client_endpoint, coordinator.control_endpoint, coordinator.results_endpoint):
         with zmtp.connect(endpoint) as stranger:
             stranger.sendall(zmtp.greeting(mechanism) + zmtp.command(hello) + zmtp.frame(b"let me in"))
-            assert zmtp.closed(stranger)
+            assert closed(stranger)
     assert not any(map(drain, (coordinator.clients, coordinator.control, coordinator.results)))
 
 

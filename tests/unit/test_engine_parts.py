@@ -11,7 +11,7 @@ import torch
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.core import EngineLost, StepFailed, device_is_lost
-from omni_actors.engine.models import checkpoint_architecture, find_model_spec, load_plugins, registry
+from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
 from omni_actors.engine.models.qwen2_5_omni.thinker import check_feature
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.sampling import make_sampling_params
@@ -123,7 +123,10 @@ def test_unknown_models_name_what_there_is(tmp_path):
     with pytest.raises(ConfigError, match="thinker"):
         find_model_spec("Qwen2_5OmniModel", "thinking")
     with pytest.raises(ConfigError, match="Qwen2_5OmniModel"):
-        find_model_spec("LlamaForCausalLM", "thinker")
+        find_model_spec("LlamaForCausalLLM", "thinker")
+    with pytest.raises(ConfigError, match="needs a stage 'thinker'"):
+        find_model_spec("LlamaForCausalLM", "talker")
+    assert find_model_spec("LlamaForCausalLM", "thinker") is chat.SPEC
     with pytest.raises(ConfigError):
         checkpoint_architecture(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": []}')

@@ -274,7 +274,7 @@ def test_request_without_a_job_is_refused_by_the_worker(engine: DiffusionEngine)
     from vllm.sampling_params import SamplingParams
 
     parameters = SamplingParams(max_tokens=3, detokenize=False, stop_token_ids=[1])
-    engine.core.add(make_request("ar", [0], parameters))
+    engine.core.add(engine.core.prepare(make_request("ar", [0], parameters)))
     outputs = [output for _ in range(4) for output in engine.core.step()]
     assert [output.request_id for output in outputs] == ["ar"]
     assert isinstance(outputs[0].pooling_output["error"], InvalidRequest)
@@ -305,7 +305,7 @@ def test_autoregressive_requests_take_the_ordinary_path(tiny_checkpoint: Path, a
         core = VllmCore(config)
         for index in range(2):
             parameters = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, detokenize=False)
-            core.add(make_request(f"r{index}", list(range(40 + index, 60)), parameters))
+            core.add(core.prepare(make_request(f"r{index}", list(range(40 + index, 60)), parameters)))
         tokens: dict[str, list[int]] = {}
         while core.runnable():
             for output in core.step():
