@@ -5,7 +5,7 @@
 #   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
 # With pytest arguments (a folder, -k ...) only those tests run, without the coverage floors. All tests run in three parts:
-# two at a time those that compute; four at a time those that start, kill and stop processes, and wait; then those that
+# two at a time those that compute; two at a time those that start, kill and stop processes, and wait; then those that
 # keep all cores busy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -30,9 +30,9 @@ coverage erase
 status=0
 waiting=(tests/chaos tests/nodes tests/process)
 spread=tests/e2e/test_several_workers.py  # the workers of a spread stage spin, and would starve what runs next to them
-parallel=(--durations=15 --dist=loadfile --no-loadscope-reorder)  # the longest folders come first
-coverage run -m pytest --numprocesses=2 "${parallel[@]}" "${waiting[@]/#/--ignore=}" "--ignore=$spread" || status=$?
-coverage run -m pytest --numprocesses=4 "${parallel[@]}" "${waiting[@]}" || status=$?
+parallel=(--durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder)  # the longest folders come first
+coverage run -m pytest "${parallel[@]}" "${waiting[@]/#/--ignore=}" "--ignore=$spread" || status=$?
+coverage run -m pytest "${parallel[@]}" "${waiting[@]}" || status=$?
 coverage run -m pytest "$spread" || status=$?
 coverage combine --quiet
 coverage report

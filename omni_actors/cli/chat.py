@@ -17,7 +17,7 @@ from omni_actors import flags
 from omni_actors.cli.connection import add_connection, connection, with_flag
 from omni_actors.cli.conversation import Conversation, command_of, help_text
 from omni_actors.cli.speaker import Speaker, find_speaker
-from omni_actors.client import OmniClient, Text
+from omni_actors.client import OmniClient, SyncRequestStream, Text
 from omni_actors.errors import Aborted, InvalidRequest, OmniError
 from omni_actors.launcher.one_request import save
 from omni_actors.logs import say
@@ -115,14 +115,15 @@ class Chat:
         wanted = (TEXT, AUDIO) if conversation.speaks else (TEXT,)
         self._pieces = []
         words: list[str] = []
-        stream = self._client.submit(
-            conversation.messages(question),
-            modalities=[modality for modality in wanted if modality in self._offered],
-            voice=conversation.voice if conversation.speaks else None,
-            seed=self._options.seed,
-            timeout=self._options.timeout,
-        )
+        stream: SyncRequestStream | None = None
         try:
+            stream = self._client.submit(
+                conversation.messages(question),
+                modalities=[modality for modality in wanted if modality in self._offered],
+                voice=conversation.voice if conversation.speaks else None,
+                seed=self._options.seed,
+                timeout=self._options.timeout,
+            )
             for item in stream:
                 if isinstance(item, Text):
                     words.append(item.text)
@@ -134,7 +135,8 @@ class Chat:
                         self._speaker.play(item.samples, item.sample_rate)
             print()
         except (KeyboardInterrupt, Aborted):
-            stream.abort()
+            if stream is not None:  # else the client has taken its message back
+                stream.abort()
             if self._speaker is not None:
                 self._speaker.stop()
             print()

@@ -42,7 +42,7 @@ async def test_status_shows_stages_and_requests(launch: Launch) -> None:
         done = await later(lambda: ctl(launcher, "status"))
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
-        assert lines[0] == "test: healthy, 1 of 256 requests in flight, 0 queued"
+        assert lines[0] == "test: healthy, 1 of 256 requests in flight, 0 queued, 1 of 1 speaking, 0 waiting to"
         assert "talker/0: ready, epoch" in done.stdout
         assert "0 restarts" in done.stdout
         (line,) = [line for line in lines if "request mine" in line]

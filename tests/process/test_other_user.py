@@ -64,7 +64,7 @@ def test_another_user_reads_reaches_and_ends_nothing(
     launcher = launch(chain(), "--http", f"127.0.0.1:{port}", "--record", str(short_path / "record")).wait_ready()
     with OmniClient(launcher.endpoint) as client:
         assert client.generate("mine").text == "mine"
-    (run,) = short_path.glob("omni-*")
+    (run,) = (entry.parent for entry in short_path.glob("omni-*/logs"))
     paths = [path for folder in (run, short_path / "record") for path in (folder, *folder.rglob("*"))]
     sockets = [path for path in paths if path.is_socket()]
     assert {"client", "control", "results"} < {path.name for path in sockets}

@@ -55,7 +55,7 @@ async def test_text_streams_at_once_and_sound_comes_whole_when_it_has_its_turn(l
         shown = report.description
         assert (shown.speech_running, shown.speech_places) == (1, 1)
         assert shown.speech_waiting == 2
-        assert "1 of 1 speeches made, 2 wait" in ctl.render(report)
+        assert "1 of 1 speaking, 2 waiting to" in ctl.render(report)
         refused = await client.submit(LETTERS, modalities=["text", "audio"], timeout=60)
         plain = await client.submit(LETTERS, modalities=["text"], timeout=60)
         assert (await plain.result()).text == LETTERS
