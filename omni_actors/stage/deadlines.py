@@ -4,7 +4,7 @@ A piece of sound is due when its listener has heard everything before it; a firs
 came. Pieces are served in the order of their requests' priority and, among equals, of when they are due. While one of
 them is due soon, those that are not may only fill a step that stays light, because every chunk makes a step longer.
 
-Nobody starves: a piece's due time is fixed, and those of new ones lie ever later.
+None starves: a piece's due time is fixed, and those of new ones lie ever later.
 """
 
 from __future__ import annotations

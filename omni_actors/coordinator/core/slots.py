@@ -94,7 +94,7 @@ class Slots:
         self._settled = True  # none in line can have a slot before something changes
 
     def resize(self, slots: int) -> None:
-        """Change how many there are. Nobody loses one."""
+        """Change how many there are. No request loses its own."""
         self._slots = slots
         self._reserved = reserved(slots)
         self._limit = slots - self._reserved  # what one owner can have
