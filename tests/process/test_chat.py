@@ -107,6 +107,8 @@ def terminal(launcher: EchoLauncher) -> Iterator[tuple[subprocess.Popen[bytes], 
         stdout=slave,
         stderr=slave,
         start_new_session=True,
+        # Ctrl-C is ignored, and stays so, in all that runs below a shell's background job.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(slave)
     os.set_blocking(master, False)
