@@ -213,6 +213,15 @@ def usage_of(usage: Mapping[str, StageUsage], description: Description) -> dict[
     }
 
 
+def token_counts(usage: Mapping[str, Any]) -> dict[str, int]:
+    """The counts of a `usage_of`, as OpenAI's newer routes name them."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "output_tokens": usage["completion_tokens"],
+        "total_tokens": usage["total_tokens"],
+    }
+
+
 def _speaker(order: list[str], text_stage: str, audio_stage: str) -> str:
     """The stage that writes audio tokens, or "": the one after the text stage, or without text, before the audio stage.
 

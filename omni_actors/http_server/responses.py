@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from omni_actors.client import Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import Answer, AnswerResponse, finish_reason, usage_of
+from omni_actors.http_server.answer import Answer, AnswerResponse, finish_reason, token_counts, usage_of
 from omni_actors.http_server.audio_formats import encoded, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
@@ -162,11 +162,9 @@ class ResponseReply:
         usage = usage_of(answer.usage, self._description)
         self._length = finish_reason(answer.usage, self._description) == "length"
         self._usage = {
-            "input_tokens": usage["prompt_tokens"],
+            **token_counts(usage),
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
             "stages": usage["stages"],
         }
 

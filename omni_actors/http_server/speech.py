@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import Answer, AnswerResponse, event, usage_of
+from omni_actors.http_server.answer import Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.audio_formats import MEDIA_TYPES, encoded, feed, make_encoder
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
@@ -105,14 +105,9 @@ async def _events(answer: Answer, name: str, description: Description) -> AsyncI
     except HttpError as error:
         yield event(error.body())
         return
-    usage = usage_of(answer.usage, description)
     done: dict[str, Any] = {
         "type": "speech.audio.done",
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "output_tokens": usage["completion_tokens"],
-            "total_tokens": usage["total_tokens"],
-        },
+        "usage": token_counts(usage_of(answer.usage, description)),
         "transcript": "".join(texts),
     }
     yield event(done)

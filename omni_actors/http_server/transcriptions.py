@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.client import Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, usage_of
+from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.form_body import Form, FormBody
 from omni_actors.http_server.schema_fields import ABSENT, EmptyList, Strict, Timeout, refuse_effects
@@ -198,10 +198,4 @@ async def _events(answer: Answer, description: Description) -> AsyncIterator[byt
 
 
 def _usage(answer: Answer, description: Description) -> dict[str, Any]:
-    used = usage_of(answer.usage, description)
-    return {
-        "type": "tokens",
-        "input_tokens": used["prompt_tokens"],
-        "output_tokens": used["completion_tokens"],
-        "total_tokens": used["total_tokens"],
-    }
+    return {"type": "tokens", **token_counts(usage_of(answer.usage, description))}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omni_actors.client import RequestStream
-from omni_actors.http_server.answer import finish_reason, usage_of
+from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
 from omni_actors.http_server.realtime.session import Ask
 from omni_actors.http_server.realtime.session_config import RATE
 from omni_actors.http_server.realtime.tools import tool_options
@@ -42,9 +42,7 @@ def response_usage(usage: Mapping[str, StageUsage], description: Description) ->
     """The usage of a response, as OpenAI names it; `stages` is an extension."""
     found = usage_of(usage, description)
     return {
-        "total_tokens": found["total_tokens"],
-        "input_tokens": found["prompt_tokens"],
-        "output_tokens": found["completion_tokens"],
+        **token_counts(found),
         "output_token_details": found["completion_tokens_details"],
         "stages": found["stages"],
     }
