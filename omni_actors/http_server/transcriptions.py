@@ -6,7 +6,7 @@ piece from the beginning of the recording to its end.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
@@ -21,17 +21,19 @@ from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.form_body import Form, FormBody
 from omni_actors.http_server.schema_fields import ABSENT, EmptyList, Strict, Timeout, refuse_effects
 from omni_actors.http_server.state import ServerState, State, json_response
+from omni_actors.http_server.transcription_questions import (
+    Language,
+    TranscriptionPrompt,
+    transcription_question,
+    translation_question,
+)
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.fields import Priority, Seed
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.results import StageUsage
 
 router = APIRouter()
 
-MAX_PROMPT = 16_384  # characters
-TRANSCRIBE = "Write down what is said in this recording, word for word, in the language that is spoken{language}."
-TRANSLATE = "Translate what is said in this recording into English."
-ONLY = " Answer with that text alone: no introduction, no comment, no quotation marks."
-CONTEXT = "\n\nThis text comes before it, or shows how names and terms are spelt:\n<<<\n{prompt}\n>>>"
 FIELDS: dict[str, str] = {
     ErrorCode.PROMPT_TOO_LONG: "file",
     ErrorCode.MALFORMED_MEDIA: "file",
@@ -47,7 +49,7 @@ class TranslationForm(Strict, frozen=True, kw_only=True):
     """The fields of POST /v1/audio/translations besides the file."""
 
     model: str | None = None  # the first of those that are served
-    prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] = ""
+    prompt: TranscriptionPrompt = ""
     response_format: TextFormat = "json"
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
 
@@ -62,16 +64,13 @@ class TranslationForm(Strict, frozen=True, kw_only=True):
 
     def question(self) -> str:
         """What the model is asked."""
-        return TRANSLATE + self._rest()
-
-    def _rest(self) -> str:
-        return ONLY + (CONTEXT.format(prompt=self.prompt) if self.prompt.strip() else "")
+        return translation_question(self.prompt)
 
 
 class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
     """The fields of POST /v1/audio/transcriptions besides the file."""
 
-    language: Annotated[str, Meta(pattern="^[A-Za-z][A-Za-z-]{1,34}$")] | None = None
+    language: Language | None = None
     stream: bool = False
     timestamp_granularities: list[Literal["segment"]] | None = None  # there is one segment: the recording
     chunking_strategy: Literal["auto"] | None = None  # the recording is heard as a whole
@@ -90,7 +89,7 @@ class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
 
     def question(self) -> str:
         """What the model is asked."""
-        return TRANSCRIBE.format(language=f" ({self.language})" if self.language else "") + self._rest()
+        return transcription_question(self.language, self.prompt)
 
 
 TRANSCRIPTION = FormBody(TranscriptionForm)
@@ -141,7 +140,7 @@ async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Re
         return AnswerResponse(answer, _events(answer, description), "text/event-stream", state.settings.write_timeout)
     async with answer:
         text = "".join([item.text async for item in answer if isinstance(item, Text)]).strip()
-    return _whole(fields, task, text, seconds, _usage(answer, description))
+    return _whole(fields, task, text, seconds, token_usage(answer.usage, description))
 
 
 def _whole(fields: TranslationForm, task: Task, text: str, seconds: float, usage: dict[str, Any]) -> Response:
@@ -193,9 +192,12 @@ async def _events(answer: Answer, description: Description) -> AsyncIterator[byt
     except HttpError as error:
         yield event(error.body())
         return
-    yield event({"type": "transcript.text.done", "text": "".join(texts), "usage": _usage(answer, description)})
+    yield event(
+        {"type": "transcript.text.done", "text": "".join(texts), "usage": token_usage(answer.usage, description)}
+    )
     yield DONE_EVENT
 
 
-def _usage(answer: Answer, description: Description) -> dict[str, Any]:
-    return {"type": "tokens", **token_counts(usage_of(answer.usage, description))}
+def token_usage(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
+    """The usage of a transcription, as OpenAI names it."""
+    return {"type": "tokens", **token_counts(usage_of(usage, description))}

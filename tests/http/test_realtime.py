@@ -152,6 +152,29 @@ async def test_the_server_finds_the_turns_of_the_user(echo: HttpPipeline) -> Non
     assert sum(values(echo.url, "omni_realtime_first_audio_seconds_count").values()) == sum(answered.values()) + 1
 
 
+async def test_the_turns_of_the_user_are_written_down(echo: HttpPipeline) -> None:
+    """The echo stages answer with the question that they are asked about the sound."""
+    audio = {"input": {"turn_detection": None, "transcription": {"language": "en"}}}
+    async with openai_session(echo.url, audio=audio) as connection:
+        await connection.input_audio_buffer.append(audio=base64.b64encode(SECOND).decode())
+        await connection.input_audio_buffer.commit()
+        events = await until_event(connection, "conversation.item.input_audio_transcription.completed")
+        deltas = [event for event in events if event.type == "conversation.item.input_audio_transcription.delta"]
+        assert "".join(event.delta for event in deltas) == events[-1].transcript
+        assert events[-1].transcript.startswith("Write down what is said")
+        assert "(en)" in events[-1].transcript
+        assert events[-1].usage.output_tokens == len(events[-1].transcript)
+        assert {event.item_id for event in (*deltas, events[-1])} == {latest_request(echo.url)}
+
+        await connection.session.update(
+            session={"type": "realtime", "audio": {"input": {"transcription": {"prompt": "x" * 5000}}}}
+        )
+        await connection.input_audio_buffer.append(audio=base64.b64encode(SECOND).decode())
+        await connection.input_audio_buffer.commit()  # the echo stages do not take a question of that length
+        events = await until_event(connection, "conversation.item.input_audio_transcription.failed")
+        assert events[-1].error.code == "prompt_too_long"
+
+
 async def test_interruption_ends_the_answer_in_every_stage(slow: HttpPipeline) -> None:
     """By the client, and by speech. What was not heard is no part of the next prompt."""
     before = values(slow.url, "omni_realtime_interruptions_total")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.client_events import parse
-from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, Send, Session
+from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, Send, Session, Transcribe
 from omni_actors.http_server.realtime.session_config import RATE, Pipeline, ServerVad, SessionConfig
 from omni_actors.http_server.realtime.turn_detection import Window
 
@@ -53,6 +53,7 @@ class Talk:
         self.events: list[dict[str, Any]] = []
         self.asked: list[Ask] = []
         self.cancelled: list[str] = []
+        self.transcribed: list[Transcribe] = []
         self._seen = 0
         self._position = 0
         self.take(self.session.opened())
@@ -69,6 +70,8 @@ class Talk:
                     self.asked.append(instruction)
                 case Cancel(response_id):
                     self.cancelled.append(response_id)
+                case Transcribe():
+                    self.transcribed.append(instruction)
         return self.events[before:]
 
     def send(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
@@ -87,11 +90,15 @@ class Talk:
     def hear(self, probability: float, windows: int = 1) -> list[dict[str, Any]]:
         """Takes windows of sound of which a detector says this."""
         events = self.append(bytes(2 * WINDOW * windows))
+        return [*events, *self.take(self.session.detect(self.windows(probability, windows)))]
+
+    def windows(self, probability: float, count: int) -> list[Window]:
+        """The next windows of a detector."""
         found = []
-        for _ in range(windows):
+        for _ in range(count):
             found.append(Window(self._position, self._position + WINDOW, probability))
             self._position += WINDOW
-        return [*events, *self.take(self.session.detect(found))]
+        return found
 
     def respond(self, **fields: Any) -> str:
         """Starts a response; returns its id."""

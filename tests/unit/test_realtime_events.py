@@ -7,6 +7,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 from openai.types.realtime import (
+    AudioTranscription,
     RealtimeAudioConfigInput,
     RealtimeAudioConfigOutput,
     RealtimeClientEvent,
@@ -17,7 +18,13 @@ from openai.types.realtime.realtime_audio_input_turn_detection import ServerVad 
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.client_events import AnyEvent, ResponseFields, event_id_of, parse
-from omni_actors.http_server.realtime.session_config import InputAudio, OutputAudio, ServerVad, SessionFields
+from omni_actors.http_server.realtime.session_config import (
+    InputAudio,
+    OutputAudio,
+    ServerVad,
+    SessionFields,
+    Transcription,
+)
 from tests.support.realtime import known_types
 
 ELSEWHERE = {"output_audio_buffer.clear"}  # for WebRTC only
@@ -40,6 +47,7 @@ def test_events_have_openais_fields(name: str) -> None:
         (SessionFields, RealtimeSessionCreateRequest, {"seed", "stage_params"}),
         (ResponseFields, RealtimeResponseCreateParams, {"seed", "stage_params"}),
         (InputAudio, RealtimeAudioConfigInput, set()),
+        (Transcription, AudioTranscription, set()),
         (OutputAudio, RealtimeAudioConfigOutput, set()),
         (ServerVad, OpenAIServerVad, set()),
     ],
@@ -89,9 +97,9 @@ def test_configurations_have_openais_fields(ours: Any, theirs: Any, extensions: 
         (
             {
                 "type": "session.update",
-                "session": {"type": "realtime", "audio": {"input": {"transcription": {"model": "whisper-1"}}}},
+                "session": {"type": "realtime", "audio": {"input": {"transcription": {"delay": "low"}}}},
             },
-            "session.audio.input.transcription",
+            "session.audio.input.transcription.delay",
             "invalid_value",
         ),
         ({"type": "conversation.item.create", "item": {"type": "mcp_call"}}, "item.type", "invalid_value"),

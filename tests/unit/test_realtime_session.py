@@ -59,6 +59,11 @@ def test_an_update_changes_what_it_names_only() -> None:
             "session.tool_choice.name",
             "invalid_value",
         ),
+        (
+            {"audio": {"input": {"transcription": {"model": "whisper-1"}}}},
+            "session.audio.input.transcription.model",
+            "model_not_found",
+        ),
         ({"model": "gpt-realtime"}, "session.model", "model_not_changeable"),
         ({"stage_params": {"nose": {}}}, "session.stage_params", "invalid_value"),
     ],

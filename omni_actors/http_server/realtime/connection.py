@@ -21,8 +21,9 @@ from omni_actors.http_server.realtime import server_events as server
 from omni_actors.http_server.realtime.answers import Latency, response_usage, submit, was_cut
 from omni_actors.http_server.realtime.outbox import ANSWER_BYTES, EVENT_BYTES, Outbox
 from omni_actors.http_server.realtime.pacing import Pace
-from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, Send, Session
+from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, Send, Session, Transcribe
 from omni_actors.http_server.realtime.session_config import BYTES_PER_SECOND
+from omni_actors.http_server.realtime.transcriber import Transcriber
 from omni_actors.http_server.realtime.voice_activity import VoiceActivity
 from omni_actors.http_server.reservations import Reservation
 from omni_actors.http_server.state import ServerState
@@ -54,6 +55,7 @@ class Connection:
         self._tenant = tenant
         self._traceparent: str | None = websocket.state.traceparent
         self._outbox = Outbox(websocket.send_text, state.settings.write_timeout)
+        self._transcriber = Transcriber(session.transcripts, self._outbox, state, tenant, self._traceparent)
         self._activity: VoiceActivity | None = None
         self._answers: dict[str, asyncio.Task[None]] = {}
 
@@ -63,10 +65,11 @@ class Connection:
         self._carry_out(self._session.opened())
         writer = _task(self._outbox.write(), "realtime writer")
         reader = _task(self._read(), "realtime reader")
+        transcriber = _task(self._transcriber.run(), "realtime transcriber")
         try:
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reader, writer, transcriber), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for error in await _end((writer, reader, *self._answers.values())):
+            for error in await _end((writer, reader, transcriber, *self._answers.values())):
                 if isinstance(error, TimeoutError):
                     logger.warning("the client of a realtime session does not read; the session ends", extra=about)
                 elif isinstance(error, Exception) and not isinstance(error, WebSocketDisconnect | OSError):
@@ -148,6 +151,8 @@ class Connection:
                         self._count(event)
                 case Cancel(response_id):
                     self._answers[response_id].cancel()
+                case Transcribe():
+                    self._transcriber.put(instruction)
                 case Ask(response_id):
                     answer = self._answers[response_id] = _task(self._answer(instruction), "realtime answer")
                     answer.add_done_callback(partial(self._answered, response_id))

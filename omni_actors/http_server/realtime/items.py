@@ -41,7 +41,7 @@ class Part:
     """A part of an item.
 
     Args:
-        text: the text, or the transcript of a spoken answer.
+        text: the text, or the transcript of sound; that of the user's is "" until there is one.
         audio: PCM of the user. The sound of answers is not kept, only its length.
         seconds: length of a spoken answer's sound that was sent.
     """
@@ -58,7 +58,7 @@ class Part:
         if self.kind != "input_audio":
             return {"type": self.kind, "text": self.text}
         sound = {"audio": base64.b64encode(self.audio).decode()} if with_audio else {}
-        return {"type": self.kind, "transcript": None, **sound}
+        return {"type": self.kind, "transcript": self.text or None, **sound}
 
     def prompt(self) -> dict[str, Any]:
         """The part as the client library takes it."""

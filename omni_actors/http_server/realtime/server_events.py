@@ -86,6 +86,32 @@ class SpeechStopped(ServerEvent, frozen=True, kw_only=True, tag="input_audio_buf
     item_id: str
 
 
+class OfTurn(ServerEvent, frozen=True, kw_only=True):
+    """What is written down of a turn."""
+
+    item_id: str
+    content_index: Literal[0] = 0
+
+
+class TurnDelta(OfTurn, frozen=True, kw_only=True, tag="conversation.item.input_audio_transcription.delta"):
+    """The next text of a turn's transcript."""
+
+    delta: str
+
+
+class TurnTranscribed(OfTurn, frozen=True, kw_only=True, tag="conversation.item.input_audio_transcription.completed"):
+    """The whole transcript of a turn."""
+
+    transcript: str
+    usage: Json
+
+
+class TurnNotTranscribed(OfTurn, frozen=True, kw_only=True, tag="conversation.item.input_audio_transcription.failed"):
+    """There will be no transcript of a turn; its answer is not affected."""
+
+    error: Json
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The conversation
 

@@ -20,6 +20,7 @@ from omni_actors.http_server.realtime.items import Item
 from omni_actors.http_server.realtime.prompts import AnyItem, prompt_of
 from omni_actors.http_server.realtime.response import Response
 from omni_actors.http_server.realtime.session_config import RATE, Pipeline, SessionConfig
+from omni_actors.http_server.realtime.transcripts import Transcripts
 from omni_actors.http_server.realtime.turn_detection import TurnBegins, TurnDetector, TurnEnds, Window
 from omni_actors.protocol.tools import ToolCallPiece
 
@@ -51,7 +52,14 @@ class Cancel(NamedTuple):
     response_id: str
 
 
-Instruction = Send | Ask | Cancel
+class Transcribe(NamedTuple):
+    """Write down a turn of the user: ask the pipeline `question` about its sound."""
+
+    item_id: str
+    question: str
+
+
+Instruction = Send | Ask | Cancel | Transcribe
 Instructions = list[Instruction]
 
 
@@ -76,6 +84,7 @@ class Session:
         self._expires = expires
         self._conversation = Conversation(audio_seconds, pipeline.max_audios)
         self._conversation_id = server.new_id("conv")
+        self.transcripts = Transcripts(self._conversation)
         self._buffer = AudioBuffer(audio_seconds)
         self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
         self._turn_id = ""
@@ -226,7 +235,7 @@ class Session:
                 done += self._respond_to(client.ResponseFields(), silence=end.silence / RATE)
         except HttpError as error:
             done.append(Send(server.Error.of(error)))
-        return done
+        return [*done, *self._transcribe(self._turn_id)]
 
     def _commit(self) -> Instructions:
         if self._buffer.end - self._buffer.start < MIN_COMMIT:
@@ -238,11 +247,16 @@ class Session:
         item_id = self._turn_id if speaking else server.new_id("item")
         start = self._turn_start if speaking else None
         self._forget_turn()
-        return self._commit_sound(item_id, self._buffer.take(start))
+        return [*self._commit_sound(item_id, self._buffer.take(start)), *self._transcribe(item_id)]
 
     def _commit_sound(self, item_id: str, pcm: bytes) -> Instructions:
         committed = server.AudioCommitted(item_id=item_id, previous_item_id=self._conversation.last_id)
         return [Send(committed), *self._add(Item.of_sound(item_id, pcm))]
+
+    def _transcribe(self, item_id: str) -> Instructions:
+        """Comes after the answer has been asked for, which is more urgent."""
+        transcription = self._config.transcription
+        return [Transcribe(item_id, transcription.question())] if transcription is not None else []
 
     def _forget_turn(self) -> None:
         if self._detector is not None:

@@ -15,6 +15,7 @@ from omni_actors.http_server.generation_fields import MAX_TOKENS
 from omni_actors.http_server.realtime.tools import FunctionTool, ToolChoice, ToolList, check_choice
 from omni_actors.http_server.schema_fields import MAX_TEXT, Strict
 from omni_actors.http_server.schemas import VoiceId, voice_name
+from omni_actors.http_server.transcription_questions import Language, TranscriptionPrompt, transcription_question
 from omni_actors.protocol.fields import Seed
 from omni_actors.protocol.payloads import StageParams
 
@@ -28,6 +29,7 @@ Modalities = Annotated[list[Modality], Meta(min_length=1, max_length=2)]
 Instructions = Annotated[str, Meta(max_length=MAX_TEXT)]
 OutputTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Literal["inf"]
 Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
+NoneOf = Annotated[list[Any], Meta(max_length=0)] | None
 
 
 class AudioFormat(Strict, frozen=True):
@@ -56,12 +58,33 @@ class ServerVad(Strict, frozen=True, tag_field="type", tag="server_vad"):
     idle_timeout_ms: None = None
 
 
+class Transcription(Strict, frozen=True):
+    """The user's turns are written down, by the pipeline itself.
+
+    Args:
+        model: a name of the session's model, which is the only one there is.
+        language: of the user, such as "en".
+        prompt: what was said before, or how names are spelt.
+    """
+
+    model: str | None = None
+    language: Language | None = None
+    prompt: TranscriptionPrompt | None = None
+    delay: None = None
+    keywords: NoneOf = None
+    languages: NoneOf = None
+
+    def question(self) -> str:
+        """What the pipeline is asked about the sound of a turn."""
+        return transcription_question(self.language, self.prompt or "")
+
+
 class InputAudio(Strict, frozen=True):
     """What a client may set about the user's sound."""
 
     format: AudioFormat | UnsetType = UNSET
     turn_detection: ServerVad | UnsetType | None = UNSET
-    transcription: None = None
+    transcription: Transcription | UnsetType | None = UNSET
     noise_reduction: None = None
 
 
@@ -107,7 +130,7 @@ class SessionFields(AnswerFields, frozen=True, kw_only=True):
     type: Literal["realtime"]
     model: str | UnsetType = UNSET
     audio: Audio = Audio()
-    include: Annotated[list[Any], Meta(max_length=0)] | None = None
+    include: NoneOf = None
     tracing: None = None
     truncation: Literal["auto", "disabled"] | UnsetType = UNSET
 
@@ -118,12 +141,14 @@ class Pipeline(Struct, frozen=True):
     Args:
         voice_aliases: further names of them.
         speaks: whether it answers in sound, at `RATE`.
+        models: names of its model.
         max_audios: how many pieces of sound a prompt may have; `None` for no limit.
     """
 
     voices: tuple[str, ...]
     stages: tuple[str, ...]
     speaks: bool
+    models: tuple[str, ...] = ()
     max_audios: int | None = None
     voice_aliases: dict[str, str] = {}
 
@@ -147,6 +172,7 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
     instructions: str = ""
     max_output_tokens: int | Literal["inf"] = "inf"
     turn_detection: ServerVad | None = None
+    transcription: Transcription | None = None
     truncation: Literal["auto", "disabled"] = "auto"
     tools: list[FunctionTool] = []
     tool_choice: ToolChoice = "auto"
@@ -197,8 +223,15 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
         if turn_detection is not None and not detects:
             message = "This server cannot find turns: install omni_actors[realtime], or send null and commit turns."
             raise bad_field("session.audio.input.turn_detection", message, "unsupported_value")
+        transcription = _given(fields.audio.input.transcription, self.transcription)
+        if transcription is not None and transcription.model not in (None, self.model, *pipeline.models):
+            message = f"Turns are written down by the session's own model: send {self.model!r}, or leave this out."
+            raise bad_field("session.audio.input.transcription.model", message, "model_not_found")
         return msgspec.structs.replace(
-            config, turn_detection=turn_detection, truncation=_given(fields.truncation, self.truncation)
+            config,
+            turn_detection=turn_detection,
+            transcription=transcription,
+            truncation=_given(fields.truncation, self.truncation),
         )
 
     def shown(self, session_id: str, expires: int) -> dict[str, Any]:
@@ -224,7 +257,7 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             "audio": {
                 "input": {
                     "format": AudioFormat(),
-                    "transcription": None,
+                    "transcription": self.transcription,
                     "noise_reduction": None,
                     "turn_detection": self.turn_detection,
                 },

@@ -1,0 +1,81 @@
+"""What is written down of the user's turns in a realtime session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.realtime.server_events import ServerEvent
+from omni_actors.http_server.realtime.session import Ask, Send, Transcribe
+from omni_actors.http_server.realtime.session_config import ServerVad, Transcription
+from tests.support.realtime import SECOND, Talk, kinds
+
+USAGE = {"type": "tokens", "input_tokens": 1, "output_tokens": 2, "total_tokens": 3}
+DELTA, COMPLETED, FAILED = (
+    f"conversation.item.input_audio_transcription.{kind}" for kind in ("delta", "completed", "failed")
+)
+
+
+def sent(talk: Talk, events: Sequence[ServerEvent]) -> list[dict[str, Any]]:
+    """Events as the client sees them, after they were compared with OpenAI's."""
+    return talk.take([Send(event) for event in events])
+
+
+def spoken_turn(**transcription: Any) -> tuple[Talk, Transcribe]:
+    talk = Talk(transcription=Transcription(**transcription))
+    talk.append(SECOND)
+    talk.send("input_audio_buffer.commit")
+    (turn,) = talk.transcribed
+    return talk, turn
+
+
+def test_a_turn_is_written_down_and_keeps_its_transcript() -> None:
+    talk, turn = spoken_turn(language="en", prompt="Dr Zhivago")
+    (message,) = talk.session.transcripts.messages(turn.item_id, turn.question)
+    assert [part["type"] for part in message["content"]] == ["audio", "text"]
+    assert "in the language that is spoken (en)." in message["content"][1]["text"]
+    assert "Dr Zhivago" in message["content"][1]["text"]
+    events = sent(talk, talk.session.transcripts.delta(turn.item_id, "Sea"))
+    events += sent(talk, talk.session.transcripts.completed(turn.item_id, "Sea salt.", USAGE))
+    assert kinds(events) == [DELTA, COMPLETED]
+    assert events[1]["transcript"] == "Sea salt."
+    (retrieved,) = talk.send("conversation.item.retrieve", item_id=turn.item_id)
+    assert retrieved["item"]["content"][0]["transcript"] == "Sea salt."
+    talk.respond()
+    assert talk.prompt() == [("user", "1 s")], "the model hears the turn, and does not read it"
+
+
+def test_turns_are_written_down_only_where_that_was_asked_for() -> None:
+    talk = Talk()
+    talk.append(SECOND)
+    talk.send("input_audio_buffer.commit")
+    assert talk.transcribed == []
+
+
+def test_the_answer_of_a_turn_is_asked_for_before_its_transcript() -> None:
+    talk = Talk(vad=ServerVad(silence_duration_ms=64), transcription=Transcription())
+    talk.hear(0.9, windows=10)
+    talk.append(bytes(20_000))
+    instructions = talk.session.detect(talk.windows(0.0, 4))
+    kept = [type(instruction) for instruction in instructions if isinstance(instruction, Ask | Transcribe)]
+    assert kept == [Ask, Transcribe]
+
+
+def test_a_failure_is_that_of_the_item() -> None:
+    talk, turn = spoken_turn()
+    error = HttpError(503, "It is away.", code="stage_unavailable")
+    (failed,) = sent(talk, talk.session.transcripts.failed(turn.item_id, error))
+    assert failed["type"] == FAILED
+    assert failed["item_id"] == turn.item_id
+    assert failed["error"]["code"] == "stage_unavailable"
+
+
+def test_a_turn_that_is_gone_is_not_written_down() -> None:
+    talk, turn = spoken_turn()
+    talk.send("conversation.item.delete", item_id=turn.item_id)
+    transcripts = talk.session.transcripts
+    assert not transcripts.messages(turn.item_id, turn.question)
+    assert not transcripts.delta(turn.item_id, "Sea")
+    assert not transcripts.completed(turn.item_id, "Sea", USAGE)
+    assert not transcripts.failed(turn.item_id, HttpError(500, "No."))
