@@ -68,6 +68,7 @@ def chunks(first: int, largest: int, ahead: int) -> dict[str, Any]:
 
 
 WHOLE = {"policy": "whole", "precision": "float32"}
+CHEAPER = [("midpoint", 10), ("midpoint", 6), ("euler", 20), ("euler", 10)]
 WAYS = [
     Way("whole", WHOLE),
     Way("defaults"),
@@ -82,6 +83,7 @@ WAYS = [
     Way("4 points", WHOLE, points=4),
     Way("6 points", WHOLE, points=6),
     Way("20 points", WHOLE, points=20),
+    *(Way(f"{solver}, {points} points", WHOLE | {"solver": solver}, points=points) for solver, points in CHEAPER),
     Way("16 at once", {}, batch=16),
     Way("eager", {}, engine={"enforce_eager": True}),
 ]

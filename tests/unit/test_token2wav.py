@@ -56,6 +56,7 @@ def test_chunks_grow_up_to_the_largest():
         ({"policy": "whole", "first_blocks": 1}, "remove first_blocks"),
         ({"policy": "half"}, "'chunks' or 'whole'"),
         ({"precision": "fp8"}, "float32, tf32, bf16"),
+        ({"solver": "heun"}, "rk4, midpoint, euler"),
     ],
 )
 def test_bad_decode_options(options: dict[str, object], text: str):

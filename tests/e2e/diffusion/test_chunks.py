@@ -191,3 +191,17 @@ def test_bad_later_tokens_end_the_request(engine: DiffusionEngine):
     engine.start(StageRequest("r", StageParams(), 0), StageInputs(complete=False))
     with pytest.raises(InvalidRequest, match="no codec token"):
         engine.extend("r", complete=True)
+
+
+@pytest.mark.parametrize(("solver", "distance"), [("midpoint", 2.0), ("euler", 6.0)])
+def test_a_cheaper_solver_stays_close_and_chunks_as_well(
+    vocoders: Callable[..., DiffusionEngine], whole_engine: DiffusionEngine, solver: str, distance: float
+):
+    spec: Spec = (61, "Chelsie", 0.5, 3)
+    speech = Speech(vocoders(False, {**CHUNKS, "solver": solver}))
+    speech.start("cheap", spec)
+    speech.run()
+    wave = speech.wave("cheap")
+    own, reference = whole(vocoders(False, {**WHOLE, "solver": solver}), spec), whole(whole_engine, spec)
+    assert difference(wave, own) <= PEAK_ERROR, "its own chunks make its own whole decode"
+    assert 0 < spectral_distance(wave, reference) <= distance

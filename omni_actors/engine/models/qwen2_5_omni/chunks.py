@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS
 from omni_actors.errors import ConfigError
 
 MAX_BLOCKS = 1024
@@ -53,10 +54,17 @@ class ChunkPolicy:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How a diffusion stage decodes: `policy` None for whole utterances, `precision` one of `PRECISIONS`."""
+    """How a diffusion stage decodes.
+
+    Args:
+        policy: None for whole utterances.
+        precision: one of `PRECISIONS`.
+        solver: a key of `SOLVERS`.
+    """
 
     policy: ChunkPolicy | None
-    precision: str
+    precision: str = "auto"
+    solver: str = "rk4"
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], default: ChunkPolicy) -> DecodeOptions:
@@ -64,6 +72,9 @@ class DecodeOptions:
         precision = options.get("precision") or "auto"
         if precision not in PRECISIONS:
             raise ConfigError(f"decode.precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}.")
+        solver = options.get("solver") or "rk4"
+        if solver not in SOLVERS:
+            raise ConfigError(f"decode.solver is {solver!r}; it must be one of {', '.join(SOLVERS)}.")
         name = options.get("policy") or "chunks"
         if name not in ("chunks", "whole"):
             raise ConfigError(f"decode.policy is {name!r}; it must be 'chunks' or 'whole'.")
@@ -73,8 +84,8 @@ class DecodeOptions:
             if given:
                 names = ", ".join(f"{field}_blocks" for field in given)
                 raise ConfigError(f"decode.policy 'whole' has no chunks; remove {names}.")
-            return cls(None, precision)
+            return cls(None, precision, solver)
         values = {field: given.get(field, getattr(default, field)) for field in ("first", "largest", "look_ahead")}
         if "largest" not in given:  # a long first chunk raises the limit
             values["largest"] = max(values["largest"], values["first"])
-        return cls(ChunkPolicy(**values), precision)
+        return cls(ChunkPolicy(**values), precision, solver)

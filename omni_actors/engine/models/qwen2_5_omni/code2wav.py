@@ -5,7 +5,7 @@ before it: the transformer reads the keys and values that were kept of the block
 frames that its receptive field reaches back to. The result differs from the whole decode only in that the look-ahead
 blocks do not know what follows them.
 
-One step is one interval of the Runge-Kutta solver for all chunks in progress; the last one also decodes the mel frames.
+One step is one interval of the solver for all chunks in progress; the last one also decodes the mel frames.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, Vocoder
 from omni_actors.engine.models.qwen2_5_omni.chunks import ChunkPolicy, DecodeOptions
-from omni_actors.engine.models.qwen2_5_omni.dit import EVALUATIONS, Dit
+from omni_actors.engine.models.qwen2_5_omni.dit import Dit
 from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk
+from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS
 from omni_actors.engine.models.qwen2_5_omni.stream import Carry, Code2WavPayload, Code2WavStream, Geometry, SolverParams
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.models.weights import read_tensors
@@ -78,7 +79,8 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         options = DecodeOptions.from_mapping(omni_options(vllm_config).get("decode") or {}, CHUNKS)
         self.precision = options.precision if options.precision != "auto" else AUTO_PRECISION[device.type]
         self._dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        self.geometry = Geometry(self.config, options.policy, self._dtype.itemsize)
+        self._solver = SOLVERS[options.solver]
+        self.geometry = Geometry(self.config, options.policy, self._dtype.itemsize, self._solver.evaluations)
         self._max_requests: int = vllm_config.scheduler_config.max_num_seqs
         self._requests: dict[str, _Latents] = {}
         self._voices: dict[str, _Voice] = {}
@@ -119,7 +121,13 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             torch.backends.cudnn.allow_tf32 = self.precision != "float32"
             torch.backends.cuda.matmul.allow_tf32 = self.precision != "float32"
         dit = model.code2wav_dit_model
-        self.dit = Dit(dit, dtype=self._dtype, precise=self.precision == "float32", max_requests=self._max_requests)
+        self.dit = Dit(
+            dit,
+            dtype=self._dtype,
+            precise=self.precision == "float32",
+            max_requests=self._max_requests,
+            solver=self._solver,
+        )
         bigvgan = model.code2wav_bigvgan_model
         if self.device.type == "cuda" and self.precision != "float32":
             self.vocoder: Vocoder = FusedVocoder(bigvgan, torch.float16 if self.precision == "bf16" else torch.float32)
@@ -244,7 +252,8 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         chunks = []
         for request in (self._requests[request_id] for request_id in request_ids):
             payload, interval = request.payload, request.interval
-            evaluations = slice(EVALUATIONS * interval, EVALUATIONS * (interval + 1))
+            count = self._solver.evaluations
+            evaluations = slice(count * interval, count * (interval + 1))
             left = payload.carry.left
             chunks.append(
                 DitChunk(

@@ -1,4 +1,4 @@
-"""The diffusion transformer of token2wav: one interval of its Runge-Kutta solver for any mix of chunks.
+"""The diffusion transformer of token2wav: one interval of its solver for any mix of chunks.
 
 Its attention is local: a frame sees the frames of its own block (24), in a few layers those of the block before or
 after as well. So a batch is a stack of blocks, called rows: all chunks, both guidance branches, [rows, frames, width].
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk, Reach, lay_out
 from omni_actors.engine.models.qwen2_5_omni.kernels import MIN_HALF_HEAD, block_attention, modulated_norm
+from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS, Solver
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniDiTConfig
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 _Affine = tuple[torch.Tensor, torch.Tensor]  # weight [outputs, inputs] and bias [outputs]
 _Window = tuple[torch.Tensor, torch.Tensor]  # `keys` and `valid` of `block_attention`
 
-EVALUATIONS = 4  # of the network per interval
 # Up to 16 chunks of 17 blocks with both branches; more rows run without a graph.
 GRAPH_ROWS = (6, 8, 12, 18, 24, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, *range(256, 545, 32))
 MODULATIONS_KEPT = 64  # intervals whose modulations are cached: enough for several common schedules
@@ -53,9 +53,9 @@ class _Rows:
     """The tensors that one interval reads. Those of a captured graph keep their addresses.
 
     `conditional` and `null` i64 [rows] are the two rows that guide a row's slope, by `guidance` f32 [rows, 1, 1].
-    `slot` i64 [rows] is the row's index into `modulation` f32 [EVALUATIONS, slots, modulations] and `width` f32
+    `slot` i64 [rows] is the row's index into `modulation` f32 [evaluations, slots, modulations] and `width` f32
     [slots], the widths of the intervals. `keys` and `valid` i32 [windows, rows, 3] are the windows of
-    `block_attention`, one for each distinct reach. `left` is [EVALUATIONS, layers, entries, frames, 2 * width]; `keep`
+    `block_attention`, one for each distinct reach. `left` is [evaluations, layers, entries, frames, 2 * width]; `keep`
     i64 [entries] are the rows whose keys and values are kept.
     """
 
@@ -102,12 +102,20 @@ class Dit:
         dtype: of the matrix products; the residual, the norms, the modulations and the solver stay float32.
         precise: compute float32 products in float32, not TF32.
         max_requests: maximum of chunks in a batch.
+        solver: by which an interval is advanced.
     """
 
     def __init__(
-        self, model: Qwen2_5OmniToken2WavDiTModel, *, dtype: torch.dtype, precise: bool, max_requests: int
+        self,
+        model: Qwen2_5OmniToken2WavDiTModel,
+        *,
+        dtype: torch.dtype,
+        precise: bool,
+        max_requests: int,
+        solver: Solver = SOLVERS["rk4"],
     ) -> None:
         config = model.config
+        self.solver = solver
         self.dtype, self.precise, self.max_requests = dtype, precise, max_requests
         self.device: torch.device = model.proj_out.weight.device
         self.frames: int = config.block_size
@@ -162,14 +170,13 @@ class Dit:
         return torch.cat(branches).view(-1, self.frames, self.width)
 
     def _modulation(self, start: float, end: float) -> torch.Tensor:
-        """All scales, shifts and gates of the interval's evaluations, f32 [EVALUATIONS, modulations]."""
+        """All scales, shifts and gates of the interval's evaluations, f32 [evaluations, modulations]."""
         key = (start, end)
         if (found := self._modulations.get(key)) is not None:
             self._modulations.move_to_end(key)
             return found
-        step = np.float32(end) - np.float32(start)
-        points = [start, start + step * np.float32(1 / 3), start + step * np.float32(2 / 3), end]
-        embedding = F.silu(self._time_embed(torch.tensor(points, dtype=torch.float32, device=self.device)))
+        times = torch.tensor(self.solver.times(start, end), dtype=torch.float32, device=self.device)
+        embedding = F.silu(self._time_embed(times))
         parts = [F.linear(embedding, *layer.modulation) for layer in self.layers]
         made = torch.cat([*parts, F.linear(embedding, *self._final_modulation)], dim=1)
         self._modulations[key] = made
@@ -179,13 +186,13 @@ class Dit:
 
     def kept_shape(self, intervals: int, branches: int) -> tuple[int, ...]:
         """Shape of the keys and values that one block leaves for the next chunk; see `DitChunk.left`."""
-        return (EVALUATIONS * intervals, len(self.kept_layers), branches, self.frames, 2 * self.inner)
+        return (self.solver.evaluations * intervals, len(self.kept_layers), branches, self.frames, 2 * self.inner)
 
     # -------------------------------------------------------------------------------------------------------- interval
 
     @torch.inference_mode()
     def advance(self, chunks: Sequence[DitChunk]) -> list[torch.Tensor]:
-        """Advance all chunks by one interval of the 3/8-rule Runge-Kutta solver, each at its own time.
+        """Advance all chunks by one interval of the solver, each at its own time.
 
         Returns their new states f32 [blocks, frames, mel_dim].
         """
@@ -223,11 +230,13 @@ class Dit:
             null=empty(rows, dtype=torch.int64),
             guidance=empty(rows, 1, 1),
             slot=empty(rows, dtype=torch.int64),
-            modulation=empty(EVALUATIONS, slots, modulations),
+            modulation=empty(self.solver.evaluations, slots, modulations),
             width=empty(slots),
             keys=empty(len(self.reaches), rows, 3, dtype=torch.int32),
             valid=empty(len(self.reaches), rows, 3, dtype=torch.int32),
-            left=empty(EVALUATIONS, len(self.kept_layers), entries, self.frames, 2 * self.inner, dtype=self.dtype),
+            left=empty(
+                self.solver.evaluations, len(self.kept_layers), entries, self.frames, 2 * self.inner, dtype=self.dtype
+            ),
             keep=empty(entries, dtype=torch.int64),
         )
 
@@ -284,10 +293,9 @@ class Dit:
 
     def _interval(self, batch: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """New states [rows, frames, mel_dim], and the keys and values to keep, in the shape of `_Rows.left`."""
-        third, state = 1 / 3, batch.state
         step = batch.width[batch.slot].view(-1, 1, 1)
         kept = torch.empty(
-            (EVALUATIONS, len(self.kept_layers), len(batch.keep), *batch.left.shape[3:]),
+            (self.solver.evaluations, len(self.kept_layers), len(batch.keep), *batch.left.shape[3:]),
             dtype=self.dtype,
             device=self.device,
         )
@@ -299,11 +307,7 @@ class Dit:
         def slope(evaluation: int, at: torch.Tensor) -> torch.Tensor:
             return self._slope(batch, evaluation, at, windows, kept[evaluation])
 
-        k1 = slope(0, state)
-        k2 = slope(1, state + step * k1 * third)
-        k3 = slope(2, state + step * (k2 - k1 * third))
-        k4 = slope(3, state + step * (k1 - k2 + k3))
-        return state + (k1 + 3 * (k2 + k3) + k4) * step / 8, kept
+        return self.solver.advance(batch.state, step, slope), kept
 
     def _slope(
         self, batch: _Rows, evaluation: int, state: torch.Tensor, windows: Mapping[Reach, _Window], kept: torch.Tensor

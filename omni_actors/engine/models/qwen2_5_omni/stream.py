@@ -18,7 +18,7 @@ import torch
 
 from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionStream
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import receptive_frames
-from omni_actors.engine.models.qwen2_5_omni.dit import EVALUATIONS, solver_times
+from omni_actors.engine.models.qwen2_5_omni.dit import solver_times
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:
@@ -116,9 +116,16 @@ class Geometry:
     Args:
         policy: where to cut; None decodes whole utterances.
         kept_itemsize: bytes of an element of the keys and values that a chunk leaves for the next one.
+        evaluations: of the network in an interval of the solver; each leaves keys and values of its own.
     """
 
-    def __init__(self, config: Qwen2_5OmniToken2WavConfig, policy: ChunkPolicy | None, kept_itemsize: int = 4) -> None:
+    def __init__(
+        self,
+        config: Qwen2_5OmniToken2WavConfig,
+        policy: ChunkPolicy | None,
+        kept_itemsize: int = 4,
+        evaluations: int = 4,
+    ) -> None:
         dit = config.dit_config
         self.config = config
         self.policy = policy
@@ -130,14 +137,14 @@ class Geometry:
         self.max_tokens: int = dit.max_position_embeddings // dit.repeats
         self._width: int = dit.hidden_size
         self.context: int = receptive_frames(config.bigvgan_config)
-        self._kept_itemsize = kept_itemsize
+        self._kept_bytes = kept_itemsize * evaluations
 
     def kept_bytes(self, intervals: int, branches: int) -> int:
         """Bytes of the keys and values that a chunk leaves for the next one (`Dit.kept_shape`)."""
         dit = self.config.dit_config
         layers = len(dit.look_backward_layers)
         inner: int = dit.head_dim * dit.num_attention_heads
-        return EVALUATIONS * intervals * layers * branches * self.frames_per_block * 2 * inner * self._kept_itemsize
+        return intervals * layers * branches * self.frames_per_block * 2 * inner * self._kept_bytes
 
     def carried_bytes(self, intervals: int, branches: int) -> int:
         """Upper bound of the bytes of a `Carry`: at most twice BigVGAN's context is kept of the mel frames."""

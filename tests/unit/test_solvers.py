@@ -1,0 +1,56 @@
+"""The vocoder's solvers against a curve that is known, and against transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from omni_actors.engine.platform import prepare
+
+prepare()
+
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import RungeKutta4ODESolver  # noqa: E402
+
+from omni_actors.engine.models.qwen2_5_omni.dit import solver_times  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS  # noqa: E402
+
+
+Slope = Callable[[float, torch.Tensor], torch.Tensor]
+
+
+def solve(name: str, slope: Slope, times: list[float]) -> tuple[float, int]:
+    """y at the last time, for y(0) = 1 and the `slope` at a time and a state, and the number of evaluations."""
+    solver, state, calls = SOLVERS[name], torch.ones(1, dtype=torch.float64), 0
+    for start, end in zip(times, times[1:], strict=False):
+        at = solver.times(start, end)
+
+        def here(number: int, y: torch.Tensor, at: list[float] = at) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return slope(at[number], y)
+
+        state = solver.advance(state, torch.tensor(end - start, dtype=torch.float64), here)
+    return float(state), calls
+
+
+@pytest.mark.parametrize(("name", "order", "evaluations"), [("rk4", 4, 4), ("midpoint", 2, 2), ("euler", 1, 1)])
+def test_the_error_falls_with_the_methods_order(name: str, order: int, evaluations: int):
+    errors = []
+    for intervals in (4, 8):
+        result, calls = solve(name, lambda _, y: y, [index / intervals for index in range(intervals + 1)])
+        assert calls == evaluations * intervals
+        errors.append(abs(result - math.e))
+    assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.3)
+
+
+def test_rk4_is_the_method_of_transformers():
+    def slope(time: float | torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y * torch.cos(torch.as_tensor(time, dtype=torch.float64))
+
+    times = solver_times(10, -1.0)
+    reference = RungeKutta4ODESolver(slope, torch.ones(1, dtype=torch.float64))
+    expected = float(reference.integrate(times.double())[-1])
+    assert solve("rk4", slope, times.tolist())[0] == pytest.approx(expected, rel=1e-7)
