@@ -4,7 +4,7 @@
     python benchmarks/serve.py --endpoint ipc:///tmp/omni-x/client --rate 2 4 --requests 200
     python benchmarks/serve.py --endpoint ipc:///tmp/omni-x/client --http http://127.0.0.1:8000
 
-With `--http` every load is measured twice: through our client and over HTTP.
+With `--http` every load is measured twice, through our client and over HTTP; with `--only-http`, too, only over HTTP.
 
 All requests have the same lengths (`--text-tokens`, `--codec-tokens`, no earlier end). workload.py defines the columns
 and their units. A warm-up round precedes each load. `--json FILE` writes the results with versions and flags.
@@ -64,8 +64,10 @@ def busy(rates: top.Rates) -> str:
     return "\n".join(parts)
 
 
-async def measure(endpoint: str, options: argparse.Namespace, url: str = "") -> list[dict[str, Any]]:
-    """All loads against a running pipeline; over HTTP, too, if its server has a `url`."""
+async def measure(
+    endpoint: str, options: argparse.Namespace, url: str = "", *, only_http: bool = False
+) -> list[dict[str, Any]]:
+    """All loads against a running pipeline; over HTTP, too (or only), if its server has a `url`."""
     rows = []
 
     async def keep(load: str, run: Awaitable[tuple[list[Sample], float]]) -> None:
@@ -82,7 +84,7 @@ async def measure(endpoint: str, options: argparse.Namespace, url: str = "") -> 
         description = await client.describe()
         stages = ", ".join(f"{stage.stage}/{stage.replica}" for stage in description.stages)
         print(f"{description.pipeline} ({description.model}): {stages}", file=sys.stderr)
-        askers: dict[str, Asker] = {"": ClientAsker(client, options)}
+        askers: dict[str, Asker] = {} if only_http else {"": ClientAsker(client, options)}
         if url:
             askers[" over HTTP"] = HttpAsker(http, description.pipeline, options)
         for concurrency in options.concurrency:
@@ -141,7 +143,7 @@ async def main(options: argparse.Namespace) -> None:
     facts: dict[str, Any] = {}
     with workload.DeviceMemory() as memory:
         if options.endpoint:
-            rows = await measure(options.endpoint, options, options.http)
+            rows = await measure(options.endpoint, options, options.http, only_http=options.only_http)
         else:
             async with pipeline(options) as (endpoint, ready):
                 facts["ready_s"] = round(ready, 1)
@@ -158,6 +160,7 @@ if __name__ == "__main__":
     parser.add_argument("config", nargs="?", help="start this pipeline for the measurement")
     parser.add_argument("--endpoint", help="measure a running pipeline instead")
     parser.add_argument("--http", default="", metavar="URL", help="measure the running pipeline's HTTP server, too")
+    parser.add_argument("--only-http", action="store_true", help="leave out the measurement through our client")
     add_load_arguments(parser)
     arguments = parser.parse_args()
     if not (arguments.config or arguments.endpoint):
