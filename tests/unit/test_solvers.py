@@ -12,11 +12,12 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
+import itertools
+
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import RungeKutta4ODESolver  # noqa: E402
 
 from omni_actors.engine.models.qwen2_5_omni.dit import solver_times  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS  # noqa: E402
-
 
 Slope = Callable[[float, torch.Tensor], torch.Tensor]
 
@@ -24,7 +25,7 @@ Slope = Callable[[float, torch.Tensor], torch.Tensor]
 def solve(name: str, slope: Slope, times: list[float]) -> tuple[float, int]:
     """y at the last time, for y(0) = 1 and the `slope` at a time and a state, and the number of evaluations."""
     solver, state, calls = SOLVERS[name], torch.ones(1, dtype=torch.float64), 0
-    for start, end in zip(times, times[1:], strict=False):
+    for start, end in itertools.pairwise(times):
         at = solver.times(start, end)
 
         def here(number: int, y: torch.Tensor, at: list[float] = at) -> torch.Tensor:
