@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -12,7 +13,6 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
-import itertools
 
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import RungeKutta4ODESolver  # noqa: E402
 
