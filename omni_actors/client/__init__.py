@@ -7,13 +7,17 @@
 from __future__ import annotations
 
 from omni_actors.client.async_client import AsyncOmniClient
+from omni_actors.client.choices import MAX_CHOICES, ChoiceItem, ChoiceStreams
 from omni_actors.client.prompts import Prompting
 from omni_actors.client.streams import Audio, RequestStream, StreamItem, Text
 from omni_actors.client.sync_client import OmniClient, SyncRequestStream
 
 __all__ = [
+    "MAX_CHOICES",
     "AsyncOmniClient",
     "Audio",
+    "ChoiceItem",
+    "ChoiceStreams",
     "OmniClient",
     "Prompting",
     "RequestStream",

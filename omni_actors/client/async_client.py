@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy
 
+from omni_actors.client.choices import ChoiceStreams, check_choices, of_choice
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
 from omni_actors.client.streams import Audio, RequestStream, Text
@@ -195,6 +196,29 @@ class AsyncOmniClient:
         """Send a request, as `submit` does, and wait for the whole answer."""
         stream = await self.submit(prompt, **options)
         return await stream.result()
+
+    async def submit_choices(self, prompt: Prompting, n: int, **options: Any) -> ChoiceStreams:
+        """Send a prompt for `n` answers, at most 16, each with sampling and sound of its own.
+
+        Each is a request, and the thinker computes what they share of the prompt only once. Options are those of
+        `submit`. The first answer has `request_id` and `seed`, the others the id with a number and the next seeds.
+        """
+        check_choices(n)
+        options["request_id"] = options.get("request_id") or uuid.uuid4().hex
+        streams: list[RequestStream] = []
+        try:
+            for choice in range(n):
+                streams.append(await self.submit(prompt, **of_choice(options, choice)))
+        except BaseException:
+            for stream in streams:
+                await stream.abort()
+            raise
+        return ChoiceStreams(streams)
+
+    async def generate_choices(self, prompt: Prompting, n: int, **options: Any) -> list[OmniRequestOutput]:
+        """Send a prompt for `n` answers, as `submit_choices` does, and wait for all of them."""
+        streams = await self.submit_choices(prompt, n, **options)
+        return await streams.results()
 
     def abort(self, request_id: str) -> None:
         """End a request in all stages. Idempotent."""

@@ -52,6 +52,7 @@ class RequestStream:
         self._abort = abort
         self._items: asyncio.Queue[StreamItem | Done | OmniError] = asyncio.Queue()
         self._ended = False
+        self.on_delivery: Callable[[], None] | None = None  # is called for each item that arrives
 
     def __aiter__(self) -> AsyncIterator[StreamItem]:
         return self
@@ -104,3 +105,5 @@ class RequestStream:
     def deliver(self, item: StreamItem | Done | OmniError) -> None:
         """Append an item. The client calls this for each message of the request."""
         self._items.put_nowait(item)
+        if self.on_delivery is not None:
+            self.on_delivery()

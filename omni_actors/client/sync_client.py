@@ -82,6 +82,10 @@ class OmniClient:
         """Send a request and wait for the whole answer; options as for `AsyncOmniClient.submit`."""
         return self.run(lambda client: client.generate(prompt, **options))
 
+    def generate_choices(self, prompt: Prompting, n: int, **options: Any) -> list[OmniRequestOutput]:
+        """Send a prompt for `n` answers and wait for all; options as for `AsyncOmniClient.submit`."""
+        return self.run(lambda client: client.generate_choices(prompt, n, **options))
+
     def submit(self, prompt: Prompting, **options: Any) -> SyncRequestStream:
         """Send a request and return the stream of its answer; options as for `AsyncOmniClient.submit`."""
         return SyncRequestStream(self, self.run(lambda client: client.submit(prompt, **options)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from omni_actors.client import Audio, RequestStream, StreamItem
+from omni_actors.client import Audio, ChoiceItem, ChoiceStreams, StreamItem
 from omni_actors.errors import Aborted, OmniError
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.state import ServerState
@@ -26,24 +26,26 @@ JOINED_BYTES = 65_536  # of ready pieces that wait for one write
 
 
 class Answer:
-    """Iterates over the `Text` and `Audio` of one request. Make it with `begin`, and always `close` it.
+    """Iterates over the `Text` and `Audio` of an answer, or with `choices` over those of several answers to one prompt.
+
+    Make it with `begin`, and always `close` it.
 
     `begin` awaits the first item before anything is sent to the client, so that an early failure is a plain HTTP status
     and not an error inside a stream.
     """
 
-    def __init__(self, stream: RequestStream, request: Request, fields: Mapping[str, str], turns: Turns) -> None:
-        self._stream = stream
+    def __init__(self, streams: ChoiceStreams, request: Request, fields: Mapping[str, str], turns: Turns) -> None:
+        self._streams = streams
         self._fields = fields
         self._turns = turns
-        self._first: list[StreamItem] = []
+        self._first: list[ChoiceItem] = []
         self.before_waiting: Callable[[], Awaitable[None]] = _nothing
         """Is awaited before the iteration waits for an item that has not arrived."""
         self._watch = asyncio.create_task(self._abort_when_gone(request), name="watch for disconnect")
 
     @classmethod
     async def begin(
-        cls, request: Request, state: ServerState, prompt: Any, fields: Mapping[str, str], **options: Any
+        cls, request: Request, state: ServerState, prompt: Any, fields: Mapping[str, str], n: int = 1, **options: Any
     ) -> Answer:
         """Submit a request and wait for its first item. Raises `HttpError`.
 
@@ -51,13 +53,15 @@ class Answer:
 
         Args:
             fields: the field of the HTTP request that is at fault, by error code or by name in the pipeline.
+            n: number of answers.
             options: for `AsyncOmniClient.submit`.
         """
         if options.get("timeout") is None:
             options["timeout"] = state.settings.request_timeout
         try:
-            stream = await state.client.submit(
+            streams = await state.client.submit_choices(
                 prompt,
+                n,
                 request_id=request.state.request_id,
                 traceparent=request.state.traceparent,
                 tenant=state.tenants.name(request.client.host if request.client is not None else ""),
@@ -65,9 +69,9 @@ class Answer:
             )
         except OmniError as error:
             raise HttpError.of(error, fields) from error
-        answer = cls(stream, request, fields, state.turns)
+        answer = cls(streams, request, fields, state.turns)
         try:
-            async for item in answer:
+            async for item in answer.choices():
                 answer._first.append(item)
                 break
         except BaseException:
@@ -77,24 +81,35 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, StageUsage]:
-        """Usage by stage, complete when the iteration has ended."""
-        return self._stream.usage
+        """Usage of the first answer by stage, complete when the iteration has ended."""
+        return self.usages[0]
+
+    @property
+    def usages(self) -> list[dict[str, StageUsage]]:
+        """Usage of each answer by stage. That of an answer is complete when its last item was `None`."""
+        return self._streams.usages
 
     async def __aiter__(self) -> AsyncIterator[StreamItem]:
-        """Yield the items, sound when it has its turn. Raises `HttpError` if the request fails."""
+        """Yield the items of the only answer. Raises `HttpError` if the request fails."""
+        async for _, item in self.choices():
+            if item is not None:
+                yield item
+
+    async def choices(self) -> AsyncIterator[ChoiceItem]:
+        """Yield the items of all answers, sound when it has its turn. Raises `HttpError` if one of them fails."""
         try:
             while self._first:
                 yield self._first.pop()
             while True:
-                if not self._stream.ready:
+                if not self._streams.ready:
                     await self.before_waiting()
                 try:
-                    item = await anext(self._stream)
+                    found = await anext(self._streams)
                 except StopAsyncIteration:
                     return
-                if isinstance(item, Audio):
+                if isinstance(found.item, Audio):
                     await self._turns.take()
-                yield item
+                yield found
         except OmniError as error:
             raise HttpError.of(error, self._fields) from error
 
@@ -102,7 +117,7 @@ class Answer:
         """End the request in every stage, unless it has ended. Idempotent."""
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
-        await self._stream.abort()
+        await self._streams.abort()
 
     async def __aenter__(self) -> Answer:
         return self
@@ -113,8 +128,8 @@ class Answer:
     async def _abort_when_gone(self, request: Request) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             continue
-        logger.info("the client went away", extra={"request_id": self._stream.request_id})
-        await self._stream.abort()
+        logger.info("the client went away", extra={"request_id": self._streams.streams[0].request_id})
+        await self._streams.abort()
 
 
 class AnswerResponse(Response):
@@ -210,6 +225,34 @@ def usage_of(usage: Mapping[str, StageUsage], description: Description) -> dict[
             for stage in order
             if stage in usage
         },
+    }
+
+
+def usage_of_choices(usages: Sequence[Mapping[str, StageUsage]], description: Description) -> dict[str, Any]:
+    """OpenAI's usage of one or several answers to a prompt, whose tokens count once.
+
+    What the stages did for the answers is added up, and their seconds are those of the first and of the last of them.
+    """
+    whole, *others = [usage_of(usage, description) for usage in usages]
+    for other in others:
+        for name, count in other["completion_tokens_details"].items():
+            whole["completion_tokens_details"][name] += count
+        whole["completion_tokens"] += other["completion_tokens"]
+        whole["total_tokens"] += other["completion_tokens"]
+        for stage, did in other["stages"].items():
+            whole["stages"][stage] = _added(whole["stages"].get(stage), did)
+    return whole
+
+
+def _added(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    if one is None:
+        return other
+    return {
+        "finish_reason": "length" if "length" in (one["finish_reason"], other["finish_reason"]) else "stop",
+        "input_tokens": one["input_tokens"] + other["input_tokens"],
+        "output_tokens": one["output_tokens"] + other["output_tokens"],
+        "first_output": min(one["first_output"], other["first_output"]),
+        "finished": max(one["finished"], other["finished"]),
     }
 
 

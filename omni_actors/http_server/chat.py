@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 import numpy
 from fastapi import APIRouter, Depends
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.client import Text
+from omni_actors.client import StreamItem, Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of
+from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of_choices
 from omni_actors.http_server.audio_formats import encoded, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
@@ -57,15 +58,15 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
         seed=body.seed,
         priority=body.priority or 0,
         timeout=body.timeout,
+        n=body.answers(description.max_in_flight),
     )
-    reply = ChatReply(request.state.request_id, model, spoken, description, state)
+    choices = [ChatChoice(index, request.state.request_id, spoken, state) for index in range(len(answer.usages))]
+    reply = ChatReply(request.state.request_id, model, choices, answer, description)
     if body.stream:
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return AnswerResponse(
-            answer, reply.events(answer, include_usage), "text/event-stream", state.settings.write_timeout
-        )
+        return AnswerResponse(answer, reply.events(include_usage), "text/event-stream", state.settings.write_timeout)
     async with answer:
-        return Response(await reply.whole(answer, audio_format), media_type="application/json")
+        return Response(await reply.whole(audio_format), media_type="application/json")
 
 
 def _audio_format(body: ChatRequest) -> str:
@@ -77,38 +78,42 @@ def _audio_format(body: ChatRequest) -> str:
     return STREAM_FORMAT
 
 
-class ChatReply:
-    """Converts an answer to OpenAI's objects. As with OpenAI, the text of a spoken answer is its transcript."""
+class ChatChoice:
+    """One of the answers to a chat: what has come of it, and its objects in OpenAI's form.
 
-    def __init__(self, request_id: str, model: str, spoken: bool, description: Description, state: ServerState) -> None:
-        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
-        self._audio_id = f"audio_{request_id}"
+    As with OpenAI, the text of a spoken answer is its transcript.
+    """
+
+    def __init__(self, index: int, request_id: str, spoken: bool, state: ServerState) -> None:
+        self._index = index
+        self._audio_id = f"audio_{request_id}-{index}" if index else f"audio_{request_id}"
         self._spoken = spoken
-        self._description = description
         self._state = state
+        self._texts: list[str] = []
+        self._pieces: list[NDArray[numpy.float32]] = []
+        self._calls = CollectedCalls()
+        self._called = False
+        self._logprobs: list[PositionLogprobs] = []
 
-    async def whole(self, answer: Answer, audio_format: str) -> bytes:
-        """The whole answer as a chat.completion object."""
-        texts: list[str] = []
-        pieces: list[Any] = []
-        calls = CollectedCalls()
-        logprobs: list[PositionLogprobs] = []
-        rate = self._description.sample_rate or 24_000
-        async for item in answer:
-            if isinstance(item, Text):
-                texts.append(item.text)
-                calls.add(item.tool_calls)
-                logprobs.extend(item.logprobs)
-            else:
-                pieces.append(item.samples)
-                rate = item.sample_rate
-        text = "".join(texts)
+    def keep(self, item: StreamItem) -> None:
+        """Keep an item of an answer that is sent whole."""
+        if isinstance(item, Text):
+            self._texts.append(item.text)
+            self._calls.add(item.tool_calls)
+            self._logprobs.extend(item.logprobs)
+        else:
+            self._pieces.append(item.samples)
+
+    async def whole(self, finish: str, audio_format: str, rate: int) -> dict[str, Any]:
+        """The choice of a chat.completion object."""
+        text = "".join(self._texts)
+        self._called = bool(self._calls)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
+        if self._called:
             message["content"] = text or None
-            message["tool_calls"] = [_call(call) for call in calls.whole()]
-        if self._spoken and (text or pieces or not calls):
-            samples = numpy.concatenate(pieces) if pieces else numpy.zeros(0, numpy.float32)
+            message["tool_calls"] = [_call(call) for call in self._calls.whole()]
+        if self._spoken and (text or self._pieces or not self._called):
+            samples = numpy.concatenate(self._pieces) if self._pieces else numpy.zeros(0, numpy.float32)
             message["content"] = None
             message["audio"] = {
                 "id": self._audio_id,
@@ -116,53 +121,95 @@ class ChatReply:
                 "expires_at": self._state.transcripts.add(self._audio_id, text),
                 "transcript": text,
             }
-        finish = self._finish_reason(answer, bool(calls))
-        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": chat_logprobs(logprobs)}
-        usage = usage_of(answer.usage, self._description)
-        return msgspec.json.encode({**self._head, "object": "chat.completion", "choices": [choice], "usage": usage})
+        return {
+            "index": self._index,
+            "message": message,
+            "finish_reason": self._finish(finish),
+            "logprobs": chat_logprobs(self._logprobs),
+        }
 
-    async def events(self, answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
+    def begin(self) -> dict[str, Any]:
+        """The first choice of the stream's chunks."""
+        first: dict[str, Any] = {"role": "assistant", "refusal": None}
+        if self._spoken:
+            return self._chunk({**first, "audio": {"id": self._audio_id, "transcript": ""}})
+        return self._chunk({**first, "content": ""})
+
+    def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
+        """The choices of the chunks that an item becomes."""
+        if not isinstance(item, Text):
+            yield self._chunk({"audio": {"id": self._audio_id, "data": pcm16(item.samples)}})
+            return
+        self._texts.append(item.text)
+        if item.text or item.logprobs:  # there is no text where the tokens so far end inside a character
+            transcript = {"audio": {"id": self._audio_id, "transcript": item.text}}
+            yield self._chunk(transcript if self._spoken else {"content": item.text}, logprobs=item.logprobs)
+        if item.tool_calls:
+            self._called = True
+            yield self._chunk({"tool_calls": [_call_delta(piece) for piece in item.tool_calls]})
+
+    def end(self, finish: str) -> Iterator[dict[str, Any]]:
+        """The last choices of the stream's chunks."""
+        if self._spoken:
+            expires = self._state.transcripts.add(self._audio_id, "".join(self._texts))
+            yield self._chunk({"audio": {"id": self._audio_id, "expires_at": expires}})
+        yield self._chunk({}, self._finish(finish))
+
+    def _chunk(
+        self, delta: dict[str, Any], finish: str | None = None, logprobs: Sequence[PositionLogprobs] = ()
+    ) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "finish_reason": finish, "logprobs": chat_logprobs(logprobs)}
+
+    def _finish(self, reason: str) -> str:
+        return "tool_calls" if self._called and reason == "stop" else reason
+
+
+class ChatReply:
+    """Converts the answers to a chat to OpenAI's objects."""
+
+    def __init__(
+        self, request_id: str, model: str, choices: Sequence[ChatChoice], answer: Answer, description: Description
+    ) -> None:
+        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
+        self._choices = choices
+        self._answer = answer
+        self._description = description
+
+    async def whole(self, audio_format: str) -> bytes:
+        """The whole answers as a chat.completion object."""
+        async for index, item in self._answer.choices():
+            if item is not None:
+                self._choices[index].keep(item)
+        rate = self._description.sample_rate or 24_000
+        choices = [
+            await choice.whole(self._finish(index), audio_format, rate) for index, choice in enumerate(self._choices)
+        ]
+        content = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        return msgspec.json.encode(content)
+
+    async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """Stream chat.completion.chunk objects as server-sent events. A later failure becomes an error event."""
         usage = {"usage": None} if include_usage else {}
         head = {**self._head, "object": "chat.completion.chunk", **usage}
-
-        def chunk(delta: dict[str, Any], finish: str | None = None, logprobs: Sequence[PositionLogprobs] = ()) -> bytes:
-            about = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": chat_logprobs(logprobs)}
-            return event({**head, "choices": [about]})
-
-        texts: list[str] = []
-        called = False
-        first: dict[str, Any] = {"role": "assistant", "refusal": None}
-        if self._spoken:
-            yield chunk({**first, "audio": {"id": self._audio_id, "transcript": ""}})
-        else:
-            yield chunk({**first, "content": ""})
+        for choice in self._choices:
+            yield event({**head, "choices": [choice.begin()]})
         try:
-            async for item in answer:
-                if not isinstance(item, Text):
-                    yield chunk({"audio": {"id": self._audio_id, "data": pcm16(item.samples)}})
-                    continue
-                texts.append(item.text)
-                if item.text or item.logprobs:  # there is no text where the tokens so far end inside a character
-                    transcript = {"audio": {"id": self._audio_id, "transcript": item.text}}
-                    yield chunk(transcript if self._spoken else {"content": item.text}, logprobs=item.logprobs)
-                if item.tool_calls:
-                    called = True
-                    yield chunk({"tool_calls": [_call_delta(piece) for piece in item.tool_calls]})
+            async for index, item in self._answer.choices():
+                choice = self._choices[index]
+                for piece in choice.end(self._finish(index)) if item is None else choice.chunks(item):
+                    yield event({**head, "choices": [piece]})
         except HttpError as error:
             yield event(error.body())
             return
-        if self._spoken:
-            expires = self._state.transcripts.add(self._audio_id, "".join(texts))
-            yield chunk({"audio": {"id": self._audio_id, "expires_at": expires}})
-        yield chunk({}, self._finish_reason(answer, called))
         if include_usage:
-            yield event({**head, "choices": [], "usage": usage_of(answer.usage, self._description)})
+            yield event({**head, "choices": [], "usage": self._usage()})
         yield DONE_EVENT
 
-    def _finish_reason(self, answer: Answer, called: bool) -> str:
-        reason = finish_reason(answer.usage, self._description)
-        return "tool_calls" if called and reason == "stop" else reason
+    def _finish(self, index: int) -> str:
+        return finish_reason(self._answer.usages[index], self._description)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_of_choices(self._answer.usages, self._description)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from omni_actors.client import Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of
+from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of_choices
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.json_bounds import MAX_TOKEN_VALUES
@@ -53,6 +53,7 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
         seed=body.seed,
         priority=body.priority or 0,
         timeout=body.timeout,
+        n=body.answers(description.max_in_flight),
     )
     head = {
         "id": f"cmpl-{request.state.request_id}",
@@ -61,32 +62,43 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
         "model": model,
     }
 
-    logprobs = CompletionLogprobs()
+    logprobs = [CompletionLogprobs() for _ in answer.usages]
 
-    def choice(text: str, finish: str | None, positions: Sequence[PositionLogprobs] = ()) -> dict[str, Any]:
-        about = {"index": 0, "text": text, "finish_reason": finish, "logprobs": logprobs.piece(positions)}
-        return {**head, "choices": [about]}
+    def choice(index: int, text: str, finish: str | None, positions: Sequence[PositionLogprobs] = ()) -> dict[str, Any]:
+        return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs[index].piece(positions)}
+
+    def finished(index: int) -> str:
+        return finish_reason(answer.usages[index], description)
 
     async def events() -> AsyncIterator[bytes]:
         try:
-            async for item in answer:
+            async for index, item in answer.choices():
                 if isinstance(item, Text):
-                    yield event(choice(item.text, None, item.logprobs))
+                    yield event({**head, "choices": [choice(index, item.text, None, item.logprobs)]})
+                elif item is None:
+                    yield event({**head, "choices": [choice(index, "", finished(index))]})
         except HttpError as error:
             yield event(error.body())
             return
-        yield event(choice("", finish_reason(answer.usage, description)))
         if body.stream_options and body.stream_options.include_usage:
-            yield event({**head, "choices": [], "usage": usage_of(answer.usage, description)})
+            yield event({**head, "choices": [], "usage": usage_of_choices(answer.usages, description)})
         yield DONE_EVENT
 
     if body.stream:
         return AnswerResponse(answer, events(), "text/event-stream", state.settings.write_timeout)
     async with answer:
-        items = [item async for item in answer if isinstance(item, Text)]
-        text = "".join(item.text for item in items)
-        positions = [position for item in items for position in item.logprobs]
-        whole = choice(text, finish_reason(answer.usage, description), positions)
-        return Response(
-            msgspec.json.encode({**whole, "usage": usage_of(answer.usage, description)}), media_type="application/json"
-        )
+        texts: list[list[Text]] = [[] for _ in answer.usages]
+        async for index, item in answer.choices():
+            if isinstance(item, Text):
+                texts[index].append(item)
+        choices = [
+            choice(
+                index,
+                "".join(item.text for item in items),
+                finished(index),
+                [position for item in items for position in item.logprobs],
+            )
+            for index, items in enumerate(texts)
+        ]
+        whole = {**head, "choices": choices, "usage": usage_of_choices(answer.usages, description)}
+        return Response(msgspec.json.encode(whole), media_type="application/json")

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from omni_actors.client import MAX_CHOICES
 from omni_actors.http_server.output_formats import AnyResponseFormat, StructuredFields, fields_of, output_form
 from omni_actors.http_server.schema_fields import ABSENT
 from omni_actors.http_server.vllm_fields import VllmFields
@@ -23,7 +24,7 @@ class GenerationFields(VllmFields, frozen=True, kw_only=True):
     max_tokens: PositiveInt | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: Word | Words | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None

@@ -171,11 +171,16 @@ class Sampling(GenerationFields, frozen=True, kw_only=True):
     def refuse_unsupported(self) -> None:
         """Raise `HttpError` 400 for the first field with an unsupported value."""
         refuse_effects(self, self.HINTS)
-        if (self.n or 1) != 1:
-            raise bad_field("n", "n must be 1: one answer per request.", "unsupported_value")
         if self.stream_options is not None and not self.stream:
             raise bad_field("stream_options", "stream_options needs stream: true.")
         free_form(self.metadata, dict[str, str], "metadata")
+
+    def answers(self, slots: int) -> int:
+        """How many answers are wanted. Raises `HttpError` for more than the pipeline has slots."""
+        wanted = self.n or 1
+        if wanted > slots:
+            raise bad_field("n", f"n is {wanted}, and this pipeline has {slots} requests at a time.")
+        return wanted
 
 
 class ChatRequest(Sampling, frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ ERRORS = [
         "audio.format",
         "unsupported_value",
     ),
-    ({"n": 2}, openai.BadRequestError, "n", "unsupported_value"),
+    ({"n": 17}, openai.BadRequestError, "n", "invalid_value"),
     ({"stop": ""}, openai.BadRequestError, "stop", "invalid_value"),
     ({"stop": [".", "x" * 1025]}, openai.BadRequestError, "stop[1]", "invalid_value"),
     ({"presence_penalty": 3}, openai.BadRequestError, "presence_penalty", "invalid_value"),

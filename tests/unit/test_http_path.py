@@ -14,7 +14,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from omni_actors.client import Audio, RequestStream, Text
+from omni_actors.client import Audio, ChoiceStreams, RequestStream, Text
 from omni_actors.errors import RequestTimeout
 from omni_actors.http_server import state as server_state
 from omni_actors.http_server.answer import Answer, AnswerResponse, event
@@ -59,7 +59,7 @@ async def silent() -> Message:
 
 
 def answer_of(stream: RequestStream) -> Answer:
-    return Answer(stream, Request(SCOPE, silent), {}, Turns())
+    return Answer(ChoiceStreams([stream]), Request(SCOPE, silent), {}, Turns())
 
 
 async def test_nothing_that_is_ready_waits_for_the_next_item() -> None:
@@ -118,7 +118,7 @@ async def test_sound_of_many_answers_is_taken_one_at_a_time_with_turns_for_other
     seen: list[tuple[int, str]] = []
 
     async def listen(stream: RequestStream) -> None:
-        async for _ in Answer(stream, Request(SCOPE, silent), {}, turns):
+        async for _ in Answer(ChoiceStreams([stream]), Request(SCOPE, silent), {}, turns):
             seen.append((rounds, stream.request_id))
 
     for stream in streams:

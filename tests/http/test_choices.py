@@ -1,0 +1,135 @@
+"""Several answers to one prompt (`n`), as the unchanged `openai` package and the client library see them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable
+
+import numpy
+import openai
+import pytest
+
+from omni_actors.client import AsyncOmniClient, ChoiceStreams, OmniClient
+from omni_actors.errors import Aborted, InvalidRequest
+from tests.support.servers import HttpPipeline
+from tests.support.waiting import PATIENCE, until
+
+HELLO = [{"role": "user", "content": "hello, sea"}]
+SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "pcm16"}}
+SAMPLES_PER_TOKEN = 480
+CONTENT_BYTES = SAMPLES_PER_TOKEN * 2 * len("hello, sea")
+
+
+def test_each_choice_has_text_and_speech_of_its_own(echo: HttpPipeline) -> None:
+    answer = echo.openai().chat.completions.create(model="echo", messages=HELLO, n=3, **SPOKEN)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    sounds = [choice.message.audio for choice in answer.choices]
+    assert [sound.transcript for sound in sounds] == ["hello, sea"] * 3
+    assert [len(base64.b64decode(sound.data)) for sound in sounds] == [CONTENT_BYTES] * 3
+    assert len({sound.id for sound in sounds}) == 3
+    follow_up = [*HELLO, {"role": "assistant", "audio": {"id": sounds[2].id}}, {"role": "user", "content": "!"}]
+    later = echo.openai().chat.completions.create(model="echo", messages=follow_up)
+    assert later.choices[0].message.content == "hello, seahello, sea!"
+
+
+def test_the_prompt_counts_once_and_answers_add_up(echo: HttpPipeline) -> None:
+    one = echo.openai().chat.completions.create(model="echo", messages=HELLO, **SPOKEN).usage
+    three = echo.openai().chat.completions.create(model="echo", messages=HELLO, n=3, **SPOKEN).usage
+    assert three.prompt_tokens == one.prompt_tokens == 10
+    assert three.completion_tokens == 3 * one.completion_tokens
+    assert three.total_tokens == three.prompt_tokens + three.completion_tokens
+    assert three.completion_tokens_details.text_tokens == 30
+    assert three.completion_tokens_details.audio_tokens == 3 * one.completion_tokens_details.audio_tokens > 0
+    assert three.stages["thinker"]["output_tokens"] == 30
+
+
+def test_streamed_choices_carry_their_index(echo: HttpPipeline) -> None:
+    texts, sounds, finished, usage = [""] * 3, [b""] * 3, [], None
+    for chunk in echo.openai().chat.completions.create(
+        model="echo", messages=HELLO, n=3, stream=True, stream_options={"include_usage": True}, **SPOKEN
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            assert choice.index not in finished, "nothing follows the end of an answer"
+            if (audio := choice.delta.audio) is not None:
+                texts[choice.index] += audio.transcript or ""
+                sounds[choice.index] += base64.b64decode(audio.data or "")
+            if choice.finish_reason:
+                assert choice.finish_reason == "stop"
+                finished.append(choice.index)
+    assert texts == ["hello, sea"] * 3
+    assert [len(sound) for sound in sounds] == [CONTENT_BYTES] * 3
+    assert sorted(finished) == [0, 1, 2]
+    assert usage.prompt_tokens == 10
+
+
+def test_text_completions_have_choices_too(echo: HttpPipeline) -> None:
+    options: dict = {"model": "echo", "prompt": "abc", "n": 2}
+    whole = echo.openai().completions.create(**options)
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in whole.choices] == [
+        (0, "abc", "stop"),
+        (1, "abc", "stop"),
+    ]
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 6)
+    texts = ["", ""]
+    for chunk in echo.openai().completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == ["abc", "abc"]
+
+
+def test_more_answers_than_slots_are_refused(slow: HttpPipeline) -> None:
+    with pytest.raises(openai.BadRequestError, match="2 requests at a time") as caught:
+        slow.openai().chat.completions.create(model="echo", messages=HELLO, n=3)
+    assert caught.value.param == "n"
+
+
+def test_a_client_that_goes_away_frees_all_choices(slow: HttpPipeline) -> None:
+    """Two answers of a hundred seconds each; the fixture checks that every stage is idle afterwards."""
+    stream = slow.openai().chat.completions.create(
+        model="echo", messages=[{"role": "user", "content": "x" * 2000}], n=2, stream=True
+    )
+    next(iter(stream))
+    with OmniClient(slow.endpoint) as client:
+        assert client.describe().in_flight == 2
+        stream.close()
+        until(lambda: client.describe().in_flight == 0)
+
+
+def test_the_client_library_returns_all_answers(echo: HttpPipeline) -> None:
+    with OmniClient(echo.endpoint) as client:
+        outputs = client.generate_choices("hello", 4, request_id="four", timeout=60)
+        assert [output.request_id for output in outputs] == ["four", "four-1", "four-2", "four-3"]
+        assert [output.text for output in outputs] == ["hello"] * 4
+        expected = numpy.repeat(numpy.frombuffer(b"hello", numpy.uint8) / 256.0, SAMPLES_PER_TOKEN)
+        for output in outputs:
+            numpy.testing.assert_allclose(output.audio, expected, atol=1e-6)
+        for wrong in (0, 17):
+            with pytest.raises(InvalidRequest, match="1 to 16 answers") as caught:
+                client.generate_choices("hello", wrong)
+            assert caught.value.field == "n"
+
+
+async def exhaust(streams: ChoiceStreams) -> None:
+    async for _ in streams:
+        continue
+
+
+@pytest.mark.parametrize("wait_for", [ChoiceStreams.results, exhaust])
+def test_when_one_answer_fails_the_others_end_too(
+    slow: HttpPipeline, wait_for: Callable[[ChoiceStreams], Awaitable[object]]
+) -> None:
+    """Each answer would take a hundred seconds; the one that fails is not the first."""
+
+    async def ask() -> None:
+        async with AsyncOmniClient(slow.endpoint) as client, asyncio.timeout(20 * PATIENCE):
+            streams = await client.submit_choices("x" * 2000, 2, modalities=["text"])
+            await anext(streams)
+            await streams.streams[1].abort()
+            with pytest.raises(Aborted):
+                await wait_for(streams)
+            with OmniClient(slow.endpoint) as looks_on:
+                await asyncio.to_thread(until, lambda: looks_on.describe().in_flight == 0)
+
+    asyncio.run(ask())
