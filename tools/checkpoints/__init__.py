@@ -1,6 +1,7 @@
-"""Writes Qwen2.5-Omni checkpoints without a network: one tiny and runnable, one full-sized and without weights.
+"""Writes checkpoints without a network: Qwen2.5-Omni tiny and runnable or full-sized without weights, and Z-Image tiny.
 
     python -m tools.checkpoints tiny OUT_DIR [--seed N]
+    python -m tools.checkpoints tiny-z-image OUT_DIR [--seed N]
     python -m tools.checkpoints full OUT_DIR [--weights]
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
@@ -10,7 +11,9 @@ tokens vary with the prompt and do not fall into a cycle, the waveform has ampli
 `full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`. With
 `--weights` it has random ones, 21.5 GB, for measurements of loading; their answers are not checked.
 
-Both use the layout of the published checkpoint, so the same code loads either.
+`tiny-z-image` (tools/checkpoints/z_image.py) needs the extra `image`.
+
+All use the layout of the published checkpoint, so the same code loads either.
 """
 
 from __future__ import annotations

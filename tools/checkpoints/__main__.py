@@ -1,4 +1,4 @@
-"""Command line: `python -m tools.checkpoints tiny OUT_DIR` or `full OUT_DIR`."""
+"""Command line: `python -m tools.checkpoints KIND OUT_DIR`, with `tiny`, `tiny-z-image` or `full`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ import torch
 from tools.checkpoints import write_full, write_tiny
 from tools.checkpoints.errors import CheckpointError, FolderError
 from tools.checkpoints.measure import print_answers, quiet_transformers
+from tools.checkpoints.z_image import write_tiny_z_image
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.checkpoints", description="Writes Qwen2.5-Omni checkpoints offline."
+        prog="python -m tools.checkpoints", description="Writes checkpoints of Qwen2.5-Omni and Z-Image offline."
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
     tiny = kinds.add_parser("tiny", help="toy size, random weights, runnable")
-    tiny.add_argument("out_dir", type=Path)
-    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes (default: 0)")
+    z_image = kinds.add_parser("tiny-z-image", help="Z-Image at toy size, random weights, runnable")
+    for kind in (tiny, z_image):
+        kind.add_argument("out_dir", type=Path)
+        kind.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes (default: 0)")
     full = kinds.add_parser("full", help="published 7B sizes, no weights (vLLM: load_format dummy)")
     full.add_argument("--weights", action="store_true", help="random weights, too: 21.5 GB")
     full.add_argument("out_dir", type=Path)
@@ -40,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.kind == "tiny":
             print_answers(write_tiny(options.out_dir, options.seed))
+        elif options.kind == "tiny-z-image":
+            write_tiny_z_image(options.out_dir, options.seed)
         else:
             write_full(options.out_dir, weights=options.weights)
     except (FolderError, OSError) as error:

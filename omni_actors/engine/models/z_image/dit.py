@@ -1,0 +1,365 @@
+"""The diffusion transformer of Z-Image, for packed batches: any mix of requests, sizes, moments and prompts at once.
+
+A sequence is a picture's tokens and then a prompt's; guidance makes two sequences of one picture. Sequences lie one
+after the other (`Packing`) without padding between them. Only attention looks beyond a token, and only within its
+sequence; everything else is computed for all tokens together, with the modulation of the sequence's moment.
+
+What a prompt contributes does not depend on the moment: `refine_text` computes it once per request.
+
+Within a sequence, picture and prompt are each filled up to a multiple of 32 tokens with learned tokens that attention
+sees: the model was trained like this. Torch only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from omni_actors.engine.models.z_image.packing import Attention, Packing, attend_each, pack
+
+MULTIPLE = 32  # tokens; pictures and prompts are filled up to a multiple of it
+PATCH = 2  # latent pixels along an edge of a token
+MOMENT_WIDTH = 256  # of the embedding of a moment
+MOMENT_HIDDEN = 1024
+
+
+@dataclass(frozen=True)
+class DitConfig:
+    """Sizes of the network; the defaults are the published ones.
+
+    Args:
+        channels: of the latents.
+        width: of a token.
+        layers: that see picture and prompt; each of the two passes `refiners` layers of its own before.
+        heads: of attention.
+        text_width: of the text encoder's hidden states.
+        theta: base of the rotary frequencies.
+        axes: rotary dimensions of a head along time, height and width.
+        lengths: the number of positions along each axis.
+        time_scale: by which a moment in [0, 1] is multiplied.
+        eps: of the norms.
+    """
+
+    channels: int = 16
+    width: int = 3840
+    layers: int = 30
+    refiners: int = 2
+    heads: int = 30
+    text_width: int = 2560
+    theta: float = 256.0
+    axes: tuple[int, int, int] = (32, 48, 48)
+    lengths: tuple[int, int, int] = (1536, 512, 512)
+    time_scale: float = 1000.0
+    eps: float = 1e-5
+
+    @property
+    def patch_width(self) -> int:
+        """Values of a token of the latents."""
+        return PATCH * PATCH * self.channels
+
+    @property
+    def moment_width(self) -> int:
+        """Width of the vector that the modulations come from."""
+        return min(self.width, MOMENT_WIDTH)
+
+
+def filled(tokens: int) -> int:
+    """`tokens`, rounded up to what the model takes."""
+    return -(-tokens // MULTIPLE) * MULTIPLE
+
+
+def patches_of(latents: torch.Tensor) -> torch.Tensor:
+    """Latents [channels, height, width] as tokens [height / 2 * width / 2, 4 * channels]."""
+    channels, height, width = latents.shape
+    grid = latents.view(channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return grid.permute(1, 3, 2, 4, 0).reshape(-1, PATCH * PATCH * channels)
+
+
+def latents_of(patches: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The inverse of `patches_of`, for latents of this height and width."""
+    grid = patches.view(height // PATCH, width // PATCH, PATCH, PATCH, -1)
+    return grid.permute(4, 0, 2, 1, 3).reshape(-1, height, width)
+
+
+class _RmsNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(tokens, self.weight.shape, self.weight, self.eps)
+
+
+def _rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Turn pairs of neighbours in [tokens, heads, head_dim] by `rotation` f32 [tokens, head_dim / 2, 2] (cos, sin)."""
+    even, odd = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = rotation[:, None].unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(heads.dtype)
+
+
+class Block(nn.Module):
+    """A transformer layer. With `modulated` it scales and gates by the moment of each token's sequence."""
+
+    def __init__(self, config: DitConfig, *, modulated: bool) -> None:
+        super().__init__()
+        width, hidden = config.width, int(config.width / 3 * 8)
+        self.heads = config.heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.norm_q = _RmsNorm(width // config.heads, 1e-5)
+        self.norm_k = _RmsNorm(width // config.heads, 1e-5)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.attention_norm1 = _RmsNorm(width, config.eps)
+        self.attention_norm2 = _RmsNorm(width, config.eps)
+        self.ffn_norm1 = _RmsNorm(width, config.eps)
+        self.ffn_norm2 = _RmsNorm(width, config.eps)
+        self.modulation = nn.Linear(config.moment_width, 4 * width) if modulated else None
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        moments: torch.Tensor | None,
+        rotation: torch.Tensor,
+        packing: Packing,
+        attend: Attention,
+    ) -> torch.Tensor:
+        """Tokens [tokens, width] after this layer.
+
+        Args:
+            moments: [sequences, moment_width]; None if the layer is not modulated.
+        """
+        # Attention is a call of its own between the two halves, so that either may be compiled, with any kernel.
+        factors = None if self.modulation is None or moments is None else self.modulation(moments)
+        query, key, value = self.before(tokens, factors, rotation, packing.owner)
+        return self.after(tokens, attend(query, key, value, packing), factors, packing.owner)
+
+    def before(
+        self, tokens: torch.Tensor, factors: torch.Tensor | None, rotation: torch.Tensor, owner: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each [tokens, heads, head_dim]; `factors` is [sequences, 4 * width]."""
+        normed = self.attention_norm1(tokens)
+        if factors is not None:
+            normed = normed * (1.0 + factors.chunk(4, -1)[0])[owner]
+        query, key, value = self.qkv(normed).unflatten(-1, (3 * self.heads, -1)).chunk(3, 1)
+        return _rotate(self.norm_q(query), rotation), _rotate(self.norm_k(key), rotation), value
+
+    def after(
+        self, tokens: torch.Tensor, attended: torch.Tensor, factors: torch.Tensor | None, owner: torch.Tensor
+    ) -> torch.Tensor:
+        """The layer's output from what attention gave, [tokens, heads, head_dim]."""
+        attended = self.attention_norm2(self.out(attended.flatten(1)))
+        if factors is None:
+            tokens = tokens + attended
+            changed: torch.Tensor = self.ffn_norm2(self._feed_forward(self.ffn_norm1(tokens)))
+            return tokens + changed
+        _, gate, scale, gate_ffn = factors.chunk(4, -1)
+        tokens = tokens + gate.tanh()[owner] * attended
+        hidden = self._feed_forward(self.ffn_norm1(tokens) * (1.0 + scale)[owner])
+        changed = self.ffn_norm2(hidden)
+        return tokens + gate_ffn.tanh()[owner] * changed
+
+    def _feed_forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(tokens).chunk(2, -1)
+        result: torch.Tensor = self.down(F.silu(gate) * up)
+        return result
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a prompt contributes to every step of its request.
+
+    Args:
+        tokens: [filled length, width], refined.
+        rotation: f32 [filled length, head_dim / 2, 2].
+    """
+
+    tokens: torch.Tensor
+    rotation: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where everything lies in a batch of sequences; the same for as long as the sequences are the same.
+
+    Tokens of pictures are counted without filling (`own`) and with it (`filled`).
+
+    Args:
+        pictures: packing of the filled pictures.
+        picture_rotation: f32 [filled, head_dim / 2, 2].
+        slots: i64 [own]; the place of each own token among the filled ones. None if they are the same.
+        prompts: [tokens, width]; all refined prompts.
+        sequences: packing of the sequences of picture and prompt.
+        rotation: f32 [tokens of sequences, head_dim / 2, 2].
+        order: i64 [tokens of sequences]; the place of each among the filled pictures and then the prompts.
+        outputs: i64 [own]; the place of each own token in the sequences.
+    """
+
+    pictures: Packing
+    picture_rotation: torch.Tensor
+    slots: torch.Tensor | None
+    prompts: torch.Tensor
+    sequences: Packing
+    rotation: torch.Tensor
+    order: torch.Tensor
+    outputs: torch.Tensor
+
+
+class Dit(nn.Module):
+    """The network: predicts the velocity of latents, from noise at moment 0 to a picture at moment 1.
+
+    Its parameters are named as in published checkpoints, but for matrices that are kept as one (see weights.py).
+
+    Args:
+        config: its sizes.
+        attend: the attention to compute with; `attend_each` works everywhere.
+    """
+
+    def __init__(self, config: DitConfig, attend: Attention = attend_each) -> None:
+        super().__init__()
+        self.config = config
+        self.attend = attend
+        self.embed = nn.Linear(config.patch_width, config.width)
+        self.noise_refiner = _layers(config, config.refiners, modulated=True)
+        self.context_refiner = _layers(config, config.refiners, modulated=False)
+        self.layers = _layers(config, config.layers, modulated=True)
+        self.moment_in = nn.Linear(MOMENT_WIDTH, MOMENT_HIDDEN)
+        self.moment_out = nn.Linear(MOMENT_HIDDEN, config.moment_width)
+        self.text_norm = _RmsNorm(config.text_width, config.eps)
+        self.text_in = nn.Linear(config.text_width, config.width)
+        self.picture_filler = nn.Parameter(torch.zeros(1, config.width))
+        self.text_filler = nn.Parameter(torch.zeros(1, config.width))
+        self.final_modulation = nn.Linear(config.moment_width, config.width)
+        self.final = nn.Linear(config.width, config.patch_width)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.final.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and of what is computed with them."""
+        return self.final.weight.dtype
+
+    def compile(self, **options: Any) -> None:
+        """Compile the layers. All share two pieces of code each with and without modulation, for any batch."""
+        for block in (*self.noise_refiner, *self.context_refiner, *self.layers):
+            block.before = torch.compile(block.before, dynamic=True, **options)
+            block.after = torch.compile(block.after, dynamic=True, **options)
+
+    def refine_text(self, states: Sequence[torch.Tensor]) -> list[Prompt]:
+        """The contributions of prompts, from the text encoder's hidden states, each [length, text_width]."""
+        lengths = [filled(len(each)) for each in states]
+        packing = pack(lengths, self.device)
+        own = _places(lengths, [len(each) for each in states]).to(self.device)
+        embedded = self.text_in(self.text_norm(torch.cat(list(states)).to(self.device, self.dtype)))
+        tokens = self.text_filler.expand(sum(lengths), -1).index_copy(0, own, embedded)
+        rotations = [self._rotation(_line(length)) for length in lengths]
+        rotation = torch.cat(rotations)
+        for block in self.context_refiner:
+            tokens = block(tokens, None, rotation, packing, self.attend)
+        return [Prompt(part, turn) for part, turn in zip(tokens.split(lengths), rotations, strict=True)]
+
+    def lay_out(self, pictures: Sequence[tuple[int, int]], prompts: Sequence[Prompt]) -> Batch:
+        """The batch of sequences with these pictures (height and width in tokens) and these prompts."""
+        own = [height * width for height, width in pictures]
+        lengths, texts = [filled(tokens) for tokens in own], [len(prompt.tokens) for prompt in prompts]
+        total = sum(lengths)
+        order, outputs, begin, text = [], [], 0, total
+        offset = 0
+        for tokens, length, text_length in zip(own, lengths, texts, strict=True):
+            order += [torch.arange(begin, begin + length), torch.arange(text, text + text_length)]
+            outputs.append(torch.arange(offset, offset + tokens))
+            begin, text, offset = begin + length, text + text_length, offset + length + text_length
+        turns = [
+            self._rotation(_grid(height, width, after=len(prompt.tokens)))
+            for (height, width), prompt in zip(pictures, prompts, strict=True)
+        ]
+        parts = [part for turn, prompt in zip(turns, prompts, strict=True) for part in (turn, prompt.rotation)]
+        return Batch(
+            pictures=pack(lengths, self.device),
+            picture_rotation=torch.cat(turns),
+            slots=None if own == lengths else _places(lengths, own).to(self.device),
+            prompts=torch.cat([prompt.tokens for prompt in prompts]),
+            sequences=pack([sum(pair) for pair in zip(lengths, texts, strict=True)], self.device),
+            rotation=torch.cat(parts),
+            order=torch.cat(order).to(self.device),
+            outputs=torch.cat(outputs).to(self.device),
+        )
+
+    def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The velocity of packed latents.
+
+        Args:
+            patches: [own tokens, patch_width], the sequences' pictures one after the other.
+            moments: f32 [sequences], in [0, 1].
+            batch: of these sequences.
+
+        Returns:
+            [own tokens, patch_width]
+        """
+        moment = self._moment(moments)
+        tokens = self.embed(patches.to(self.dtype))
+        if batch.slots is not None:
+            tokens = self.picture_filler.expand(len(batch.picture_rotation), -1).index_copy(0, batch.slots, tokens)
+        for block in self.noise_refiner:
+            tokens = block(tokens, moment, batch.picture_rotation, batch.pictures, self.attend)
+        tokens = torch.cat((tokens, batch.prompts))[batch.order]
+        for block in self.layers:
+            tokens = block(tokens, moment, batch.rotation, batch.sequences, self.attend)
+        tokens = F.layer_norm(tokens[batch.outputs], (self.config.width,), eps=1e-6)
+        scale = 1.0 + self.final_modulation(F.silu(moment))
+        velocity: torch.Tensor = self.final(tokens * scale[batch.sequences.owner[batch.outputs]])
+        return velocity
+
+    def _moment(self, moments: torch.Tensor) -> torch.Tensor:
+        half = MOMENT_WIDTH // 2
+        exponents = torch.arange(half, dtype=torch.float32, device=self.device) / half
+        angles = (moments * self.config.time_scale)[:, None] * torch.exp(-math.log(10000) * exponents)
+        waves = torch.cat((angles.cos(), angles.sin()), -1).to(self.dtype)
+        moment: torch.Tensor = self.moment_out(F.silu(self.moment_in(waves)))
+        return moment
+
+    def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
+        """Cosines and sines f32 [tokens, head_dim / 2, 2] for positions i64 [tokens, 3] along the axes."""
+        parts = []
+        for axis, dimensions in enumerate(self.config.axes):
+            steps = torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions
+            parts.append(torch.outer(positions[:, axis].double(), self.config.theta**-steps).float())
+        angles = torch.cat(parts, -1)
+        return torch.stack((angles.cos(), angles.sin()), -1).to(self.device)
+
+
+def _layers(config: DitConfig, count: int, *, modulated: bool) -> nn.ModuleList:
+    return nn.ModuleList(Block(config, modulated=modulated) for _ in range(count))
+
+
+def _places(lengths: Sequence[int], own: Sequence[int]) -> torch.Tensor:
+    """Places i64 of the first `own` tokens of each of the sequences of these lengths."""
+    begins = [sum(lengths[:index]) for index in range(len(lengths))]
+    return torch.cat([torch.arange(begin, begin + count) for begin, count in zip(begins, own, strict=True)])
+
+
+def _line(length: int) -> torch.Tensor:
+    """Positions i64 [length, 3] of a filled prompt: along the first axis, from 1."""
+    positions = torch.zeros(length, 3, dtype=torch.int64)
+    positions[:, 0] = torch.arange(1, length + 1)
+    return positions
+
+
+def _grid(height: int, width: int, *, after: int) -> torch.Tensor:
+    """Positions i64 [filled length, 3] of a picture behind `after` tokens of a prompt; those that fill it are at 0."""
+    positions = torch.zeros(filled(height * width), 3, dtype=torch.int64)
+    grid = positions[: height * width].view(height, width, 3)
+    grid[..., 0] = after + 1
+    grid[..., 1] = torch.arange(height)[:, None]
+    grid[..., 2] = torch.arange(width)
+    return positions

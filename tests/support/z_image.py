@@ -1,0 +1,60 @@
+"""A tiny Z-Image transformer, ours and diffusers', with the same weights, and sequences to compare them with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from omni_actors.engine.models.z_image.dit import Dit, DitConfig, latents_of, patches_of
+from omni_actors.engine.models.z_image.weights import load
+
+if TYPE_CHECKING:
+    from diffusers import ZImageTransformer2DModel
+
+TINY_DIT = DitConfig(channels=4, width=96, layers=3, heads=3, text_width=64, axes=(8, 12, 12), lengths=(256, 64, 64))
+
+
+@dataclass
+class Sequence:
+    """A picture of `height` x `width` tokens at a moment, with the hidden states of its prompt."""
+
+    height: int
+    width: int
+    moment: float
+    latents: torch.Tensor
+    states: torch.Tensor
+
+
+def sequence(height: int, width: int, prompt: int, moment: float, seed: int = 0) -> Sequence:
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(TINY_DIT.channels, 2 * height, 2 * width, generator=generator)
+    return Sequence(height, width, moment, latents, torch.randn(prompt, TINY_DIT.text_width, generator=generator))
+
+
+def same_dit(reference: ZImageTransformer2DModel) -> Dit:
+    """Our network with the weights of diffusers'."""
+    dit = Dit(TINY_DIT).eval()
+    load(dit, reference.state_dict().items())
+    return dit
+
+
+@torch.inference_mode()
+def velocities(dit: Dit, sequences: list[Sequence]) -> list[torch.Tensor]:
+    """Of each sequence's latents, all computed in one batch."""
+    batch = dit.lay_out(
+        [(each.height, each.width) for each in sequences], dit.refine_text([each.states for each in sequences])
+    )
+    patches = torch.cat([patches_of(each.latents) for each in sequences])
+    parts = dit(patches, torch.tensor([each.moment for each in sequences]), batch).split(
+        [each.height * each.width for each in sequences]
+    )
+    return [latents_of(part, *each.latents.shape[1:]) for part, each in zip(parts, sequences, strict=True)]
+
+
+@torch.inference_mode()
+def reference_velocity(reference: ZImageTransformer2DModel, one: Sequence) -> torch.Tensor:
+    """What diffusers computes for one sequence alone."""
+    output = reference([one.latents[:, None]], torch.tensor([one.moment]), [one.states])
+    return output.sample[0][:, 0]

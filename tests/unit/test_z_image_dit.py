@@ -1,0 +1,70 @@
+"""Tests of Z-Image's packed transformer against diffusers'."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omni_actors.engine.models.z_image.dit import Dit
+from omni_actors.engine.models.z_image.packing import attend_each, pack
+from omni_actors.engine.models.z_image.weights import load
+from omni_actors.errors import ConfigError
+from tests.support.z_image import TINY_DIT, reference_velocity, same_dit, sequence, velocities
+from tools.checkpoints.z_image import tiny_transformer
+
+# Pictures that fill a multiple of 32 tokens and others that do not, prompts of 1 to 64 tokens, five moments.
+MIXED = [
+    sequence(8, 8, 5, 0.1, 1),
+    sequence(4, 6, 33, 0.9, 2),
+    sequence(16, 12, 64, 0.0, 3),
+    sequence(2, 2, 1, 0.55, 4),
+    sequence(8, 8, 5, 0.3, 5),
+]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return tiny_transformer()
+
+
+@pytest.fixture(scope="module")
+def dit(reference) -> Dit:
+    return same_dit(reference)
+
+
+def test_five_sizes_moments_and_prompts_in_one_batch_equal_diffusers(dit, reference):
+    for ours, one in zip(velocities(dit, MIXED), MIXED, strict=True):
+        assert (ours - reference_velocity(reference, one)).abs().max() < 1e-5
+
+
+def test_a_sequence_is_the_same_alone_and_in_a_batch(dit):
+    together = velocities(dit, MIXED)
+    for packed, one in zip(together, MIXED, strict=True):
+        assert (packed - velocities(dit, [one])[0]).abs().max() < 1e-5
+
+
+def test_attention_stays_within_each_sequence():
+    packing = pack([3, 3, 5], torch.device("cpu"))
+    query, key, value = torch.randn(3, 11, 2, 8).unbind()
+    whole = attend_each(query, key, value, packing)
+    changed = value.clone()
+    changed[3:6] += 1.0
+    after = attend_each(query, key, changed, packing)
+    assert torch.equal(whole[:3], after[:3])
+    assert torch.equal(whole[6:], after[6:])
+    assert (after[3:6] - whole[3:6] - 1.0).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("layers.1.attention.to_k.weight"), "lacks 1 parameters.*layers.1.qkv.weight"),
+        (lambda weights: weights.update(extra=torch.zeros(1)), "'extra' that Z-Image has not"),
+        (lambda weights: weights.update(x_pad_token=torch.zeros(1, 5)), "'x_pad_token' has the shape"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(reference, change, message):
+    weights = dict(reference.state_dict())
+    change(weights)
+    with pytest.raises(ConfigError, match=message):
+        load(Dit(TINY_DIT), weights.items())

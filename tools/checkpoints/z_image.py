@@ -1,0 +1,110 @@
+"""A tiny Z-Image: the parts and the folders of the published checkpoint, random weights, pictures that vary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tools.checkpoints.tokenizer import TINY_TOKENS, make_tokenizer
+from tools.checkpoints.weights import normal
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, ZImagePipeline, ZImageTransformer2DModel
+
+CHANNELS = 4  # of the latents
+TEXT_WIDTH = 64
+
+
+def tiny_transformer(seed: int = 0) -> ZImageTransformer2DModel:
+    """Returns the diffusion transformer, float32: 3 layers of 96, and 2 refiners on either side."""
+    from diffusers import ZImageTransformer2DModel
+
+    model = ZImageTransformer2DModel(
+        in_channels=CHANNELS,
+        dim=96,
+        n_layers=3,
+        n_refiner_layers=2,
+        n_heads=3,
+        n_kv_heads=3,
+        cap_feat_dim=TEXT_WIDTH,
+        axes_dims=[8, 12, 12],
+        axes_lens=[256, 64, 64],
+    )
+    return _drawn(model, seed, "transformer")
+
+
+def tiny_vae(seed: int = 0) -> AutoencoderKL:
+    """Returns the VAE, float32; a latent pixel is 8 pixels wide, as published."""
+    from diffusers import AutoencoderKL
+
+    model = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 8, 16, 16),
+        layers_per_block=1,
+        latent_channels=CHANNELS,
+        norm_num_groups=4,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    return _drawn(model, seed, "vae")
+
+
+def tiny_text_encoder(seed: int = 0) -> Any:
+    """Returns the text encoder, a Qwen3 of 3 layers, float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=TINY_TOKENS.vocab_size,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    return _drawn(Qwen3ForCausalLM(config), seed, "text_encoder")
+
+
+def tiny_pipeline(seed: int = 0, *, shift: float = 3.0) -> ZImagePipeline:
+    """Returns diffusers' pipeline of these parts; `shift` is that of its times, 3 for Turbo and 6 for Z-Image."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
+
+    return ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, use_dynamic_shifting=False, shift=shift),
+        vae=tiny_vae(seed),
+        text_encoder=tiny_text_encoder(seed),
+        tokenizer=make_tokenizer(TINY_TOKENS),
+        transformer=tiny_transformer(seed),
+    )
+
+
+def write_tiny_z_image(folder: Path, seed: int = 0) -> None:
+    """Writes the checkpoint: `model_index.json` and a folder for each part.
+
+    Raises FolderError if the folder holds other files.
+    """
+    from tools.checkpoints import claim_folder
+
+    claim_folder(folder, {"kind": "tiny-z-image", "seed": seed})
+    tiny_pipeline(seed).save_pretrained(folder)
+
+
+@torch.no_grad()
+def _drawn(model: Any, seed: int, part: str) -> Any:
+    """The model with weights that keep the size of what goes through it, and norms that differ between channels."""
+    for name, parameter in model.named_parameters():
+        value = normal(parameter.shape, seed, f"{part}.{name}")
+        if parameter.ndim >= 2 and not name.endswith("pad_token"):
+            parameter.copy_(value / parameter[0].numel() ** 0.5)
+        elif "norm" in name and name.endswith("weight"):
+            parameter.copy_(1 + 0.2 * value)
+        else:
+            parameter.copy_(0.2 * value)
+    return model.float().eval()
