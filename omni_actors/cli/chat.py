@@ -17,7 +17,7 @@ from omni_actors import flags
 from omni_actors.cli.connection import add_connection, connection, with_flag
 from omni_actors.cli.conversation import Conversation, command_of, help_text
 from omni_actors.cli.speaker import Speaker, find_speaker
-from omni_actors.client import OmniClient, SyncRequestStream, Text
+from omni_actors.client import Audio, OmniClient, SyncRequestStream, Text
 from omni_actors.errors import Aborted, InvalidRequest, OmniError
 from omni_actors.launcher.one_request import save
 from omni_actors.logs import say
@@ -128,7 +128,7 @@ class Chat:
                 if isinstance(item, Text):
                     words.append(item.text)
                     print(item.text, end="", flush=True)
-                else:
+                elif isinstance(item, Audio):
                     self._pieces.append(item.samples)
                     self._rate = item.sample_rate
                     if self._speaker is not None:

@@ -1,8 +1,8 @@
 """Runs a recorded stage again and compares its output: `omni-actors replay FILE`.
 
 Reads what a stage received under `--record`, feeds it to the same stage in this process (with its engine, but without
-sockets or other stages) and compares the outputs. For every request that had finished, the whole text, audio, tokens
-and rows must be equal, however they are cut into messages.
+sockets or other stages) and compares the outputs. For every request that had finished, the whole text, audio, tokens,
+rows and pictures must be equal, however they are cut into messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from omni_actors.processes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from omni_actors.protocol.codec import Decoder, Envelope, Frame
 from omni_actors.protocol.common import Abort, Failed
 from omni_actors.protocol.header import Body, Header
-from omni_actors.protocol.results import AudioChunk, FromStage, StageDone, StageUsage, TextDelta
+from omni_actors.protocol.results import (
+    AudioChunk,
+    FromStage,
+    ImageChunk,
+    LatentsChunk,
+    StageDone,
+    StageUsage,
+    TextDelta,
+)
 from omni_actors.protocol.stage import Chunk, IntoStage, Resend
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.outgoing import Outgoing
@@ -52,6 +60,10 @@ class Output:
         elif isinstance(body, AudioChunk):
             self._append("samples", buffers[body.samples.buffer])
             self.scalars["sample_rate"] = body.sample_rate
+        elif isinstance(body, ImageChunk):
+            self._append("previews" if body.preview else "pixels", buffers[body.pixels.buffer])
+        elif isinstance(body, LatentsChunk):
+            self._append("latents", buffers[body.latents.buffer])
         elif isinstance(body, Chunk):
             self.token_ids += body.token_ids
             for name, ref in body.tensors.items():

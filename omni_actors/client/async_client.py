@@ -12,12 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import numpy
-
 from omni_actors.client.choices import ChoiceStreams, check_choices, of_choice
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
-from omni_actors.client.streams import Audio, RequestStream, Text
+from omni_actors.client.streams import RequestStream, item_of
 from omni_actors.clocks import STEADY
 from omni_actors.errors import InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.logs import get_logger
@@ -36,10 +34,9 @@ from omni_actors.protocol.client import (
 )
 from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, encode
 from omni_actors.protocol.common import Abort, Credit, Failed
-from omni_actors.protocol.fields import TRACEPARENT, unpack_token_ids
+from omni_actors.protocol.fields import TRACEPARENT
 from omni_actors.protocol.header import Body, Header, Limits
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.results import AudioChunk, TextDelta
 from omni_actors.protocol.telemetry import RequestTimeline
 from omni_actors.transport.credit import wire_size
 from omni_actors.transport.curve import load_keys
@@ -143,7 +140,7 @@ class AsyncOmniClient:
                 `{"type": "text", "text": ...}`, `{"type": "audio", "audio": AudioInput}`, and likewise `image` and
                 `video`), or a mapping: an `OmniTokensPrompt`, or `{"messages": [...]}`, which may have `tools` that the
                 model may call, `tool_choice` and `parallel_tool_calls`, as OpenAI defines them.
-            modalities: `["text"]`, `["text", "audio"]` or `["audio"]`; `None` for all that the pipeline has.
+            modalities: of the answer, such as `["text", "audio"]` or `["image"]`; `None` for all that the pipeline has.
             voice: a speaker from `describe().voices`.
             params: parameters by stage name, for instance `{"thinker": {"max_tokens": 64, "temperature": 0.7}}`.
             seed: makes sampling and the vocoder's noise repeatable.
@@ -345,15 +342,12 @@ class AsyncOmniClient:
             self._give_up(header.request_id, ProtocolError(f"Message {header.seq} came where {expected} was due."))
             return
         self._next_seq[header.request_id] = expected + 1
-        if isinstance(body, TextDelta):
-            stream.deliver(Text(body.text, unpack_token_ids(body.token_ids), body.tool_calls, body.logprobs))
-        elif isinstance(body, AudioChunk):
-            samples = numpy.frombuffer(envelope.tensor(body.samples).data, "<f4").astype(numpy.float32)
-            stream.deliver(Audio(samples, body.sample_rate))
-        elif isinstance(body, Failed):
+        if isinstance(body, Failed):
             self._end(header.request_id, body.to_error())
-        else:
+        elif isinstance(body, Done):
             self._end(header.request_id, body)
+        else:
+            stream.deliver(item_of(body, envelope.tensor))
 
     def _count_received(self, size: int) -> None:
         """Grant credit for received messages: at once if there are many, else a little later."""

@@ -49,6 +49,8 @@ class OmniRequestOutput:
         text: the answer, without special tokens.
         token_ids: tokens of the text, or of the only stage that ran.
         audio: f32 [samples] in [-1, 1] at `sample_rate` Hz; `None` if there is none.
+        images: pictures, each u8 [height, width, 3 or 4], without previews.
+        latents: those of the pictures.
         finish_reasons: stage name -> "stop" or "length".
         usage: stage name -> counts and times.
         tensors: tensors that a single stage streamed, by name, joined along the first dimension.
@@ -68,3 +70,5 @@ class OmniRequestOutput:
     tool_calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     error: OmniError | None = None
+    images: list[NDArray[numpy.uint8]] = field(default_factory=list)
+    latents: list[HostTensor] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The answer to a request: pieces of text and audio in order, then usage by stage or a typed error."""
+"""The answer to a request: text, audio and pictures in order, then usage by stage or a typed error."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Done
+from omni_actors.protocol.fields import unpack_token_ids
 from omni_actors.protocol.logprobs import PositionLogprobs
-from omni_actors.protocol.results import StageUsage
+from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, StageUsage, TextDelta
+from omni_actors.protocol.results import Progress as ProgressMessage
+from omni_actors.protocol.tensors import HostTensor, TensorRef
 from omni_actors.protocol.tools import CollectedCalls, ToolCallPiece
 
 
@@ -37,11 +40,35 @@ class Audio(msgspec.Struct, frozen=True):
     sample_rate: int
 
 
-StreamItem = Text | Audio
+class Image(msgspec.Struct, frozen=True):
+    """A whole picture: u8 [height, width, channels], 3 channels for RGB or 4 for RGBA.
+
+    A `preview` shows how far it is; the picture itself follows.
+    """
+
+    pixels: NDArray[numpy.uint8]
+    preview: bool = False
+
+
+class Latents(msgspec.Struct, frozen=True):
+    """The latents of a picture, as its model makes them."""
+
+    tensor: HostTensor
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """`step` of `steps` are done in a stage. Within a stage the steps of a request rise."""
+
+    stage: str
+    step: int
+    steps: int
+
+
+StreamItem = Text | Audio | Image | Latents | Progress
 
 
 class RequestStream:
-    """The answer to one request: iterate for `Text` and `Audio` in order, then read `usage`.
+    """The answer to one request: iterate for its `StreamItem`s in order, then read `usage`.
 
     Iteration raises the `OmniError` with which the request failed.
     """
@@ -61,7 +88,7 @@ class RequestStream:
         if self._ended:
             raise StopAsyncIteration
         item = await self._items.get()
-        if isinstance(item, Text | Audio):
+        if isinstance(item, StreamItem):
             return item
         self._ended = True
         if isinstance(item, OmniError):
@@ -86,14 +113,19 @@ class RequestStream:
         pieces: list[NDArray[numpy.float32]] = []
         calls = CollectedCalls()
         async for item in self:
-            if isinstance(item, Text):
-                texts.append(item.text)
-                calls.add(item.tool_calls)
-                output.token_ids.extend(item.token_ids)
-                output.logprobs.extend(item.logprobs)
-            else:
-                pieces.append(item.samples)
-                output.sample_rate = item.sample_rate
+            match item:
+                case Text():
+                    texts.append(item.text)
+                    calls.add(item.tool_calls)
+                    output.token_ids.extend(item.token_ids)
+                    output.logprobs.extend(item.logprobs)
+                case Audio():
+                    pieces.append(item.samples)
+                    output.sample_rate = item.sample_rate
+                case Image(preview=False):
+                    output.images.append(item.pixels)
+                case Latents():
+                    output.latents.append(item.tensor)
         output.text = "".join(texts)
         output.tool_calls = calls.whole()
         if pieces:
@@ -107,3 +139,21 @@ class RequestStream:
         self._items.put_nowait(item)
         if self.on_delivery is not None:
             self.on_delivery()
+
+
+def item_of(body: Output, tensor: Callable[[TensorRef], HostTensor]) -> StreamItem:
+    """Make the item of a message; `tensor` finds a tensor's data in it. The item keeps its own copy."""
+    match body:
+        case TextDelta():
+            return Text(body.text, unpack_token_ids(body.token_ids), body.tool_calls, body.logprobs)
+        case AudioChunk():
+            samples = numpy.frombuffer(tensor(body.samples).data, "<f4").astype(numpy.float32)
+            return Audio(samples, body.sample_rate)
+        case ImageChunk():
+            pixels = numpy.frombuffer(tensor(body.pixels).data, numpy.uint8).reshape(body.pixels.shape)
+            return Image(pixels.copy(), body.preview)
+        case LatentsChunk():
+            latents = tensor(body.latents)
+            return Latents(latents._replace(data=bytes(latents.data)))
+        case ProgressMessage():
+            return Progress(body.stage, body.step, body.steps)

@@ -108,7 +108,7 @@ class OmniClient:
 
 
 class SyncRequestStream:
-    """The answer to one request of an `OmniClient`: iterate for `Text` and `Audio` in order, then read `usage`."""
+    """The answer to one request of an `OmniClient`: iterate for its items in order, then read `usage`."""
 
     def __init__(self, client: OmniClient, stream: RequestStream) -> None:
         self._client = client

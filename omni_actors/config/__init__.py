@@ -7,9 +7,9 @@ from omni_actors.config.description import describe
 from omni_actors.config.devices import host_devices, memory_plan, replica_devices, visible_devices
 from omni_actors.config.dotted_keys import suggest
 from omni_actors.config.loading import LoadedConfig, load
+from omni_actors.config.parameters import check_parameters
 from omni_actors.config.schema import (
     BUILT_IN_PROCESSORS,
-    PARAMS_BY_KIND,
     CoordinatorConfig,
     FlowConfig,
     HttpConfig,
@@ -23,7 +23,6 @@ from omni_actors.config.schema import (
 
 __all__ = [
     "BUILT_IN_PROCESSORS",
-    "PARAMS_BY_KIND",
     "CoordinatorConfig",
     "FlowConfig",
     "HttpConfig",
@@ -35,6 +34,7 @@ __all__ = [
     "StageConfig",
     "StageKind",
     "check_allowed",
+    "check_parameters",
     "describe",
     "host_devices",
     "load",

@@ -12,7 +12,13 @@ from msgspec import Meta, Struct
 
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.header import Limits
-from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, DIFFUSION_PARAMS, TEXT_PARAMS, StageParams
+from omni_actors.protocol.payloads import (
+    AUTOREGRESSIVE_PARAMS,
+    DIFFUSION_PARAMS,
+    PROMPT_PARAMS,
+    TEXT_PARAMS,
+    StageParams,
+)
 
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 LARGEST = 1 << 40  # bytes: more than any host has, and far from where sums overflow
@@ -30,7 +36,8 @@ Host = Annotated[
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
-BUILT_IN_PROCESSORS = ("passthrough", "thinker2talker", "talker2code2wav")  # defined in stage/processors.py
+# Defined in stage/processors.py.
+BUILT_IN_PROCESSORS = ("passthrough", "thinker2talker", "talker2code2wav", "latents2image")
 
 
 class StageKind(enum.StrEnum):
@@ -44,7 +51,7 @@ class StageKind(enum.StrEnum):
 
 
 PARAMS_BY_KIND = {
-    StageKind.PROMPT: frozenset[str](),
+    StageKind.PROMPT: PROMPT_PARAMS,  # if the model declares them
     StageKind.AUTOREGRESSIVE: AUTOREGRESSIVE_PARAMS,
     StageKind.DIFFUSION: DIFFUSION_PARAMS,
     StageKind.ECHO: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,
@@ -57,6 +64,8 @@ class Modality(enum.StrEnum):
 
     TEXT = "text"
     AUDIO = "audio"
+    IMAGE = "image"
+    LATENTS = "latents"
 
 
 class OtlpProtocol(enum.StrEnum):
@@ -78,8 +87,8 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
 
     Args:
         sources: the stage, or the list of stages, whose output this one takes.
-        processor: turns that output into this stage's input: `passthrough`, `thinker2talker`, `talker2code2wav` or,
-            from an allowed prefix, the dotted path of a `StreamProcessor`.
+        processor: turns that output into this stage's input: `passthrough`, `thinker2talker`, `talker2code2wav`,
+            `latents2image` or, from an allowed prefix, the dotted path of a `StreamProcessor`.
         start_after: steps of the source to wait for before this stage starts; 0 waits for its whole output.
     """
 
@@ -160,7 +169,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     kind: StageKind
     model_stage: Line | None = None
     inputs: InputConfig | None = None
-    outputs: Annotated[list[Modality], Meta(max_length=2)] = []
+    outputs: Annotated[list[Modality], Meta(max_length=len(Modality))] = []
     engine: dict[str, Any] = {}
     engine_class: Line | None = None
     sampling: StageParams = StageParams()

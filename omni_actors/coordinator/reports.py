@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from omni_actors.config import PARAMS_BY_KIND, PipelineConfig
+from omni_actors.config import PipelineConfig, StageKind
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.core.replicas import Replica
@@ -55,6 +55,9 @@ class Reports:
     def describe(self, client: bytes) -> Description:
         """Describe the pipeline and a client's own requests."""
         requests, replicas = self._requests, self._requests.replicas
+        loaded = {stage.name: replicas.loaded(stage.name) for stage in self._pipeline.stages}
+        declared = {name: replica.parameters for name, replica in loaded.items() if replica is not None}
+        parameters = {name: those for name, those in declared.items() if those is not None}
         return Description(
             pipeline=self._pipeline.name,
             model=self._pipeline.model,
@@ -72,7 +75,12 @@ class Reports:
             requests=requests.requests_of(client),
             counts=self._counts(),
             outputs={modality: stage.name for stage in self._pipeline.stages for modality in stage.outputs},
-            sampling_stages=tuple(stage.name for stage in self._pipeline.stages if PARAMS_BY_KIND[stage.kind]),
+            sampling_stages=tuple(
+                stage.name
+                for stage in self._pipeline.stages
+                if stage.kind is not StageKind.PROMPT or parameters.get(stage.name)
+            ),
+            parameters=parameters,
             max_media=requests.gate.max_media,
         )
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from omni_actors.client.arguments import OneStageParams, is_list, params_by_stage, spread
 from omni_actors.client.outputs import OmniRequestOutput
-from omni_actors.config import PARAMS_BY_KIND, StageKind
+from omni_actors.config import StageKind
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.factory import build_engine
 from omni_actors.engine.stage_prompts import StagePrompt, StagePrompts
@@ -53,7 +53,7 @@ class StageLLM:
         self.stage = arguments.model_config.model_stage
         self.engine = build_engine(arguments)
         self._prompts = StagePrompts(arguments, self.engine.facts)
-        self._takes_params = bool(PARAMS_BY_KIND[StageKind(arguments.kind)])
+        self._takes_params = StageKind(arguments.kind) is not StageKind.PROMPT
         self._numbers = itertools.count()
 
     def generate(

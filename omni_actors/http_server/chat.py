@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.client import StreamItem, Text
+from omni_actors.client import Audio, StreamItem, Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of_choices
 from omni_actors.http_server.audio_formats import encoded, pcm16
@@ -101,7 +101,7 @@ class ChatChoice:
             self._texts.append(item.text)
             self._calls.add(item.tool_calls)
             self._logprobs.extend(item.logprobs)
-        else:
+        elif isinstance(item, Audio):
             self._pieces.append(item.samples)
 
     async def whole(self, finish: str, audio_format: str, rate: int) -> dict[str, Any]:
@@ -137,8 +137,9 @@ class ChatChoice:
 
     def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
         """The choices of the chunks that an item becomes."""
-        if not isinstance(item, Text):
+        if isinstance(item, Audio):
             yield self._chunk({"audio": {"id": self._audio_id, "data": pcm16(item.samples)}})
+        if not isinstance(item, Text):
             return
         self._texts.append(item.text)
         if item.text or item.logprobs:  # there is no text where the tokens so far end inside a character

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.client import Text
+from omni_actors.client import Audio, Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import Answer, AnswerResponse, finish_reason, token_counts, usage_of
 from omni_actors.http_server.audio_formats import encoded, pcm16
@@ -149,7 +149,7 @@ class ResponseReply:
             if isinstance(item, Text):
                 self._texts.append(item.text)
                 self._calls.add(item.tool_calls)
-            else:
+            elif isinstance(item, Audio):
                 pieces.append(item.samples)
                 rate = item.sample_rate
         if self._spoken and (pieces or not self._calls):
@@ -249,8 +249,9 @@ class ResponseReply:
         opened = False  # the message
         try:
             async for item in answer:
-                if not isinstance(item, Text):
+                if isinstance(item, Audio):
                     yield self._event("response.audio.delta", delta=pcm16(item.samples))
+                if not isinstance(item, Text):
                     continue
                 if item.text:
                     if not opened:

@@ -98,7 +98,7 @@ async def _events(answer: Answer, name: str, description: Description) -> AsyncI
         async for item in answer:
             if isinstance(item, Text):
                 texts.append(item.text)
-            elif data := await feed(encoder, item.samples):
+            elif isinstance(item, Audio) and (data := await feed(encoder, item.samples)):
                 yield delta(data)
         if data := encoder.finish():
             yield delta(data)

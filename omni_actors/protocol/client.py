@@ -11,8 +11,9 @@ from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.fields import TRACEPARENT, Moment, Name, Priority, ReplicaIndex, Seed, StageNameOrEmpty
 from omni_actors.protocol.header import Body
+from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, StageParams
-from omni_actors.protocol.results import AudioChunk, StageUsage, TextDelta
+from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Progress, StageUsage, TextDelta
 from omni_actors.protocol.telemetry import RequestTimeline
 from omni_actors.protocol.tensors import TensorRef
 
@@ -94,6 +95,7 @@ class Description(Body, tag="description", frozen=True):
         outputs: the stage that produces each modality.
         sampling_stages: stages for which a request may set parameters, in the pipeline's order.
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
+        parameters: those that a stage's model declares, by stage; stages whose model declares none are missing.
     """
 
     pipeline: str
@@ -114,6 +116,7 @@ class Description(Body, tag="description", frozen=True):
     speech_waiting: int = 0
     speech_running: int = 0
     speech_places: int = 0
+    parameters: dict[str, tuple[Parameter, ...]] = {}
 
 
 class Operation(enum.StrEnum):
@@ -200,4 +203,6 @@ class Observation(Body, tag="observation", frozen=True):
 
 
 ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe
-CoordinatorToClient = TextDelta | AudioChunk | Done | Failed | Description | Report | Observation
+CoordinatorToClient = (
+    TextDelta | AudioChunk | ImageChunk | LatentsChunk | Progress | Done | Failed | Description | Report | Observation
+)

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from omni_actors.protocol.fields import Count, Endpoint, Moment, Name
 from omni_actors.protocol.header import Body, ReplicaId
+from omni_actors.protocol.parameters import MAX_PARAMETERS, Parameter
 from omni_actors.protocol.telemetry import Snapshot
 
 
@@ -53,7 +54,7 @@ class Ready(Body, tag="ready", frozen=True):
 
     `phases` are the parts of that time by name. The rest are facts about the model, empty or 0 where they do not apply:
     voices, `sample_rate` in Hz, the longest input in tokens, the names of the additional information that this stage
-    wants, and how many media a prompt may have, by modality.
+    wants, how many media a prompt may have, by modality, and the parameters that the model declares.
     """
 
     seconds: float
@@ -63,6 +64,7 @@ class Ready(Body, tag="ready", frozen=True):
     wants_information: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
     phases: Annotated[dict[Name, float], Meta(max_length=64)] = {}
     max_media: dict[Name, Count] = {}
+    parameters: Annotated[tuple[Parameter, ...], Meta(max_length=MAX_PARAMETERS)] | None = None
 
 
 class Peer(Struct, frozen=True, array_like=True):

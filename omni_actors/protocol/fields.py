@@ -29,6 +29,7 @@ Priority = Annotated[int, Meta(ge=-1000, le=1000)]  # lower values come first
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 PositiveInt = Annotated[int, Meta(ge=1, le=1_000_000)]
 Dimension = Annotated[int, Meta(ge=0, le=2**40)]
+Steps = Annotated[int, Meta(ge=1, le=1_000_000)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 

@@ -110,6 +110,8 @@ AllowedTokens = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=102
 StopTokens = Annotated[tuple[TokenId, ...], Meta(max_length=256)]
 Word = Annotated[str, Meta(min_length=1, max_length=1024)]
 Words = Annotated[tuple[Word, ...], Meta(max_length=64)]
+Pixels = Annotated[int, Meta(ge=1, le=65_536)]
+ExtraArgs = Annotated[dict[Name, Scalar], Meta(max_length=64)]
 
 
 class StructuredOutputs(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -156,7 +158,8 @@ STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_t
 class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of one stage for one request; `None` means the stage's default from the YAML.
 
-    The first group belongs to autoregressive stages, the second to diffusion stages, `seed` to both.
+    The first group belongs to autoregressive stages, the second to diffusion stages, `seed` to both; the third to
+    those whose model declares them, with limits of its own (`protocol/parameters.py`).
 
     Args:
         max_tokens: largest number of tokens to generate.
@@ -182,8 +185,13 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         ignore_eos: continue past the model's own end tokens.
         seed: makes sampling repeatable; default: the request's seed.
         num_steps: denoising steps.
-        guidance_scale: how strongly the vocoder follows its conditions; 0 for no guidance.
+        guidance_scale: how strongly the model follows its conditions; 0 for no guidance.
         sway_coefficient: how far the steps are shifted towards the start of the denoising.
+        width: of a picture, in pixels.
+        height: of a picture, in pixels.
+        negative_prompt: what a picture should not show.
+        previews: how many pictures to show of the way to the final one.
+        extra_args: parameters of the model's own, by name.
     """
 
     max_tokens: PositiveInt | None = None
@@ -212,9 +220,18 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     guidance_scale: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
     sway_coefficient: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
 
+    width: Pixels | None = None
+    height: Pixels | None = None
+    negative_prompt: Annotated[str, Meta(max_length=65_536)] | None = None
+    previews: Annotated[int, Meta(ge=0, le=16)] | None = None
+    extra_args: ExtraArgs | None = None
+
     def merged_over(self, defaults: StageParams) -> StageParams:
         """Return these values, with `defaults` where they are `None`."""
-        return msgspec.structs.replace(defaults, **self.given())
+        given = self.given()
+        if self.extra_args is not None and defaults.extra_args is not None:
+            given["extra_args"] = {**defaults.extra_args, **self.extra_args}
+        return msgspec.structs.replace(defaults, **given)
 
     def given(self) -> dict[str, Any]:
         """Return the fields that are not `None`."""
@@ -222,8 +239,11 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
 
 _DIFFUSION_ONLY = frozenset({"num_steps", "guidance_scale", "sway_coefficient"})
-DIFFUSION_PARAMS = _DIFFUSION_ONLY | {"seed"}
-AUTOREGRESSIVE_PARAMS = frozenset(StageParams.__struct_fields__) - _DIFFUSION_ONLY
+# Those that a stage has only if its model declares them.
+DECLARED_PARAMS = frozenset({"width", "height", "negative_prompt", "previews", "extra_args"})
+PROMPT_PARAMS = frozenset({"negative_prompt", "extra_args"})
+DIFFUSION_PARAMS = _DIFFUSION_ONLY | DECLARED_PARAMS | {"seed"}
+AUTOREGRESSIVE_PARAMS = frozenset(StageParams.__struct_fields__) - _DIFFUSION_ONLY - DECLARED_PARAMS
 # Those that mean something only where tokens become text.
 TEXT_PARAMS = frozenset(
     {

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.common import Credit, Failed
-from omni_actors.protocol.fields import TOKEN_BYTES, Attempt, Count, Moment
+from omni_actors.protocol.fields import TOKEN_BYTES, Attempt, Count, Moment, StageNameOrEmpty, Steps
 from omni_actors.protocol.header import Body, ReplicaId
 from omni_actors.protocol.logprobs import PositionLogprobs
 from omni_actors.protocol.telemetry import StageTimeline
-from omni_actors.protocol.tensors import DType, TensorRef
+from omni_actors.protocol.tensors import FLOATING, DType, TensorRef
 from omni_actors.protocol.tools import MAX_CALLS, ToolCallPiece
+
+CHANNELS = (3, 4)  # of a picture: RGB or RGBA
 
 
 class TextDelta(Body, tag="text", frozen=True):
@@ -23,6 +25,8 @@ class TextDelta(Body, tag="text", frozen=True):
     `tool_calls` are the pieces of calls that the tokens make, besides the text. `logprobs` has an entry for each token,
     or none at all.
     """
+
+    modality: ClassVar[str] = "text"
 
     text: str
     token_ids: bytes = b""
@@ -41,6 +45,8 @@ class TextDelta(Body, tag="text", frozen=True):
 class AudioChunk(Body, tag="audio", frozen=True):
     """Stage -> coordinator -> client: the next samples, f32 [samples] in [-1, 1], at `sample_rate` Hz."""
 
+    modality: ClassVar[str] = "audio"
+
     samples: TensorRef
     sample_rate: Annotated[int, Meta(ge=1, le=768_000)]
     sent: Moment = 0.0
@@ -54,6 +60,68 @@ class AudioChunk(Body, tag="audio", frozen=True):
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
         return (self.samples,)
+
+
+class ImageChunk(Body, tag="image", frozen=True):
+    """Stage -> coordinator -> client: a whole picture, u8 [height, width, channels], 3 channels for RGB or 4 for RGBA.
+
+    A `preview` shows the picture while it is made; it is no part of the answer.
+    """
+
+    modality: ClassVar[str] = "image"
+
+    pixels: TensorRef
+    preview: bool = False
+    sent: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        shape = self.pixels.shape
+        if self.pixels.dtype is not DType.U8 or len(shape) != 3 or shape[2] not in CHANNELS or 0 in shape:
+            raise InvalidPayload(
+                f"A picture must be u8 of shape [height, width, 3 or 4]; got {self.pixels.dtype} {list(shape)}."
+            )
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
+        return (self.pixels,)
+
+
+class LatentsChunk(Body, tag="latents", frozen=True):
+    """Stage -> coordinator -> client: the latents of a picture, floating-point numbers of any shape."""
+
+    modality: ClassVar[str] = "latents"
+
+    latents: TensorRef
+    sent: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        if self.latents.dtype not in FLOATING or not self.latents.shape or 0 in self.latents.shape:
+            raise InvalidPayload(
+                f"Latents must be floating-point numbers, and not none; got {self.latents.dtype} "
+                f"{list(self.latents.shape)}."
+            )
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
+        return (self.latents,)
+
+
+class Progress(Body, tag="progress", frozen=True):
+    """Stage -> coordinator -> client: `step` of `steps` are done. The coordinator fills in the `stage` that sent it."""
+
+    modality: ClassVar[str] = ""  # for every client
+
+    step: Steps
+    steps: Steps
+    stage: StageNameOrEmpty = ""
+    sent: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        if self.step > self.steps:
+            raise InvalidPayload(f"Progress cannot be {self.step} of {self.steps} steps.")
+
+
+Output = TextDelta | AudioChunk | ImageChunk | LatentsChunk | Progress  # what goes on to the client
 
 
 class FinishReason(enum.StrEnum):
@@ -87,4 +155,4 @@ class Unreachable(Body, tag="unreachable", frozen=True):
     attempt: Attempt
 
 
-FromStage = TextDelta | AudioChunk | StageDone | Failed | Unreachable | Credit
+FromStage = TextDelta | AudioChunk | ImageChunk | LatentsChunk | Progress | StageDone | Failed | Unreachable | Credit

@@ -57,7 +57,8 @@ class RequestTimeline(Struct, frozen=True):
     """A request as the coordinator saw it, with what the stages reported; all moments by the coordinator's clock.
 
     `outcome` is "running", "done" or an error code. `events` are `submitted`, `admitted`, `bound` for each attempt,
-    `replayed`, `first_text`, `first_audio` and `ended`. `deliveries` are the text and audio for the client.
+    `replayed`, `first_text`, `first_audio`, `first_image` and `ended`. `deliveries` are what stages sent for the
+    client.
     """
 
     request_id: str

@@ -31,6 +31,7 @@ class DType(enum.StrEnum):
         return _ITEMSIZE[self]
 
 
+FLOATING = (DType.BF16, DType.F16, DType.F32)
 _ITEMSIZE = {DType.BF16: 2, DType.F16: 2, DType.F32: 4, DType.I32: 4, DType.I64: 8, DType.U8: 1}
 
 

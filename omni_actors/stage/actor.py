@@ -14,29 +14,28 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from omni_actors.config import Modality, PipelineConfig, StageConfig
+from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.errors import DeadlineExceeded, EngineError, OmniError, Overloaded, ProtocolError, StageLost
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.codec import Envelope, Frame
 from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.results import FinishReason, StageDone, StageUsage, Unreachable
-from omni_actors.protocol.stage import SAMPLE_RATE, SAMPLES, Begin, Chunk, Ended, IntoStage, OpenRequest, Resend
+from omni_actors.protocol.stage import Begin, Chunk, Ended, IntoStage, OpenRequest, Resend
 from omni_actors.protocol.tombstones import Tombstones
 from omni_actors.stage.attempts import Attempt, AttemptEvent, Attempts, AttemptState, InputOrder
 from omni_actors.stage.early_chunks import EarlyChunks
 from omni_actors.stage.engine_interface import (
-    AudioEvent,
     EngineEvent,
     ErrorEvent,
     FinishedEvent,
+    ProgressEvent,
     StageEngine,
     StageRequest,
     StreamEvent,
-    TextEvent,
 )
 from omni_actors.stage.meter import StageMeter
-from omni_actors.stage.outgoing import Outgoing, chunk_of, result_of
+from omni_actors.stage.outgoing import Outgoing, chunk_of, divide, length_of, result_of
 from omni_actors.stage.processors import Action, Extend, Piece, Skip, Start, StreamProcessor, start_of
 from omni_actors.stage.resend_buffer import Budget, Receiver, ResendBuffer
 
@@ -342,25 +341,15 @@ class StageActor:
             return self._fail(attempt.request_id, event.error)
         if isinstance(event, FinishedEvent):
             return self._finish(attempt, event)
-        if not attempt.first_output:
+        if not attempt.first_output and not isinstance(event, ProgressEvent):
             attempt.first_output = self._clock()
-        moment = self._meter.output(attempt.track)
-        if isinstance(event, AudioEvent):
-            self._meter.audio_seconds += event.samples.shape[0] / event.sample_rate
-            if Modality.AUDIO not in self._stage.outputs:
-                event = self._as_stream(attempt, event)
-        elif isinstance(event, TextEvent) or Modality.TEXT not in self._stage.outputs:
-            self._meter.output_tokens += len(event.token_ids)  # a stage with text streams the same tokens again
-        if isinstance(event, StreamEvent):
-            return self._stream(attempt, event, moment)
-        return [self._result(attempt, *result_of(event, moment))]
-
-    def _as_stream(self, attempt: Attempt, event: AudioEvent) -> StreamEvent:
-        """Turn audio that is not for the client into input of the stages after this one."""
-        start = attempt.samples
-        attempt.samples += event.samples.shape[0]
-        tensors, scalars = {SAMPLES: event.samples}, {SAMPLE_RATE: event.sample_rate}
-        return StreamEvent(event.request_id, (), tensors, scalars, start)
+        moment = self._meter.output(attempt.track, event, self._stage.outputs)
+        result, stream = divide(event, self._stage.outputs, attempt.streamed)
+        messages = [self._result(attempt, *result_of(result, moment))] if result is not None else []
+        if stream is not None:
+            attempt.streamed += length_of(event)
+            messages += self._stream(attempt, stream, moment)
+        return messages
 
     def _stream(self, attempt: Attempt, event: StreamEvent, moment: float) -> list[Outgoing]:
         """Keep a chunk, and send it to those later stages of the route that have all chunks before it."""
@@ -381,8 +370,8 @@ class StageActor:
         """The engine is done. Later stages hear of it even if the engine itself did not end the stream."""
         messages: list[Outgoing] = []
         if attempt.output is not None and not attempt.stream_ended:
-            end = StreamEvent(attempt.request.request_id, start=attempt.samples, final=True)
-            messages = self._stream(attempt, end, self._meter.output(attempt.track))
+            end = StreamEvent(attempt.request.request_id, start=attempt.streamed, final=True)
+            messages = self._stream(attempt, end, self._meter.output(attempt.track, end))
             if not attempt.live:  # it failed: the end could not be kept for a stage that is not there
                 return messages
         usage = StageUsage(

@@ -13,6 +13,7 @@ from omni_actors.config import StageConfig
 from omni_actors.errors import OmniError
 from omni_actors.protocol.fields import Scalar
 from omni_actors.protocol.logprobs import PositionLogprobs
+from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.payloads import InformationValue, Prompt, StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
@@ -91,6 +92,41 @@ class AudioEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageEvent:
+    """A whole picture: u8 [height, width, channels], 3 channels for RGB or 4 for RGBA.
+
+    It goes to the client, if the stage has `image` among its outputs, and to the stages after it. A `preview` shows a
+    picture that is not done; it goes to the client alone.
+    """
+
+    request_id: str
+    pixels: HostTensor
+    preview: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentsEvent:
+    """Latents of the request's picture: finite floating-point numbers of any shape.
+
+    They go to the client, if the stage has `latents` among its outputs, and to the stages after it. Those of a
+    `preview` go to the latter alone, and are followed by others; the rest are the request's last.
+    """
+
+    request_id: str
+    latents: HostTensor
+    preview: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """`step` of `steps` are done, for the client. A request's steps rise."""
+
+    request_id: str
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class StreamEvent:
     """Output for the next stage. `start` is the position of the first row or token; `final` ends the stream."""
 
@@ -121,7 +157,8 @@ class ErrorEvent:
     error: OmniError
 
 
-EngineEvent = TextEvent | AudioEvent | StreamEvent | FinishedEvent | ErrorEvent
+OutputEvent = TextEvent | AudioEvent | ImageEvent | LatentsEvent | ProgressEvent | StreamEvent
+EngineEvent = OutputEvent | FinishedEvent | ErrorEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +205,7 @@ class EngineFacts:
         embeds_width: width of the prompt embeddings that it takes as the entry stage; 0 if it takes none.
         wants_information: names of the additional information that a client may send to it.
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
+        parameters: what requests may set for this stage besides `seed`; `None` for the parameters of its kind.
     """
 
     voices: tuple[str, ...] = ()
@@ -176,6 +214,7 @@ class EngineFacts:
     embeds_width: int = 0
     wants_information: tuple[str, ...] = ()
     max_media: Mapping[str, int] = field(default_factory=dict)
+    parameters: tuple[Parameter, ...] | None = None
 
 
 class StageEngine(ABC):
@@ -213,8 +252,9 @@ class StageEngine(ABC):
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
     ) -> None:
-        """Append streamed input of a started request: rows [n, width] or tokens, whichever the stage takes.
+        """Append streamed input of a started request: tokens or rows, whichever the stage takes.
 
+        Rows are a tensor [n, width], or the next one of those that the stage before streams, such as latents.
         `complete` says that no more follows. Raises `OmniError`, also for rows where it takes tokens and vice versa.
         """
 

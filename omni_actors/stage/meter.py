@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import collections
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
 
 from omni_actors.clocks import AnchoredClock
 from omni_actors.protocol.telemetry import EndedWork, StageTimeline
+from omni_actors.stage.engine_interface import (
+    AudioEvent,
+    ImageEvent,
+    OutputEvent,
+    ProgressEvent,
+    StreamEvent,
+    TextEvent,
+)
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.transfers import TransferTrack, track_of
@@ -57,6 +66,7 @@ class StageMeter:
         self.output_tokens = 0
         self.input_tokens = 0
         self.audio_seconds = 0.0
+        self.pictures = 0
         self.held_back: dict[str, float] = dict.fromkeys(HeldBack, 0.0)  # seconds
         self._stage, self._replica, self._epoch = stage, replica, epoch
         self._name = f"{stage}/{replica}"
@@ -100,9 +110,20 @@ class StageMeter:
             track.first_step = moment
             self._queue.observe(moment - track.started)
 
-    def output(self, track: Track) -> float:
-        """Note output of the request; returns the moment."""
+    def output(self, track: Track, event: OutputEvent, outputs: Collection[str] = ()) -> float:
+        """Note output of the request; returns the moment. `outputs`: modalities of the stage for the client."""
         now = self.clock()
+        match event:
+            case ProgressEvent():
+                return now  # no output yet
+            case AudioEvent():
+                self.audio_seconds += event.samples.shape[0] / event.sample_rate
+            case ImageEvent():
+                self.pictures += not event.preview
+            case TextEvent():
+                self.output_tokens += len(event.token_ids)
+            case StreamEvent() if "text" not in outputs:  # a stage with text streams the same tokens again
+                self.output_tokens += len(event.token_ids)
         if not track.first_output:
             track.first_output = now
             if track.started:  # otherwise there was nothing to compute

@@ -17,16 +17,16 @@ import setproctitle
 
 from omni_actors import logs
 from omni_actors.addresses import is_tcp
-from omni_actors.config import PipelineConfig, StageConfig, StageKind, resolve_class
+from omni_actors.config import PipelineConfig, StageConfig, StageKind, check_parameters, resolve_class
 from omni_actors.config.devices import gpus_of_replica
-from omni_actors.errors import OmniError, StartupError
+from omni_actors.errors import ConfigError, InvalidRequest, OmniError, StartupError
 from omni_actors.processes import die_with_parent
 from omni_actors.protocol.control import Fatal, Loading
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.run_directory import clear_abandoned, scratch_folder
 from omni_actors.stage import preloaded, remembered_sizes, start_phases
 from omni_actors.stage.device_priority import DemandFlag, DevicePriority
-from omni_actors.stage.engine_interface import StageEngine
+from omni_actors.stage.engine_interface import EngineFacts, StageEngine
 from omni_actors.stage.events import Stop
 from omni_actors.stage.processors import PROCESSORS, StreamProcessor
 from omni_actors.stage.session import Session
@@ -188,6 +188,7 @@ class StageProcess:
         try:
             with start_phases.phase("engine"):
                 engine = build_engine(self._pipeline, self._stage, report, sizes)
+                check_defaults(self._stage, engine.facts)
         finally:
             self._loading = False
         remembered_sizes.keep(self._spec.run_dir, self._spec.name, engine.sizes())
@@ -233,6 +234,14 @@ def processor_class(stage: StageConfig) -> type[StreamProcessor] | None:
         return None
     where = f"stages.{stage.name}.inputs.processor"
     return resolve_class(stage.inputs.processor, PROCESSORS, StreamProcessor, where)
+
+
+def check_defaults(stage: StageConfig, facts: EngineFacts) -> None:
+    """Raise `ConfigError` if the YAML's `sampling` of a stage is not what its model takes."""
+    try:
+        check_parameters(stage.name, facts.parameters, stage.sampling)
+    except InvalidRequest as error:
+        raise ConfigError(f"stages.{stage.name}.sampling.{error.field}: {error.message}") from error
 
 
 def build_engine(

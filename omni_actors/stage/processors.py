@@ -15,7 +15,7 @@ from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import Scalar, unpack_token_ids
 from omni_actors.protocol.payloads import PROMPT_EMBEDS, InformationValue, Prompt
-from omni_actors.protocol.stage import ROWS, Chunk
+from omni_actors.protocol.stage import LATENTS, ROWS, Chunk
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
@@ -246,10 +246,35 @@ class Talker2Code2Wav(StreamProcessor):
         return [Start(StageInputs(token_ids=self._waiting, complete=piece.final))]
 
 
+class Latents2Image(StreamProcessor):
+    """Streams the latents of a picture to the stage that decodes them: first those of previews, then the last ones.
+
+    The engine gets each as it comes; only those of the picture itself come with `complete`.
+    """
+
+    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
+        super().__init__(start_after, sources)
+        self._started = False
+
+    def feed(self, source: str, piece: Piece) -> list[Action]:
+        """Pass on latents. Raises `InvalidPayload` if the source ends without those of the picture."""
+        latents = piece.tensors.get(LATENTS)
+        if latents is None:
+            if piece.final:
+                raise InvalidPayload(f"Stage {source!r} ended without the latents of the picture.")
+            return []
+        if self._started:
+            return [Extend(latents, piece.final)]
+        self._started = True
+        inputs = StageInputs(piece.token_ids, {LATENTS: latents}, piece.scalars, complete=piece.final)
+        return [Start(inputs)]
+
+
 PROCESSORS: dict[str, type[StreamProcessor]] = {
     "passthrough": Passthrough,
     "thinker2talker": Thinker2Talker,
     "talker2code2wav": Talker2Code2Wav,
+    "latents2image": Latents2Image,
 }
 
 

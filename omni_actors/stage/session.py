@@ -183,6 +183,7 @@ class Session:
                 wants_information=tuple(dict.fromkeys(wants)),
                 phases=dict(phases),
                 max_media=dict(facts.max_media),
+                parameters=facts.parameters,
             )
         )
         loop = EngineLoop(

@@ -77,6 +77,7 @@ def snapshot(
     meters.set(table.INPUT_TOKENS, *labels, to=meter.input_tokens)
     meters.set(table.OUTPUT_TOKENS, *labels, to=meter.output_tokens)
     meters.set(table.STAGE_AUDIO, *labels, to=meter.audio_seconds)
+    meters.set(table.STAGE_PICTURES, *labels, to=meter.pictures)
     meters.set(table.ARENA, *labels, to=held.get("arena_bytes", 0))
     meters.set(table.ARENA_FULL, *labels, to=held.get("dropped_arena_full", 0))
     meters.set_all(table.HELD_BACK, labels, meter.held_back)

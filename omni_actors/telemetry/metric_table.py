@@ -98,7 +98,11 @@ REALTIME_FACTOR = _histogram(
     _FACTORS,
     "Time of a done request divided by the length of its audio; below 1 is faster than playback.",
 )
+FIRST_PICTURE = _histogram(
+    "omni_time_to_first_picture_seconds", (), _WAITS, "Time from a request's arrival to its first picture or preview."
+)
 AUDIO_SECONDS = _counter("omni_audio_seconds_total", (), "Length of all audio sent to clients.")
+PICTURES = _counter("omni_pictures_total", (), "Pictures sent to clients, without previews.")
 TEXT_TOKENS = _counter("omni_text_tokens_total", (), "Text tokens sent to clients.")
 REPLAYS = _counter("omni_replays_total", (), "Attempts made after the loss of a replica.")
 RETAINED = _gauge("omni_retained_bytes", (), "Prompts and media kept to run requests again.")
@@ -164,6 +168,7 @@ OUTPUT_SECONDS = _histogram(
 INPUT_TOKENS = _counter("omni_stage_input_tokens_total", _REPLICA, "Input tokens of done requests.")
 OUTPUT_TOKENS = _counter("omni_stage_output_tokens_total", _REPLICA, "Tokens generated, counted as they are made.")
 STAGE_AUDIO = _counter("omni_stage_audio_seconds_total", _REPLICA, "Length of the audio made.")
+STAGE_PICTURES = _counter("omni_stage_pictures_total", _REPLICA, "Pictures made, without previews.")
 EARLY_CHUNKS = _gauge("omni_stage_early_chunk_bytes", _REPLICA, "Input that arrived before its announcement.")
 ARENA = _gauge("omni_stage_arena_bytes", _REPLICA, "Shared memory in use for output.")
 ARENA_FULL = _counter(

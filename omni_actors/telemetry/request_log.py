@@ -6,6 +6,7 @@ Times are by the coordinator's anchored clock. `ClockOffset`s convert what stage
 from __future__ import annotations
 
 import collections
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,11 @@ from omni_actors.coordinator.core.observer import Observer
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.protocol.results import AudioChunk, StageDone, TextDelta
+from omni_actors.protocol.results import AudioChunk, ImageChunk, Output, StageDone, TextDelta
 from omni_actors.protocol.telemetry import EndedWork, RequestTimeline, StageTimeline, TimelineEvent, TransferTimeline
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.clocks import ClockOffset
-from omni_actors.telemetry.meters import Meters
+from omni_actors.telemetry.meters import Histogram, Meters
 from omni_actors.telemetry.playback import Playback
 from omni_actors.telemetry.timeline import PHASES, replica_name
 from omni_actors.telemetry.transfers import TransferTrack, track_of
@@ -30,7 +31,6 @@ KEPT_STAGES = 64  # parts of one request, over all attempts
 CLIENT_CLOCK_SECONDS = 60.0  # a client's clock that differs by more is ignored
 SETTLE_SECONDS = 2.5  # after which all stages have reported how a failed request ended there
 TOKEN_BYTES = 4
-SAMPLE_BYTES = 4
 
 MOMENTS = ("expected", *(moment for _, moment in PHASES))  # the fields of a stage's timeline that a clock fills
 
@@ -48,7 +48,7 @@ class _RunningRequest:
     bound: dict[str, float] = field(default_factory=dict)  # by stage: when its present attempt was announced to it
     stages: list[StageTimeline] = field(default_factory=list)
     deliveries: dict[str, TransferTrack] = field(default_factory=dict)
-    first_text: float = 0.0
+    firsts: set[str] = field(default_factory=set)  # names of the events of first outputs
     playback: Playback = field(default_factory=Playback)
 
 
@@ -82,11 +82,12 @@ class RequestLog(Observer):
         self._request_seconds = meters.histogram(table.REQUEST_SECONDS)
         self._first_text = meters.histogram(table.FIRST_TEXT)
         self._first_audio = meters.histogram(table.FIRST_AUDIO)
+        self._first_picture = meters.histogram(table.FIRST_PICTURE)
         self._smooth_start = meters.histogram(table.SMOOTH_START)
         self._speech_wait = meters.histogram(table.SPEECH_WAIT)
         self._audio_gaps = meters.histogram(table.AUDIO_GAPS)
         self._factor = meters.histogram(table.REALTIME_FACTOR)
-        for metric in (table.AUDIO_SECONDS, table.TEXT_TOKENS, table.REPLAYS):
+        for metric in (table.AUDIO_SECONDS, table.PICTURES, table.TEXT_TOKENS, table.REPLAYS):
             meters.set(metric, to=0)
 
     # -- clocks -------------------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class RequestLog(Observer):
         if request is not None:
             request.events.append(TimelineEvent("replayed", self._clock(), error.code.value))
 
-    def came(self, header: Header, body: TextDelta | AudioChunk) -> None:
+    def came(self, header: Header, body: Output) -> None:
         """Add the transfer from the stage to the coordinator."""
         request = self._running.get(header.request_id)
         if request is None:
@@ -151,25 +152,32 @@ class RequestLog(Observer):
         track = track_of(request.deliveries, self._meters, source, table.COORDINATOR[0])
         track.add(body.sent, self._clock(), _payload(body), self.offset(source))
 
-    def delivered(self, request_id: str, body: TextDelta | AudioChunk) -> None:
-        """Count tokens and samples, and note the first of each."""
+    def delivered(self, request_id: str, body: Output) -> None:
+        """Count tokens, samples and pictures, and note the first of each."""
         request = self._running.get(request_id)
         if request is None:
             return
-        if isinstance(body, TextDelta):
-            self._meters.count(table.TEXT_TOKENS, by=len(body.token_ids) // TOKEN_BYTES)
-            if not request.first_text:
-                request.first_text = self._clock()
-                request.events.append(TimelineEvent("first_text", request.first_text))
-                self._first_text.observe(request.first_text - request.arrived)
-            return
-        seconds = body.samples.shape[0] / body.sample_rate
+        match body:
+            case TextDelta():
+                self._meters.count(table.TEXT_TOKENS, by=len(body.token_ids) // TOKEN_BYTES)
+                self._note_first(request, "first_text", self._first_text)
+            case AudioChunk():
+                self._note_sound(request, body.samples.shape[0] / body.sample_rate)
+            case ImageChunk():
+                self._meters.count(table.PICTURES, by=int(not body.preview))
+                self._note_first(request, "first_image", self._first_picture)
+
+    def _note_first(self, request: _RunningRequest, name: str, seconds: Histogram) -> None:
+        if name not in request.firsts:
+            request.firsts.add(name)
+            now = self._clock()
+            request.events.append(TimelineEvent(name, now))
+            seconds.observe(now - request.arrived)
+
+    def _note_sound(self, request: _RunningRequest, seconds: float) -> None:
         self._meters.count(table.AUDIO_SECONDS, by=seconds)
-        now, is_first = self._clock(), not request.playback.first
-        request.playback.add(now, seconds)
-        if is_first:
-            request.events.append(TimelineEvent("first_audio", now))
-            self._first_audio.observe(now - request.arrived)
+        self._note_first(request, "first_audio", self._first_audio)
+        request.playback.add(self._clock(), seconds)
 
     def stage_done(self, header: Header, body: StageDone) -> None:
         """Take over the stage's own timeline of the request."""
@@ -284,7 +292,7 @@ def _shift(moment: float, offset: float) -> float:
     return max(0.0, moment + offset) if moment else 0.0
 
 
-def _payload(body: TextDelta | AudioChunk) -> int:
+def _payload(body: Output) -> int:
     if isinstance(body, TextDelta):
         return len(body.token_ids) + len(body.text)
-    return body.samples.shape[0] * SAMPLE_BYTES
+    return sum(math.prod(ref.shape) * ref.dtype.itemsize for ref in body.tensor_refs())

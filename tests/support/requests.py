@@ -7,6 +7,9 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
 from omni_actors.coordinator.core.lifecycle import RequestMachine
@@ -21,7 +24,7 @@ from omni_actors.protocol.header import Header, ReplicaId
 from omni_actors.protocol.results import AudioChunk, StageDone, TextDelta
 from omni_actors.protocol.stage import OpenRequest, Resend
 from omni_actors.protocol.tensors import DType, TensorRef
-from tests.support.builders import done, header_from, pipeline, submit
+from tests.support.builders import chain, done, header_from, submit
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
 NOW = 1000.0
@@ -182,8 +185,12 @@ for _name in EVENTS:
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-def ready(replicas: int = 1, **coordinator: object) -> RequestMachine:
-    state = CheckedRequestMachine(pipeline(**coordinator), new_seed=lambda: 77)
+def ready(replicas: int = 1, outputs: Sequence[str] = ("audio",), **coordinator: object) -> RequestMachine:
+    """All replicas of the echo chain are ready. `outputs` are those of its last stage."""
+    made = chain()
+    made["stages"][-1]["outputs"] = list(outputs)
+    config = msgspec.convert({**made, "coordinator": coordinator}, PipelineConfig)
+    state = CheckedRequestMachine(config, new_seed=lambda: 77)
     for stage in STAGES:
         for index in range(replicas):
             replica = state.replicas.add(stage, index, 1)

@@ -61,6 +61,7 @@ from omni_actors.protocol.nodes import (
     RunningReplica,
     StartReplica,
 )
+from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.payloads import (
     AUTOREGRESSIVE_PARAMS,
     DIFFUSION_PARAMS,
@@ -78,6 +79,9 @@ from omni_actors.protocol.results import (
     AudioChunk,
     FinishReason,
     FromStage,
+    ImageChunk,
+    LatentsChunk,
+    Progress,
     StageDone,
     StageUsage,
     TextDelta,
@@ -124,6 +128,13 @@ PARAMS = StageParams(
     num_steps=10,
     guidance_scale=0.5,
     sway_coefficient=-1.0,
+)
+PICTURE_PARAMS = StageParams(
+    num_steps=4, width=64, height=32, negative_prompt="fog", previews=2, extra_args={"shift": 3.5, "mode": "soft"}
+)
+PARAMETERS = (
+    Parameter("width", "int", least=64, most=2048, multiple_of=16, default=1024, about="pixels"),
+    Parameter("mode", "text", choices=("soft", "hard")),
 )
 INFORMATION = AdditionalInformationPayload(
     {
@@ -285,6 +296,12 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     (Ready(seconds=1.5, max_media={"image": 4, "video": 1}), []),
     (Begin(), []),
     (OpenRequest(route=(REPLICA,), params=StageParams(), seed=9, held=True), []),
+    (ImageChunk(pixels=TensorRef(DType.U8, (2, 1, 3), 0), preview=True, sent=1.5), [bytes(6)]),
+    (LatentsChunk(latents=TensorRef(DType.BF16, (1, 2), 0)), [bytes(4)]),
+    (Progress(step=3, steps=8, stage="dit"), []),
+    (OpenRequest(route=(REPLICA,), params=PICTURE_PARAMS, seed=9), []),
+    (Ready(seconds=1.5, parameters=PARAMETERS), []),
+    (Description("p", "m", ("image",), (), 0, True, 1, 9, (), parameters={"dit": PARAMETERS}), []),
 ]
 HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 
@@ -448,6 +465,13 @@ def test_prompt_embeds_good(dtype: DType) -> None:
         {"num_steps": 1001},
         {"guidance_scale": -1.0},
         {"sway_coefficient": 11.0},
+        {"width": 0},
+        {"height": 65_537},
+        {"negative_prompt": "x" * 65_537},
+        {"previews": 17},
+        {"extra_args": {"": 1}},
+        {"extra_args": {"list": [1]}},
+        {"extra_args": {str(number): number for number in range(65)}},
         {"max_tokens": "8"},
         {"max_token": 8},
     ],
@@ -467,6 +491,8 @@ def test_stage_params_merge() -> None:
     assert merged.given() == {"max_tokens": 4, "temperature": 0.0, "top_k": 3}
     assert set(StageParams.__struct_fields__) == AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS
     assert {"seed"} == AUTOREGRESSIVE_PARAMS & DIFFUSION_PARAMS
+    own = StageParams(extra_args={"shift": 2.0}).merged_over(StageParams(extra_args={"shift": 3.0, "mode": "soft"}))
+    assert own.extra_args == {"shift": 2.0, "mode": "soft"}
 
 
 def test_prompt_is_messages_or_tokens() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from omni_actors.errors import EngineError, Overloaded, StageLost
 from omni_actors.protocol.header import ReplicaId
+from omni_actors.protocol.results import ImageChunk, Progress
 from omni_actors.protocol.telemetry import EndedWork, StageTimeline, TransferTimeline
+from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.request_log import KEPT, SETTLE_SECONDS
 from omni_actors.telemetry.timeline import stages
@@ -51,6 +53,21 @@ def test_a_done_request_is_counted_and_timed() -> None:
     assert audio.first_sent == 1001.48
     assert audio.last_received == 1002.0
     assert [finished.timeline for finished in seen.settled] == [timeline]
+
+
+def test_pictures_are_counted_and_the_first_one_or_preview_is_timed() -> None:
+    seen = Observed()
+    seen.begin()
+    for preview in (True, False, False):
+        seen.clock.now += 0.5
+        seen.log.delivered("r", ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0), preview=preview))
+    seen.log.delivered("r", Progress(step=1, steps=2))
+    seen.log.ended("r", None)
+    assert seen.observations(table.FIRST_PICTURE) == (1, 0.5)
+    assert seen.value(table.PICTURES) == 2
+    timeline = seen.log.timeline("r")
+    assert timeline is not None
+    assert [event.name for event in timeline.events][-2:] == ["first_image", "ended"]
 
 
 def test_sound_that_comes_late_is_a_gap_and_delays_the_smooth_start() -> None:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from omni_actors.config import CoordinatorConfig, PipelineConfig, suggest
+from omni_actors.config import CoordinatorConfig, PipelineConfig, check_parameters, suggest
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice
 from omni_actors.media.limits import check_counts
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, TEXT_PARAMS, StageParams
+from omni_actors.protocol.parameters import Parameter
+from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, DECLARED_PARAMS, TEXT_PARAMS, StageParams
 
 
 class AdmittedRequest(NamedTuple):
@@ -28,12 +29,14 @@ def admit(
     voices: tuple[str, ...],
     max_input_tokens: int = 0,
     max_media: Mapping[str, int] | None = None,
+    parameters: Mapping[str, Sequence[Parameter] | None] | None = None,
 ) -> AdmittedRequest:
     """Check a request against the pipeline.
 
     Args:
         max_input_tokens: longest prompt of token ids, 0 for unknown. The tokens of a text are counted by its stage.
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
+        parameters: those that the models declare, by stage, or `None`. The engine checks those of a missing stage.
 
     Raises:
         UnknownModality, UnknownVoice, PromptTooLong, InvalidRequest: naming the valid values.
@@ -51,7 +54,8 @@ def admit(
         raise PromptTooLong(f"The prompt has {tokens} tokens; at most {max_input_tokens} are allowed.")
     check_counts((medium.modality for medium in submit.prompt.media), max_media or {})
     stages = pipeline.route(submit.modalities)
-    return AdmittedRequest(stages, _stage_params(pipeline, submit.params), frozenset(submit.modalities))
+    params = _stage_params(pipeline, submit.params, parameters or {})
+    return AdmittedRequest(stages, params, frozenset(submit.modalities))
 
 
 def deadline_of(coordinator: CoordinatorConfig, given: float, now: float) -> float:
@@ -93,7 +97,9 @@ def unwanted_information(
     return None
 
 
-def _stage_params(pipeline: PipelineConfig, given: Mapping[str, StageParams]) -> dict[str, StageParams]:
+def _stage_params(
+    pipeline: PipelineConfig, given: Mapping[str, StageParams], declared: Mapping[str, Sequence[Parameter] | None]
+) -> dict[str, StageParams]:
     names = [stage.name for stage in pipeline.stages]
     for name in given:
         if name not in names:
@@ -105,9 +111,12 @@ def _stage_params(pipeline: PipelineConfig, given: Mapping[str, StageParams]) ->
             if parameter not in stage.params:
                 what = "which makes no text" if parameter in TEXT_PARAMS else f"of kind {stage.kind}"
                 raise InvalidRequest(
-                    f"{parameter} does not apply to stage {stage.name!r}, {what}.{suggest(parameter, stage.params)}",
+                    f"{parameter} does not apply to stage {stage.name!r}, {what}."
+                    f"{suggest(parameter, stage.params - DECLARED_PARAMS)}",
                     field=parameter,
                 )
+        if own is not None and stage.name in declared:
+            check_parameters(stage.name, declared[stage.name], own)
         merged[stage.name] = own.merged_over(stage.sampling) if own is not None else stage.sampling
         _check_lengths(stage.name, merged[stage.name])
     return merged

@@ -1,20 +1,25 @@
 """Counts what a client already has of an answer, so that a replay sends it only the rest.
 
 A stage that runs again computes its part of the answer from the start, with the same seed. Tokens, characters and
-samples are counted, not messages: another attempt may cut them differently.
+samples are counted, not messages: another attempt may cut them differently. A picture, or its latents, is one message.
 """
 
 from __future__ import annotations
 
+import collections
 import zlib
 from collections.abc import Collection, Sequence
+
+import msgspec
 
 from omni_actors.errors import StageLost
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import TOKEN_BYTES
-from omni_actors.protocol.results import AudioChunk, TextDelta
+from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, Progress, TextDelta
 from omni_actors.protocol.tensors import TensorRef
 from omni_actors.protocol.tools import ToolCallPiece
+
+Fresh = tuple[Output, Sequence[Frame]]
 
 SAMPLE_BYTES = 4
 
@@ -33,6 +38,9 @@ class Delivery:
         self._again = 0  # checksum of those that came again
         self._calls: dict[int, int] = {}  # characters of arguments that the client has, by the index of the call
         self._skip_calls: dict[int, int] = {}  # those that will come again, with the call's name
+        self._whole: collections.Counter[str] = collections.Counter()  # whole messages that the client has, by kind
+        self._skip_whole: collections.Counter[str] = collections.Counter()
+        self._steps: dict[str, int] = {}  # by stage: the progress that the client knows of
 
     def replay(self, modalities: Collection[str]) -> None:
         """Expect all that was delivered in these modalities to come again."""
@@ -42,11 +50,48 @@ class Delivery:
             self._again = 0
         if "audio" in modalities:
             self._skip_samples = self.samples
+        for kind, count in self._whole.items():
+            if ("image" if kind == "preview" else kind) in modalities:
+                self._skip_whole[kind] = count
 
     @property
     def complete(self) -> bool:
         """Whether all that the client had before a replay has come again."""
-        return not (self._skip_tokens or self._skip_characters or self._skip_samples)
+        whole = self._skip_whole["image"] or self._skip_whole["latents"]
+        return not (self._skip_tokens or self._skip_characters or self._skip_samples or whole)
+
+    def take(self, stage: str, body: Output, buffers: Sequence[Frame]) -> Fresh | None:
+        """The new part of a stage's output, with its buffers; `None` for nothing.
+
+        Raises:
+            StageLost: the replay differs from what the client has, so that the rest would not fit.
+        """
+        match body:
+            case TextDelta():
+                delta = self.text(body)
+                return (delta, ()) if delta is not None else None
+            case AudioChunk():
+                return self.audio(body, buffers)
+            case ImageChunk():
+                return (body, buffers) if self._is_new("preview" if body.preview else "image") else None
+            case LatentsChunk():
+                return (body, buffers) if self._is_new("latents") else None
+            case Progress():
+                return self._progress(stage, body)
+
+    def _is_new(self, kind: str) -> bool:
+        if self._skip_whole[kind]:
+            self._skip_whole[kind] -= 1
+            return False
+        self._whole[kind] += 1
+        return True
+
+    def _progress(self, stage: str, body: Progress) -> Fresh | None:
+        """Progress that the client has not seen yet. After a replay there is none until it has caught up."""
+        if body.step <= self._steps.get(stage, 0):
+            return None
+        self._steps[stage] = body.step
+        return msgspec.structs.replace(body, stage=stage), ()
 
     def text(self, body: TextDelta) -> TextDelta | None:
         """The new part of `body`; `None` for nothing.

@@ -68,7 +68,9 @@ class Gate:
         """Check a request against the pipeline and its state. Raises `OmniError`."""
         deadline = deadline_of(self._pipeline.coordinator, header.deadline, now)
         longest = self.max_input_tokens if submit.prompt.length else 0
-        admitted = admit(self._pipeline, submit, self._replicas.voices, longest, self.max_media)
+        loaded = {stage: replica for stage in submit.params if (replica := self._replicas.loaded(stage)) is not None}
+        parameters = {stage: replica.parameters for stage, replica in loaded.items()}
+        admitted = admit(self._pipeline, submit, self._replicas.voices, longest, self.max_media, parameters)
         size = size_of(submit, buffers)
         for stage in admitted.stages:
             waits = self._planner.may_wait_for(stage) and self._may_retain(size)

@@ -36,12 +36,12 @@ from omni_actors.protocol.client import Done, RequestStatus, Submit
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.common import Abort, Failed
 from omni_actors.protocol.header import Body, Header, ReplicaId
-from omni_actors.protocol.results import AudioChunk, StageDone, StageUsage, TextDelta, Unreachable
+from omni_actors.protocol.results import Output, StageDone, StageUsage, Unreachable
 from omni_actors.protocol.stage import MAX_ENDED, Begin, Ended, OpenRequest, Resend
 from omni_actors.protocol.tombstones import Tombstones
 
 LISTED_REQUESTS = 1000
-Result = TextDelta | AudioChunk | StageDone | Failed | Unreachable
+Result = Output | StageDone | Failed | Unreachable
 
 
 class RequestMachine:
@@ -324,23 +324,14 @@ class RequestMachine:
             return None
         return request
 
-    def _forward(
-        self, request: ActiveRequest, stage: str, body: TextDelta | AudioChunk, buffers: Sequence[Frame]
-    ) -> list[Instruction]:
-        modality = "text" if isinstance(body, TextDelta) else "audio"
-        if modality not in request.modalities or modality not in self._outputs[stage]:
+    def _forward(self, request: ActiveRequest, stage: str, body: Output, buffers: Sequence[Frame]) -> list[Instruction]:
+        if body.modality and not (body.modality in request.modalities and body.modality in self._outputs[stage]):
             return []
-        if isinstance(body, TextDelta):
-            delta = request.delivery.text(body)
-            if delta is None:
-                return []
-            self._observer.delivered(request.request_id, delta)
-            return [self._to_client(request, delta)]
-        chunk = request.delivery.audio(body, buffers)
-        if chunk is None:
+        fresh = request.delivery.take(stage, body, buffers)
+        if fresh is None:
             return []
-        self._observer.delivered(request.request_id, chunk[0])
-        return [self._to_client(request, *chunk)]
+        self._observer.delivered(request.request_id, fresh[0])
+        return [self._to_client(request, *fresh)]
 
     def _stage_done(self, request: ActiveRequest, stage: str, usage: StageUsage, now: float) -> list[Instruction]:
         request.usage[stage] = usage

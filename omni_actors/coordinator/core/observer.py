@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.protocol.results import AudioChunk, StageDone, TextDelta
+from omni_actors.protocol.results import Output, StageDone
 
 
 class Observer:
@@ -31,10 +31,10 @@ class Observer:
         `counts` is false for a consequence of a loss that was reported before.
         """
 
-    def came(self, header: Header, body: TextDelta | AudioChunk) -> None:
-        """Text or audio of the present attempt came from a stage."""
+    def came(self, header: Header, body: Output) -> None:
+        """Output of the present attempt came from a stage."""
 
-    def delivered(self, request_id: str, body: TextDelta | AudioChunk) -> None:
+    def delivered(self, request_id: str, body: Output) -> None:
         """The new part of a result was sent to the client."""
 
     def stage_done(self, header: Header, body: StageDone) -> None:

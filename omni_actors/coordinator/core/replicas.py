@@ -11,6 +11,7 @@ from omni_actors.coordinator.core.states import REPLICA_TRANSITIONS, ReplicaEven
 from omni_actors.protocol.client import StageStatus
 from omni_actors.protocol.control import ArenaAddress, Peer, Ready
 from omni_actors.protocol.header import ReplicaId
+from omni_actors.protocol.parameters import Parameter
 from omni_actors.transitions import advance
 
 STALE_ENTRIES = 64  # that a stage's heap may hold in addition to twice its replicas
@@ -72,6 +73,8 @@ class Replica:
     max_input_tokens: int = 0
     wants_information: tuple[str, ...] = ()
     max_media: Mapping[str, int] = field(default_factory=dict)
+    parameters: tuple[Parameter, ...] | None = None  # that its model declares
+    loaded: bool = False  # its model has told these facts
     progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
@@ -153,6 +156,7 @@ class Replica:
         self.max_input_tokens = facts.max_input_tokens
         self.wants_information = facts.wants_information
         self.max_media = facts.max_media
+        self.parameters, self.loaded = facts.parameters, True
 
     def hold(self, request_id: str) -> None:
         """Bind a request to it."""
@@ -254,6 +258,10 @@ class ReplicaTable:
         """The replica in exactly this epoch; `None` for unknown ones and former epochs."""
         replica = self._replicas.get((stage, index))
         return replica if replica is not None and replica.epoch == epoch else None
+
+    def loaded(self, stage: str) -> Replica | None:
+        """A replica of a stage whose model has told its facts, which are the same for all; `None` while none has."""
+        return next((replica for replica in self._by_stage.get(stage, {}).values() if replica.loaded), None)
 
     def at(self, replica_id: ReplicaId) -> Replica | None:
         """As `find`."""

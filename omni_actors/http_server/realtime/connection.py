@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from omni_actors.client import Text
+from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
 from omni_actors.http_server.audio_formats import pcm16
 from omni_actors.http_server.errors import HttpError
@@ -193,7 +193,7 @@ class Connection:
             async for item in stream:
                 if isinstance(item, Text):
                     self._carry_out(self._session.text(ask.response_id, item.text, item.tool_calls))
-                else:
+                elif isinstance(item, Audio):
                     latency.sound(len(item.samples))
                     self._carry_out(self._session.sound(ask.response_id, pcm16(item.samples)))
                 await self._outbox.room(ANSWER_BYTES)

@@ -1,0 +1,36 @@
+"""Checks a request's parameters for a stage against those that its model declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omni_actors.config.dotted_keys import suggest
+from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.parameters import Parameter
+from omni_actors.protocol.payloads import DECLARED_PARAMS, StageParams
+
+ALWAYS = "seed"  # a parameter of every stage
+
+
+def check_parameters(stage: str, declared: Sequence[Parameter] | None, params: StageParams) -> None:
+    """Check `params`; `declared` is `None` for a model that declares nothing, which has those of its kind of stage.
+
+    Raises:
+        InvalidRequest: one is not declared, or its value is outside the declared limits; `field` names it.
+    """
+    given = params.given()
+    for name in given if declared is None else ():
+        if name in DECLARED_PARAMS:
+            raise InvalidRequest(f"The model of stage {stage!r} has no parameter {name!r}.", field=name)
+    if declared is None:
+        return
+    known = {parameter.name: parameter for parameter in declared}
+    for name, value in {**given.pop("extra_args", {}), **given}.items():
+        if name == ALWAYS:
+            continue
+        if name not in known:
+            raise InvalidRequest(
+                f"The model of stage {stage!r} has no parameter {name!r}.{suggest(name, known)}", field=name
+            )
+        if problem := known[name].problem(value):
+            raise InvalidRequest(f"{name} of stage {stage!r} {problem}.", field=name)

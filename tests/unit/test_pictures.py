@@ -1,0 +1,234 @@
+"""Pictures, latents and progress on their way from an engine to the client."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy
+import pytest
+
+from omni_actors.client.streams import Image, Latents, Progress, RequestStream, item_of
+from omni_actors.config import Modality, StageConfig, StageKind
+from omni_actors.config.schema import InputConfig
+from omni_actors.coordinator.core.instructions import ToClient
+from omni_actors.coordinator.core.lifecycle import RequestMachine
+from omni_actors.errors import ErrorCode, InvalidPayload
+from omni_actors.protocol import results
+from omni_actors.protocol.client import Done
+from omni_actors.protocol.results import FinishReason, ImageChunk, LatentsChunk, StageUsage
+from omni_actors.protocol.stage import LATENTS, PIXELS, Chunk
+from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
+from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, LatentsEvent, ProgressEvent
+from omni_actors.stage.processors import Extend, Latents2Image, Piece, Start
+from tests.support.builders import done, header_from
+from tests.support.requests import ALICE, NOW, again, ask, bring_back, failure, lose, ready, replica_id, say
+from tests.support.stage import ROUTE, StageUnderTest, bodies
+
+RED = HostTensor(DType.U8, (1, 2, 3), bytes([255, 0, 0] * 2))
+NOISE = HostTensor(DType.F32, (4, 2), bytes(32))
+FINISHED = FinishedEvent("r1", FinishReason.STOP, 1, 8)
+
+
+def stage_of(*outputs: Modality) -> StageUnderTest:
+    """The third stage of four, with these outputs."""
+    inputs = InputConfig(sources="thinker")
+    config = StageConfig(name="talker", kind=StageKind.ECHO, inputs=inputs, outputs=list(outputs))
+    stage = StageUnderTest("talker", stage=config)
+    stage.expect()
+    stage.tokens("x")
+    return stage
+
+
+# -- wire -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (DType.F32, (2, 2, 3)),
+        (DType.U8, (2, 2)),
+        (DType.U8, (2, 2, 1)),
+        (DType.U8, (2, 2, 5)),
+        (DType.U8, (0, 2, 3)),
+        (DType.U8, (1, 2, 2, 3)),
+    ],
+)
+def test_a_picture_has_bytes_rows_and_three_or_four_channels(dtype: DType, shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidPayload, match=r"A picture must be u8 of shape \[height, width, 3 or 4\]"):
+        ImageChunk(pixels=TensorRef(dtype, shape, 0))
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(DType.U8, (2,)), (DType.I32, (2,)), (DType.F32, ()), (DType.F32, (0,))])
+def test_latents_are_some_floating_point_numbers(dtype: DType, shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidPayload, match="Latents must be floating-point numbers"):
+        LatentsChunk(latents=TensorRef(dtype, shape, 0))
+
+
+def test_progress_does_not_exceed_the_steps() -> None:
+    with pytest.raises(InvalidPayload, match="9 of 8"):
+        results.Progress(step=9, steps=8)
+
+
+# -- stage ------------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_go_to_the_client_where_they_are_an_output_and_to_later_stages_without_previews() -> None:
+    stage = stage_of(Modality.IMAGE)
+    preview, to_client, to_next = stage.do(ImageEvent("r1", RED, preview=True), ImageEvent("r1", RED))
+    assert preview.body.preview
+    assert preview.destination is None
+    assert not to_client.body.preview
+    assert bytes(to_client.buffers[0]) == RED.data
+    assert to_next.destination == ROUTE[3]
+    assert list(to_next.body.tensors) == [PIXELS]
+    assert not to_next.body.final
+    end, _ = stage.do(FINISHED)
+    assert end.body == Chunk(start=1, final=True, sent=end.body.sent)
+
+
+def test_pictures_of_a_stage_without_that_output_are_input_of_the_next() -> None:
+    (message,) = stage_of().do(ImageEvent("r1", RED, preview=True), ImageEvent("r1", RED))
+    assert message.destination == ROUTE[3]
+
+
+def test_the_last_latents_end_the_stream_to_the_next_stage_and_those_of_previews_do_not() -> None:
+    stage = stage_of(Modality.LATENTS)
+    preview, to_client, to_next = stage.do(LatentsEvent("r1", NOISE, preview=True), LatentsEvent("r1", NOISE))
+    assert (preview.destination, preview.body.final) == (ROUTE[3], False)
+    assert isinstance(to_client.body, LatentsChunk)
+    assert list(to_next.body.tensors) == [LATENTS]
+    assert to_next.body.final
+    (done,) = stage.do(FINISHED)
+    assert isinstance(done.body, results.StageDone), "no second end"
+
+
+def test_progress_goes_to_the_client_alone_and_is_no_output() -> None:
+    stage = stage_of()
+    (message,) = stage.do(ProgressEvent("r1", 3, 8))
+    assert message.destination is None
+    assert (message.body.step, message.body.steps) == (3, 8)
+    assert stage.actor.urgent(), "its first output is still to come"
+    *_, done = bodies(stage.do(FINISHED))
+    assert done.usage.first_output == 0.0
+
+
+# -- the edge to the decoder ------------------------------------------------------------------------------------------
+
+
+def test_latents_reach_the_decoder_one_by_one_and_the_last_is_the_picture() -> None:
+    processor = Latents2Image(0, ("dit",))
+    (start,) = processor.feed("dit", Piece(tensors={LATENTS: NOISE}, scalars={"width": 16}))
+    assert isinstance(start, Start)
+    assert start.inputs.tensors == {LATENTS: NOISE}
+    assert start.inputs.scalars == {"width": 16}
+    assert not start.inputs.complete
+    assert processor.feed("dit", Piece()) == []
+    assert processor.feed("dit", Piece(tensors={LATENTS: RED}, final=True)) == [Extend(RED, complete=True)]
+
+
+def test_a_picture_without_previews_starts_the_decoder_with_everything() -> None:
+    (start,) = Latents2Image(0, ("dit",)).feed("dit", Piece(tensors={LATENTS: NOISE}, final=True))
+    assert isinstance(start, Start)
+    assert start.inputs.complete
+
+
+def test_a_source_that_ends_without_latents_is_at_fault() -> None:
+    with pytest.raises(InvalidPayload, match="'dit' ended without the latents"):
+        Latents2Image(0, ("dit",)).feed("dit", Piece(final=True))
+
+
+# -- coordinator ------------------------------------------------------------------------------------------------------
+
+PICTURE = ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0))
+PREVIEW = ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0), preview=True)
+SOME_LATENTS = LatentsChunk(latents=TensorRef(DType.F32, (4, 2), 0))
+
+
+def step(number: int) -> results.Progress:
+    return results.Progress(step=number, steps=4)
+
+
+def passed_on(state: RequestMachine, body: results.Output, seq: int, stage: str = "code2wav", attempt: int = 0) -> bool:
+    """Whether the client gets what a stage sent in its first epoch, or after its loss."""
+    sender = replica_id(stage, 0, 2 if attempt and stage == "code2wav" else 1)
+    instructions = state.from_stage(header_from(sender, "r1", seq, attempt), body, (b"",), NOW)
+    if not instructions:
+        return False
+    (message,) = instructions
+    assert isinstance(message, ToClient)
+    if isinstance(body, results.Progress):
+        assert message.body == msgspec.structs.replace(body, stage=stage)
+    else:
+        assert message.body == body
+    return True
+
+
+def test_the_client_gets_the_pictures_that_it_asked_for_and_the_progress_of_every_stage() -> None:
+    state = ready(outputs=["image", "latents"])
+    ask(state, "r1", ALICE, "image")
+    assert passed_on(state, step(1), 0, "talker")
+    assert passed_on(state, step(1), 0)
+    assert passed_on(state, PREVIEW, 1)
+    assert not passed_on(state, SOME_LATENTS, 2), "not asked for"
+    assert passed_on(state, PICTURE, 3)
+    assert not passed_on(state, PICTURE, 1, "talker"), "this stage makes no pictures"
+
+
+def test_after_a_replay_nothing_comes_twice() -> None:
+    state = ready(outputs=["image", "latents"])
+    ask(state, "r1", ALICE, "image", "latents")
+    for seq, body in enumerate((step(1), PREVIEW, step(2), SOME_LATENTS, PICTURE)):
+        assert passed_on(state, body, seq)
+    lose(state, "code2wav")
+    bring_back(state, "code2wav")
+    repeated = (step(1), PREVIEW, step(2), SOME_LATENTS, PICTURE)
+    assert not any(passed_on(state, body, seq, attempt=1) for seq, body in enumerate(repeated))
+    for seq, body in enumerate((PREVIEW, step(3), PICTURE), 5):
+        assert passed_on(state, body, seq, attempt=1), "this is new"
+
+
+def test_a_replay_without_the_picture_that_was_delivered_fails() -> None:
+    state = ready(outputs=["image"])
+    ask(state, "r1", ALICE, "image")
+    assert passed_on(state, PICTURE, 0)
+    for stage in ("prompt", "thinker", "talker"):
+        say(state, stage, done())
+    lose(state, "code2wav")
+    bring_back(state, "code2wav")
+    assert failure(again(state, "code2wav", done(), 0, 2)).code is ErrorCode.STAGE_LOST
+
+
+# -- client -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_result_has_pictures_and_latents_and_no_previews() -> None:
+    stream = RequestStream("r1", lambda request_id: None)
+    pixels, latents = TensorRef(DType.U8, (1, 2, 3), 0), TensorRef(DType.F32, (4, 2), 0)
+    sent: list[tuple[results.Output, HostTensor]] = [
+        (results.Progress(step=1, steps=2, stage="dit"), NOISE),
+        (ImageChunk(pixels=pixels, preview=True), RED._replace(data=bytes(6))),
+        (ImageChunk(pixels=pixels), RED),
+        (LatentsChunk(latents=latents), NOISE),
+    ]
+    for body, tensor in sent:
+        stream.deliver(item_of(body, lambda ref, tensor=tensor: tensor))
+    stream.deliver(Done(usage={"dit": StageUsage(FinishReason.STOP)}))
+    output = await stream.result()
+    (picture,) = output.images
+    assert picture.dtype == numpy.uint8
+    assert picture.tolist() == [[[255, 0, 0], [255, 0, 0]]]
+    assert output.latents == [NOISE]
+    assert output.text == ""
+
+
+def test_items_keep_their_own_copy() -> None:
+    data = bytearray(RED.data)
+    image = item_of(ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0)), lambda ref: RED._replace(data=data))
+    latents = item_of(
+        LatentsChunk(latents=TensorRef(DType.F16, (3,), 0)), lambda ref: HostTensor(DType.F16, (3,), data)
+    )
+    data[:] = bytes(6)
+    assert isinstance(image, Image)
+    assert image.pixels[0, 0, 0] == 255
+    assert isinstance(latents, Latents)
+    assert latents.tensor.data == RED.data
+    assert item_of(results.Progress(step=1, steps=2, stage="dit"), lambda ref: RED) == Progress("dit", 1, 2)
