@@ -94,6 +94,18 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen3_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Qwen3-Omni checkpoint (seed 0), built for this run."""
+    from tools.checkpoints import qwen3_omni
+    from tools.checkpoints.measure import quiet_transformers
+
+    quiet_transformers()
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen3_omni"
+    qwen3_omni.write_tiny(folder, check=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_http(tiny_checkpoint: Path) -> Iterator[HttpPipeline]:
     """The tiny Qwen2.5-Omni pipeline with all its processes and an HTTP server, started once per session of tests."""
     from tests.support.servers import HttpPipeline  # slow to import; unit tests do without

@@ -1,8 +1,8 @@
-"""Writes checkpoints without a network: Qwen2.5-Omni tiny and runnable or full-sized without weights, and Z-Image tiny.
+"""Writes checkpoints without a network: tiny ones that run, and full-sized ones without weights.
 
-    python -m tools.checkpoints tiny OUT_DIR [--seed N]
-    python -m tools.checkpoints tiny-z-image OUT_DIR [--seed N]
+    python -m tools.checkpoints tiny|tiny-qwen3|tiny-z-image OUT_DIR [--seed N]
     python -m tools.checkpoints full OUT_DIR [--weights]
+    python -m tools.checkpoints full-qwen3 OUT_DIR
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
 tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not clipped
@@ -11,7 +11,8 @@ tokens vary with the prompt and do not fall into a cycle, the waveform has ampli
 `full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`. With
 `--weights` it has random ones, 21.5 GB, for measurements of loading; their answers are not checked.
 
-`tiny-z-image` (tools/checkpoints/z_image.py) needs the extra `image`.
+`tiny-qwen3` and `full-qwen3` (tools/checkpoints/qwen3_omni) are the same for Qwen3-Omni; `tiny-z-image`
+(tools/checkpoints/z_image.py) needs the extra `image`.
 
 All use the layout of the published checkpoint, so the same code loads either.
 """
@@ -27,6 +28,7 @@ import torch
 from tools.checkpoints.configuration import (
     ARCHITECTURE,
     FULL_CODEC,
+    TINY_CODEC,
     full_config,
     make_generation_config,
     make_processor,
@@ -69,7 +71,7 @@ def write_tiny(folder: Path, seed: int = 0, *, check: bool = True) -> list[Answe
     tokenizer = make_tokenizer(TINY_TOKENS)
     config = tiny_config(tokenizer.convert_tokens_to_ids("user"))
     model = Qwen2_5OmniForConditionalGeneration(config).to(torch.float32)
-    draw_weights(model, seed, spoken_token_ids(tokenizer))
+    draw_weights(model, seed, spoken_token_ids(tokenizer), TINY_CODEC.sounds)
     model.generation_config = make_generation_config(TINY_TOKENS)
     model.save_pretrained(folder)
     config.architectures = [ARCHITECTURE]  # saving the model has written its class name there

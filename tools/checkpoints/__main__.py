@@ -1,4 +1,4 @@
-"""Command line: `python -m tools.checkpoints KIND OUT_DIR`, with `tiny`, `tiny-z-image` or `full`."""
+"""Command line: `python -m tools.checkpoints KIND OUT_DIR`; `--help` lists the kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tools.checkpoints import write_full, write_tiny
+from tools.checkpoints import qwen3_omni, write_full, write_tiny
 from tools.checkpoints.errors import CheckpointError, FolderError
 from tools.checkpoints.measure import print_answers, quiet_transformers
 from tools.checkpoints.z_image import write_tiny_z_image
@@ -19,18 +19,35 @@ from tools.checkpoints.z_image import write_tiny_z_image
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.checkpoints", description="Writes checkpoints of Qwen2.5-Omni and Z-Image offline."
+        prog="python -m tools.checkpoints",
+        description="Writes checkpoints of Qwen2.5-Omni, Qwen3-Omni and Z-Image offline.",
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    tiny = kinds.add_parser("tiny", help="toy size, random weights, runnable")
-    z_image = kinds.add_parser("tiny-z-image", help="Z-Image at toy size, random weights, runnable")
-    for kind in (tiny, z_image):
-        kind.add_argument("out_dir", type=Path)
-        kind.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes (default: 0)")
-    full = kinds.add_parser("full", help="published 7B sizes, no weights (vLLM: load_format dummy)")
+    for name, family in (("tiny", "Qwen2.5-Omni"), ("tiny-qwen3", "Qwen3-Omni"), ("tiny-z-image", "Z-Image")):
+        tiny = kinds.add_parser(name, help=f"{family} at toy size, random weights, runnable")
+        tiny.add_argument("out_dir", type=Path)
+        tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes (default: 0)")
+    full = kinds.add_parser("full", help="published sizes of Qwen2.5-Omni-7B, no weights (vLLM: load_format dummy)")
     full.add_argument("--weights", action="store_true", help="random weights, too: 21.5 GB")
     full.add_argument("out_dir", type=Path)
+    full = kinds.add_parser("full-qwen3", help="published sizes of Qwen3-Omni-30B-A3B, no weights")
+    full.add_argument("out_dir", type=Path)
     return parser
+
+
+def write(options: argparse.Namespace) -> None:
+    """Writes the checkpoint and prints what a tiny one answers."""
+    match options.kind:
+        case "tiny":
+            print_answers(write_tiny(options.out_dir, options.seed))
+        case "tiny-qwen3":
+            print_answers(qwen3_omni.write_tiny(options.out_dir, options.seed))
+        case "tiny-z-image":
+            write_tiny_z_image(options.out_dir, options.seed)
+        case "full":
+            write_full(options.out_dir, weights=options.weights)
+        case "full-qwen3":
+            qwen3_omni.write_full(options.out_dir)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,12 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # the model is tiny: more threads only wait for each other, for minutes on a busy machine
     started = time.monotonic()
     try:
-        if options.kind == "tiny":
-            print_answers(write_tiny(options.out_dir, options.seed))
-        elif options.kind == "tiny-z-image":
-            write_tiny_z_image(options.out_dir, options.seed)
-        else:
-            write_full(options.out_dir, weights=options.weights)
+        write(options)
     except (FolderError, OSError) as error:
         print(f"checkpoints: {error}", file=sys.stderr)
         return 2

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tools.checkpoints.tokenizer import (
-    CHAT_TEMPLATE,
-    FULL_TOKENS,
-    SPECIAL_TOKENS,
-    SPEECH_TOKENS,
-    TINY_TOKENS,
-    TokenLayout,
-)
+from tools.checkpoints.tokenizer import CHAT_TEMPLATE, FULL_TOKENS, TINY_TOKENS, TokenLayout
 
 ARCHITECTURE = "Qwen2_5OmniModel"  # as published; it is the name under which vLLM knows the thinker
 AUDIO_RATE = 16000
@@ -35,12 +28,6 @@ FULL_CODEC = CodecTokens(vocab_size=8448, sounds=8192, pad=8292, start=8293, end
 TINY_CODEC = CodecTokens(vocab_size=288, sounds=256, pad=268, start=269, end=270, mask=272)
 
 
-def text_ids(layout: TokenLayout) -> dict[str, int]:
-    """Returns the id of every special and speech token by name."""
-    ids = {name: layout.first_special + index for index, name in enumerate(SPECIAL_TOKENS)}
-    return ids | {name: layout.first_speech + index for index, name in enumerate(SPEECH_TOKENS)}
-
-
 def rope(mrope_section: list[int]) -> dict[str, Any]:
     """Returns rotary settings with the head's frequencies split over time, height and width."""
     return {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": mrope_section}
@@ -48,7 +35,7 @@ def rope(mrope_section: list[int]) -> dict[str, Any]:
 
 def shared_token_fields(layout: TokenLayout) -> dict[str, int]:
     """Returns the fields that the thinker's and the talker's configuration have in common."""
-    ids = text_ids(layout)
+    ids = layout.ids()
     return {
         "audio_token_index": ids["<|AUDIO|>"],
         "image_token_index": ids["<|IMAGE|>"],
@@ -64,7 +51,7 @@ def shared_token_fields(layout: TokenLayout) -> dict[str, int]:
 
 def thinker_fields(layout: TokenLayout, user_token: int) -> dict[str, Any]:
     """Returns the fields of the thinker's configuration that depend on the tokenizer only."""
-    ids = text_ids(layout)
+    ids = layout.ids()
     return shared_token_fields(layout) | {
         "user_token_id": user_token,
         "vision_token_id": ids["<|vision_pad|>"],
@@ -78,7 +65,7 @@ def thinker_fields(layout: TokenLayout, user_token: int) -> dict[str, Any]:
 
 def talker_fields(layout: TokenLayout, codec: CodecTokens) -> dict[str, Any]:
     """Returns the fields of the talker's configuration that depend on the token ids only."""
-    ids = text_ids(layout)
+    ids = layout.ids()
     return shared_token_fields(layout) | {
         "vocab_size": codec.vocab_size,
         "tts_text_start_token_id": ids["<tts_text_bos>"],
@@ -95,7 +82,7 @@ def talker_fields(layout: TokenLayout, codec: CodecTokens) -> dict[str, Any]:
 
 def text_fields(layout: TokenLayout) -> dict[str, Any]:
     """Returns the fields of the thinker's text model that depend on the tokenizer only."""
-    ids = text_ids(layout)
+    ids = layout.ids()
     return {
         "vocab_size": layout.vocab_size,
         "bos_token_id": ids["<|endoftext|>"],
@@ -296,7 +283,7 @@ def make_generation_config(layout: TokenLayout) -> Any:
     """Returns the thinker's generation settings: its end and padding tokens."""
     from transformers import GenerationConfig
 
-    ids = text_ids(layout)
+    ids = layout.ids()
     return GenerationConfig(
         bos_token_id=ids["<|im_start|>"],
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],

@@ -53,11 +53,12 @@ class Answer:
     prompt: str
     voice: str
     thinker_tokens: tuple[int, ...]
-    codec_tokens: tuple[int, ...]
+    codec_tokens: tuple[int, ...]  # of the first codebook
     peak: float
     samples: int
     thinker_gap: float
     codec_gap: float
+    other_codes: tuple[tuple[int, ...], ...] = ()  # of the other codebooks, where there are any
 
 
 class GapRecorder:
@@ -157,18 +158,23 @@ def measure_answers(folder: Path) -> list[Answer]:
     return answers + [measure_answer(model, inputs, name, first_voice) for name, inputs in media_prompts(processor)]
 
 
-def failed_checks(answers: list[Answer]) -> list[str]:
+def failed_checks(
+    answers: list[Answer],
+    *,
+    codec_tokens: int = CODEC_TOKENS,
+    wanted_samples: int = CODEC_TOKENS * SAMPLES_PER_CODEC_TOKEN,
+) -> list[str]:
     """Returns a sentence for every check that the answers fail."""
     missed = []
     for answer in answers:
         who = f"{answer.prompt!r} ({answer.voice})"
-        wanted_samples = CODEC_TOKENS * SAMPLES_PER_CODEC_TOKEN
-        if len(answer.thinker_tokens) != THINKER_TOKENS or len(answer.codec_tokens) != CODEC_TOKENS:
+        if len(answer.thinker_tokens) != THINKER_TOKENS or len(answer.codec_tokens) != codec_tokens:
             missed.append(f"{who}: a reply ended before its length limit")
         if len(set(answer.thinker_tokens)) < MIN_DISTINCT:
             missed.append(f"{who}: only {len(set(answer.thinker_tokens))} different thinker tokens")
-        if len(set(answer.codec_tokens)) < MIN_DISTINCT:
-            missed.append(f"{who}: only {len(set(answer.codec_tokens))} different codec tokens")
+        for codes in (answer.codec_tokens, *answer.other_codes):
+            if len(set(codes)) < MIN_DISTINCT:
+                missed.append(f"{who}: only {len(set(codes))} different codec tokens")
         if not PEAK_RANGE[0] <= answer.peak <= PEAK_RANGE[1]:
             missed.append(f"{who}: waveform peak {answer.peak:.3f} outside {PEAK_RANGE}")
         if answer.samples != wanted_samples:

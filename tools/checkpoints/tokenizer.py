@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,9 +110,10 @@ CHAT_TEMPLATE = (
 class TokenLayout:
     """The ids of the tokens in a vocabulary.
 
-    `vocab_size` is the number of rows of the embedding; `first_special` the id of `<|endoftext|>`, the others follow
-    it; `first_speech` the id of `<tts_pad>`; `voices` maps a voice to the id of its token; `fixed` holds words with a
-    given id. Every other id gets a made-up word, so that each of them decodes to some text.
+    `vocab_size` is the number of rows of the embedding; `first_special` the id of the first of `special`, the others
+    follow it; `first_speech` that of the first of `speech`; `voices` maps a voice to the id of its token; `fixed` holds
+    words with a given id. Every other id gets a made-up word, so that each of them decodes to some text. `named` are
+    the attributes of the tokenizer that its processor and its chat template rely on. The defaults are Qwen2.5-Omni's.
     """
 
     vocab_size: int
@@ -119,6 +121,15 @@ class TokenLayout:
     first_speech: int
     voices: dict[str, int]
     fixed: dict[str, int] = field(default_factory=dict)
+    special: tuple[str, ...] = SPECIAL_TOKENS
+    speech: tuple[str, ...] = SPEECH_TOKENS
+    named: Mapping[str, str] = field(default_factory=lambda: NAMED_TOKENS)
+    template: str = CHAT_TEMPLATE
+
+    def ids(self) -> dict[str, int]:
+        """Returns the id of every special and speech token by name."""
+        ids = {name: self.first_special + index for index, name in enumerate(self.special)}
+        return ids | {name: self.first_speech + index for index, name in enumerate(self.speech)}
 
 
 TINY_TOKENS = TokenLayout(vocab_size=512, first_special=480, first_speech=500, voices={"Ethan": 506, "Chelsie": 507})
@@ -139,14 +150,17 @@ def byte_level(text: str) -> str:
     return "".join(piece for piece, _ in pieces)
 
 
+def special_ids(layout: TokenLayout) -> dict[str, int]:
+    """Returns the id of every token that is no ordinary text: the special and speech tokens and those of the voices."""
+    return layout.ids() | {VOICE_TOKENS[voice]: index for voice, index in layout.voices.items()}
+
+
 def make_vocabulary(layout: TokenLayout) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Returns the vocabulary (token to id) and the merges of the byte-level BPE."""
     from tokenizers import pre_tokenizers
 
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    special = {name: layout.first_special + index for index, name in enumerate(SPECIAL_TOKENS)}
-    special |= {name: layout.first_speech + index for index, name in enumerate(SPEECH_TOKENS)}
-    special |= {VOICE_TOKENS[voice]: index for voice, index in layout.voices.items()}
+    special = special_ids(layout)
     taken = set(special.values()) | set(layout.fixed.values())
     free_ids = (index for index in range(len(vocabulary), layout.vocab_size) if index not in taken)
 
@@ -174,11 +188,11 @@ def make_tokenizer(layout: TokenLayout) -> Any:
         merges=merges,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        extra_special_tokens=NAMED_TOKENS,
-        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=dict(layout.named),
+        chat_template=layout.template,
         model_max_length=32768,
     )
-    names = (*SPECIAL_TOKENS, *SPEECH_TOKENS, *VOICE_TOKENS.values())
+    names = list(special_ids(layout))
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
     for name in names:
         token_id = tokenizer.convert_tokens_to_ids(name)

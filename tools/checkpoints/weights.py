@@ -6,18 +6,14 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from tools.checkpoints.configuration import TINY_CODEC
 from tools.checkpoints.errors import CheckpointError
 from tools.checkpoints.tokenizer import TokenLayout
-
-if TYPE_CHECKING:
-    from transformers import Qwen2_5OmniForConditionalGeneration
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:
@@ -63,6 +59,21 @@ SCALES: tuple[tuple[str, Scale], ...] = (
     (r"\.resblocks\.\d+\.convs[12]\.\d+\.weight$", Scale(gain=0.5)),
     (r"\.conv_post\.weight$", Scale(gain=0.2)),
     (r"\.(alpha|beta)$", Scale(std=0.3)),
+    # Qwen3-Omni: norms over each head make the queries and keys sharp, whatever their projections are.
+    (r"\.self_attn\.[qk]_norm\.weight$", Scale(std=0.2, mean=2.0)),
+    (r"^thinker\..*\.experts\.down_proj$", Scale(gain=4.0)),
+    (r"^talker\..*\.experts\.down_proj$", Scale(gain=4.0)),
+    (r"\.experts\.gate_up_proj$", Scale(gain=1.0)),
+    (r"^talker\.model\.codec_embedding\.weight$", Scale(std=1.0)),
+    (r"^talker\.code_predictor\.model\.codec_embedding\.\d+\.weight$", Scale(std=0.5)),
+    (r"^talker\.code_predictor\.lm_head\.\d+\.weight$", Scale(gain=3.0)),
+    (r"^talker\.code_predictor\.model\.layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.weight$", Scale(gain=2.0)),
+    (r"^talker\.text_projection\.linear_fc2\.weight$", Scale(gain=3.0)),
+    (r"^code2wav\.code_embedding\.weight$", Scale(std=4.0)),
+    (r"_layer_scale\.scale$", Scale(std=0.1, mean=0.5)),
+    (r"^code2wav\..*\.gamma$", Scale(std=0.1, mean=0.5)),
+    (r"^code2wav\..*\.conv2\.conv\.weight$", Scale(gain=0.3)),
+    (r"^code2wav\.decoder\.[1-9]\d*\.conv\.weight$", Scale(gain=0.05)),  # the last layer sets the loudness
     # Everything else.
     (r"(norm\w*|ln_q|layer_norm)\.weight$", Scale(std=0.1, mean=1.0)),
     (r"\.bias$", Scale(std=0.1)),
@@ -80,8 +91,12 @@ def scale_of(name: str) -> Scale:
 
 def fan_in(name: str, shape: torch.Size) -> int:
     """Returns the number of inputs that one output of the layer sums."""
-    if ".ups." in name:  # a transposed convolution [in, out, kernel]: about two taps of the kernel meet each output
-        return shape[0] * 2
+    if ".ups." in name or re.search(r"^code2wav\.decoder\.\d+\.block\.1\.", name):
+        return shape[0] * 2  # a transposed convolution [in, out, kernel]: about two taps of the kernel meet each output
+    if re.search(r"^code2wav\.upsample\.\d+\.0\.", name):  # the same, with a kernel as long as its stride
+        return shape[0]
+    if ".experts." in name:  # [experts, out, in]
+        return shape[-1]
     return int(np.prod(shape[1:]))
 
 
@@ -99,18 +114,18 @@ def spread_of(name: str, shape: torch.Size) -> tuple[float, float]:
 
 def centre(name: str, value: torch.Tensor) -> torch.Tensor:
     """Returns the value of a parameter without its mean, if the parameter is one that needs that."""
-    if not name.endswith("conv_post.weight"):
+    if not re.search(r"conv_post\.weight$|^code2wav\.decoder\.[1-9]\d*\.conv\.weight$", name):
         return value
     # The vocoder's activations have a large mean; without this the waveform would have a large offset.
     return value - value.mean(dim=-1, keepdim=True)
 
 
 @torch.no_grad()
-def draw_weights(model: Qwen2_5OmniForConditionalGeneration, seed: int, spoken_ids: list[int]) -> None:
-    """Fills a model in place. The thinker only answers with `spoken_ids`, the talker with codec sounds."""
+def draw_weights(model: nn.Module, seed: int, spoken_ids: list[int], sounds: int) -> None:
+    """Fills a model in place. The thinker only answers with `spoken_ids`, the talker with the first `sounds` codes."""
     for name, parameter in model.named_parameters():
         parameter.copy_(draw_parameter(name, parameter.shape, seed))
-        restrict_output(name, parameter, spoken_ids, TINY_CODEC.sounds)
+        restrict_output(name, parameter, spoken_ids, sounds)
 
 
 def restrict_output(name: str, value: torch.Tensor, spoken_ids: Sequence[int], sounds: int) -> None:

@@ -15,7 +15,6 @@ from tools.checkpoints.configuration import (
     rope,
     talker_fields,
     text_fields,
-    text_ids,
     thinker_fields,
 )
 from tools.checkpoints.tokenizer import CHAT_TEMPLATE, NAMED_TOKENS, VOICE_TOKENS, TokenLayout
@@ -45,7 +44,7 @@ PARTS = {
 
 def token_ids() -> dict[str, int]:
     """Returns the ids of all tokens that are no text."""
-    return text_ids(TOKENS) | {VOICE_TOKENS[voice]: index for voice, index in TOKENS.voices.items()}
+    return TOKENS.ids() | {VOICE_TOKENS[voice]: index for voice, index in TOKENS.voices.items()}
 
 
 def train_tokenizer(texts: Iterable[str]) -> Any:

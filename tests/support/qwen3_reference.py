@@ -1,0 +1,188 @@
+"""The oracle for Qwen3-Omni: what transformers answers, in float32 on the CPU, with everything the stages exchange."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.reference import GREEDY, end_tokens, one_thread, recorded
+from tools.checkpoints.measure import quiet_transformers
+from tools.checkpoints.qwen3_omni.measure import load_reference_model, voices_of
+
+
+@dataclass(frozen=True)
+class Qwen3Result:
+    """One answer, with what passes between the stages.
+
+    P is the prompt length, T the number of thinker tokens, M the number of media positions in the prompt, H the
+    thinker's hidden size, W the talker's, F the number of frames.
+    """
+
+    prompt_token_ids: list[int]
+    """[P], media placeholders expanded."""
+    thinker_tokens: list[int]
+    """[T], with the token that ended the reply, if one did."""
+    media_rows: torch.Tensor
+    """[M, H]: hidden states of layer `accept_hidden_layer` at the prompt's media positions."""
+    mrope_positions: torch.Tensor
+    """[3, P] i64: the thinker's positions of the prompt."""
+    talker_prompt_embeds: torch.Tensor
+    """[L, W]: the talker's prompt; none of it if the request does not speak."""
+    talker_positions: torch.Tensor
+    """[3, L] i64: the positions of the talker's prompt."""
+    talker_tokens: list[int]
+    """Everything the talker sampled, with the token that ended it, if one did; one more than there are frames."""
+    codes: torch.Tensor
+    """[F, 16] i64."""
+    waveform: torch.Tensor
+    """[samples] float32 at 24 kHz, one decode of all frames: 1920 F - 555; empty if there is none."""
+
+
+class Qwen3Reference:
+    """transformers' model and processor of one checkpoint folder."""
+
+    def __init__(self, checkpoint_dir: str | Path) -> None:
+        from transformers import Qwen3OmniMoeProcessor
+
+        quiet_transformers()
+        self.checkpoint_dir = Path(checkpoint_dir)
+        self.processor = Qwen3OmniMoeProcessor.from_pretrained(self.checkpoint_dir)
+        self.model = load_reference_model(self.checkpoint_dir)
+        self.voices = voices_of(self.model)
+
+    def prompt(self, messages: list[dict[str, Any]]) -> str:
+        """Returns the prompt text of chat messages, media as single placeholders."""
+        return self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    def inputs(
+        self,
+        messages_or_text: list[dict[str, Any]] | str,
+        audios: Sequence[np.ndarray] = (),
+        images: Sequence[Any] = (),
+        videos: Sequence[np.ndarray] = (),
+        **processing: Any,
+    ) -> dict[str, Any]:
+        """Returns the processor's output for chat messages, or for a text that is already a whole prompt.
+
+        `audios` are mono float samples at 16 kHz, `images` PIL or HWC uint8, `videos` THWC uint8. With
+        `use_audio_in_video=True` an audio belongs to each video.
+        """
+        text = messages_or_text if isinstance(messages_or_text, str) else self.prompt(messages_or_text)
+        named = {"audio": list(audios), "images": list(images), "videos": list(videos)}
+        media = {name: items for name, items in named.items() if items}
+        return dict(self.processor(text=text, **media, **processing, return_tensors="pt"))
+
+    def generate(
+        self,
+        inputs: dict[str, Any],
+        *,
+        voice: str = "Ethan",
+        thinker_max_tokens: int = 32,
+        talker_max_tokens: int = 24,
+        thinker_sampling: dict[str, Any] = GREEDY,
+        talker_sampling: dict[str, Any] = GREEDY,
+        talker_repetition_penalty: float = 1.05,
+        thinker_eos: Sequence[int] | None = None,
+        talker_eos: Sequence[int] | None = None,
+        use_audio_in_video: bool = False,
+        speaks: bool = True,
+    ) -> Qwen3Result:
+        """Runs the whole model on one prompt; without the talker and what follows if `speaks` is false.
+
+        The reply ends with the checkpoint's end tokens unless others are given; an empty list means that only the
+        length limit ends it. A speaking reply needs two thinker tokens.
+        """
+        model, config = self.model, self.model.config
+        prompt_length = inputs["input_ids"].shape[1]
+        calls: list[dict[str, Any]] = []
+        thinker_ends = end_tokens(thinker_eos, list(model.generation_config.eos_token_id))
+        with ExitStack() as stack:
+            stack.enter_context(_quiet())
+            thinker_results = stack.enter_context(recorded(model.thinker, "generate"))
+            if speaks:
+                talker_results = stack.enter_context(recorded(model.talker, "generate"))
+                hook = model.talker.register_forward_pre_hook(
+                    lambda _module, _args, kwargs: calls.append(kwargs), with_kwargs=True
+                )
+                stack.callback(hook.remove)
+            waveforms = stack.enter_context(_silenced(model.code2wav))
+            model.generate(
+                **inputs,
+                speaker=voice,
+                use_audio_in_video=use_audio_in_video,
+                return_audio=speaks,
+                thinker_max_new_tokens=thinker_max_tokens,
+                thinker_eos_token_id=thinker_ends,
+                talker_max_new_tokens=talker_max_tokens,
+                talker_eos_token_id=end_tokens(talker_eos, [config.talker_config.codec_eos_token_id]),
+                talker_repetition_penalty=talker_repetition_penalty,
+                **{f"thinker_{name}": value for name, value in thinker_sampling.items()},
+                **{f"talker_{name}": value for name, value in talker_sampling.items()},
+                **({} if speaks else {"thinker_output_hidden_states": True, "thinker_return_dict_in_generate": True}),
+            )
+            codes = waveforms[0][0].T if speaks else torch.empty(0, 16, dtype=torch.int64)
+            waveform = model.code2wav(waveforms[0])[0, 0] if speaks and len(codes) else torch.empty(0)
+        thinker = thinker_results[0]
+        ids = inputs["input_ids"][0]
+        media = torch.isin(ids, torch.tensor([getattr(config.thinker_config, name) for name in MEDIA_IDS]))
+        states = thinker.hidden_states[0][config.talker_config.accept_hidden_layer][0]
+        width = config.talker_config.text_config.hidden_size
+        return Qwen3Result(
+            prompt_token_ids=ids.tolist(),
+            thinker_tokens=thinker.sequences[0, prompt_length:].tolist(),
+            media_rows=states[media],
+            mrope_positions=self.positions(inputs, use_audio_in_video=use_audio_in_video),
+            talker_prompt_embeds=calls[0]["inputs_embeds"][0] if calls else torch.empty(0, width),
+            talker_positions=(calls[0]["position_ids"][-3:, 0] if calls else torch.empty(3, 0, dtype=torch.int64)),
+            talker_tokens=talker_results[0].sequences[0].tolist() if speaks else [],
+            codes=codes,
+            waveform=waveform,
+        )
+
+    def positions(self, inputs: dict[str, Any], *, use_audio_in_video: bool = False) -> torch.Tensor:
+        """Returns the thinker's positions i64 [3, P] of a prompt."""
+        mask = inputs.get("feature_attention_mask")
+        positions, _ = self.model.thinker.get_rope_index(
+            inputs["input_ids"],
+            inputs.get("image_grid_thw"),
+            inputs.get("video_grid_thw"),
+            inputs["attention_mask"],
+            use_audio_in_video,
+            None if mask is None else mask.sum(-1),
+            inputs.get("video_second_per_grid"),
+        )
+        return positions[:, 0].to(torch.int64)
+
+
+MEDIA_IDS = ("audio_token_id", "image_token_id", "video_token_id")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Runs the block without gradients, on one thread, and without a warning of transformers that does not apply."""
+    with one_thread(), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Passing `repetition_penalty`")
+        yield
+
+
+@contextmanager
+def _silenced(code2wav: Any) -> Iterator[list[torch.Tensor]]:
+    """Collects the codes [1, 16, F] that transformers would decode in pieces, and decodes none of them."""
+    given: list[torch.Tensor] = []
+
+    def collect(codes: torch.Tensor, **_options: Any) -> torch.Tensor:
+        given.append(codes)
+        return torch.zeros(1, 1, 0)
+
+    code2wav.chunked_decode = collect
+    try:
+        yield given
+    finally:
+        del code2wav.chunked_decode  # uncovers the method of the class

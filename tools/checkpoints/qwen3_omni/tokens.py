@@ -1,0 +1,96 @@
+"""The tokens of Qwen3-Omni: published special tokens and template, made-up words."""
+
+from __future__ import annotations
+
+from tools.checkpoints.tokenizer import TokenLayout
+
+# The published names, in the published order.
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    "<|audio_start|>",
+    "<|audio_end|>",
+    "<tts_pad>",
+    "<tts_text_bos>",
+    "<tts_text_eod>",
+    "<tts_text_bos_single>",
+    "<|audio_pad|>",
+)
+NAMED_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "audio_token": "<|audio_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
+}
+# Like the published template without its tools: no default system prompt, and one placeholder per media part.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['content'] is string -%}"
+    "{{ message['content'] }}"
+    "{%- else -%}"
+    "{%- for part in message['content'] -%}"
+    "{%- if part['type'] in ('image', 'image_url') or 'image' in part or 'image_url' in part -%}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif part['type'] in ('audio', 'audio_url', 'input_audio') or 'audio' in part or 'audio_url' in part -%}"
+    "{{ '<|audio_start|><|audio_pad|><|audio_end|>' }}"
+    "{%- elif part['type'] in ('video', 'video_url') or 'video' in part or 'video_url' in part -%}"
+    "{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- elif 'text' in part -%}"
+    "{{ part['text'] }}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- endif -%}"
+    "{{ '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}"
+    "{{ '<|im_start|>assistant\\n' }}"
+    "{%- endif -%}"
+)
+ROLES = {"system": 8948, "user": 872, "assistant": 77091}
+
+
+def make_layout(vocab_size: int, first_special: int, fixed: dict[str, int]) -> TokenLayout:
+    """Returns a layout with Qwen3-Omni's special tokens from `first_special` on; the voices are no text tokens."""
+    return TokenLayout(
+        vocab_size=vocab_size,
+        first_special=first_special,
+        first_speech=first_special,
+        voices={},
+        fixed=fixed,
+        special=SPECIAL_TOKENS,
+        speech=(),
+        named=NAMED_TOKENS,
+        template=CHAT_TEMPLATE,
+    )
+
+
+TINY_TOKENS = make_layout(512, 470, {})
+FULL_TOKENS = make_layout(152064, 151643, ROLES)
