@@ -20,8 +20,9 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (  # noqa: E4
     Qwen2_5OmniToken2WavBigVGANModel,
 )
 
+from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni import bigvgan, kernels  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni.chunks import ChunkPolicy, DecodeOptions  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni.stream import NoiseBlocks  # noqa: E402
 from omni_actors.errors import ConfigError  # noqa: E402
 from tests.support.reference import vocoder_noise  # noqa: E402
@@ -61,7 +62,7 @@ def test_chunks_grow_up_to_the_largest():
 )
 def test_bad_decode_options(options: dict[str, object], text: str):
     with pytest.raises(ConfigError, match=text):
-        DecodeOptions.from_mapping(options, ChunkPolicy())
+        DecodeOptions.from_mapping(options, ChunkPolicy(), tuple(SOLVERS))
 
 
 def test_decode_options_over_the_models_own():

@@ -22,9 +22,9 @@ from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 
 from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, StepResult
 from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, Vocoder
-from omni_actors.engine.models.qwen2_5_omni.chunks import ChunkPolicy, DecodeOptions
 from omni_actors.engine.models.qwen2_5_omni.dit import Dit
 from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk
 from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS
@@ -76,7 +76,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         super().__init__(vllm_config, device)
         self.model_name: str = vllm_config.model_config.model
         self.config = Qwen2_5OmniConfig.from_pretrained(self.model_name).token2wav_config
-        options = DecodeOptions.from_mapping(omni_options(vllm_config).get("decode") or {}, CHUNKS)
+        options = DecodeOptions.from_mapping(omni_options(vllm_config).get("decode") or {}, CHUNKS, tuple(SOLVERS))
         self.precision = options.precision if options.precision != "auto" else AUTO_PRECISION[device.type]
         self._dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         self._solver = SOLVERS[options.solver]

@@ -24,7 +24,7 @@ from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniToken2WavConfig
 
-    from omni_actors.engine.models.qwen2_5_omni.chunks import ChunkPolicy
+    from omni_actors.engine.models.chunks import ChunkPolicy
 
 # Below this guidance scale transformers skips the unconditional branch.
 MIN_GUIDANCE = 1e-5

@@ -1,12 +1,11 @@
-"""Where an utterance is cut, so that decoding can begin before it is complete: arithmetic in blocks of the DiT."""
+"""Where an utterance is cut, so that decoding can begin before it is complete: arithmetic in blocks of the vocoder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS
 from omni_actors.errors import ConfigError
 
 MAX_BLOCKS = 1024
@@ -59,22 +58,26 @@ class DecodeOptions:
     Args:
         policy: None for whole utterances.
         precision: one of `PRECISIONS`.
-        solver: a key of `SOLVERS`.
+        solver: one of those that the model has; empty if it has none.
     """
 
     policy: ChunkPolicy | None
     precision: str = "auto"
-    solver: str = "rk4"
+    solver: str = ""
 
     @classmethod
-    def from_mapping(cls, options: Mapping[str, Any], default: ChunkPolicy) -> DecodeOptions:
-        """Options from the configuration; those not given come from the model's `default`."""
+    def from_mapping(
+        cls, options: Mapping[str, Any], default: ChunkPolicy, solvers: Sequence[str] = ()
+    ) -> DecodeOptions:
+        """Options from the configuration; those not given come from the model: its policy and its first solver."""
         precision = options.get("precision") or "auto"
         if precision not in PRECISIONS:
             raise ConfigError(f"decode.precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}.")
-        solver = options.get("solver") or "rk4"
-        if solver not in SOLVERS:
-            raise ConfigError(f"decode.solver is {solver!r}; it must be one of {', '.join(SOLVERS)}.")
+        solver = options.get("solver") or (solvers[0] if solvers else "")
+        if solver and not solvers:
+            raise ConfigError(f"decode.solver is {solver!r}, but this model has no flow to solve; remove it.")
+        if solver and solver not in solvers:
+            raise ConfigError(f"decode.solver is {solver!r}; it must be one of {', '.join(solvers)}.")
         name = options.get("policy") or "chunks"
         if name not in ("chunks", "whole"):
             raise ConfigError(f"decode.policy is {name!r}; it must be 'chunks' or 'whole'.")

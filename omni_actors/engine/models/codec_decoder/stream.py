@@ -1,0 +1,179 @@
+"""One request of a codec decoder: collects codes and cuts them into chunks, as they arrive.
+
+Where an utterance is cut depends on the policy alone, never on when its codes came; so a request that is repeated is
+decoded in the same chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionStream
+from omni_actors.engine.models.chunks import ChunkPolicy
+from omni_actors.engine.models.codec_decoder.decoder import CodecSizes
+from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
+
+# Copies of the widest activation that are alive at a time, for the memory estimates.
+COPIES = 4
+
+
+@dataclass(eq=False)
+class Carry:
+    """What the chunks of a request leave on the device for the next one: [size], None before the first."""
+
+    state: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CodecChunk:
+    """A validated chunk.
+
+    Args:
+        codes: i64 [quantizers, frames] on the host. A last chunk may end with frames of padding, or have no frames
+            because the utterance turned out to be complete only after all of it had been decoded.
+        position: frames before it.
+        samples: samples of it to send; more would be those of the padding.
+        last: whether the utterance ends with it.
+        carry: of the request; written when the chunk is complete.
+    """
+
+    codes: torch.Tensor = field(repr=False)
+    position: int
+    samples: int
+    last: bool
+    carry: Carry = field(repr=False)
+
+    @property
+    def frames(self) -> int:
+        """Frames, those of the padding among them."""
+        return self.codes.shape[1]
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How utterances are cut, and what a chunk takes in memory.
+
+    Args:
+        policy: where to cut, in frames; None decodes whole utterances.
+        state_bytes: of the state that a chunk leaves for the next one.
+        itemsize: bytes of an element of an activation.
+    """
+
+    sizes: CodecSizes
+    policy: ChunkPolicy | None
+    state_bytes: int
+    itemsize: int
+
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of chunks that the policy makes, in frames, in ascending order."""
+        found: set[int] = set()
+        begin = 0
+        while self.policy is not None and max(found, default=0) < self.policy.largest:
+            end = self.policy.end(begin)
+            found.add(end - begin)
+            begin = end
+        return tuple(sorted(found))
+
+    def step_bytes(self, frames: int) -> int:
+        """Estimate of the memory that a chunk takes in its step: activations, and its state twice."""
+        return COPIES * frames * self.sizes.widest * self.itemsize + 2 * self.state_bytes
+
+
+class CodecStream(DiffusionStream):
+    """A request: collects frames and cuts them into chunks.
+
+    Args:
+        carry: shared by all chunks of the request.
+    """
+
+    def __init__(self, cutting: Cutting, carry: Carry) -> None:
+        self._cutting = cutting
+        self._carry = carry
+        self._codes: list[int] = []
+        self._complete = False
+        self._frame = 0  # where the next chunk begins
+        self._finished = False
+
+    @property
+    def input_tokens(self) -> int:
+        """Codes so far."""
+        return len(self._codes)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last chunk has been returned."""
+        return self._finished
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the `Carry` between two chunks; 0 if none is to come."""
+        return 0 if self._finished or self._cutting.policy is None else self._cutting.state_bytes
+
+    @property
+    def job_bytes(self) -> int:
+        """Bytes of the largest chunk that the policy can make; 0 after the last."""
+        policy = self._cutting.policy
+        return 0 if self._finished or policy is None else self._cutting.step_bytes(policy.largest)
+
+    def close(self) -> None:
+        """Free what the last chunk left on the device."""
+        self._carry.state = None
+
+    def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
+        """Append whole frames, the codes of one after those of the other.
+
+        Raises:
+            InvalidRequest: the input was complete, or ends without a frame.
+            PromptTooLong: the utterance is longer than the decoder's positions.
+            InvalidPayload: the codes are no whole frames, or one is outside of the codebook.
+        """
+        sizes = self._cutting.sizes
+        width, longest = sizes.num_quantizers, sizes.max_position_embeddings
+        if self._complete and (token_ids or not complete):
+            raise InvalidRequest("The codec decoder got more codes after the last.")
+        if len(token_ids) % width:
+            raise InvalidPayload(
+                f"{len(token_ids)} codes are no whole frames; this decoder takes frames of {width} codes.",
+                hint=f"Send all {width} codes of a frame together; talker and decoder must be of one checkpoint.",
+            )
+        if (frames := (len(self._codes) + len(token_ids)) // width) > longest:
+            raise PromptTooLong(f"{frames} frames exceed the decoder's maximum of {longest}.")
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= sizes.codebook_size):
+            index = next(index for index, code in enumerate(token_ids) if not 0 <= code < sizes.codebook_size)
+            raise InvalidPayload(
+                f"Code {token_ids[index]} of codebook {index % width} is outside 0..{sizes.codebook_size - 1}."
+            )
+        if complete and frames == 0:
+            raise InvalidRequest("The codec decoder got no frame.", hint="Let the talker produce at least one.")
+        self._codes.extend(token_ids)
+        self._complete = complete
+
+    def next_job(self) -> DiffusionJob | None:
+        """The next chunk, once its frames are there."""
+        policy, begin = self._cutting.policy, self._frame
+        received = len(self._codes) // self._cutting.sizes.num_quantizers
+        if self._finished or (policy is None and not self._complete):
+            return None
+        end = received if policy is None else policy.end(begin)
+        if received < end and not self._complete:
+            return None
+        last = self._complete and received <= end
+        chunk = self._chunk(begin, min(end, received), last=last)
+        self._frame, self._finished = begin + chunk.frames, last
+        held = 0 if last else self._cutting.state_bytes
+        needed = self._cutting.step_bytes(chunk.frames)
+        return DiffusionJob(chunk, 1, needed, needed, held)
+
+    def _chunk(self, begin: int, end: int, *, last: bool) -> CodecChunk:
+        sizes = self._cutting.sizes
+        width = sizes.num_quantizers
+        codes = torch.tensor(self._codes[begin * width : end * width], dtype=torch.int64).view(-1, width).T
+        # Of equal length, chunks share a batch. What comes after the last frame does not change what was before.
+        length = next((length for length in self._cutting.lengths() if length >= end - begin), end - begin)
+        if begin < end < begin + length:
+            codes = torch.cat([codes, codes.new_zeros(width, begin + length - end)], dim=1)
+        samples = sizes.samples(end) - sizes.samples(begin)
+        return CodecChunk(codes.contiguous(), begin, samples, last, self._carry)

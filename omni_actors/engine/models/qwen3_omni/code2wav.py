@@ -1,0 +1,97 @@
+"""Qwen3-Omni's vocoder (code2wav): frames of 16 codes to sound, 80 ms a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig
+
+from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.codec_decoder.context import Context
+from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder, CodecSizes
+from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED, CodecRunner
+from omni_actors.engine.models.codec_decoder.transformer import TransformerSizes
+from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
+from omni_actors.engine.models.weights import read_tensors
+from omni_actors.errors import StartupError
+
+if TYPE_CHECKING:
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
+
+WEIGHT_PREFIX = "code2wav."
+
+
+class MeanEmbedding(nn.Module):
+    """A frame is the mean of its codes' embeddings; the codebooks lie one after the other in one table."""
+
+    def __init__(self, quantizers: int, codebook_size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(quantizers * codebook_size, width))
+        self._codebook_size = codebook_size
+
+    def forward(self, codes: torch.Tensor, context: Context) -> torch.Tensor:
+        """Codes [batch, quantizers, frames] to [batch, frames, width]."""
+        books = torch.arange(codes.shape[1], device=codes.device)[:, None] * self._codebook_size
+        return F.embedding(codes + books, self.weight).mean(1)
+
+
+def codec_sizes(config: Qwen3OmniMoeCode2WavConfig) -> CodecSizes:
+    """Sizes of the decoder that a checkpoint's configuration describes."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope: Mapping[str, Any] = config.rope_parameters
+    return CodecSizes(
+        num_quantizers=config.num_quantizers,
+        codebook_size=config.codebook_size,
+        upsampling_ratios=tuple(config.upsampling_ratios),
+        upsample_rates=tuple(config.upsample_rates),
+        decoder_dim=config.decoder_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        transformer=TransformerSizes(
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            intermediate_size=config.intermediate_size,
+            hidden_act=config.hidden_act,
+            attention_bias=config.attention_bias,
+            rms_norm_eps=config.rms_norm_eps,
+            sliding_window=config.sliding_window,
+            rope_theta=rope["rope_theta"],
+        ),
+        trims_start=True,
+    )
+
+
+class Qwen3OmniCode2Wav(CodecRunner):
+    """Codes to a waveform at 24 kHz: n frames become 1920 n - 555 samples, as in transformers."""
+
+    def make_decoder(self) -> CodecDecoder:
+        """See `CodecRunner.make_decoder`."""
+        config = AutoConfig.from_pretrained(self.model_name)
+        if getattr(config, "code2wav_config", None) is None or not getattr(config, "enable_audio_output", True):
+            raise StartupError(
+                f"The checkpoint {self.model_name!r} has no speech parts.",
+                hint="Leave the talker and code2wav stages out of the YAML, or use an Instruct checkpoint.",
+            )
+        sizes = codec_sizes(config.code2wav_config)
+        front = MeanEmbedding(sizes.num_quantizers, sizes.codebook_size, sizes.width)
+        return CodecDecoder(sizes, front, "code_embedding")
+
+    def read_weights(self) -> Mapping[str, torch.Tensor]:
+        """See `CodecRunner.read_weights`."""
+        return dict(read_tensors(self.model_name, WEIGHT_PREFIX))
+
+
+SPEC = ModelSpec(
+    kind="diffusion",
+    hf_overrides=placeholder_overrides("code2wav_config", MAX_STEPS),
+    vllm_models={ARCHITECTURE: PlaceholderModel},
+    engine={"max_num_seqs": 16},
+    required=REQUIRED,
+    runner="omni_actors.engine.models.qwen3_omni.code2wav.Qwen3OmniCode2Wav",
+)
