@@ -111,8 +111,9 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
         largest_blocks: blocks of the longest chunk.
         look_ahead_blocks: blocks computed after each chunk and discarded.
         precision: number format of the vocoder's arithmetic; `auto` is the fastest that the model was validated with.
-        solver: method by which Qwen2.5-Omni's flow is solved: `rk4`, the default, evaluates the network four times in an
-            interval, as the reference does, `midpoint` twice, `euler` once. docs/benchmarks.md has what the cheaper ones cost in sound.
+        solver: method by which Qwen2.5-Omni's flow is solved: `rk4`, the default, evaluates the network four times in
+            an interval, as the reference does, `midpoint` twice, `euler` once. docs/benchmarks.md has what the cheaper
+            ones cost in sound.
         smooth_start: keep the first sound of an answer for as long as the answers before it would have had to, so that
             no gap follows; nothing while there is little load, and at most 2 s.
     """

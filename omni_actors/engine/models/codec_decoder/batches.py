@@ -37,15 +37,15 @@ class BatchedDecoder:
         codes = torch.zeros(1, decoder.sizes.num_quantizers, 1, dtype=torch.int64, device=device)
         with torch.inference_mode():
             _, state = decoder(codes, codes.new_zeros(1), None)
-        self._state_shape, self._dtype = state.shape[1:], state.dtype
+        self._state_size: int = state.shape[1]
+        self._dtype: torch.dtype = state.dtype
         # Of the graphs, which all read and write the same.
         self._before = self._after = state.new_zeros(0)
 
     @property
     def state_bytes(self) -> int:
         """Bytes that an utterance leaves on the device between two chunks."""
-        size: int = self._state_shape.numel()
-        return size * self._dtype.itemsize
+        return self._state_size * self._dtype.itemsize
 
     def decode(self, chunks: Sequence[CodecChunk]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Decode chunks of equal length; they do not change.
@@ -67,7 +67,7 @@ class BatchedDecoder:
             graph.graph.replay()
             samples, after = graph.samples[: len(chunks)].clone(), self._after[: len(chunks)]
         # Copies: views would keep the whole batch's states alive, and a graph writes them again.
-        kept = [torch.empty(self._state_shape, dtype=self._dtype, device=self._device) for _ in chunks]
+        kept = [torch.empty(self._state_size, dtype=self._dtype, device=self._device) for _ in chunks]
         torch._foreach_copy_(kept, list(after))
         return [samples[index, : chunk.samples] for index, chunk in enumerate(chunks)], kept
 
@@ -85,7 +85,7 @@ class BatchedDecoder:
     @torch.inference_mode()
     def capture(self, first: int, lengths: Sequence[int]) -> None:
         """Capture the graphs of first chunks of `first` frames, and of later ones of all `lengths`. Needs CUDA."""
-        self._before = torch.zeros(self._most, *self._state_shape, dtype=self._dtype, device=self._device)
+        self._before = torch.zeros(self._most, self._state_size, dtype=self._dtype, device=self._device)
         self._after = torch.zeros_like(self._before)
         pool = torch.cuda.graph_pool_handle()
         shapes = [(True, first), *((False, length) for length in lengths)]

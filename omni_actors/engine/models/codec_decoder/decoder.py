@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import chain
+from typing import cast
 
 import torch
 from torch import nn
@@ -113,8 +113,9 @@ class CodecDecoder(nn.Module):
         context = Context(position, state)
         hidden = self.get_submodule(self._front)(codes, context)
         hidden = self.pre_transformer(hidden, context).transpose(1, 2)
-        for layer in chain.from_iterable(self.upsample):  # type: ignore[arg-type]  # a ModuleList of ModuleLists
-            hidden = layer(hidden, context)
+        for stage in self.upsample:
+            for layer in cast(nn.ModuleList, stage):
+                hidden = layer(hidden, context)
         for layer in self.decoder:
             hidden = layer(hidden) if isinstance(layer, SnakeBeta) else layer(hidden, context)
         return hidden.squeeze(1).float().clamp(-1, 1), context.state()

@@ -80,8 +80,9 @@ class ConvNextBlock(nn.Module):
     def forward(self, chunk: torch.Tensor, context: Context) -> torch.Tensor:
         """The same shape."""
         hidden = self.norm(self.dwconv(chunk, context).transpose(1, 2))
-        hidden = self.pwconv2(self.act(self.pwconv1(hidden)))
-        return chunk + (self.gamma * hidden).transpose(1, 2)
+        hidden = self.gamma * self.pwconv2(self.act(self.pwconv1(hidden)))
+        output: torch.Tensor = chunk + hidden.transpose(1, 2)
+        return output
 
 
 class ResidualUnit(nn.Module):

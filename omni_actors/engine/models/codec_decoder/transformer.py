@@ -126,7 +126,8 @@ class _Layer(nn.Module):
     def forward(self, hidden: torch.Tensor, frames: _Frames, context: Context) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(hidden), frames, context)
         hidden = hidden + self.self_attn_layer_scale(attended)
-        return hidden + self.mlp_layer_scale(self.mlp(self.post_attention_layernorm(hidden)))
+        computed: torch.Tensor = self.mlp_layer_scale(self.mlp(self.post_attention_layernorm(hidden)))
+        return hidden + computed
 
 
 class FrameTransformer(nn.Module):
@@ -136,11 +137,9 @@ class FrameTransformer(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(_Layer(sizes) for _ in range(sizes.num_hidden_layers))
         self.norm = _RmsNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        if sizes.latent_dim:
-            self.input_proj = nn.Linear(sizes.latent_dim, sizes.hidden_size)
-            self.output_proj = nn.Linear(sizes.hidden_size, sizes.latent_dim)
-        else:
-            self.input_proj = self.output_proj = nn.Identity()
+        width, latent = sizes.hidden_size, sizes.latent_dim
+        self.input_proj = nn.Linear(latent, width) if latent else nn.Identity()
+        self.output_proj = nn.Linear(width, latent) if latent else nn.Identity()
         self._past = sizes.sliding_window - 1
         self._head_dim = sizes.head_dim
         self._rope_theta = sizes.rope_theta
