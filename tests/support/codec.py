@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import torch
-from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
+    Qwen3OmniMoeCode2WavConfig,
+    Qwen3OmniMoeConfig,
+)
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
 from omni_actors.engine.models.qwen3_omni.code2wav import MeanEmbedding, codec_sizes
+from omni_actors.engine.models.weights import read_tensors
 
 WINDOW = 6  # frames that attention sees
 CODEBOOK = 32
@@ -69,7 +74,14 @@ def flat(frames: torch.Tensor) -> list[int]:
     return frames.T.reshape(-1).tolist()
 
 
+def checkpoint_decoder(folder: Path) -> Qwen3OmniMoeCode2Wav:
+    """transformers' version of a checkpoint's decoder."""
+    model = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeConfig.from_pretrained(folder).code2wav_config).eval()
+    model.load_state_dict(dict(read_tensors(str(folder), "code2wav.")))
+    return model.requires_grad_(False)
+
+
 @torch.no_grad()
-def whole(frames: torch.Tensor) -> torch.Tensor:
+def whole(frames: torch.Tensor, reference: Qwen3OmniMoeCode2Wav | None = None) -> torch.Tensor:
     """What transformers makes of codes [16, frames]: f32 [samples]."""
-    return reference_decoder()(frames[None]).reshape(-1)
+    return (reference or reference_decoder())(frames[None]).reshape(-1)

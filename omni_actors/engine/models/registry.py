@@ -66,6 +66,8 @@ MODULES: dict[tuple[str, str], str] = {
 }
 
 
+MODULES["Qwen3OmniMoeForConditionalGeneration", "code2wav"] = "omni_actors.engine.models.qwen3_omni.code2wav"
+
 CHAT_STAGE = "thinker"
 CHAT_MODULE = "omni_actors.engine.models.chat"
 

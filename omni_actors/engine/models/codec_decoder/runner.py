@@ -23,7 +23,7 @@ from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRe
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MAX_STEPS = 1
+MAX_STEPS = 1023  # far more than the one of a request: vLLM takes no more requests at a time than it has tokens
 DUMMY_SEED = 0
 AUTO_PRECISION = {"cuda": "tf32", "cpu": "float32"}
 CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=0)
@@ -70,7 +70,7 @@ class CodecRunner(DiffusionModelRunner):
         """Sample rate, and the longest utterance in codes. Voices are the talker's."""
         sizes = self.decoder.sizes
         longest = sizes.max_position_embeddings * sizes.num_quantizers
-        return EngineFacts(sample_rate=sizes.sample_rate, max_input_tokens=longest)
+        return EngineFacts(sample_rate=sizes.sample_rate, max_input_tokens=longest, parameters=())
 
     def load(self, *, dummy: bool) -> None:
         """Make the decoder and read its weights.

@@ -1,0 +1,241 @@
+"""Qwen3-Omni's code2wav in a real EngineCore, compared with transformers: streams that join and leave, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from omni_actors.engine.platform import prepare
+
+prepare()
+
+from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
+from omni_actors.engine.tensors import to_torch  # noqa: E402
+from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, StartupError  # noqa: E402
+from omni_actors.protocol.payloads import StageParams  # noqa: E402
+from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest  # noqa: E402
+from tests.support.code2wav import arguments, run_dry  # noqa: E402
+from tests.support.codec import checkpoint_decoder, codes, flat, whole  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+
+TOLERANCE = 2e-5  # at a peak of about 0.5
+CHUNKS: dict[str, Any] = {"policy": "chunks"}
+
+
+@pytest.fixture(scope="module")
+def running(tiny_qwen3_checkpoint: Path) -> Iterator[DiffusionEngine]:
+    engine = DiffusionEngine(arguments(tiny_qwen3_checkpoint, asynchronous=True, decode=CHUNKS))
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def engine(running: DiffusionEngine) -> Iterator[DiffusionEngine]:
+    yield running
+    run_dry(running)
+    assert set(running.counts().values()) == {0}, running.counts()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_qwen3_checkpoint: Path) -> Any:
+    return checkpoint_decoder(tiny_qwen3_checkpoint)
+
+
+@dataclass
+class Answers:
+    """The pieces of sound of each request, and which have finished."""
+
+    pieces: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    finished: list[FinishedEvent] = field(default_factory=list)
+    errors: list[ErrorEvent] = field(default_factory=list)
+
+    def step(self, engine: DiffusionEngine) -> None:
+        for event in engine.step() if engine.runnable() else ():
+            if isinstance(event, AudioEvent):
+                assert event.sample_rate == 24_000
+                self.pieces[event.request_id].append(to_torch(event.samples))
+            elif isinstance(event, FinishedEvent):
+                self.finished.append(event)
+            else:
+                assert isinstance(event, ErrorEvent)
+                self.errors.append(event)
+
+    def sound(self, name: str) -> torch.Tensor:
+        return torch.cat(self.pieces[name])
+
+
+def request(name: str, **params: Any) -> StageRequest:
+    return StageRequest(name, StageParams(**params), seed=0)
+
+
+def drain(engine: DiffusionEngine, answers: Answers) -> Answers:
+    for _ in range(500):
+        if not engine.runnable():
+            return answers
+        answers.step(engine)
+    pytest.fail("the engine does not become idle")
+
+
+def test_streams_of_any_cuts_that_join_and_leave_equal_the_whole_decode(engine: DiffusionEngine, reference: Any):
+    lengths, cuts, joins = (37, 3, 20, 1, 26), (1, 2, 5, 1, 26), (0, 0, 3, 6, 9)
+    given = [codes(length, seed) for seed, length in enumerate(lengths)]
+    sent = [0] * len(lengths)
+    answers = Answers()
+    for turn in range(60):
+        for index, (length, cut) in enumerate(zip(lengths, cuts, strict=True)):
+            if turn < joins[index] or sent[index] >= length:
+                continue
+            piece = flat(given[index][:, sent[index] : sent[index] + cut])
+            complete = sent[index] + cut >= length
+            if sent[index] == 0:
+                engine.start(request(f"r{index}"), StageInputs(token_ids=piece, complete=complete))
+            else:
+                engine.extend(f"r{index}", token_ids=piece, complete=complete)
+            sent[index] += cut
+        answers.step(engine)
+    drain(engine, answers)
+    assert sorted(event.request_id for event in answers.finished) == ["r0", "r1", "r2", "r3", "r4"]
+    assert {event.request_id: event.input_tokens for event in answers.finished}["r0"] == 37 * 16
+    for index, frames in enumerate(given):
+        want = whole(frames, reference)
+        assert 0.1 < want.abs().max() < 0.95
+        made = answers.sound(f"r{index}")
+        assert made.shape == want.shape
+        assert torch.allclose(made, want, atol=TOLERANCE, rtol=0)
+
+
+def test_sound_begins_with_the_first_frame_and_an_end_alone_closes_it(engine: DiffusionEngine, reference: Any):
+    frames = codes(4)
+    engine.start(request("r"), StageInputs(token_ids=flat(frames[:, :1]), complete=False))
+    answers = drain(engine, Answers())
+    assert [len(piece) for piece in answers.pieces["r"]] == [1920 - 555]
+    engine.extend("r", token_ids=flat(frames[:, 1:]), complete=False)
+    drain(engine, answers)
+    assert [len(piece) for piece in answers.pieces["r"]] == [1365, 1920, 3840]
+    assert not answers.finished
+    assert engine.counts()["carried"] == 1
+    engine.extend("r", complete=True)
+    drain(engine, answers)
+    assert [event.request_id for event in answers.finished] == ["r"]
+    assert torch.allclose(answers.sound("r"), whole(frames, reference), atol=TOLERANCE, rtol=0)
+
+
+def test_a_repeated_request_has_the_same_pieces(engine: DiffusionEngine):
+    made: list[Answers] = []
+    for _ in range(2):
+        engine.start(request("r"), StageInputs(token_ids=flat(codes(11))))
+        made.append(drain(engine, Answers()))
+    first, second = (answers.pieces["r"] for answers in made)
+    assert [len(piece) for piece in first] == [1365, 1920, 3840, 7680, 5760]
+    assert all(torch.equal(piece, again) for piece, again in zip(first, second, strict=True))
+
+
+def test_the_budget_counts_what_an_utterance_keeps(engine: DiffusionEngine):
+    engine.start(request("r"), StageInputs(token_ids=flat(codes(2)), complete=False))
+    drain(engine, Answers())
+    statistics = engine.statistics().budget
+    assert statistics is not None
+    assert statistics.held_bytes == engine.counts()["allocated_bytes"] > 0
+    engine.abort("r")
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "params", "error", "text"),
+    [
+        ([1] * 15, {}, InvalidPayload, "15 codes are no whole frames; this decoder takes frames of 16 codes"),
+        ([1] * 15 + [128], {}, InvalidPayload, "Code 128 of codebook 15 is outside 0..127"),
+        ([], {}, InvalidRequest, "no frame"),
+        ([1] * 16, {"num_steps": 5}, InvalidRequest, "num_steps"),
+    ],
+    ids=["width", "code", "nothing", "parameter"],
+)
+def test_bad_input_is_refused_without_a_trace(
+    engine: DiffusionEngine, token_ids: list[int], params: dict[str, Any], error: type[OmniError], text: str
+):
+    with pytest.raises(error, match=text):
+        engine.start(request("r", **params), StageInputs(token_ids=token_ids))
+    assert engine.counts()["requests"] == 0
+    engine.start(request("r", seed=3), StageInputs(token_ids=flat(codes(1)), complete=False))
+    if not params and token_ids:
+        with pytest.raises(error, match=text):
+            engine.extend("r", token_ids=token_ids, complete=False)
+        assert engine.counts()["requests"] == 0
+    engine.abort("r")
+
+
+def test_a_seed_changes_nothing_and_is_no_error(engine: DiffusionEngine):
+    for name, seed in (("a", 1), ("b", 2)):
+        engine.start(request(name, seed=seed), StageInputs(token_ids=flat(codes(3))))
+    answers = drain(engine, Answers())
+    assert torch.allclose(answers.sound("a"), answers.sound("b"), atol=TOLERANCE, rtol=0)
+
+
+def test_a_failing_request_ends_alone(engine: DiffusionEngine, reference: Any, monkeypatch: pytest.MonkeyPatch):
+    decoder = engine.core.worker.model_runner.decoder
+    original = decoder.forward
+
+    def forward(batch: torch.Tensor, *args: Any) -> Any:
+        if (batch == 77).any():
+            raise RuntimeError("out of luck")
+        return original(batch, *args)
+
+    monkeypatch.setattr(decoder, "forward", forward)
+    engine.start(request("good"), StageInputs(token_ids=flat(codes(9))))
+    engine.start(request("bad"), StageInputs(token_ids=flat(codes(9).index_fill(1, torch.tensor([5]), 77))))
+    answers = drain(engine, Answers())
+    (error,) = answers.errors
+    assert error.request_id == "bad"
+    assert "out of luck" in error.error.message
+    assert torch.allclose(answers.sound("good"), whole(codes(9), reference), atol=TOLERANCE, rtol=0)
+
+
+def test_dummy_weights_are_the_same_in_every_process_and_whole_decodes_wait(tiny_qwen3_checkpoint: Path):
+    sounds = []
+    for _ in range(2):
+        engine = DiffusionEngine(arguments(tiny_qwen3_checkpoint, decode={"policy": "whole"}, load_format="dummy"))
+        engine.start(request("r"), StageInputs(token_ids=flat(codes(3)), complete=False))
+        assert drain(engine, Answers()).pieces == {}
+        engine.extend("r", token_ids=flat(codes(2)), complete=True)
+        sounds.append(drain(engine, Answers()).sound("r"))
+        engine.shutdown()
+    assert len(sounds[0]) == 5 * 1920 - 555
+    assert torch.isfinite(sounds[0]).all()
+    assert torch.equal(*sounds)
+
+
+@pytest.mark.parametrize(
+    ("decode", "text"),
+    [({"look_ahead_blocks": 1}, "look_ahead_blocks"), ({"solver": "euler"}, "no flow to solve")],
+    ids=["look-ahead", "solver"],
+)
+def test_options_of_other_vocoders_are_refused(tiny_qwen3_checkpoint: Path, decode: dict[str, Any], text: str):
+    with pytest.raises(StartupError, match=text):
+        DiffusionEngine(arguments(tiny_qwen3_checkpoint, decode=decode))
+
+
+def test_weights_that_do_not_fit_the_config_are_named(tiny_qwen3_checkpoint: Path, tmp_path: Path):
+    folder = shutil.copytree(tiny_qwen3_checkpoint, tmp_path / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["code2wav.decoder.6.conv.bias"]
+    tensors["code2wav.code_embedding.weight"] = torch.zeros(3, 3)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(StartupError, match=r"decoder\.6\.conv\.bias.*of another shape.*code_embedding"):
+        DiffusionEngine(arguments(folder))
+
+
+def test_a_checkpoint_without_speech_parts_says_which_stages_to_leave_out(tiny_qwen3_checkpoint: Path, tmp_path: Path):
+    folder = shutil.copytree(tiny_qwen3_checkpoint, tmp_path / "checkpoint")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"enable_audio_output": False}))
+    with pytest.raises(StartupError, match="no speech parts"):
+        DiffusionEngine(arguments(folder))
