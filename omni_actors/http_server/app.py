@@ -17,9 +17,20 @@ from starlette.types import ASGIApp
 
 from omni_actors import __version__
 from omni_actors.errors import OmniError
-from omni_actors.http_server import chat, completions, files, responses, speech, status, transcriptions, web_page
+from omni_actors.http_server import (
+    chat,
+    completions,
+    files,
+    images,
+    responses,
+    speech,
+    status,
+    transcriptions,
+    web_page,
+)
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
+from omni_actors.http_server.image_schemas import ImageRequest
 from omni_actors.http_server.json_body import schemas
 from omni_actors.http_server.middleware import RequestMiddleware
 from omni_actors.http_server.realtime import route as realtime
@@ -39,6 +50,7 @@ BODIES = (
     ResponsesRequest,
     CompletionRequest,
     SpeechRequest,
+    ImageRequest,
     StageParams,
 )  # documented besides what FastAPI documents
 ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -112,7 +124,7 @@ def create_routes(
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_routing)
     app.add_exception_handler(Exception, _on_bug)
-    for module in (chat, responses, completions, speech, transcriptions, files, realtime, status, web_page):
+    for module in (chat, responses, completions, speech, transcriptions, images, files, realtime, status, web_page):
         app.include_router(module.router)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app

@@ -110,6 +110,23 @@ class MediaReader:
         measured = await self._on_decoder(lambda decoder: decoder.measure(items, self._limits()), param)
         return {"type": "audio", "audio": data}, measured.seconds
 
+    async def pictures(self, files: Sequence[bytes], param: str, max_media: Mapping[str, int]) -> list[dict[str, Any]]:
+        """The parts of a message with uploaded pictures.
+
+        Raises:
+            HttpError: 400 or 413, as for the media of messages.
+        """
+        most = min(self._settings.media_parts, max_media.get("image", len(files)))
+        if len(files) > most:
+            raise bad_field(param, f"There are {len(files)} pictures; at most {most} are allowed.")
+        for data in files:
+            if not data:
+                raise bad_field(param, "The file is empty.")
+            self._check_size(len(data), param)
+        found = [_Medium.of("image", data, param) for data in files]
+        await self._check(found)
+        return [medium.part for medium in found]
+
     def _check_count(self, messages: Sequence[AnyMessage]) -> None:
         parts = [part for message in messages for part in message.content or () if not isinstance(part, str)]
         count = sum(not isinstance(part, TextPart) for part in parts)

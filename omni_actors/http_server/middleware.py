@@ -32,7 +32,8 @@ logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no secrets and cause no work
 VALID_TRACEPARENT = re.compile(TRACEPARENT)
-BODY_TYPES = dict.fromkeys(("/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations"), "multipart/form-data")
+FORMS = ("/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits")
+BODY_TYPES = dict.fromkeys(FORMS, "multipart/form-data")
 DEFAULT_BODY_TYPE = "application/json"
 WEBSOCKET_PATHS = frozenset({"/v1/realtime"})
 KEY_SUBPROTOCOL = "openai-insecure-api-key."  # as OpenAI's pages send it

@@ -62,10 +62,13 @@ class Submission(Strict, frozen=True, kw_only=True):
 
     def params_by_stage(self) -> dict[str, StageParams]:
         """Decode `stage_params`. Raises `HttpError` that names the stage and the field."""
-        given = free_form(self.stage_params, dict[str, Raw], "stage_params")
-        return {
-            stage: decode(params, StageParams, f"stage_params.{stage[:64]}") for stage, params in (given or {}).items()
-        }
+        return decoded_params(self.stage_params)
+
+
+def decoded_params(stage_params: Raw) -> dict[str, StageParams]:
+    """Parameters by stage. Raises `HttpError` that names the stage and the field."""
+    given = free_form(stage_params, dict[str, Raw], "stage_params")
+    return {stage: decode(params, StageParams, f"stage_params.{stage[:64]}") for stage, params in (given or {}).items()}
 
 
 def refuse_effects(body: Strict, hints: dict[str, str], where: str = "") -> None:

@@ -71,6 +71,7 @@ async def status(state: State) -> Response:
             "pipeline": description.pipeline,
             "models": state.model_names(description),
             "modalities": description.modalities,
+            "parameters": description.parameters,
             "voices": description.voices,
             "sample_rate": description.sample_rate,
             "healthy": description.healthy,

@@ -3,7 +3,7 @@
 It lets tests and benchmarks load sockets, coordinator and actors with thousands of requests in seconds. Its `outputs`
 decide what it makes: one character per token for `text`, `samples_per_token` samples per token for `audio`. It streams
 every token to the next stage, with a row of `row_width` values whose bytes repeat the token; the next stage checks
-those of the last row.
+those of the last row. For pictures see `echo_pictures.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ctypes
 import os
 import resource
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -21,18 +22,21 @@ import msgspec
 import psutil
 from msgspec import Meta
 
-from omni_actors.config import StageConfig, suggest
+from omni_actors.config import StageConfig, check_parameters, suggest
 from omni_actors.config.wording import reworded, sentence
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.protocol.fields import Name, unpack_token_ids
 from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.stage import LATENTS
 from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.echo_pictures import PARAMETERS, SCALE, Drawing, decoded
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
     EngineFacts,
     ErrorEvent,
     FinishedEvent,
+    ImageEvent,
     StageEngine,
     StageInputs,
     StageRequest,
@@ -63,6 +67,7 @@ class EchoOptions:
     row_width: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
     samples_per_token: Annotated[int, Meta(ge=0, le=10_000_000)] = 480
     voices: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ("Chelsie", "Ethan")
+    latents: bool = False  # make those of a picture, for the stages after it
     sound: bool = False  # make audio although it is no output of the stage; it then goes to the stages after it
     fail_start: Text = ""  # with which loading fails
     fail_start_if: Text = ""  # a file: while it exists loading fails
@@ -86,9 +91,18 @@ class EchoOptions:
 
 @dataclass
 class _Echo:
+    """A request. `drawing` is the picture that it makes of tokens, `pictures` are those that it has from latents."""
+
     request: StageRequest
     tokens: list[int]
     sent: int = 0
+    drawing: Drawing | None = None
+    pictures: deque[tuple[HostTensor, bool]] | None = None  # with whether they are previews
+
+    @property
+    def waits(self) -> bool:
+        """Whether it needs more latents."""
+        return self.pictures is not None and not self.pictures
 
 
 class EchoEngine(StageEngine):
@@ -97,7 +111,9 @@ class EchoEngine(StageEngine):
     def __init__(self, stage: StageConfig) -> None:
         self._options = EchoOptions.of(stage)
         self._outputs = frozenset(stage.outputs)
+        self._name = stage.name
         self._sounds = "audio" in self._outputs or self._options.sound
+        self._draws = {"image", "latents"} & {*self._outputs, *(["latents"] if self._options.latents else [])}
         self._active: dict[str, _Echo] = {}
         if self._options.memory_bytes:
             limit = psutil.Process().memory_info().vms + self._options.memory_bytes
@@ -121,10 +137,16 @@ class EchoEngine(StageEngine):
             voices=tuple(self._options.voices) if self._sounds else (),
             sample_rate=SAMPLE_RATE if self._sounds else 0,
             max_input_tokens=self._options.max_input_tokens,
+            parameters=PARAMETERS if self._draws else None,
         )
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
-        """Take tokens, or a prompt's text as bytes. Raises `InvalidRequest` if there are none."""
+        """Take tokens, a prompt's text as bytes, or latents. Raises `InvalidRequest` if there are none."""
+        if (latents := inputs.tensors.get(LATENTS)) is not None:
+            check_parameters(self._name, self.facts.parameters, request.params)
+            waiting = deque([(decoded(latents), not inputs.complete)])
+            self._active[request.request_id] = _Echo(request, [0], pictures=waiting)
+            return
         tokens = list(inputs.token_ids)
         if inputs.prompt is not None:
             if inputs.prompt.tools is not None:
@@ -143,26 +165,36 @@ class EchoEngine(StageEngine):
         _check_row(inputs.tensors.get("rows"), tokens[-1])
         if request.params.max_tokens is not None:
             tokens = tokens[: request.params.max_tokens]
-        self._active[request.request_id] = _Echo(request, tokens)
+        drawing = None
+        if self._draws:
+            drawing = Drawing(self._name, request, tokens, inputs.media, self._draws)
+        self._active[request.request_id] = _Echo(request, tokens, drawing=drawing)
 
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
     ) -> None:
-        """Raise `InvalidRequest`: all input comes with `start`."""
-        raise InvalidRequest("An echo stage takes its input at once.")
+        """Take the next latents of a picture. Raises `InvalidRequest`: all other input comes with `start`."""
+        echo = self._active.get(request_id)
+        if echo is None or echo.pictures is None or rows is None:
+            raise InvalidRequest("An echo stage takes its input at once.")
+        echo.pictures.append((decoded(rows), not complete))
 
     def abort(self, request_id: str) -> None:
         """Forget a request. Unknown ids are ignored."""
         self._active.pop(request_id, None)
 
     def runnable(self) -> bool:
-        """Whether a request is left."""
-        return bool(self._active)
+        """Whether a request is left that need not wait for latents."""
+        return not all(echo.waits for echo in self._active.values())
+
+    def waits_for_input(self, request_id: str) -> bool:
+        """Whether a picture needs more latents."""
+        return request_id in self._active and self._active[request_id].waits
 
     def step(self) -> Sequence[EngineEvent]:
         """Advance the oldest requests, up to `max_num_seqs`, by one token each."""
         events: list[EngineEvent] = []
-        chosen = list(self._active.values())
+        chosen = [echo for echo in self._active.values() if not echo.waits]
         if limit := self._options.max_num_seqs:
             chosen = sorted(chosen, key=lambda echo: echo.request.priority)[:limit]
         time.sleep(self._options.step_seconds + self._options.request_seconds * len(chosen))
@@ -172,7 +204,7 @@ class EchoEngine(StageEngine):
 
     def _advance(self, echo: _Echo) -> list[EngineEvent]:
         request_id = echo.request.request_id
-        token = echo.tokens[echo.sent]
+        token = echo.tokens[echo.sent % len(echo.tokens)]
         if token == CRASH_TOKEN:
             raise EngineError("A test asked this stage to end.")
         if token == HANG_TOKEN:
@@ -186,6 +218,12 @@ class EchoEngine(StageEngine):
         if token == FAIL_TOKEN:
             del self._active[request_id]
             return [ErrorEvent(request_id, EngineError("A test asked this request to fail."))]
+        if echo.drawing is not None:
+            return self._draw(echo, echo.drawing)
+        if echo.pictures is not None:
+            picture, preview = echo.pictures.popleft()
+            shown: list[EngineEvent] = [ImageEvent(request_id, picture, preview)]
+            return shown if preview else shown + self._drawn(echo, picture.shape[0] * picture.shape[1] // SCALE**2)
         final = echo.sent + 1 == len(echo.tokens)
         events: list[EngineEvent] = []
         if "text" in self._outputs:
@@ -203,6 +241,17 @@ class EchoEngine(StageEngine):
             del self._active[request_id]
             events.append(FinishedEvent(request_id, FinishReason.STOP, len(echo.tokens), len(echo.tokens)))
         return events
+
+    def _draw(self, echo: _Echo, drawing: Drawing) -> list[EngineEvent]:
+        """Do a step of a picture."""
+        echo.sent += 1
+        events = drawing.advance()
+        return events + self._drawn(echo, drawing.size) if drawing.done else events
+
+    def _drawn(self, echo: _Echo, size: int) -> list[EngineEvent]:
+        request_id = echo.request.request_id
+        del self._active[request_id]
+        return [FinishedEvent(request_id, FinishReason.STOP, len(echo.tokens), size)]
 
     def counts(self) -> dict[str, int]:
         """Requests that have not ended."""

@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from tests.support.browser import chromium, watched_page
+from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, close_clients
 
 
@@ -28,6 +29,20 @@ def echo(echo_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
     """Fast echo stages; idle again after each test."""
     yield echo_pipeline
     echo_pipeline.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def picture_pipeline() -> Iterator[HttpPipeline]:
+    overrides = {"stages.dit.engine.step_seconds": 0.002}
+    with HttpPipeline(REPOSITORY / "stage_configs" / "echo_image.yaml", overrides) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def pictures(picture_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """Echo stages that make pictures; idle again after each test."""
+    yield picture_pipeline
+    picture_pipeline.assert_idle()
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,8 @@ BLOCKS = [
 @pytest.mark.parametrize(("language", "block"), BLOCKS, ids=[f"{n}-{kind}" for n, (kind, _) in enumerate(BLOCKS)])
 def test_example(request: pytest.FixtureRequest, tmp_path: Path, language: str, block: str) -> None:
     needs_model = "structured_outputs" in block  # an echo stage writes what it is given
-    pipeline: HttpPipeline = request.getfixturevalue("tiny_http" if needs_model else "echo")
+    draws = "/v1/images/" in block or "images.generate" in block
+    pipeline: HttpPipeline = request.getfixturevalue("tiny_http" if needs_model else "pictures" if draws else "echo")
     model = "tiny-qwen2.5-omni" if needs_model else "echo"
     (tmp_path / "sea.png").write_bytes(picture())
     (tmp_path / "question.wav").write_bytes(sound())

@@ -11,7 +11,7 @@ import schemathesis
 from hypothesis import HealthCheck
 from schemathesis.checks import CHECKS
 
-from tests.support.servers import HttpPipeline, sound
+from tests.support.servers import HttpPipeline, picture, sound
 
 TYPED = {
     500: {"engine_error"},
@@ -37,6 +37,8 @@ OPERATIONS = [
     ("POST", "/v1/audio/speech"),
     ("POST", "/v1/audio/transcriptions"),
     ("POST", "/v1/audio/translations"),
+    ("POST", "/v1/images/generations"),
+    ("POST", "/v1/images/edits"),
     ("POST", "/v1/files"),
     ("GET", "/v1/files"),
     ("GET", "/v1/files/{file_id}"),
@@ -54,14 +56,18 @@ OPERATIONS = [
 FILE = "/v1/files/{file_id}"
 RECORDINGS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 SOUND = sound(0.1)
+PICTURE = picture(8, 8)
 CASES = [(*operation, schemathesis.GenerationMode.POSITIVE) for operation in OPERATIONS]
 CASES += [(*operation, schemathesis.GenerationMode.NEGATIVE) for operation in OPERATIONS if operation[0] == "POST"]
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
-def test_generated_requests(echo: HttpPipeline, method: str, path: str, mode: schemathesis.GenerationMode) -> None:
+def test_generated_requests(
+    echo: HttpPipeline, pictures: HttpPipeline, method: str, path: str, mode: schemathesis.GenerationMode
+) -> None:
     """In both of the generator's modes: requests that fit the schema, and requests that do not."""
-    operation = schemathesis.openapi.from_url(f"{echo.url}/openapi.json")[path][method]
+    url = pictures.url if path.startswith("/v1/images/") else echo.url
+    operation = schemathesis.openapi.from_url(f"{url}/openapi.json")[path][method]
     statuses: collections.Counter[int] = collections.Counter()
     examples = MAX_EXAMPLES.get(path, 15)
     if mode is schemathesis.GenerationMode.NEGATIVE:
@@ -78,6 +84,8 @@ def test_generated_requests(echo: HttpPipeline, method: str, path: str, mode: sc
         # No bytes that are made up are a sound.
         if mode is schemathesis.GenerationMode.POSITIVE and path in RECORDINGS:
             case.body["file"] = SOUND
+        if mode is schemathesis.GenerationMode.POSITIVE and path == "/v1/images/edits":
+            case.body["image"] = [PICTURE]
         response = case.call(timeout=20)
         statuses[response.status_code] += 1
         if response.status_code >= 400 and path != "/health":
@@ -107,6 +115,8 @@ def test_the_schema_describes_the_routes_and_their_errors(echo: HttpPipeline) ->
         "/v1/completions",
         "/v1/files",
         "/v1/files/{file_id}",
+        "/v1/images/edits",
+        "/v1/images/generations",
         "/v1/models",
         "/v1/models/{name}",
         "/v1/requests",

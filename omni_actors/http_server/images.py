@@ -1,0 +1,177 @@
+"""The routes /v1/images/generations and /v1/images/edits: pictures from a text, or from a text and pictures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy
+from fastapi import APIRouter, Depends
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.client import Image, Progress
+from omni_actors.errors import ErrorCode
+from omni_actors.http_server.answer import Answer, AnswerResponse, event
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.form_body import Form, FormBody
+from omni_actors.http_server.image_formats import background_of, encoded_image, flattened
+from omni_actors.http_server.image_schemas import FIELD_OF, EditForm, ImageFields, ImageRequest, params_of
+from omni_actors.http_server.json_body import JsonBody
+from omni_actors.http_server.state import ServerState, State, json_response
+from omni_actors.protocol.client import Description
+from omni_actors.protocol.results import StageUsage
+
+router = APIRouter()
+BODY = JsonBody(ImageRequest)
+MAX_REFERENCES = 16
+EDIT = FormBody(EditForm, "image", MAX_REFERENCES)
+MODALITY = "image"
+FIELDS: dict[str, str] = {
+    **FIELD_OF,
+    ErrorCode.PROMPT_TOO_LONG: "prompt",
+    ErrorCode.MALFORMED_MEDIA: "image",
+    ErrorCode.UNKNOWN_MODALITY: "model",
+}
+
+
+@router.post("/v1/images/generations", response_class=Response, openapi_extra=BODY.openapi())
+async def generations(body: Annotated[ImageRequest, Depends(BODY)], request: Request, state: State) -> Response:
+    """Make pictures of a text."""
+    return await _respond(body, (), "image_generation", request, state)
+
+
+@router.post("/v1/images/edits", response_class=Response, openapi_extra=EDIT.openapi())
+async def edits(form: Annotated[Form[EditForm], Depends(EDIT)], request: Request, state: State) -> Response:
+    """Make pictures of a text and of other pictures."""
+    return await _respond(form.fields, form.files, "image_edit", request, state)
+
+
+async def _respond(
+    fields: ImageFields, references: Sequence[bytes], kind: str, request: Request, state: ServerState
+) -> Response:
+    fields.check()
+    description = await state.facts()
+    state.model_name(fields.model, description)
+    if MODALITY not in description.modalities:
+        offered = ", ".join(description.modalities)
+        raise bad_field("model", f"This model makes no pictures; it answers in {offered}.", "unknown_modality")
+    n = fields.n or 1
+    if n > description.max_in_flight:
+        raise bad_field("n", f"n: at most {description.max_in_flight} pictures can be made at a time.")
+    prompt: Any = fields.prompt
+    if references:
+        parts = await state.media.pictures(references, "image", description.max_media)
+        prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": fields.prompt}]}]
+    answer = await Answer.begin(
+        request,
+        state,
+        prompt,
+        FIELDS,
+        n=n,
+        modalities=[MODALITY],
+        params=params_of(fields, description.parameters),
+        seed=fields.seed,
+        timeout=fields.timeout,
+        priority=fields.priority or 0,
+    )
+    pictures = Pictures(fields, kind, answer, description)
+    if fields.stream:
+        return AnswerResponse(answer, pictures.events(), "text/event-stream", state.settings.write_timeout)
+    async with answer:
+        return json_response(await pictures.whole())
+
+
+class Pictures:
+    """Converts an answer to OpenAI's objects."""
+
+    def __init__(self, fields: ImageFields, kind: str, answer: Answer, description: Description) -> None:
+        self._fields = fields
+        self._kind = kind
+        self._answer = answer
+        self._description = description
+        self._format = fields.output_format or "png"
+
+    async def whole(self) -> dict[str, Any]:
+        """All pictures as an ImagesResponse."""
+        found: dict[int, NDArray[numpy.uint8]] = {}
+        async for index, item in self._answer.choices():
+            if isinstance(item, Image) and not item.preview:
+                found[index] = item.pixels
+        if len(found) < len(self._answer.usages):
+            raise _no_picture()
+        about = self._about(found[0])
+        return {
+            "created": int(time.time()),
+            "data": [{"b64_json": await self._file(found[index])} for index in sorted(found)],
+            **about,
+            "usage": image_usage(self._answer.usages, self._description),
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Stream previews and the picture, and progress if it is asked for. A later failure becomes an error event."""
+        previews = 0
+        last: dict[str, Any] | None = None
+        try:
+            async for item in self._answer:
+                if isinstance(item, Progress) and self._fields.progress:
+                    yield self._event("progress", step=item.step, steps=item.steps, stage=item.stage)
+                elif isinstance(item, Image):
+                    picture = {"b64_json": await self._file(item.pixels), **self._about(item.pixels)}
+                    picture["created_at"] = int(time.time())
+                    if item.preview:
+                        yield self._event("partial_image", **picture, partial_image_index=previews)
+                        previews += 1
+                    else:
+                        last = picture
+            if last is None:
+                raise _no_picture()
+        except HttpError as error:
+            yield event(error.body())
+            return
+        usage = image_usage(self._answer.usages, self._description)
+        yield self._event("completed", **last, usage=usage)
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        return event({"type": f"{self._kind}.{name}", **fields})
+
+    def _about(self, pixels: NDArray[numpy.uint8]) -> dict[str, Any]:
+        height, width, _ = pixels.shape
+        opaque = self._fields.background == "opaque" or self._format == "jpeg"
+        return {
+            "size": f"{width}x{height}",
+            "output_format": self._format,
+            "background": "opaque" if opaque else background_of(pixels),
+            "quality": "auto",
+        }
+
+    async def _file(self, pixels: NDArray[numpy.uint8]) -> bytes:
+        """The picture as a file, which becomes base64 in JSON."""
+        if self._fields.background == "opaque":
+            pixels = flattened(pixels)
+        return await asyncio.to_thread(encoded_image, pixels, self._format, self._fields.output_compression)
+
+
+def image_usage(usages: Sequence[Mapping[str, StageUsage]], description: Description) -> dict[str, Any]:
+    """OpenAI's usage of one or several pictures: the tokens of the prompt, and those that pictures were made of.
+
+    The prompt counts once, with its pictures.
+    """
+    stage = description.outputs[MODALITY]
+    read = max((usage.input_tokens for usage in usages[0].values()), default=0)
+    made = sum(usage[stage].output_tokens for usage in usages if stage in usage)
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"text_tokens": read, "image_tokens": 0},
+        "output_tokens": made,
+        "output_tokens_details": {"text_tokens": 0, "image_tokens": made},
+        "total_tokens": read + made,
+    }
+
+
+def _no_picture() -> HttpError:
+    message = "The model ended without a picture."
+    return HttpError(500, message, kind="server_error", code=ErrorCode.ENGINE_ERROR.value)

@@ -1,0 +1,236 @@
+"""Pictures: the unchanged `openai` package with echo stages, whose pictures depend on all that a request says."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+
+import httpx
+import numpy
+import openai
+import pytest
+from PIL import Image
+
+from tests.support.servers import HttpPipeline, picture
+from tests.support.waiting import until
+
+SLOW = {"num_inference_steps": 1000}  # takes seconds
+
+
+def decoded(b64_json: str | None) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(b64_json or "")))
+
+
+def png_that_claims(width: int, height: int) -> bytes:
+    """A file of a few bytes whose header says that it is large."""
+
+    def chunk(data: bytes) -> bytes:
+        return struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
+
+    head = chunk(b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT" + zlib.compress(b"")) + chunk(b"IEND")
+
+
+# -- whole answers ----------------------------------------------------------------------------------------------------
+
+
+def test_pictures_of_a_prompt_have_seeds_that_count_up(pictures: HttpPipeline) -> None:
+    client = pictures.openai().images
+    answer = client.generate(prompt="a fox", n=2, size="128x64", extra_body={"seed": 7})
+    first, second = [one.b64_json for one in answer.data]
+    assert first != second
+    assert decoded(first).size == (128, 64)
+    assert (answer.size, answer.output_format, answer.background) == ("128x64", "png", "opaque")
+    alone = client.generate(prompt="a fox", size="128x64", extra_body={"seed": 8})
+    assert alone.data[0].b64_json == second
+    assert answer.usage.input_tokens == 5
+    assert answer.usage.output_tokens == 2 * (128 // 8) * (64 // 8)
+    assert answer.usage.total_tokens == 5 + answer.usage.output_tokens
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"prompt": "a red fox"},
+        {"extra_body": {"seed": 2}},
+        {"extra_body": {"seed": 1, "negative_prompt": "fog"}},
+        {"extra_body": {"seed": 1, "guidance_scale": 2.5}},
+        {"extra_body": {"seed": 1, "stage_params": {"dit": {"guidance_scale": 2.5}}}},
+    ],
+)
+def test_every_field_reaches_the_model(pictures: HttpPipeline, changed: dict) -> None:
+    plain = {"prompt": "a fox", "extra_body": {"seed": 1}}
+    client = pictures.openai().images
+    assert client.generate(**plain).data[0].b64_json == client.generate(**plain).data[0].b64_json
+    assert client.generate(**plain).data[0].b64_json != client.generate(**{**plain, **changed}).data[0].b64_json
+
+
+@pytest.mark.parametrize("name", ["png", "jpeg", "webp"])
+def test_the_formats_of_files(pictures: HttpPipeline, name: str) -> None:
+    answer = pictures.openai().images.generate(prompt="a fox", output_format=name, extra_body={"seed": 1})
+    found = decoded(answer.data[0].b64_json)
+    assert found.format == name.upper()
+    assert answer.output_format == name
+    lossless = decoded(pictures.openai().images.generate(prompt="a fox", extra_body={"seed": 1}).data[0].b64_json)
+    difference = numpy.asarray(found.convert("RGB"), int) - numpy.asarray(lossless, int)
+    assert numpy.abs(difference).mean() < 6
+
+
+def test_a_lower_quality_makes_smaller_files(pictures: HttpPipeline) -> None:
+    def size(quality: int) -> int:
+        client = pictures.openai().images
+        extra = {"seed": 1}
+        answer = client.generate(prompt="x", output_format="jpeg", output_compression=quality, extra_body=extra)
+        return len(answer.data[0].b64_json or "")
+
+    assert size(5) < size(90)
+
+
+def test_the_background(pictures: HttpPipeline) -> None:
+    client = pictures.openai().images
+    answer = client.generate(prompt="a fox", background="transparent")
+    assert answer.background == "transparent"
+    assert decoded(answer.data[0].b64_json).mode == "RGBA"
+    answer = client.generate(prompt="a fox", background="opaque")
+    assert (answer.background, decoded(answer.data[0].b64_json).mode) == ("opaque", "RGB")
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_has_previews_and_then_the_picture(pictures: HttpPipeline) -> None:
+    options = {"prompt": "a fox", "size": "64x128", "extra_body": {"seed": 1, "num_inference_steps": 8}}
+    client = pictures.openai().images
+    *previews, last = client.generate(**options, stream=True, partial_images=3)
+    assert [event.type for event in previews] == ["image_generation.partial_image"] * 3
+    assert [event.partial_image_index for event in previews] == [0, 1, 2]
+    assert last.type == "image_generation.completed"
+    assert last.b64_json == client.generate(**options).data[0].b64_json
+    assert (last.size, last.usage.output_tokens) == ("64x128", 8 * 16)
+    final = numpy.asarray(decoded(last.b64_json), int)
+    distances = [numpy.abs(numpy.asarray(decoded(event.b64_json), int) - final).mean() for event in previews]
+    assert distances == sorted(distances, reverse=True), "each preview is nearer"
+    assert distances[-1] > 0
+
+
+def test_progress_comes_with_every_step_if_it_is_asked_for(pictures: HttpPipeline) -> None:
+    body = {"progress": True, "num_inference_steps": 5}
+    events = list(pictures.openai().images.generate(prompt="a fox", stream=True, extra_body=body))
+    *progress, last = [event.to_dict() for event in events]
+    assert [(event["type"], event["step"], event["steps"], event["stage"]) for event in progress] == [
+        ("image_generation.progress", step, 5, "dit") for step in range(1, 6)
+    ]
+    assert last["type"] == "image_generation.completed"
+
+
+def test_a_failure_in_a_stream_is_an_error_event(pictures: HttpPipeline) -> None:
+    body = {**SLOW, "progress": True, "timeout": 0.2}
+    stream = pictures.openai().images.generate(prompt="a fox", stream=True, extra_body=body)
+    with pytest.raises(openai.APIError) as caught:
+        list(stream)
+    assert caught.value.code == "deadline_exceeded"
+
+
+def test_a_client_that_goes_away_ends_its_picture(pictures: HttpPipeline) -> None:
+    body = {"prompt": "a fox", "stream": True, "progress": True, **SLOW}
+    with httpx.stream("POST", f"{pictures.url}/v1/images/generations", json=body, timeout=20) as response:
+        name = response.headers["x-request-id"]
+        assert "image_generation.progress" in next(response.iter_lines())
+
+    def outcome() -> str:
+        found: str = httpx.get(f"{pictures.url}/v1/requests/{name}/timeline").json()["outcome"]
+        return found
+
+    until(lambda: outcome() == "aborted", what="the request is aborted")
+
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_edit_depends_on_all_of_its_pictures(pictures: HttpPipeline) -> None:
+    client = pictures.openai().images
+    one, other = ("a.png", picture(64, 64)), ("b.jpg", picture(32, 32, "JPEG"))
+    made = [
+        client.edit(prompt="blue", image=image, size="64x64", extra_body={"seed": "1"}).data[0].b64_json
+        for image in (one, other, [one, other])
+    ]
+    assert len(set(made)) == 3
+    assert decoded(made[0]).size == (64, 64)
+
+
+def test_an_edit_is_streamed(pictures: HttpPipeline) -> None:
+    *previews, last = pictures.openai().images.edit(
+        prompt="blue", image=("a.png", picture()), stream=True, partial_images=1
+    )
+    assert [event.type for event in previews] == ["image_edit.partial_image"]
+    assert last.type == "image_edit.completed"
+    assert last.usage.input_tokens == 4
+
+
+def test_references_that_are_none_or_too_large(pictures: HttpPipeline) -> None:
+    client = pictures.openai().images
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.edit(prompt="blue", image=("a.png", b"not a picture"))
+    assert (caught.value.param, caught.value.code) == ("image", "malformed_media")
+    with pytest.raises(openai.APIStatusError) as large:
+        client.edit(prompt="blue", image=("a.png", png_that_claims(50_000, 50_000)))
+    assert (large.value.status_code, large.value.code) == (413, "media_too_large")
+    with pytest.raises(openai.BadRequestError) as many:
+        client.edit(prompt="blue", image=[("a.png", picture(8, 8))] * 17)
+    assert many.value.status_code == 400
+    with pytest.raises(openai.BadRequestError, match="image: the field is missing"):
+        client.edit(prompt="blue", image=[])
+    with pytest.raises(openai.BadRequestError, match="Only the field image may be a file"):
+        client.edit(prompt="blue", image=("a.png", picture()), mask=("m.png", picture()))
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+ERRORS = [
+    ({"prompt": ""}, "prompt", "invalid_value"),
+    ({"prompt": "x" * 32_001}, "prompt", "invalid_value"),
+    ({"size": "100x64"}, "size", "invalid_request"),
+    ({"size": "64x8192"}, "size", "invalid_request"),
+    ({"size": "large"}, "size", "invalid_value"),
+    ({"size": "064x64"}, "size", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 11}, "n", "invalid_value"),
+    ({"n": 2, "stream": True}, "n", "invalid_value"),
+    ({"quality": "high"}, "quality", "unsupported_parameter"),
+    ({"response_format": "url"}, "response_format", "unsupported_parameter"),
+    ({"style": "vivid"}, "style", "unsupported_parameter"),
+    ({"output_format": "gif"}, "output_format", "invalid_value"),
+    ({"output_compression": 50}, "output_compression", "invalid_value"),
+    ({"background": "transparent", "output_format": "jpeg"}, "background", "invalid_value"),
+    ({"partial_images": 1}, "partial_images", "invalid_value"),
+    ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value"),
+    ({"extra_body": {"progress": True}}, "progress", "invalid_value"),
+    ({"extra_body": {"num_inference_steps": 100_000}}, "num_inference_steps", "invalid_value"),
+    ({"extra_body": {"guidance_scale": -1}}, "guidance_scale", "invalid_value"),
+    ({"extra_body": {"steps": 4}}, "steps", "unknown_parameter"),
+    ({"extra_body": {"stage_params": {"dit": {"max_tokens": 4}}}}, "max_tokens", "invalid_request"),
+    ({"extra_body": {"stage_params": {"dit": {"extra_args": {"shift": 3}}}}}, "shift", "invalid_request"),
+    ({"extra_body": {"stage_params": {"vae": {"width": 60}}}}, "size", "invalid_request"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), ERRORS)
+def test_wrong_fields_are_named(pictures: HttpPipeline, fields: dict, param: str, code: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        pictures.openai().images.generate(**{"prompt": "a fox", **fields})
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_a_pipeline_without_pictures_says_so(echo: HttpPipeline) -> None:
+    with pytest.raises(openai.BadRequestError, match="makes no pictures; it answers in text, audio") as caught:
+        echo.openai().images.generate(prompt="a fox")
+    assert (caught.value.param, caught.value.code) == ("model", "unknown_modality")
+
+
+def test_the_status_has_what_a_form_for_pictures_needs(pictures: HttpPipeline) -> None:
+    status = httpx.get(f"{pictures.url}/v1/status").json()
+    assert status["modalities"] == ["image"]
+    (width,) = [one for one in status["parameters"]["dit"] if one["name"] == "width"]
+    assert (width["least"], width["most"], width["multiple_of"], width["default"]) == (8, 4096, 8, 64)
