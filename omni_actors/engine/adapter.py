@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from omni_actors.engine.arguments import OmniModelConfig
 from omni_actors.engine.scheduler import RowStream
-from omni_actors.errors import PromptTooLong
+from omni_actors.errors import InvalidPayload, PromptTooLong
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageInputs, StageRequest
@@ -67,9 +67,13 @@ class AutoregressiveAdapter(ABC):
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         """Check a request and build vLLM's request for it. Raises `OmniError`; keeps no state."""
 
-    @abstractmethod
     def read_rows(self, rows: HostTensor) -> torch.Tensor:
-        """Check streamed rows [n, width]; return them on the CPU in the model's dtype. Raises `InvalidPayload`."""
+        """Check streamed rows [n, width]; return them on the CPU as the worker takes them. Raises `InvalidPayload`."""
+        raise InvalidPayload("This model takes no streamed rows.")
+
+    def read_tokens(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Check n streamed tokens; return what the worker takes, on the CPU: [n, ...]. Raises `InvalidPayload`."""
+        raise InvalidPayload("This model takes no streamed tokens.")
 
     @abstractmethod
     def warm_up_inputs(self, length: int) -> StageInputs:

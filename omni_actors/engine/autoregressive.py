@@ -16,7 +16,7 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
 from omni_actors.engine.grammars import GrammarCompiler, Prepared, needs_grammar
 from omni_actors.engine.vllm_engine import VllmEngine
-from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError
+from omni_actors.errors import ConfigError, EngineError, InvalidPayload, ModelOutputInvalid, OmniError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
@@ -143,9 +143,11 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         if request_id not in self._requests:
             return
         try:
-            if token_ids:
-                raise InvalidRequest("This stage takes streamed rows, not tokens.")
-            tensor = None if rows is None else self.adapter.read_rows(rows)
+            if rows is not None and token_ids:
+                raise InvalidPayload("A stage takes either rows or tokens in one message.")
+            tensor = self.adapter.read_tokens(token_ids) if token_ids else None
+            if rows is not None:
+                tensor = self.adapter.read_rows(rows)
             self._scheduler.push_rows(request_id, tensor, complete=complete)
         except OmniError:
             self.abort(request_id)  # without these rows it could never end

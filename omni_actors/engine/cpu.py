@@ -113,4 +113,4 @@ class OmniCPUWorker(OmniWorkerBase, CPUWorker):
         # This also makes vLLM's own runner, which only allocates small buffers on the CPU.
         super().init_device()
         # Declared for the V1 runner; vLLM assigns its V2 runner just so.
-        self.model_runner = OmniCPURunner(self.vllm_config, self.device)  # type: ignore[assignment]
+        self.model_runner = OmniCPURunner(self.vllm_config, self.device)  # type: ignore[assignment, arg-type]

@@ -36,7 +36,7 @@ class OmniGPUWorker(OmniWorkerBase, Worker):
 
     # Declared for the V1 runner; vLLM returns its V2 runner from it just so.
     def _make_model_runner(self) -> OmniGPURunner:  # type: ignore[override]
-        return OmniGPURunner(self.vllm_config, self.device)
+        return OmniGPURunner(self.vllm_config, self.device)  # type: ignore[arg-type]
 
     def init_device(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's `init_device`, once the device has room: what a killed process held is released some time later."""

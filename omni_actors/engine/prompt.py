@@ -70,8 +70,13 @@ class PromptEngine(StageEngine):
 
     def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits | None = None) -> None:
         config = arguments.create_engine_config()
-        make = PromptProcessor if arguments.model_spec().takes_media else TextPromptProcessor.of
-        self.prompts: TextPromptProcessor = make(arguments, config, limits or MediaLimits())
+        media = arguments.model_spec().media
+        limits = limits or MediaLimits()
+        self.prompts: TextPromptProcessor = (
+            TextPromptProcessor.of(arguments, config, limits)
+            if media is None
+            else PromptProcessor(arguments, config, limits, media)
+        )
         self._texts: dict[str, _Waiting] = {}  # by request, in order of arrival; so are the two below
         self._media: dict[str, _Waiting] = {}
         self._running: dict[str, tuple[_Waiting, Task[Processed]]] = {}

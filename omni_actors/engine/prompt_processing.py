@@ -18,6 +18,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.chat_template import ChatTemplate
+from omni_actors.engine.models import PromptMedia
 from omni_actors.engine.tensors import FRAME_PREFIX
 from omni_actors.engine.text_prompts import TextPromptProcessor
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest
@@ -28,9 +29,6 @@ from omni_actors.protocol.payloads import MEDIA_MODALITIES, Media, MediaEncoding
 from omni_actors.protocol.tensors import DType, HostTensor
 
 MAX_FRAMES = 256  # tensors in one message
-# With fewer samples at 16 kHz the audio encoder has no frame to encode (one window every 160 samples, then two
-# convolutions with stride 2).
-MIN_AUDIO_SAMPLES = 321
 
 
 def seconds_per_patch(seconds: float, patches: int, positions_per_second: int) -> float:
@@ -67,12 +65,13 @@ class PromptProcessor(TextPromptProcessor):
         arguments: of kind "prompt"; the vLLM fields are those of the thinker that takes the result.
         config: made from them.
         limits: for media; the length of audio is lowered to the limit of the model's feature extractor.
+        media: what the model says of its media.
 
     Raises:
         ConfigError: the model has no processor for audio, images and video.
     """
 
-    def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
+    def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits, media: PromptMedia) -> None:
         self._input_processor = InputProcessor(config)
         self.renderer = self._input_processor.renderer
         if not config.model_config.supports_multimodal_inputs:
@@ -88,8 +87,8 @@ class PromptProcessor(TextPromptProcessor):
             modality: self._tokenizer.convert_tokens_to_ids(getattr(self.processor, f"{modality}_token"))
             for modality in MEDIA_MODALITIES
         }
-        vision = config.model_config.hf_config.thinker_config.vision_config
-        self._positions_per_second: int = getattr(vision, "tokens_per_second", 25)
+        self._positions_per_second = media.positions_per_second(config.model_config.hf_config)
+        self._min_audio_samples = media.min_audio_samples
         self._encoder = MsgpackEncoder()
         self._one_at_a_time = threading.Lock()
 
@@ -141,8 +140,8 @@ class PromptProcessor(TextPromptProcessor):
             for medium, tensor, name in given
         ]
         for result, name in zip(decoded, names, strict=True):
-            if result.modality == "audio" and len(result.data) < MIN_AUDIO_SAMPLES:
-                raise InvalidRequest(f"{name} is shorter than {MIN_AUDIO_SAMPLES} samples at 16 kHz.")
+            if result.modality == "audio" and len(result.data) < self._min_audio_samples:
+                raise InvalidRequest(f"{name} is shorter than {self._min_audio_samples} samples at 16 kHz.")
         return decoded
 
     def _tokenize(self, prompt: Prompt, media: Sequence[DecodedMedia] = ()) -> list[int]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 from vllm.tokenizers import TokenizerLike, cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
@@ -17,7 +16,6 @@ from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.protocol.tools import TOOLS, Tools
 from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, TextEvent
 
@@ -122,10 +120,6 @@ class TextAdapter(AutoregressiveAdapter):
                 "tools: this stage has no parser for calls.", hint="Set tool_call_parser.", field=TOOLS
             )
         return self._make_reader(tools, token_ids)
-
-    def read_rows(self, rows: HostTensor) -> torch.Tensor:
-        """Raise `InvalidPayload`: no stage comes before this one that makes rows."""
-        raise InvalidPayload("This model takes no streamed rows.")
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Prompt of `length` times the first token."""

@@ -156,29 +156,37 @@ class Passthrough(StreamProcessor):
 
 
 class Thinker2Talker(StreamProcessor):
-    """Qwen2.5-Omni: the thinker's rows (last hidden state + token embedding) become the talker's prompt and reply.
+    """Follows a source position by position: first those of its prompt, then those of its reply.
 
-    The talker's prompt is the thinker's P prompt rows and the first reply row; every later row belongs to one decode
-    step of the talker. It starts after `start_after` thinker steps: the prompt and `start_after - 1` reply rows.
-    A reply without rows (the thinker stopped at its first token) has no speech.
+    A position comes as a row of `rows` or as a token id, whichever the source gives; other tensors go by name. The
+    stage starts after `start_after` steps of the source, with the P positions of the prompt and `start_after - 1` of
+    the reply; every later position extends it. Rows are cut: `prompt_rows` has the prompt's and the first of the reply,
+    `reply_rows` the others. A reply without positions (the thinker stopped at its first token) has no speech.
     """
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
         super().__init__(start_after, sources)
         self._rows: list[HostTensor] = []
+        self._token_ids: list[int] = []
+        self._tensors: dict[str, HostTensor] = {}
         self._received = 0
         self._prompt_tokens: int | None = None
-        self._mrope_positions: HostTensor | None = None
         self._started = False
 
     def feed(self, source: str, piece: Piece) -> list[Action]:
-        """Collect rows until the talker can start, then pass on those that it has not had."""
+        """Collect positions until the talker can start, then pass on those that it has not had."""
         if "prompt_tokens" in piece.scalars:
             self._prompt_tokens = _whole_number(piece.scalars["prompt_tokens"], "prompt_tokens")
-        self._mrope_positions = piece.tensors.get("mrope_positions", self._mrope_positions)
+        self._tensors |= {name: tensor for name, tensor in piece.tensors.items() if name != "rows"}
         rows = self._unseen_rows(piece)
+        token_ids = _unseen_tokens(piece, self._received)
+        if rows is not None and token_ids:
+            raise InvalidPayload("Positions came as rows and as token ids in one piece.")
+        self._received += len(token_ids) if rows is None else rows.shape[0]
         if self._started:
-            return [Extend(rows, piece.final)] if rows is not None or piece.final else []
+            news = rows is not None or token_ids or piece.final
+            return [Extend(rows, piece.final, token_ids)] if news else []
+        self._token_ids += token_ids
         if rows is not None:
             self._rows.append(rows)
         return self._start_if_enough(piece.final)
@@ -194,35 +202,35 @@ class Thinker2Talker(StreamProcessor):
         if piece.start > self._received:
             raise InvalidPayload(f"Rows from position {piece.start} came where {self._received} was due.")
         fresh = slice_rows(rows, self._received - piece.start)
-        self._received += fresh.shape[0]
         return fresh if fresh.shape[0] else None
 
     def _start_if_enough(self, final: bool) -> list[Action]:
         prompt = self._prompt_tokens
         reply = self._received - prompt if prompt is not None else 0
         if prompt is None and self._received:
-            raise InvalidPayload("Rows came without prompt_tokens, which says where the reply begins.")
+            raise InvalidPayload("Positions came without prompt_tokens, which says where the reply begins.")
         if final and reply < 1:
             return [Skip()]
         wanted = max(1, self.start_after - 1)
         if prompt is None or reply < 1 or not (final or (self.start_after and reply >= wanted)):
             return []
-        rows = concatenate_rows(self._rows)
-        tensors = {"prompt_rows": slice_rows(rows, 0, prompt + 1)}
-        if reply > 1:
-            tensors["reply_rows"] = slice_rows(rows, prompt + 1)
-        if self._mrope_positions is not None:
-            tensors["mrope_positions"] = self._mrope_positions
+        tensors = dict(self._tensors)
+        if self._rows:
+            rows = concatenate_rows(self._rows)
+            tensors["prompt_rows"] = slice_rows(rows, 0, prompt + 1)
+            if reply > 1:
+                tensors["reply_rows"] = slice_rows(rows, prompt + 1)
         self._rows.clear()
         self._started = True
-        return [Start(StageInputs(tensors=tensors, scalars={"prompt_tokens": prompt}, complete=final))]
+        inputs = StageInputs(self._token_ids, tensors, {"prompt_tokens": prompt}, complete=final)
+        return [Start(inputs)]
 
 
 class Talker2Code2Wav(StreamProcessor):
-    """Qwen2.5-Omni: streams the talker's codec tokens, which do not include its end token, to the vocoder.
+    """Streams the talker's codec tokens, which do not include its end token, to the vocoder.
 
     The vocoder starts with the first `start_after` tokens and gets the others as they come. It decides itself where to
-    cut the utterance for decoding.
+    cut the utterance for decoding. A frame of several codes is as many tokens.
     """
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:

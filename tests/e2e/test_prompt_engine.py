@@ -24,8 +24,9 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.serial_utils import MsgpackDecoder  # noqa: E402
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.thinker import MIN_AUDIO_SAMPLES  # noqa: E402
 from omni_actors.engine.prompt import PromptEngine  # noqa: E402
-from omni_actors.engine.prompt_processing import MIN_AUDIO_SAMPLES, seconds_per_patch  # noqa: E402
+from omni_actors.engine.prompt_processing import seconds_per_patch  # noqa: E402
 from omni_actors.engine.tensors import FRAME_PREFIX  # noqa: E402
 from omni_actors.errors import (  # noqa: E402
     EngineError,

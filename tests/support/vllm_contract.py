@@ -174,7 +174,7 @@ OURS = (
     "omni_actors.engine.cpu:CPUStructuredOutputs",
     "omni_actors.engine.diffusion_worker:DiffusionWorker",
     "omni_actors.engine.diffusion_worker:DiffusionOutput",
-    "omni_actors.engine.runner:EmittedRows",
+    "omni_actors.engine.step_output:EmittedOutput",
     "omni_actors.engine.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
     "omni_actors.engine.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
     "omni_actors.engine.models.qwen2_5_omni.talker:TalkerDecoder",

@@ -26,3 +26,19 @@ def test_every_package_is_described_before_the_table() -> None:
     assert len(packages) >= 13
     for package in packages:
         assert f"`{package}/" in text
+
+
+# Lists of what there is, and a hint at a shipped file; what a family needs is declared in its own folder.
+NAMES_FAMILIES = {"engine/models/registry.py", "engine/platform.py", "engine/chat_template.py"}
+
+
+def test_only_a_familys_own_folder_knows_it() -> None:
+    engine = lines_per_package.PACKAGE / "engine"
+    families = {path.parent for path in (engine / "models").glob("*/__init__.py")}
+    shared = [path for path in engine.rglob("*.py") if path.parent not in families]
+    shared.append(lines_per_package.PACKAGE / "stage" / "processors.py")
+    naming = {
+        str(path.relative_to(lines_per_package.PACKAGE)) for path in shared if "qwen" in path.read_text("utf-8").lower()
+    }
+    assert families
+    assert naming <= NAMES_FAMILIES

@@ -12,8 +12,9 @@ import torch
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.core import EngineLost, StepFailed, device_is_lost
 from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
-from omni_actors.engine.models.qwen2_5_omni.thinker import check_feature
+from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
+from omni_actors.engine.models.thinker_adapter import check_feature
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.stage_llm import join
 from omni_actors.engine.tensors import check_rows, to_host, to_torch
@@ -245,9 +246,12 @@ def feature(**changes):
 
 
 def test_features_must_lie_inside_the_prompt():
-    check_feature(feature(), 5, 2)
-    check_feature(feature(place={"is_embed": torch.ones(3, dtype=torch.bool)}), 5, 2)
-    check_feature(feature(data=audio(12), modality="audio"), 5, 2)
+    audio_embeddings = Qwen2_5OmniThinkerAdapter.audio_embeddings
+    check_feature(feature(), 5, 2, audio_embeddings)
+    check_feature(
+        feature(place={"is_embed": torch.ones(3, dtype=torch.bool)}), 5, 2, Qwen2_5OmniThinkerAdapter.audio_embeddings
+    )
+    check_feature(feature(data=audio(12), modality="audio"), 5, 2, audio_embeddings)
     bad = [
         feature(modality="smell"),
         feature(data=None),
@@ -270,7 +274,7 @@ def test_features_must_lie_inside_the_prompt():
     ]
     for case in bad:
         with pytest.raises(InvalidPayload):
-            check_feature(case, 5, 2)
+            check_feature(case, 5, 2, audio_embeddings)
 
 
 @pytest.mark.parametrize(("count", "ends"), [(30, False), (24, False), (24, True), (5, True), (1, True)])

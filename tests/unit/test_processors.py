@@ -158,6 +158,29 @@ def test_rows_of_another_width_or_dtype(other: HostTensor) -> None:
         processor.feed("thinker", Piece(tensors={"rows": other}, start=1))
 
 
+def test_positions_may_come_as_token_ids_with_other_tensors_by_name() -> None:
+    processor = thinker2talker(3)
+    media = rows(0, 2)
+    first = Piece(token_ids=[7, 8, 9], tensors={"media_rows": media}, scalars={"prompt_tokens": 2})
+    assert processor.feed("thinker", first) == []
+    (start,) = processor.feed("thinker", Piece(token_ids=[9, 10], start=2))  # token 9 comes again
+    assert isinstance(start, Start)
+    assert list(start.inputs.token_ids) == [7, 8, 9, 10]
+    assert start.inputs.tensors == {"media_rows": media}
+    assert start.inputs.scalars == {"prompt_tokens": 2}
+    assert processor.feed("thinker", Piece(token_ids=[11, 12], start=4)) == [Extend(None, False, [11, 12])]
+    assert processor.feed("thinker", Piece(token_ids=[12], start=5)) == []
+    assert processor.feed("thinker", Piece(final=True, start=6)) == [Extend(None, True, ())]
+    with pytest.raises(InvalidPayload, match="position 9 came where 6"):
+        processor.feed("thinker", Piece(token_ids=[1], start=9))
+
+
+def test_positions_come_in_one_form() -> None:
+    piece = Piece(token_ids=[1], tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": 1})
+    with pytest.raises(InvalidPayload, match="as rows and as token ids"):
+        thinker2talker().feed("thinker", piece)
+
+
 # -- talker2code2wav, passthrough -------------------------------------------------------------------------------------
 
 

@@ -117,8 +117,8 @@ def rename_what_is_overridden(release: Release) -> str:
 
 
 def add_an_abstract_method(release: Release) -> str:
-    release.abstract["EmittedRows"].append("get_timing")
-    return "EmittedRows does not define get_timing, which is abstract"
+    release.abstract["EmittedOutput"].append("get_timing")
+    return "EmittedOutput does not define get_timing, which is abstract"
 
 
 @pytest.mark.parametrize(

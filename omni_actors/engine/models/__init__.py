@@ -3,10 +3,19 @@
 from omni_actors.engine.models.registry import (
     ModelKind,
     ModelSpec,
+    PromptMedia,
     checkpoint_architecture,
     find_model_spec,
     load_plugins,
     register_models,
 )
 
-__all__ = ["ModelKind", "ModelSpec", "checkpoint_architecture", "find_model_spec", "load_plugins", "register_models"]
+__all__ = [
+    "ModelKind",
+    "ModelSpec",
+    "PromptMedia",
+    "checkpoint_architecture",
+    "find_model_spec",
+    "load_plugins",
+    "register_models",
+]

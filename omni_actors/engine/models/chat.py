@@ -20,5 +20,4 @@ SPEC = ModelSpec(
     required={"enable_prompt_embeds": False},
     params=StageParams(max_tokens=1024, temperature=0.0),
     adapter="omni_actors.engine.text_adapter.TextAdapter",
-    takes_media=False,
 )

@@ -24,6 +24,19 @@ ModelKind = Literal["autoregressive", "diffusion", "prompt"]
 
 
 @dataclass(frozen=True)
+class PromptMedia:
+    """What the prompt stage must know of a model's media.
+
+    Args:
+        positions_per_second: of the checkpoint's configuration, how many time positions a second of video has.
+        min_audio_samples: at 16 kHz; with fewer, the audio encoder has no frame to encode.
+    """
+
+    positions_per_second: Callable[[PretrainedConfig], int]
+    min_audio_samples: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """How vLLM runs one stage of a checkpoint.
 
@@ -37,7 +50,7 @@ class ModelSpec:
         params: sampling defaults of the published model.
         adapter: class path of the `AutoregressiveAdapter` (AR stages) that maps stage inputs to vLLM requests.
         runner: class path of the `DiffusionModelRunner` (diffusion stages).
-        takes_media: whether prompts may have audio, images and video (the thinker of an omni model).
+        media: set if prompts may have audio, images and video (the thinker of an omni model).
     """
 
     kind: ModelKind
@@ -48,21 +61,17 @@ class ModelSpec:
     params: StageParams = field(default_factory=StageParams)
     adapter: str = ""
     runner: str = ""
-    takes_media: bool = True
+    media: PromptMedia | None = None
 
 
-_QWEN2_5_OMNI = (
-    "Qwen2_5OmniModel",
-    "Qwen2_5OmniForConditionalGeneration",
-)  # as published, and as transformers saves it
+_FAMILIES = {  # architecture -> folder, which has a module for each stage
+    "Qwen2_5OmniModel": "qwen2_5_omni",  # as published
+    "Qwen2_5OmniForConditionalGeneration": "qwen2_5_omni",  # as transformers saves it
+}
 MODULES: dict[tuple[str, str], str] = {
-    (architecture, stage): f"omni_actors.engine.models.{module}"
-    for architecture in _QWEN2_5_OMNI
-    for stage, module in (
-        ("thinker", "qwen2_5_omni.thinker"),
-        ("talker", "qwen2_5_omni.talker"),
-        ("code2wav", "qwen2_5_omni.code2wav"),
-    )
+    (architecture, stage): f"omni_actors.engine.models.{family}.{stage}"
+    for architecture, family in _FAMILIES.items()
+    for stage in ("thinker", "talker", "code2wav")
 }
 
 

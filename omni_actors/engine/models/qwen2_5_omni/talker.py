@@ -38,8 +38,8 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
-from omni_actors.engine.runner import StreamedInputState, payload_of
 from omni_actors.engine.scheduler import RowUpdate
+from omni_actors.engine.step_output import StreamedInputState, payload_of
 from omni_actors.protocol.payloads import StageParams
 
 ARCHITECTURE = "OmniActorsQwen2_5OmniTalker"
