@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import struct
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from tools.speaker.layout import CODEC, load_tokenizer
 from tools.speaker.numbers import in_words
 from tools.speaker.parts import read_part, read_voices, write_part
 from tools.speaker.recogniser import word_errors, words_of
+from tools.speaker.sentences import unrelated_words
 from tools.speaker.sound import log_mel, resample, teacher_wave
 from tools.speaker.teacher import read_records, speak
 
@@ -172,3 +175,16 @@ def test_the_judge_tells_phones_from_what_is_broken() -> None:
         assert judge.wrong_frames(broken, codes) > 0.8
     with pytest.raises(ValueError, match="frames"):
         judge.wrong_frames(wave[:-480], codes)
+
+
+def test_texts_without_grammar_cannot_be_guessed_from_the_sentences_they_come_from() -> None:
+    sentences = ["The sea is deep and blue.", "Bring me the yellow book.", "Our team won."]
+    known = {word.strip(".").lower() for sentence in sentences for word in sentence.split()} | {"rare"}
+    pairs = {pair for sentence in sentences for pair in pairwise(sentence.lower().strip(".").split())}
+    rng, found = random.Random(1), []
+    for _ in range(50):
+        words = unrelated_words(rng, sentences, ["rare"] * 4).replace(",", "").strip(".").lower().split()
+        assert 3 <= len(words) <= 13
+        assert known.issuperset(words)
+        found += pairwise(words)
+    assert sum(pair in pairs for pair in found) / len(found) < 0.2  # by chance, not by grammar

@@ -14,15 +14,22 @@ from typing import Any
 from tools.speaker.errors import SpeakerError
 from tools.speaker.evaluate import held_out_sentences
 from tools.speaker.layout import load_tokenizer, train_tokenizer, write_layout
-from tools.speaker.sentences import common_word, digit_list, plain_sentence, sentence_with_a_figure, word_list
+from tools.speaker.sentences import (
+    common_word,
+    digit_list,
+    plain_sentence,
+    sentence_with_a_figure,
+    unrelated_words,
+    word_list,
+)
 from tools.speaker.tasks import SAY, Task, all_tasks
 from tools.speaker.wordnet import read_wordnet
 
 FILE = "corpus.json.gz"
 SYSTEM = "You are a helpful assistant."
 # How many of each are made; sentences of WordNet come on top.
-MADE = ((plain_sentence, 34_000), (digit_list, 2500), (sentence_with_a_figure, 1500))
-WORD_LISTS = 26_000
+MADE = ((plain_sentence, 20_000), (digit_list, 2500), (sentence_with_a_figure, 1500))
+WORD_LISTS, UNRELATED = 14_000, 80_000
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,8 @@ def make_corpus(seed: int = 2) -> Corpus:
     rng, wordnet = random.Random(seed), read_wordnet()
     made = [make(rng) for make, count in MADE for _ in range(count)]
     made += [word_list(rng, wordnet.words) for _ in range(WORD_LISTS)]
+    known = [*wordnet.sentences, *made]
+    made += [unrelated_words(rng, known, wordnet.words) for _ in range(UNRELATED)]
     held_out = set(held_out_sentences(1000))
     sentences = [text for text in dict.fromkeys([*wordnet.sentences, *made]) if text not in held_out]
     rng.shuffle(sentences)

@@ -197,3 +197,19 @@ def sentence_with_a_figure(rng: random.Random) -> str:
     number = rng.randrange(2100)
     forms = ("There are {} of them", "The number is {}", "It was in {}", "I have {} books", "{}")
     return as_sentence(rng.choice(forms).format(number))
+
+
+def unrelated_words(rng: random.Random, sentences: Sequence[str], words: Sequence[str]) -> str:
+    """Returns three to thirteen words without grammar, as often in use as in sentences, some of them rare.
+
+    A talker that has heard only sentences guesses how they go on; here it must read.
+    """
+    chosen = []
+    for _ in range(rng.randrange(3, 14)):
+        if rng.random() < 0.75:
+            chosen.append(rng.choice(rng.choice(sentences).split()).strip(",.?!'-").lower())
+        else:
+            chosen.append(common_word(rng, words[: len(words) // 4]))
+        if rng.random() < 0.06:
+            chosen[-1] += ","
+    return as_sentence(" ".join(word for word in chosen if word not in ("", ",")))
