@@ -14,8 +14,8 @@ from omni_actors.config import PipelineConfig, StageKind, placement, suggest
 from omni_actors.config.checkpoint import CONFIG_NAME, read_checkpoint_config
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.settings import check_listening, media_hosts, parse_address
-from omni_actors.launcher.extras import HTTP_PACKAGES, IMAGE_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
-from omni_actors.launcher.one_request import IMAGE_SUFFIXES, needed_modalities
+from omni_actors.launcher.extras import HTTP_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
+from omni_actors.launcher.one_request import needed_modalities
 from omni_actors.paths import check_file_can_be_written, check_folder_can_be_made, check_readable, expanded
 from omni_actors.run_directory import check_run_directory
 from omni_actors.stage.echo import EchoEngine
@@ -23,16 +23,7 @@ from omni_actors.transport.curve import load_keys
 from omni_actors.vllm_version import check_installed
 
 MISSING_WITHOUT = {  # flag -> those that mean nothing without it
-    "--prompt": (
-        "--audio",
-        "--image",
-        "--save-audio",
-        "--save-image",
-        "--modalities",
-        "--voice",
-        "--seed",
-        "--timeout",
-    ),
+    "--prompt": ("--audio", "--image", "--save-audio", "--modalities", "--voice", "--seed", "--timeout"),
     "--http": ("--http-insecure", "--served-name", "--voice-alias", "--media-host"),
     "--metrics": ("--metrics-insecure",),
 }
@@ -145,12 +136,3 @@ def _check_answer(pipeline: PipelineConfig, options: argparse.Namespace) -> None
                 "--save-audio: the answer has no audio.", hint="Add --modalities text,audio, where it is offered."
             )
         check_file_can_be_written(expanded(options.save_audio, "--save-audio"), "--save-audio")
-    if options.save_image is not None:
-        if "image" not in (needed or offered):
-            raise ConfigError(
-                "--save-image: the answer has no picture.", hint="Add --modalities image, where it is offered."
-            )
-        if options.save_image.suffix.lower() not in IMAGE_SUFFIXES:
-            raise ConfigError(f"--save-image: the name ends with none of {', '.join(IMAGE_SUFFIXES)}.")
-        check_packages("--save-image", IMAGE_PACKAGES, "http")
-        check_file_can_be_written(expanded(options.save_image, "--save-image"), "--save-image")

@@ -13,6 +13,7 @@ prepare()
 
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
+from tests.support.qwen3_reference import Qwen3Reference  # noqa: E402
 from tests.support.reference import Reference  # noqa: E402
 from tests.support.tracing import untraced  # noqa: E402
 
@@ -30,3 +31,9 @@ def modules_are_no_garbage() -> None:
 def reference(tiny_checkpoint: Path) -> Reference:
     """transformers with the tiny checkpoint; loaded once, and changed by no test."""
     return Reference(tiny_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def qwen3_reference(tiny_qwen3_checkpoint: Path) -> Qwen3Reference:
+    """transformers with the tiny Qwen3-Omni checkpoint; loaded once, and changed by no test."""
+    return Qwen3Reference(tiny_qwen3_checkpoint)

@@ -159,13 +159,13 @@ def talker_inputs(
     return StageInputs(tensors=tensors, complete=replies is None)
 
 
-def encode_media_prompt(checkpoint: Path, text: str, media: dict) -> StageInputs:
-    """The prompt stage's output for a multimodal prompt."""
+def encode_media_prompt(checkpoint: Path, text: str, media: dict, **processing: object) -> StageInputs:
+    """The prompt stage's output for a multimodal prompt; `processing` goes to the model's processor."""
     arguments = OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), "prompt", SMALL)
     processor = InputProcessor(arguments.create_engine_config())
     request = processor.process_inputs(
         "someone-else",
-        {"prompt": text, "multi_modal_data": media},
+        {"prompt": text, "multi_modal_data": media, "mm_processor_kwargs": processing},
         SamplingParams(max_tokens=1, temperature=1.0),
         supported_tasks=("generate",),
     )

@@ -67,6 +67,7 @@ class ModelSpec:
 _FAMILIES = {  # architecture -> folder, which has a module for each stage
     "Qwen2_5OmniModel": "qwen2_5_omni",  # as published
     "Qwen2_5OmniForConditionalGeneration": "qwen2_5_omni",  # as transformers saves it
+    "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni",
 }
 MODULES: dict[tuple[str, str], str] = {
     (architecture, stage): f"omni_actors.engine.models.{family}.{stage}"

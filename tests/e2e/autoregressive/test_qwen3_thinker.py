@@ -1,0 +1,221 @@
+"""The thinker of Qwen3-Omni in a real vLLM engine core, against transformers: text, media, what is spoken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from omni_actors.engine.tensors import to_host, to_torch
+from omni_actors.errors import ConfigError, InvalidRequest
+from omni_actors.protocol.results import FinishReason
+from omni_actors.stage.engine_interface import StageInputs, StreamEvent, TextEvent
+from tests.support.qwen3_reference import Qwen3Result
+from tests.support.stage_driver import Driver, count_preemptions, encode_media_prompt, make_engine
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+RANDOM = np.random.default_rng(0)
+SPEECH = (RANDOM.standard_normal(48_000) * 0.1).astype(np.float32)  # 3 s: two windows of the encoder
+ODD = (RANDOM.standard_normal(20_011) * 0.1).astype(np.float32)  # no whole number of frames
+PICTURE = Image.fromarray(RANDOM.integers(0, 256, (96, 128, 3), dtype=np.uint8))
+CLIP = RANDOM.integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)  # 4 s, at transformers' one frame per second
+REPLY = 20
+
+MEDIA: dict[str, dict[str, Any]] = {
+    "text": {},
+    "other text": {},
+    "audio": {"audio": SPEECH},
+    "odd audio": {"audio": ODD},
+    "image": {"image": PICTURE},
+    "video": {"video": CLIP},
+    "audio and image": {"audio": SPEECH, "image": PICTURE},
+    "audio in video": {"audio": SPEECH, "video": CLIP},
+}
+TEXTS = {"other text": "Tell me a story about a dog and a cat who sail the sea. " * 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt as the thinker gets it, and what transformers answers."""
+
+    inputs: StageInputs
+    answer: Qwen3Result
+    positions: torch.Tensor
+    """[3, P] as transformers' talker counts them: it is given no `use_audio_in_video`."""
+
+
+@pytest.fixture(scope="module")
+def cases(qwen3_reference, tiny_qwen3_checkpoint) -> dict[str, Case]:
+    def make(name: str, media: dict[str, Any]) -> Case:
+        together = {"use_audio_in_video": True} if name == "audio in video" else {}
+        shown = [kind for kind in media if not together or kind == "video"]
+        parts = [{"type": kind} for kind in shown] + [{"type": "text", "text": TEXTS.get(name, "What is this?")}]
+        text = qwen3_reference.prompt([{"role": "user", "content": parts}])
+        given = {f"{kind}s": [item] for kind, item in media.items()}
+        inputs = qwen3_reference.inputs(text, **given, **together)
+        answer = qwen3_reference.generate(inputs, thinker_max_tokens=REPLY, thinker_eos=[], speaks=False, **together)
+        positions = qwen3_reference.positions(inputs)
+        if not media:
+            return Case(StageInputs(token_ids=answer.prompt_token_ids), answer, positions)
+        data = {kind: (item, 16_000) if kind == "audio" else item for kind, item in media.items()}
+        return Case(encode_media_prompt(tiny_qwen3_checkpoint, text, data, **together), answer, positions)
+
+    return {name: make(name, media) for name, media in MEDIA.items()}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_qwen3_checkpoint):
+    engine = make_engine(tiny_qwen3_checkpoint, "thinker", asynchronous=True, max_model_len=1024)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def thinker(engine):
+    """Every test finds the engine idle and leaves it idle."""
+    driver = Driver(engine)
+    yield driver
+    driver.assert_idle()
+
+
+def written(driver: Driver, name: str) -> list[int]:
+    """All tokens of the text."""
+    return [token for event in driver.events[name] if isinstance(event, TextEvent) for token in event.token_ids]
+
+
+def spoken(driver: Driver, name: str) -> tuple[list[int], StreamEvent]:
+    """All ids that the talker gets, checked to be without gap or overlap, and the first event."""
+    ids: list[int] = []
+    events = driver.streams(name)
+    for event in events:
+        assert event.start == len(ids)
+        ids += event.token_ids
+    assert [event.final for event in events] == [False] * (len(events) - 1) + [True]
+    return ids, events[0]
+
+
+def check(driver: Driver, name: str, case: Case, reply: list[int]) -> None:
+    """A request's answer is transformers', with everything that the talker gets."""
+    answer = case.answer
+    assert written(driver, name) == reply
+    ids, first = spoken(driver, name)
+    assert ids == [*answer.prompt_token_ids, *reply[:-1]]
+    assert first.scalars == {"prompt_tokens": len(answer.prompt_token_ids)}
+    assert len(first.token_ids) >= len(answer.prompt_token_ids), "the prompt comes as a whole"
+    if len(answer.media_rows):
+        torch.testing.assert_close(to_torch(first.tensors["media_rows"]), answer.media_rows, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(to_torch(first.tensors["mrope_positions"]), case.positions, atol=0, rtol=0)
+    else:
+        assert not first.tensors
+
+
+def test_every_kind_of_prompt_equals_transformers_in_one_batch(thinker, cases):
+    names = list(cases)
+
+    def join(_step: int) -> None:
+        if names:
+            name = names.pop(0)
+            thinker.start(name, cases[name].inputs, max_tokens=REPLY)
+
+    join(0)
+    thinker.run(join)
+    for name, case in cases.items():
+        assert list(case.inputs.token_ids) == case.answer.prompt_token_ids, name
+        check(thinker, name, case, case.answer.thinker_tokens)
+        finished = thinker.finished(name)
+        assert finished.reason is FinishReason.LENGTH
+        assert finished.input_tokens == len(case.answer.prompt_token_ids)
+
+
+def test_the_last_token_of_a_reply_is_not_spoken_however_it_ends(thinker, cases):
+    case = cases["text"]
+    reply = case.answer.thinker_tokens
+    stop = reply[5]
+    end = reply.index(stop) + 1
+    thinker.start("stopped", case.inputs, max_tokens=REPLY, stop_token_ids=(stop,))
+    thinker.start("one", case.inputs, max_tokens=1)
+    thinker.start("silent", case.inputs, max_tokens=REPLY, streams=False)
+    thinker.run()
+    check(thinker, "stopped", case, reply[:end])
+    assert thinker.finished("stopped").reason is FinishReason.STOP
+    check(thinker, "one", case, reply[:1])
+    assert not thinker.streams("silent")
+    assert written(thinker, "silent") == reply
+
+
+def test_speech_ends_where_the_text_does_before_a_stop_string(thinker, cases, qwen3_reference):
+    case = cases["text"]
+    reply = case.answer.thinker_tokens
+    decode = qwen3_reference.processor.tokenizer.decode
+    stop = decode(reply[6:8])
+    thinker.start("r", case.inputs, max_tokens=REPLY, stop=(stop,))
+    thinker.run()
+    text = thinker.text("r")
+    assert text == decode(reply).partition(stop)[0]
+    ids, _ = spoken(thinker, "r")
+    prompt = len(case.answer.prompt_token_ids)
+    assert decode(ids[prompt:]) == text
+
+
+def test_a_text_that_is_spoken_reads_the_prefix_cache_and_media_that_are_spoken_do_not(thinker, cases):
+    hits = {}
+    for name in ("other text", "image"):
+        for _ in range(2):
+            before = thinker.engine.statistics().prefix_hits
+            thinker.clear()
+            thinker.start(name, cases[name].inputs, max_tokens=REPLY)
+            thinker.run()
+            check(thinker, name, cases[name], cases[name].answer.thinker_tokens)
+            hits[name] = thinker.engine.statistics().prefix_hits - before
+    assert hits["other text"] > 0
+    assert hits["image"] == 0
+
+
+def test_embeddings_are_refused_since_the_talker_looks_tokens_up(thinker, tiny_qwen3_checkpoint):
+    with pytest.raises(ConfigError, match="enable_prompt_embeds must be False"):
+        make_engine(tiny_qwen3_checkpoint, "thinker", enable_prompt_embeds=True)
+    with pytest.raises(InvalidRequest, match="prompt_embeds: this stage takes none"):
+        thinker.start("r", StageInputs(tensors={"prompt_embeds": to_host(torch.zeros(4, 128))}), max_tokens=2)
+
+
+@pytest.mark.parametrize("layer", [2, 5])
+def test_a_layer_that_gives_the_talker_other_states_is_refused(layer, tiny_qwen3_checkpoint, tmp_path):
+    shutil.copytree(tiny_qwen3_checkpoint, tmp_path / "odd")
+    file = tmp_path / "odd" / "config.json"
+    config = json.loads(file.read_text())
+    config["talker_config"]["accept_hidden_layer"] = layer
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"states of layer {layer}.*accept_hidden_layer"):
+        make_engine(tmp_path / "odd", "thinker")
+
+
+def test_rows_of_prompts_that_are_computed_in_pieces_and_preempted_come_once(tiny_qwen3_checkpoint, cases):
+    # 5 layers, keys and values, 2 heads of 32 float32: 2560 bytes per token.
+    engine = make_engine(
+        tiny_qwen3_checkpoint,
+        "thinker",
+        block_size=32,
+        max_model_len=192,
+        max_num_batched_tokens=48,
+        kv_cache_memory_bytes=8 * 32 * 2560,
+    )
+    try:
+        driver = Driver(engine)
+        preemptions = count_preemptions(engine)
+        names = ("audio and image", "image", "image", "text", "image", "image")
+        for number, name in enumerate(names):
+            driver.start(f"r{number}", cases[name].inputs, max_tokens=REPLY)
+        driver.run()
+        assert preemptions
+        for number, name in enumerate(names):
+            check(driver, f"r{number}", cases[name], cases[name].answer.thinker_tokens)
+        driver.assert_idle()
+    finally:
+        engine.shutdown()
