@@ -69,20 +69,6 @@ def attentions() -> dict[str, Attention]:
     return found | {"vllm": attend_vllm}
 
 
-def make_dit(config: DitConfig, device: torch.device) -> Dit:
-    """A network with random weights that keep the size of what goes through it."""
-    with torch.device("meta"):
-        dit = Dit(config).to(torch.bfloat16)
-    dit.to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in dit.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-    return dit.eval()
-
-
 def teraflops(config: DitConfig, sizes: Sequence[int]) -> float:
     """What a step computes for square pictures of these sizes, in TFLOP; matrix products and attention only."""
     block = 4 * config.width**2 + 3 * config.width * int(config.width / 3 * 8)
@@ -141,7 +127,8 @@ def microbench(options: argparse.Namespace) -> None:
     )
     times: dict[str, dict[tuple[int, ...], float]] = {}
     with torch.inference_mode():
-        dit = make_dit(config, device)
+        dit = Dit.without_weights(config, device, torch.bfloat16)
+        dit.draw()
         for suffix in ("", COMPILED):
             if suffix:
                 dit.compile(**({"backend": "aot_eager"} if options.tiny else {}))

@@ -106,6 +106,16 @@ def tiny_qwen3_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Z-Image checkpoint, built for this run."""
+    from tools.checkpoints.z_image import write_tiny_z_image
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny_z_image"
+    write_tiny_z_image(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_http(tiny_checkpoint: Path) -> Iterator[HttpPipeline]:
     """The tiny Qwen2.5-Omni pipeline with all its processes and an HTTP server, started once per session of tests."""
     from tests.support.servers import HttpPipeline  # slow to import; unit tests do without

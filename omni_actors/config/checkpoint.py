@@ -10,15 +10,16 @@ from omni_actors.errors import ConfigError
 from omni_actors.paths import check_readable
 
 CONFIG_NAME = "config.json"
+INDEX_NAME = "model_index.json"  # of a checkpoint with a folder for each part, as diffusers writes it
 MAX_BYTES = 16 << 20
 HINT = "Compare it with the config.json of the published checkpoint, or download that again."
 
 
-def read_checkpoint_config(path: Path) -> dict[str, Any]:
-    """Read a config.json.
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a checkpoint.
 
     Raises:
-        ConfigError: it cannot be read, is too large, is no JSON object or does not name one architecture.
+        ConfigError: it cannot be read, is too large or is no JSON object.
     """
     size = check_readable(path, "model")
     if size > MAX_BYTES:
@@ -29,6 +30,16 @@ def read_checkpoint_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid JSON: {error}.", hint=HINT) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold a JSON object; it holds a {type(config).__name__}.", hint=HINT)
+    return config
+
+
+def read_checkpoint_config(path: Path) -> dict[str, Any]:
+    """Read a config.json.
+
+    Raises:
+        ConfigError: as in `read_json_object`, and if it does not name one architecture.
+    """
+    config = read_json_object(path)
     names = config.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
         raise ConfigError(f"{path} must name one architecture in a list; `architectures` is {names!r}.", hint=HINT)
@@ -36,3 +47,19 @@ def read_checkpoint_config(path: Path) -> dict[str, Any]:
         if key.endswith("_config") and value is not None and not isinstance(value, dict):
             raise ConfigError(f"{path}: {key} must be an object; it is a {type(value).__name__}.", hint=HINT)
     return config
+
+
+def checkpoint_class(folder: Path) -> str:
+    """The architecture of a checkpoint, or the class of its pipeline if it has a folder for each part.
+
+    Raises:
+        ConfigError: config.json or model_index.json cannot be read, or does not name one.
+    """
+    if not (folder / INDEX_NAME).exists():
+        return str(read_checkpoint_config(folder / CONFIG_NAME)["architectures"][0])
+    name = read_json_object(folder / INDEX_NAME).get("_class_name")
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"{folder / INDEX_NAME} must name the pipeline's class; `_class_name` is {name!r}.", hint=HINT
+        )
+    return name

@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from omni_actors.engine.argument_checks import problem_of
 from omni_actors.engine.executor import executor_backend
 from omni_actors.engine.models import ModelKind, ModelSpec, checkpoint_architecture, find_model_spec, register_models
+from omni_actors.engine.models.diffusers_layout import checkpoint_folder
 from omni_actors.engine.platform import prepare
 from omni_actors.errors import ConfigError
 from omni_actors.stage.start_phases import phase
@@ -130,7 +131,7 @@ class OmniEngineArgs:
         parallel = self._parallel_sizes()
         arguments = {**_DEFAULTS, **spec.engine, **self.engine, **spec.required}
         arguments |= {
-            "model": self.model_config.model,
+            "model": self._folder(spec),
             "hf_overrides": spec.hf_overrides,
             "distributed_executor_backend": executor_backend(math.prod(parallel.values())),
             **parallel,
@@ -159,6 +160,11 @@ class OmniEngineArgs:
             # vLLM has decided only now; a plain scheduler would waste every other step.
             config.scheduler_config.scheduler_cls = self._scheduler(asynchronous=True)
         return config
+
+    def _folder(self, spec: ModelSpec) -> str:
+        """What vLLM takes for the checkpoint: one part of it, if it has a folder for each."""
+        model = self.model_config.model
+        return str(checkpoint_folder(model) / spec.folder) if spec.folder else model
 
     def _parallel_sizes(self) -> dict[str, int]:
         """vLLM's parallel sizes by name. Raises `ConfigError` for sizes that this kind of stage cannot have."""

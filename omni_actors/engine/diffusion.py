@@ -1,4 +1,4 @@
-"""The engine of a diffusion stage: streamed input in, waveforms out; one denoise step of all requests at a time."""
+"""The engine of a diffusion stage: sound, pictures or latents; one denoise step of all requests at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from vllm.sampling_params import SamplingParams
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore, make_request
 from omni_actors.engine.diffusion_budget import Claim
-from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, DiffusionStream
+from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, DiffusionJob, DiffusionStream
+from omni_actors.engine.picture_outputs import picture_events
 from omni_actors.engine.tensors import to_host
 from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.engine.worker_base import attachment_of
-from omni_actors.errors import EngineError, InvalidRequest, ModelOutputInvalid, OmniError
+from omni_actors.errors import EngineError, ModelOutputInvalid, OmniError
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.deadlines import FIRST_SECONDS
@@ -26,6 +27,7 @@ from omni_actors.stage.engine_interface import (
     EngineFacts,
     EngineStatistics,
     ErrorEvent,
+    ProgressEvent,
     StageInputs,
     StageRequest,
 )
@@ -43,8 +45,9 @@ FIRST_JOB = "/0"  # suffix of the id of a request's first job
 class _Running:
     """A request; `job_id` is the job in the core, if there is one, `jobs` and `steps` count those submitted so far.
 
-    `claim` is what it takes of the stage's budget, known with its first job. Its first sound is due at `first_due`;
-    `made` are the moments at which its pieces were made, and those in `kept` leave together at `leaves`.
+    `job` is the one in the core, of which `done` steps are done, and `answered` says that there was output. `claim` is
+    what it takes of the stage's budget, known with its first job. Its first sound is due at `first_due`; `made` are the
+    moments at which its pieces were made, and those in `kept` leave together at `leaves`.
     """
 
     request: StageRequest
@@ -52,6 +55,9 @@ class _Running:
     first_due: float
     claim: Claim | None = None
     job_id: str | None = None
+    job: DiffusionJob | None = None
+    done: int = 0
+    answered: bool = False
     jobs: int = 0
     steps: int = 0
     made: Playback = field(default_factory=Playback)
@@ -65,7 +71,7 @@ class _Running:
 
 
 class DiffusionEngine(VllmEngine[_Running]):
-    """Runs a `DiffusionModelRunner` whose output is `audio` f32 [samples].
+    """Runs a `DiffusionModelRunner`, whose output is sound, a picture or latents.
 
     A request is a `DiffusionStream`; its jobs become requests of vLLM, one after the other, so that whatever vLLM does
     for requests (batching of steps, admission, order) it does for chunks.
@@ -109,8 +115,9 @@ class DiffusionEngine(VllmEngine[_Running]):
             return
         try:
             if rows is not None:
-                raise InvalidRequest("This stage takes streamed tokens, not rows.")
-            running.stream.extend(token_ids, complete=complete)
+                running.stream.extend_tensor(rows, complete=complete)
+            else:
+                running.stream.extend(token_ids, complete=complete)
         except OmniError:
             self.abort(request_id)  # without this input it could never end
             raise
@@ -142,7 +149,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         job_id = f"{running.request.request_id}/{running.jobs}"
         request = make_request(job_id, [STEP_TOKEN], parameters, priority=running.request.priority)
         self.core.add(self.core.prepare(request))
-        running.job_id = job_id
+        running.job_id, running.job, running.done = job_id, job, 0
         running.jobs += 1
         running.steps += job.num_steps
         self._jobs[job_id] = running.request.request_id
@@ -164,7 +171,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         self._scheduler.release(running.request.request_id)
 
     def step(self) -> Sequence[EngineEvent]:
-        """Do one denoise step of all jobs that fit; the events are those of completed jobs."""
+        """Do one denoise step of all jobs that fit; the events are those of completed jobs, previews and progress."""
         try:
             outputs = self.core.step()
         except StepFailed as failure:
@@ -177,36 +184,49 @@ class DiffusionEngine(VllmEngine[_Running]):
             return events
         events = self._leaving()
         for output in outputs:
-            if output.finish_reason is None:
+            running_id = self._jobs.get(output.request_id)
+            if running_id is None:  # aborted while its last step was in flight
                 continue
-            done = self._jobs.pop(output.request_id, None)
-            if done is not None:  # else aborted while its last step was in flight
-                events += self._job_done(done, attachment_of(output))
+            if output.finish_reason is None:
+                events += self._step_done(running_id, attachment_of(output))
+            else:
+                del self._jobs[output.request_id]
+                events += self._job_done(running_id, attachment_of(output))
         return events
+
+    def _step_done(self, request_id: str, result: dict[str, Any]) -> list[EngineEvent]:
+        """Progress, and the latents of a preview if the runner has made them."""
+        running = self._requests[request_id]
+        try:
+            return [*_progress(running), *picture_events(request_id, result, preview=True)]
+        except OmniError as error:
+            return [self._failed(request_id, error)]
 
     def _job_done(self, request_id: str, result: dict[str, Any]) -> list[EngineEvent]:
         running = self._requests[request_id]
-        running.job_id = None
+        job, running.job_id = running.job, None
         try:
-            self._take_audio(request_id, running, result)
+            if "error" in result:
+                raise result["error"]
+            pictures = picture_events(request_id, result, preview=job is not None and job.preview)
+            events: list[EngineEvent] = [*_progress(running), *pictures]
+            self._take_audio(request_id, running, result.get("audio"))
+            running.answered |= bool(running.kept or pictures)
             if not running.stream.finished:
                 self._submit(running)
-                return self._let_go(running) if running.leaves <= self._scheduler.clock() else []
-            if not running.made.first:
-                raise EngineError("The model ended the request without a waveform.")
+                return [*events, *(self._let_go(running) if running.leaves <= self._scheduler.clock() else ())]
+            if not running.answered:
+                raise EngineError("The model ended the request without an output.")
         except OmniError as error:
             return [*self._let_go(running), self._failed(request_id, error)]
         self._release(running)
-        events = self._let_go(running)
+        events += self._let_go(running)
         done = self._finished(request_id, FinishReason.STOP, running.stream.input_tokens, running.steps)
         return [*events, done]
 
-    def _take_audio(self, request_id: str, running: _Running, result: dict[str, Any]) -> None:
+    def _take_audio(self, request_id: str, running: _Running, audio: torch.Tensor | None) -> None:
         """Check a piece of sound, and keep it until it leaves."""
-        if "error" in result:
-            raise result["error"]
-        audio: torch.Tensor | None = result.get("audio")
-        if audio is None:  # all of it is held back until the next chunk
+        if audio is None:  # all of it is held back until the next chunk, or this is no sound
             return
         if not torch.isfinite(audio).all():
             raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")
@@ -248,3 +268,11 @@ class DiffusionEngine(VllmEngine[_Running]):
         self._jobs.clear()
         self._keeping.clear()
         super().shutdown()
+
+
+def _progress(running: _Running) -> list[ProgressEvent]:
+    """That one more step of the request's job is done, if the job is one that says so."""
+    running.done += 1
+    if running.job is None or not running.job.reports_progress:
+        return []
+    return [ProgressEvent(running.request.request_id, running.done, running.job.num_steps)]

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_actors.engine.worker_base import OmniRunnerBase
+from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 if TYPE_CHECKING:
@@ -37,6 +39,10 @@ class DiffusionJob:
         final_bytes: the same for its last step, which also decodes the latents.
         held_bytes: device memory in bytes that it holds from `add` to `remove` (latents, conditions), in a step or not.
         share: the part that it takes of a step which must be short; see `omni_actors.stage.deadlines.Piece`.
+        tokens: of each of its steps in the packed batch; a step takes at most `max_num_batched_tokens` of them, or one
+            job. 0 if its steps are not counted like this.
+        reports_progress: tell the client after each step how many are done. Of a request, at most one job does.
+        preview: its picture shows one that is not done yet.
     """
 
     payload: Any
@@ -45,6 +51,9 @@ class DiffusionJob:
     final_bytes: int = 0
     held_bytes: int = 0
     share: float = 0.0
+    tokens: int = 0
+    reports_progress: bool = False
+    preview: bool = False
 
     @property
     def most_bytes(self) -> int:
@@ -72,6 +81,10 @@ class DiffusionStream(ABC):
     def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
         """Append input; `complete` if it is the last. Raises `OmniError`, and then takes none of it."""
 
+    def extend_tensor(self, tensor: HostTensor, *, complete: bool) -> None:
+        """Append a tensor as input, in models that take any. Raises `OmniError`, and then takes none of it."""
+        raise InvalidRequest("This stage takes streamed tokens, not rows.")
+
     @abstractmethod
     def next_job(self) -> DiffusionJob | None:
         """The next job, or None while its input is missing. Each job is returned once."""
@@ -96,6 +109,52 @@ class DiffusionStream(ABC):
         """Free the stream's device memory. None of its jobs is running any more."""
 
 
+class SingleJob(DiffusionStream):
+    """A request that is one job, all of whose input has come when it starts.
+
+    Args:
+        job: the job.
+        input_tokens: length of its input, for the usage report.
+    """
+
+    def __init__(self, job: DiffusionJob, input_tokens: int) -> None:
+        self._job: DiffusionJob | None = job
+        self._input_tokens = input_tokens
+
+    @property
+    def input_tokens(self) -> int:
+        """Length of the input."""
+        return self._input_tokens
+
+    def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
+        """Ignore a late, empty end of the input; refuse more of it."""
+        if token_ids or not complete:
+            raise InvalidRequest("This stage takes its input as a whole.")
+
+    def next_job(self) -> DiffusionJob | None:
+        """The job, once."""
+        job, self._job = self._job, None
+        return job
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job has been returned."""
+        return self._job is None
+
+    @property
+    def held_bytes(self) -> int:
+        """Nothing is kept after the job."""
+        return 0
+
+    @property
+    def job_bytes(self) -> int:
+        """That of the job is known with the job."""
+        return 0
+
+    def close(self) -> None:
+        """Do nothing: the job's memory is the runner's."""
+
+
 def diffusion_entry(sampling_params: SamplingParams | None) -> Mapping[str, Any]:
     """Our part of a request's parameters: `diffusion` and, from the engine, `claim` and `due`. Else empty."""
     if sampling_params is None or not sampling_params.extra_args:
@@ -110,7 +169,11 @@ def diffusion_job(sampling_params: SamplingParams | None) -> DiffusionJob | None
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step for one job: device tensors after its last step, an error if it failed, otherwise neither."""
+    """Result of a step for one job: device tensors by name, or an error if it failed.
+
+    With its last step come `audio` f32 [samples], `image` u8 [height, width, 3 or 4] or `latents` (floating-point
+    numbers of any shape); with one before, `preview` may show what the latents would become.
+    """
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     error: BaseException | None = None

@@ -18,10 +18,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from omni_actors.engine.diffusion_budget import DeviceBudget
-from omni_actors.engine.diffusion_runner import diffusion_entry, diffusion_job
+from omni_actors.engine.diffusion_runner import DiffusionJob, diffusion_entry, diffusion_job
 from omni_actors.engine.scheduler_base import StallMixin
 from omni_actors.engine.worker_base import omni_options
-from omni_actors.stage.deadlines import Piece, choose
+from omni_actors.stage.deadlines import Piece, choose, picture_due
 
 NO_LIMIT = 1 << 62
 
@@ -30,13 +30,15 @@ class DiffusionMixin(StallMixin):
     """Puts into each step the jobs whose listeners fall silent first, as far as the memory of the stage's budget goes.
 
     Jobs in progress and waiting ones are in one order, `choose` and `DeviceBudget` decide. A step takes `max_num_seqs`
-    jobs; others in progress keep their latents and skip it.
+    jobs, and of those that count tokens as many as have `max_num_batched_tokens` together, or one; others in progress
+    keep their latents and skip it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.budget = DeviceBudget(omni_options(self.vllm_config).get("latent_budget_bytes", NO_LIMIT))
         self._places: int = self.vllm_config.scheduler_config.max_num_seqs
+        self._step_tokens: int = self.vllm_config.scheduler_config.max_num_batched_tokens
         self._by_priority = self.vllm_config.scheduler_config.policy == "priority"
         # vLLM would count jobs that skip a step, so that an urgent one could not enter.
         self.max_num_running_reqs = self.max_num_active_reqs = NO_LIMIT
@@ -54,13 +56,22 @@ class DiffusionMixin(StallMixin):
         running = {request.request_id for request in self.running}
         unfinished = {request.request_id: request for request in (*self.running, *self.waiting) if _has_step(request)}
 
+        tokens = 0  # in the step
+
         def fits(request_id: str) -> bool:
+            nonlocal tokens
             request = unfinished[request_id]
             entry = diffusion_entry(request.sampling_params)
             job = entry["diffusion"]
+            # What is left out here is not short of memory, so the budget is not asked: it would hold back all others.
+            if tokens and job.tokens and tokens + job.tokens > self._step_tokens:
+                return False
             if request_id in running:
-                return self.budget.takes(job, _next_step(request))
-            return self.budget.admits(request_id, job, entry.get("claim"))
+                fitting = self.budget.takes(job, _next_step(request))
+            else:
+                fitting = self.budget.admits(request_id, job, entry.get("claim"))
+            tokens += job.tokens if fitting else 0
+            return fitting
 
         pieces = [self._piece(request) for request in unfinished.values()]
         self._chosen = set(choose(pieces, self.clock(), self._places, fits))
@@ -72,8 +83,10 @@ class DiffusionMixin(StallMixin):
     def _piece(self, request: Request) -> Piece[str]:
         """The request's job, as `choose` sees it. Jobs that do not say when they are due are due at once."""
         entry = diffusion_entry(request.sampling_params)
+        job: DiffusionJob = entry["diffusion"]
+        left = job.tokens * (job.num_steps - _next_step(request) + 1)
         priority = request.priority if self._by_priority else 0
-        return Piece(request.request_id, priority, entry.get("due", 0.0), entry["diffusion"].share)
+        return Piece(request.request_id, priority, picture_due(entry.get("due", 0.0), left), job.share)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM calls this for every waiting request that it could admit; False leaves it waiting for this step."""

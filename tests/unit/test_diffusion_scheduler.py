@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from omni_actors.engine.platform import prepare
 
@@ -15,6 +18,7 @@ prepare()
 from omni_actors.engine.diffusion_budget import Claim  # noqa: E402
 from omni_actors.engine.diffusion_runner import DiffusionJob, diffusion_job  # noqa: E402
 from omni_actors.engine.diffusion_scheduler import DiffusionMixin  # noqa: E402
+from omni_actors.stage.deadlines import TOKENS_PER_SECOND  # noqa: E402
 
 NOW, SOON, LATER = 100.0, 100.1, 110.0
 
@@ -78,15 +82,22 @@ class Scheduler(DiffusionMixin, FakeScheduler):
     """The mixin under test."""
 
 
-def config(places: int = 64, policy: str = "priority", **options: int) -> SimpleNamespace:
-    scheduler = SimpleNamespace(max_num_seqs=places, policy=policy)
+def config(places: int = 64, policy: str = "priority", step_tokens: int = 4096, **options: int) -> SimpleNamespace:
+    scheduler = SimpleNamespace(max_num_seqs=places, policy=policy, max_num_batched_tokens=step_tokens)
     return SimpleNamespace(scheduler_config=scheduler, additional_config={"omni": options})
 
 
 def diffusion(
-    request_id: str, steps: int, step_bytes: int, final_bytes: int | None = None, due: float = 0.0, share: float = 0.0
+    request_id: str,
+    steps: int,
+    step_bytes: int,
+    final_bytes: int | None = None,
+    due: float = 0.0,
+    share: float = 0.0,
+    tokens: int = 0,
 ) -> FakeRequest:
-    job = DiffusionJob(None, steps, step_bytes, step_bytes if final_bytes is None else final_bytes, share=share)
+    final = step_bytes if final_bytes is None else final_bytes
+    job = DiffusionJob(None, steps, step_bytes, final, share=share, tokens=tokens)
     params = SimpleNamespace(max_tokens=steps, extra_args={"omni": {"diffusion": job, "due": due}})
     return FakeRequest(request_id, params)
 
@@ -227,3 +238,53 @@ def test_a_job_whose_last_step_is_in_flight_takes_no_place():
     flying.num_computed_tokens = 2
     scheduler.running, scheduler.waiting = [flying], [waiting]
     assert "waiting" in scheduler.schedule().scheduled
+
+
+def picture(name: str, steps: int, tokens: int, arrived: float = NOW) -> FakeRequest:
+    return diffusion(name, steps, 1, due=arrived, tokens=tokens)
+
+
+def test_a_step_takes_as_many_pictures_as_its_tokens_allow_and_a_larger_one_runs_alone():
+    steps = run(99, picture("a", 1, 2000), picture("b", 1, 2000), picture("c", 1, 2000), picture("large", 1, 9000))
+    assert steps == [["a", "b"], ["c"], ["large"]]
+
+
+def test_what_does_not_fit_the_tokens_of_a_step_leaves_its_place_to_what_does():
+    # It is not short of memory, so nothing has to be kept free for it.
+    steps = run(99, picture("a", 1, 1500), picture("b", 1, 3000), picture("c", 2, 2000))
+    assert steps == [["a", "c"], ["c"], ["b"]]
+
+
+def test_a_small_picture_that_comes_during_a_large_one_is_done_first_and_the_large_one_then_goes_on():
+    large, small = picture("large", 4, 16_000), picture("small", 2, 1000, NOW + 0.1)
+    steps = run(99, large, arrivals={1: small})
+    assert steps == [["large"], ["small"], ["small"], ["large"], ["large"], ["large"]]
+
+
+def test_of_two_pictures_that_came_together_the_one_with_less_left_to_do_goes_first():
+    steps = run(99, picture("long", 3, 3000), picture("short", 2, 3000))
+    assert steps == [["short"], ["short"], ["long"], ["long"], ["long"]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    large=st.tuples(st.integers(1, 20), st.integers(100, 20_000)),
+    others=st.lists(st.tuples(st.integers(1, 8), st.integers(100, 4096)), min_size=1, max_size=8),
+)
+def test_no_picture_waits_for_ever_however_many_smaller_ones_keep_coming(large, others):
+    # One more comes before every step, and the stage computes less than comes: it can never be empty.
+    scheduler = Scheduler(config(latent_budget_bytes=1 << 40))
+    now = NOW
+    scheduler.clock = lambda: now
+    scheduler.add_request(picture("large", *large, now))
+    steps, tokens = large
+    for number in itertools.count():
+        if not any(request.request_id == "large" for request in (*scheduler.running, *scheduler.waiting)):
+            break
+        scheduler.add_request(picture(str(number), *others[number % len(others)], now))
+        done = scheduler.schedule().scheduled
+        assert done, "a step with work to do does some"
+        now += 0.1
+        # Only those that came before it is due go before it; each of their steps takes a tenth of a second.
+        earlier = steps * tokens / TOKENS_PER_SECOND / 0.1 + 1
+        assert number <= (earlier + 1) * 9 + steps

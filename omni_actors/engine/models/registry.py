@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from omni_actors.config import check_allowed
-from omni_actors.config.checkpoint import CONFIG_NAME, read_checkpoint_config
+from omni_actors.config.checkpoint import CONFIG_NAME, INDEX_NAME, checkpoint_class
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.payloads import StageParams
 
@@ -50,6 +50,8 @@ class ModelSpec:
         params: sampling defaults of the published model.
         adapter: class path of the `AutoregressiveAdapter` (AR stages) that maps stage inputs to vLLM requests.
         runner: class path of the `DiffusionModelRunner` (diffusion stages).
+        folder: of a checkpoint with a folder for each part, the one whose config.json vLLM reads. It must be one of a
+            language model, also for stages that are none (`placeholder_overrides`).
         media: set if prompts may have audio, images and video (the thinker of an omni model).
     """
 
@@ -61,6 +63,7 @@ class ModelSpec:
     params: StageParams = field(default_factory=StageParams)
     adapter: str = ""
     runner: str = ""
+    folder: str = ""
     media: PromptMedia | None = None
 
 
@@ -74,6 +77,7 @@ MODULES: dict[tuple[str, str], str] = {
     for architecture, family in _FAMILIES.items()
     for stage in ("thinker", "talker", "code2wav")
 }
+MODULES |= {("ZImagePipeline", stage): f"omni_actors.engine.models.z_image.{stage}_stage" for stage in ("dit", "vae")}
 
 
 MODULES["Qwen3OmniMoeForConditionalGeneration", "code2wav"] = "omni_actors.engine.models.qwen3_omni.code2wav"
@@ -161,7 +165,7 @@ def register_models(spec: ModelSpec) -> None:
 
 
 def checkpoint_architecture(model: str) -> str:
-    """The architecture named by a checkpoint's config.json.
+    """The architecture named by a checkpoint's config.json, or the pipeline named by its model_index.json.
 
     Args:
         model: folder, or hub name of a checkpoint.
@@ -169,16 +173,17 @@ def checkpoint_architecture(model: str) -> str:
     Raises:
         ConfigError: the file cannot be read or is not what it should be.
     """
-    return str(read_checkpoint_config(_config_file(model))["architectures"][0])
+    return checkpoint_class(Path(model) if Path(model).is_dir() else _cached_folder(model))
 
 
-def _config_file(model: str) -> Path:
-    if Path(model).is_dir():
-        return Path(model) / CONFIG_NAME
+def _cached_folder(model: str) -> Path:
     from transformers.utils import cached_file
 
-    try:
-        found = cached_file(model, CONFIG_NAME)
-    except OSError as error:  # neither cached nor to be had from the hub
-        raise ConfigError(f"Cannot read the configuration of {model!r}: {error}") from error
-    return Path(found)
+    for name in (INDEX_NAME, CONFIG_NAME):
+        try:
+            found = cached_file(model, name, _raise_exceptions_for_missing_entries=name == CONFIG_NAME)
+        except OSError as error:  # neither cached nor to be had from the hub
+            raise ConfigError(f"Cannot read the configuration of {model!r}: {error}") from error
+        if found is not None:
+            return Path(found).parent
+    raise ConfigError(f"The checkpoint {model!r} has neither {INDEX_NAME} nor {CONFIG_NAME}.")

@@ -239,6 +239,21 @@ class Dit(nn.Module):
         self.final_modulation = nn.Linear(config.moment_width, config.width)
         self.final = nn.Linear(config.width, config.patch_width)
 
+    @classmethod
+    def without_weights(cls, config: DitConfig, device: torch.device, dtype: torch.dtype) -> Dit:
+        """A network on a device whose parameters have any values; `draw` or weights.py gives them theirs."""
+        with torch.device("meta"):
+            dit = cls(config).to(dtype)
+        return dit.to_empty(device=device).requires_grad_(False).eval()
+
+    def draw(self) -> None:
+        """Give the parameters random values that keep the size of what goes through the network."""
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+
     @property
     def device(self) -> torch.device:
         """Where the weights are."""

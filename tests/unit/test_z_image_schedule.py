@@ -1,0 +1,53 @@
+"""Tests of the moments of a picture's steps against diffusers', and of where its previews lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omni_actors.engine.models.z_image.denoising import PictureSpec
+from omni_actors.engine.models.z_image.schedule import FlowSchedule
+from omni_actors.errors import ConfigError
+
+CONFIGS = [
+    {"shift": 3.0, "use_dynamic_shifting": False},
+    {"shift": 6.0, "use_dynamic_shifting": False},
+    {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_shares_of_noise_are_those_of_diffusers(config):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift
+
+    reference = FlowMatchEulerDiscreteScheduler(**config)
+    schedule = FlowSchedule.from_config(reference.config)
+    for steps in (1, 2, 8, 50, 1000):
+        for tokens in (1, 1024, 16_384):
+            line = torch.linspace(1.0, 1 / steps, steps).tolist()
+            named = reference.config
+            mu = calculate_shift(
+                tokens, named.base_image_seq_len, named.max_image_seq_len, named.base_shift, named.max_shift
+            )
+            reference.set_timesteps(sigmas=line, mu=mu)
+            sigmas = schedule.sigmas(steps, tokens)
+            assert (sigmas - reference.sigmas).abs().max() < 1e-6
+            assert (schedule.moments(sigmas[:-1]) - (1000 - reference.timesteps) / 1000).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "config", [{"_class_name": "DDIMScheduler"}, {"use_karras_sigmas": True}, {"time_shift_type": "linear"}]
+)
+def test_another_kind_of_schedule_is_refused(config):
+    with pytest.raises(ConfigError, match="The checkpoint's scheduler"):
+        FlowSchedule.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("steps", "previews", "shown"),
+    [(8, 0, []), (8, 3, [2, 4, 6]), (50, 1, [25]), (1, 3, []), (2, 1, [1]), (3, 16, [1, 2])],
+)
+def test_previews_are_spread_evenly_and_none_follows_the_last_step(steps, previews, shown):
+    spec = PictureSpec(2, 2, steps, 0, torch.zeros(1, 4), previews=previews)
+    assert [step for step in range(1, steps + 1) if spec.shows_after(step)] == shown
