@@ -30,7 +30,7 @@ class BatchedDecoder:
     """
 
     def __init__(self, decoder: CodecDecoder, device: torch.device, most: int) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._device = device
         self._most = most
         self._graphs: dict[tuple[bool, int, int], _Graph] = {}  # by whether first, frames and batch
@@ -58,7 +58,7 @@ class BatchedDecoder:
         position = self._to_device(torch.tensor([chunk.position for chunk in chunks]))
         graph = self._graph(not states, chunks[0].frames, len(chunks))
         if graph is None:
-            samples, after = self._decoder(codes, position, torch.stack(states) if states else None)
+            samples, after = self.decoder(codes, position, torch.stack(states) if states else None)
         else:
             graph.codes[: len(chunks)] = codes
             graph.position[: len(chunks)] = position
@@ -95,14 +95,14 @@ class BatchedDecoder:
                 self._graphs[begins, frames, batch] = self._captured(begins, frames, batch, pool)
 
     def _captured(self, first: bool, frames: int, batch: int, pool: Any) -> _Graph:
-        codes = torch.zeros(batch, self._decoder.sizes.num_quantizers, frames, dtype=torch.int64, device=self._device)
+        codes = torch.zeros(batch, self.decoder.sizes.num_quantizers, frames, dtype=torch.int64, device=self._device)
         position = torch.zeros(batch, dtype=torch.int64, device=self._device)
         state = None if first else self._before[:batch]
-        self._decoder(codes, position, state)  # kernels are chosen and loaded outside of the graph
+        self.decoder(codes, position, state)  # kernels are chosen and loaded outside of the graph
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            samples, after = self._decoder(codes, position, state)
+            samples, after = self.decoder(codes, position, state)
             self._after[:batch].copy_(after)
         return _Graph(graph, codes, position, samples)
 
