@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
     Qwen3OmniMoeCode2WavConfig,
     Qwen3OmniMoeConfig,
@@ -34,23 +36,29 @@ CONFIG = {
 }
 
 
+def liven(model: nn.Module, decode: Callable[[torch.Tensor], torch.Tensor], seed: int) -> None:
+    """Set weights with which every layer matters, as in no model that has not been trained, and a peak of 0.6."""
+    generator = torch.Generator().manual_seed(seed)
+    model.eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("alpha", "beta")):
+            parameter.normal_(std=0.3, generator=generator)
+        elif name.endswith(("gamma", "scale")):
+            parameter.uniform_(0.2, 0.5, generator=generator)
+        elif parameter.dim() > 1:
+            spread = 1.0 if "embedding" in name else 0.7 * parameter[0].numel() ** -0.5
+            parameter.normal_(std=spread, generator=generator)
+    last = model.get_submodule("decoder")[-1].conv
+    last.bias.zero_()
+    last.weight.mul_(1e-6)  # far from where the sound is clipped
+    last.weight.mul_(0.6 / decode(codes(30)[None]).abs().max())
+
+
 @cache
 def reference_decoder() -> Qwen3OmniMoeCode2Wav:
-    """Every weight matters: no layer scale or activation is left as it begins in training."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig(**CONFIG)).eval().requires_grad_(False)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("alpha", "beta")):
-                torch.nn.init.normal_(parameter, std=0.3)
-            elif name.endswith(("gamma", "scale")):
-                torch.nn.init.uniform_(parameter, 0.2, 0.5)
-            elif name.endswith("conv.weight"):
-                torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-        last = model.decoder[-1].conv
-        last.bias.zero_()
-        last.weight.mul_(1e-6)  # far from where the sound is clipped
-        last.weight.mul_(0.6 / model(codes(30)[None]).abs().max())
+    """transformers' decoder."""
+    model = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig(**CONFIG))
+    liven(model, model, seed=1)
     return model
 
 
