@@ -79,9 +79,6 @@ MODULES: dict[tuple[str, str], str] = {
 }
 MODULES |= {("ZImagePipeline", stage): f"omni_actors.engine.models.z_image.{stage}_stage" for stage in ("dit", "vae")}
 
-
-MODULES["Qwen3OmniMoeForConditionalGeneration", "code2wav"] = "omni_actors.engine.models.qwen3_omni.code2wav"
-
 CHAT_STAGE = "thinker"
 CHAT_MODULE = "omni_actors.engine.models.chat"
 
