@@ -73,6 +73,7 @@ async def status(state: State) -> Response:
             "modalities": description.modalities,
             "parameters": description.parameters,
             "voices": description.voices,
+            "outputs": description.outputs,
             "sample_rate": description.sample_rate,
             "healthy": description.healthy,
             "in_flight": description.in_flight,

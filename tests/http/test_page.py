@@ -261,11 +261,11 @@ def test_everything_works_by_keyboard(echo: HttpPipeline, page: Page) -> None:
     """Tab reaches every control in visual order, and the focus is visible."""
     open_page(page, echo)
     reached = []
-    for _ in range(10):
+    for _ in range(11):
         page.keyboard.press("Tab")
         reached.append(page.locator(":focus").get_attribute("id"))
     assert reached == [
-        *("attach", "record", "send", "speak", "voice", "system", "temperature", "tokens", "seed", "key")
+        *("attach", "record", "converse", "send", "speak", "voice", "system", "temperature", "tokens", "seed", "key")
     ]
     page.locator("#text").focus()
     for name in ("toggle-details-panel", "toggle-settings-panel", "clear"):
@@ -280,11 +280,17 @@ def test_page_with_an_api_key(page: Page) -> None:
         page.goto(pipeline.url)
         expect(page.locator("#health")).to_have_text("unavailable")
         expect(page.locator("#pipeline")).to_contain_text("API key")
+        page.locator("#converse").click()
+        expect(page.locator("#error")).to_contain_text("API key")
+        expect(page.locator("#composer")).to_be_visible()
         page.locator("#key").fill("sesame")
         page.locator("#key").press("Tab")
         expect(page.locator("#health")).to_have_text("ready")
         ask(page, "open")
         expect(page.locator("li.assistant .say")).to_have_text("open")
+        page.locator("#converse").click()
+        expect(page.locator("#spoken-state")).to_have_text("Listening")
+        page.locator("#end-spoken").click()
         page.locator("#toggle-details-panel").click()
         expect(page.locator("#stages li.ready")).to_have_count(4)
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # who comes back sees what is so now

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 import numpy
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
-from tests.support.browser import answered, ask, needs_chromium, open_page, watched_page
+from tests.support.browser import answered, ask, axe_violations, needs_chromium, open_page, watched_page
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, picture, sound
 
@@ -55,13 +54,6 @@ def keep(screenshot: bytes, width: int, scheme: str) -> None:
     )
 
 
-def violations(page: Page, *rules: str) -> list[str]:
-    """What axe-core finds by some or all of its rules, as rule and the elements that break it."""
-    options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
-    found = Axe().run(page, options=options).response["violations"]
-    return [f"{rule['id']}: {[node['html'][:200] for node in rule['nodes']]}" for rule in found]
-
-
 def attach(page: Page) -> None:
     files = [("sea.png", "image/png", picture()), ("sea.wav", "audio/wav", sound())]
     page.locator("#file").set_input_files([{"name": n, "mimeType": kind, "buffer": data} for n, kind, data in files])
@@ -75,7 +67,7 @@ def show(page: Page, panel: str) -> None:
 
 def test_axe_finds_nothing_at_any_width(echo: HttpPipeline, page: Page) -> None:
     open_page(page, echo)
-    assert violations(page) == []
+    assert axe_violations(page) == []
     attach(page)
     ask(page, CONVERSATION)
     answered(page)
@@ -91,9 +83,9 @@ def test_axe_finds_nothing_at_any_width(echo: HttpPipeline, page: Page) -> None:
             else:
                 page.keyboard.press("Escape")
             page.emulate_media(color_scheme="light")
-            assert violations(page) == []
+            assert axe_violations(page) == []
             page.emulate_media(color_scheme="dark")
-            assert violations(page, "color-contrast") == []
+            assert axe_violations(page, "color-contrast") == []
 
 
 def test_an_example_conversation_fits_every_width(echo: HttpPipeline, page: Page) -> None:

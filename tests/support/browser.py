@@ -6,9 +6,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.support.servers import HttpPipeline
@@ -22,11 +24,16 @@ ARGUMENTS = ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stre
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
-    """The system's Chromium, headless, with a fake microphone."""
+def chromium(microphone: Path | None = None) -> Iterator[Browser]:
+    """The system's Chromium, headless, with a fake microphone.
+
+    Args:
+        microphone: a WAV file that it plays again and again while it is open; by default it beeps.
+    """
     with sync_playwright() as playwright:
         sandbox = ["--no-sandbox"] if os.getuid() == 0 else []  # Chromium's sandbox refuses to run as root
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *sandbox])
+        plays = [f"--use-file-for-fake-audio-capture={microphone}"] if microphone is not None else []
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *plays, *sandbox])
         yield browser
         browser.close()
 
@@ -44,7 +51,8 @@ def watched_page(browser: Browser, **options: object) -> Iterator[Page]:
     yield page
     context.close()
     # The browser itself logs a status of 4xx or 5xx; refused scripts and styles would be our fault.
-    assert not [problem for problem in problems if "Failed to load resource" not in problem]
+    expected = ("Failed to load resource", "Unexpected response code")
+    assert not [problem for problem in problems if not any(words in problem for words in expected)]
 
 
 def open_page(page: Page, pipeline: HttpPipeline) -> None:
@@ -89,3 +97,10 @@ def sent(page: Page, act: Callable[[], None]) -> dict:
     with page.expect_request("**/v1/chat/completions") as request:
         act()
     return request.value.post_data_json
+
+
+def axe_violations(page: Page, *rules: str) -> list[str]:
+    """What axe-core finds by some or all of its rules, as rule and the elements that break it."""
+    options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
+    found = Axe().run(page, options=options).response["violations"]
+    return [f"{rule['id']}: {[node['html'][:200] for node in rule['nodes']]}" for rule in found]

@@ -37,7 +37,10 @@ def test_a_session_begins_with_its_configuration() -> None:
 
 def test_an_update_changes_what_it_names_only() -> None:
     talk = Talk()
-    update(talk, instructions="Be brief.", audio={"output": {"voice": "Ethan"}})
+    (updated,) = update(talk, instructions="Be brief.", max_output_tokens=9, audio={"output": {"voice": "Ethan"}})
+    assert updated["session"]["max_output_tokens"] == 9
+    (updated,) = update(talk, max_output_tokens="inf")
+    assert updated["session"]["max_output_tokens"] == "inf"
     (updated,) = update(talk, audio={"input": {"turn_detection": {"type": "server_vad", "threshold": 0.7}}})
     assert updated["session"]["instructions"] == "Be brief."
     assert updated["session"]["audio"]["output"]["voice"] == "Ethan"

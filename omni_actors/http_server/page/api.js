@@ -19,6 +19,7 @@ const WORDS = {  // by the code of an error; the server's own message is for pro
   timeout: "The model does not react. Try again shortly.",
   aborted: "The answer was ended by the server.",
   internal_error: "The server failed.",
+  session_expired: "A session is not longer than this on this server. The conversation goes on in a new one.",
 };
 const WORDS_BY_STATUS = {
   401: "The server asks for an API key: enter it in the settings.",
@@ -29,6 +30,7 @@ const WORDS_BY_STATUS = {
 /** An error with a message for people, `details` with what the server said, and the request's id if it has one. */
 export class PageError extends Error {
   requestId = null;
+  status = 0;  // of the response, if there was one
 
   constructor(message, details = "") {
     super(message);
@@ -54,7 +56,7 @@ export async function request(path, options = {}) {
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => ({}));
-  throw Object.assign(PageError.of(body.error, response.status), { requestId: response.headers.get("x-request-id") });
+  throw Object.assign(PageError.of(body.error, response.status), { requestId: response.headers.get("x-request-id"), status: response.status });
 }
 
 /** The data of each server-sent event of a response, until the server's [DONE]. */

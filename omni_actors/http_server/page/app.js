@@ -1,5 +1,6 @@
 "use strict";
-// The page of the HTTP server: a conversation through /v1/chat/completions, the pipeline through /v1/status.
+// The page of the HTTP server: a conversation through /v1/chat/completions, or a spoken one through /v1/realtime; the
+// pipeline through /v1/status.
 // `player.js` and `recorder.js` are the page's mouth and ear; whatever else speaks or listens uses them, too.
 
 import * as chat from "./chat.js";
@@ -10,6 +11,7 @@ import * as messages from "./messages.js";
 import { player } from "./player.js";
 import * as settings from "./settings.js";
 import * as status from "./status.js";
+import * as voice from "./voice.js";
 
 const WIDE = matchMedia("(min-width: 56.01rem)");  // else a panel covers the conversation
 const PANELS = ["settings-panel", "details-panel"];
@@ -42,7 +44,7 @@ function setUpPanels() {
 }
 
 function onEscape() {
-  if (!uncover() && !composer.leave()) chat.stop();
+  if (!uncover() && !voice.leave() && !composer.leave()) chat.stop();
 }
 
 setUpPanels();
@@ -50,13 +52,16 @@ settings.setUp({ onKey: status.refresh, show: () => showPanel("settings-panel") 
 messages.setUp();
 composer.setUp();
 level.setUp();
+voice.setUp();
 player.addEventListener("change", chat.showRunning);
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 $("stop").onclick = async () => { await chat.stop(); $("text").focus(); };
-$("clear").onclick = async () => { await chat.clear(); composer.reset(); };
+$("clear").onclick = async () => { await chat.clear(); composer.reset(); voice.startOver(); };
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") onEscape();
-  if (event.altKey && event.code === "KeyM") { event.preventDefault(); composer.toggleRecording(); }
+  if (!event.altKey) return;
+  if (event.code === "KeyM") { event.preventDefault(); (voice.runs() ? voice.toggleMute : composer.toggleRecording)(); }
+  if (event.code === "KeyC") { event.preventDefault(); voice.toggle(); }
 });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) status.refresh(); });
 status.refresh();

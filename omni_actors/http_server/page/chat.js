@@ -1,5 +1,5 @@
 "use strict";
-// The conversation: questions, the request that runs, and asking again.
+// The conversation: questions, the request that runs, and asking again. `voice.js` adds what is spoken.
 
 import { PageError, ask } from "./api.js";
 import { $, announce, make } from "./common.js";
@@ -50,11 +50,32 @@ function forget(from, keepAttachments = []) {
 export async function send(text, attachments, edit, edited = null) {
   await stop();
   if (edited && turns.includes(edited)) forget(turns.indexOf(edited), attachments);
-  const turn = { text, attachments, answer: null, view: null };
-  turn.question = new messages.QuestionView(turn, () => edit(turn));
-  turns.push(turn);
-  await answer(turn);
+  await answer(addTurn(text, attachments, edit));
 }
+
+/** Appends a question. One that is `spoken` gets its text and its answer from elsewhere. */
+export function addTurn(text, attachments, edit, spoken = false) {
+  const turn = { text, attachments, answer: null, view: null };
+  turn.question = new messages.QuestionView(turn, () => edit(turn), spoken);
+  turns.push(turn);
+  return turn;
+}
+
+/** Appends an answer, whose sound comes to `clip`. */
+export function addAnswer(turn, clip) {
+  turn.view = new messages.AnswerView(clip, () => again(turn));
+  return turn.view;
+}
+
+/** The questions and answers in words, for a model that begins to listen: [{role, text}]. */
+export function inWords() {
+  return turns.filter((turn) => turn.answer !== null).flatMap((turn) => [
+    { role: "user", text: [turn.text, ...turn.attachments.map(({ name }) => `(attached: ${name})`)].filter(Boolean).join("\n") },
+    { role: "assistant", text: turn.answer },
+  ]).filter(({ text }) => text);
+}
+
+export const isLast = (turn) => turns.at(-1) === turn;
 
 /** Asks the last question again. */
 async function again(turn) {
@@ -70,9 +91,11 @@ function messageOf(turn) {
   return { role: "user", content: [...turn.attachments.map((attachment) => attachment.part), ...text] };
 }
 
-/** The conversation up to a turn. Questions that were never answered are left out. */
+const hasContent = (turn) => Boolean(turn.text || turn.attachments.length);
+
+/** The conversation up to a turn. Questions that were never answered, or not understood, are left out. */
 function historyOf(turn) {
-  const before = turns.slice(0, turns.indexOf(turn)).filter((earlier) => earlier.answer !== null);
+  const before = turns.slice(0, turns.indexOf(turn)).filter((earlier) => earlier.answer !== null && hasContent(earlier));
   return before.flatMap((earlier) => [messageOf(earlier), { role: "assistant", content: earlier.answer }]);
 }
 
@@ -85,7 +108,7 @@ async function answer(turn) {
   status.requestRuns(true);
   const clip = settings.speaks() ? new Clip(status.current?.sample_rate || 24000) : null;
   if (clip) player.play(clip);
-  const view = turn.view = new messages.AnswerView(clip, () => again(turn));
+  const view = addAnswer(turn, clip);
   announce("The answer begins.");
   const seen = { id: null, usage: null, times: {} };
   let state = "done";

@@ -66,7 +66,7 @@ async function send() {
 }
 
 /** Puts an earlier question back into the box. */
-function edit(turn) {
+export function edit(turn) {
   const draft = edited?.draft ?? { text: $("text").value, attachments };
   edited = { turn, draft };
   attachments = [...turn.attachments];

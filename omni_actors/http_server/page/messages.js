@@ -56,23 +56,40 @@ async function copy(text, button) {
   setTimeout(() => { words.textContent = button.ariaLabel = "Copy"; }, 1500);
 }
 
-/** A question: its text and attachments, with buttons to copy and edit it. */
+/** A question: its text and attachments, with buttons to copy and edit it. One that is spoken gets its text later. */
 export class QuestionView {
-  constructor(turn, edit) {
+  constructor(turn, edit, spoken = false) {
     this.item = make("li", { className: "user" }, make("span", { className: "hidden" }, "You: "));
     if (turn.attachments.length) {
       const cards = turn.attachments.map((attachment) => card(attachment));
       this.item.append(make("ul", { className: "cards", ariaLabel: "Attachments" }, ...cards));
     }
-    if (turn.text) this.item.append(make("p", { className: "say" }, turn.text));
-    const actions = make("div", { className: "actions" }, action("edit", "Edit", edit));
-    if (turn.text) {
+    this.turn = turn;
+    this.say = make("p", { className: "say" }, turn.text);
+    if (turn.text || spoken) this.item.append(this.say);
+    this.item.classList.toggle("working", spoken);
+    this.actions = make("div", { className: "actions", hidden: spoken }, action("edit", "Edit", edit));
+    if (turn.text || spoken) {
       const button = action("copy", "Copy", () => copy(turn.text, button));
-      actions.prepend(button);
+      this.actions.prepend(button);
     }
-    this.item.append(actions);
+    this.item.append(this.actions);
     $("messages").append(this.item);
     toEnd();
+  }
+
+  /** Shows what has been understood of a spoken question so far. */
+  write(text) {
+    this.turn.text = this.say.textContent = text;
+    follow();
+  }
+
+  /** Shows that no more of it will be understood. */
+  end() {
+    this.item.classList.remove("working");
+    this.actions.hidden = !this.turn.text;
+    if (!this.turn.text) this.say.replaceChildren(make("small", {}, "not written down"));
+    follow();
   }
 
   remove() { this.item.remove(); }
@@ -102,6 +119,19 @@ export class AnswerView {
     requestAnimationFrame(() => this.#draw());
   }
 
+  /** Replaces the text by the part of it that was heard. */
+  cut(text) {
+    this.text = text;
+    this.#drawn = false;
+    this.#draw();
+    this.#note("interrupted");
+  }
+
+  #note(words) {
+    this.item.querySelector("small")?.remove();
+    this.actions.before(make("small", {}, words));
+  }
+
   #draw() {
     if (this.#drawn) return;
     this.#drawn = true;
@@ -126,7 +156,7 @@ export class AnswerView {
   end(state) {
     this.#draw();
     this.item.classList.replace("working", state);
-    if (state !== "done") this.actions.before(make("small", {}, state));
+    if (state !== "done") this.#note(state);
     const again = action("again", state === "failed" ? "Try again" : "Regenerate", this.again);
     if (this.text) {
       const button = action("copy", "Copy", () => copy(this.text, button));

@@ -17,14 +17,21 @@ export class Clip {
   toWav() { return wavOf(this.pieces, this.rate); }
 }
 
-/** Plays one clip at a time, its pieces queued one behind the other on the audio clock; "change" when that begins or ends. */
+/** Plays one clip at a time, its pieces queued one behind the other on the audio clock. "change" when that begins or ends, "over" at its end. */
 class Player extends EventTarget {
   clip = null;      // what plays, or will once its first piece arrives
   turns = 0;        // how often something has been stopped or replaced
   #context = null;
   #analyser = null;
   #sources = new Set();
+  #times = [];      // {from, seconds} of each piece of what plays
   #next = 0;
+
+  /** Seconds of what plays that have left the loudspeaker. */
+  get heard() {
+    const now = this.#context ? this.#context.currentTime - (this.#context.outputLatency || 0) : 0;
+    return this.#times.reduce((sum, { from, seconds }) => sum + Math.min(Math.max(now - from, 0), seconds), 0);
+  }
 
   get playing() { return this.clip !== null && this.clip.pieces.length > 0; }
 
@@ -62,12 +69,20 @@ class Player extends EventTarget {
     this.#endIfOver();
   }
 
+  /** Ends what plays; "cut" says how much of it was heard. */
   stop() {
+    const cut = this.clip && { clip: this.clip, heard: this.heard };
+    this.#end();
+    if (cut) this.dispatchEvent(new CustomEvent("cut", { detail: cut }));
+  }
+
+  #end() {
     this.turns++;
     const ended = this.clip;
     this.clip = null;
     for (const source of this.#sources) source.stop();
     this.#sources.clear();
+    this.#times = [];
     this.#next = 0;
     if (ended) this.#changed();
   }
@@ -87,6 +102,7 @@ class Player extends EventTarget {
     source.connect(this.#analyser);
     if (this.#next < context.currentTime) this.#next = context.currentTime + AHEAD;
     source.start(this.#next);
+    this.#times.push({ from: this.#next, seconds: buffer.duration });
     this.#next += buffer.duration;
     this.#sources.add(source);
     source.onended = () => { this.#sources.delete(source); this.#endIfOver(); };
@@ -103,7 +119,10 @@ class Player extends EventTarget {
   }
 
   #endIfOver() {
-    if (this.clip?.complete && !this.#sources.size) this.stop();
+    if (!this.clip?.complete || this.#sources.size) return;
+    const clip = this.clip;
+    this.#end();
+    this.dispatchEvent(new CustomEvent("over", { detail: clip }));
   }
 
   #changed() { this.dispatchEvent(new Event("change")); }

@@ -1,7 +1,8 @@
 "use strict";
-// The microphone.
+// A recording by the microphone.
 
 import { PageError } from "./api.js";
+import { openMicrophone } from "./microphone.js";
 import { decode, wavOf } from "./wav.js";
 
 const RATE = 16000;  // Hz of what is sent
@@ -20,12 +21,7 @@ export class Recording {
 
   /** Asks for the microphone and begins. Raises `PageError`. */
   static async start() {
-    if (!navigator.mediaDevices) throw new PageError("The browser gives a microphone to https pages and to localhost only.");
-    try {
-      return new Recording(await navigator.mediaDevices.getUserMedia({ audio: true }));
-    } catch (error) {
-      throw new PageError("The microphone cannot be used. Allow it for this page in the browser's settings.", error.message);
-    }
+    return new Recording(await openMicrophone());
   }
 
   get seconds() { return (performance.now() - this.#began) / 1000; }

@@ -66,6 +66,20 @@ export function parameters() {
   return fields;
 }
 
+/** The configuration of a realtime session that follows from the settings. `textStage` is where the temperature applies. */
+export function session(textStage) {
+  const voice = $("voice").value;
+  return {
+    type: "realtime",
+    instructions: $("system").value.trim(),
+    output_modalities: [speaks() ? "audio" : "text"],
+    audio: { input: { transcription: {} }, ...(speaks() ? { output: { voice: voice && voice !== "default" ? voice : null } } : {}) },
+    max_output_tokens: $("tokens").value ? Number($("tokens").value) : "inf",
+    seed: $("seed").value ? Number($("seed").value) : null,
+    stage_params: $("temperature").value ? { [textStage]: { temperature: Number($("temperature").value) } } : {},
+  };
+}
+
 /** The messages that stand before the conversation. */
 export function preamble() {
   const text = $("system").value.trim();

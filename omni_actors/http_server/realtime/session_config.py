@@ -27,7 +27,8 @@ BYTES_PER_SECOND = 2 * RATE
 Modality = Literal["text", "audio"]
 Modalities = Annotated[list[Modality], Meta(min_length=1, max_length=2)]
 Instructions = Annotated[str, Meta(max_length=MAX_TEXT)]
-OutputTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Literal["inf"]
+# Not a Literal: in a union with a number, msgspec takes "inf" for an infinite one.
+OutputTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Annotated[str, Meta(pattern=r"^inf\Z")]
 Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 NoneOf = Annotated[list[Any], Meta(max_length=0)] | None
 
@@ -170,7 +171,7 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
     output: Modality
     voice: str | None = None
     instructions: str = ""
-    max_output_tokens: int | Literal["inf"] = "inf"
+    max_output_tokens: int | str = "inf"
     turn_detection: ServerVad | None = None
     transcription: Transcription | None = None
     truncation: Literal["auto", "disabled"] = "auto"

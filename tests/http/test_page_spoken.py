@@ -1,0 +1,260 @@
+"""Spoken conversations on the web page, by a microphone that plays speech again and again."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import soundfile
+from playwright.sync_api import Browser, Page, WebSocket, WebSocketRoute, expect
+
+from omni_actors.http_server.realtime.session_config import RATE
+from tests.support.browser import axe_violations, chromium, in_flight, needs_chromium, open_page, sent_messages, until
+from tests.support.paths import REPOSITORY
+from tests.support.realtime import speech
+from tests.support.servers import HttpPipeline
+
+pytestmark = needs_chromium
+QUIET = numpy.zeros(RATE, numpy.int16)
+ECHOED = "Write down what is said"  # what the echo stages understand of any speech
+ANSWER = """Rivers make it salty. Rain dissolves a little of the rock it runs over and carries it to the sea. \
+The water evaporates and falls again as rain, but the minerals stay: mostly sodium and chloride. \
+In a litre of the Atlantic there are thirty-five grams of them, in a litre of the Baltic eight."""
+SCREENSHOT = REPOSITORY / "docs" / "images" / "web-spoken.png"
+MILLISECONDS_PER_CHARACTER = 20  # of what the echo stages speak
+APPEND, CREATE, TRUNCATE, DELETE = (
+    *("input_audio_buffer.append", "conversation.item.create", "conversation.item.truncate"),
+    "conversation.item.delete",
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser whose microphone hears 0.6 s of speech every two seconds."""
+    path = tmp_path_factory.mktemp("microphone") / "speech.wav"
+    heard = numpy.concatenate([QUIET[: RATE * 4 // 10], speech(0.6), QUIET])
+    soundfile.write(path, heard, RATE, subtype="PCM_16")
+    with chromium(path) as browser:
+        yield browser
+
+
+@pytest.fixture
+def sent(page: Page) -> list[dict[str, Any]]:
+    """The events that the page sends, as they are sent."""
+    events: list[dict[str, Any]] = []
+
+    def listen(websocket: WebSocket) -> None:
+        websocket.on("framesent", lambda data: events.append(json.loads(data)))
+
+    page.on("websocket", listen)
+    return events
+
+
+def of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["type"] == kind]
+
+
+def converse(page: Page, pipeline: HttpPipeline, instructions: str) -> None:
+    """Begin a conversation, in which the echo stages repeat the instructions and what they said before."""
+    open_page(page, pipeline)
+    page.locator("#system").fill(instructions)
+    page.locator("#converse").click()
+    expect(page.locator("#spoken")).to_be_visible()
+
+
+def said(page: Page, index: int) -> Any:
+    return page.locator("li.assistant .say").nth(index)
+
+
+def hear_a_turn(page: Page) -> int:
+    """Mute the microphone once another turn has begun, so that nothing interrupts its answer; returns its index."""
+    before = page.locator("li.user").count()
+    if page.locator("#mute").get_attribute("aria-pressed") == "true":
+        page.locator("#mute").click()
+    until(page, lambda: page.locator("li.user").count() > before, "speech")
+    page.keyboard.press("Alt+m")
+    return before
+
+
+def test_several_turns_are_spoken_and_written_down(echo: HttpPipeline, page: Page) -> None:
+    converse(page, echo, "sea")
+    expect(page.locator("#mute")).to_be_focused()
+    expect(page.locator("#composer")).to_be_hidden()
+    level = page.locator("#microphone-level")
+    until(page, lambda: level.evaluate("meter => meter.value") > 0.2, "the level of speech")
+    hear_a_turn(page)
+    expect(page.locator("li.user .say").nth(0)).to_contain_text(ECHOED)
+    expect(said(page, 0)).to_have_text("sea")
+    expect(page.locator("li.assistant").nth(0).get_by_label("Play again (0.1 s)")).to_be_visible()
+    expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")
+    page.locator("#speak").uncheck()
+    last = hear_a_turn(page)
+    answers = ["sea", "seasea", "seaseaseasea"]  # the session goes on, and has the answers before
+    expect(said(page, last)).to_have_text(answers[last])
+    expect(page.locator("li.assistant.done").nth(last)).to_be_visible()
+    assert page.locator("li.assistant").nth(last).get_by_label("Play again").count() == 0
+    page.locator("#end-spoken").click()
+    expect(page.locator("#converse")).to_be_focused()
+    until(page, lambda: "omni_realtime_sessions 0" in metrics(page, echo), "the end of the session")
+    page.locator("#text").fill("and now in writing")
+    messages = sent_messages(page, page.locator("#send").click)
+    assert [message["role"] for message in messages] == ["system", *["user", "assistant"] * (last + 1), "user"]
+    assert messages[1]["content"].startswith(ECHOED)
+    assert messages[2]["content"] == "sea"
+    assert messages[-1]["content"] == "and now in writing"
+
+
+def metrics(page: Page, pipeline: HttpPipeline) -> str:
+    return page.request.get(f"{pipeline.url}/metrics").text()
+
+
+def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page, sent: list[dict[str, Any]]) -> None:
+    text = "hello sea " * 60
+    converse(page, echo, text)
+    until(page, lambda: of_kind(sent, TRUNCATE), "speech during the answer")
+    page.keyboard.press("Alt+m")
+    cut = of_kind(sent, TRUNCATE)[0]
+    characters = cut["audio_end_ms"] / MILLISECONDS_PER_CHARACTER
+    expect(page.locator("li.assistant small").first).to_have_text("interrupted")
+    heard = said(page, 0).inner_text()
+    assert 0 < cut["audio_end_ms"] < 10_000
+    assert text.startswith(heard)
+    assert characters - len("hello ") - 1 <= len(heard) <= characters
+    expect(page.locator("body")).to_have_attribute("data-playing", "true")  # the next answer
+    cuts = len(of_kind(sent, TRUNCATE))
+    page.keyboard.press("Escape")
+    expect(page.locator("body")).to_have_attribute("data-playing", "false")
+    expect(page.locator("#spoken")).to_be_visible()
+    until(page, lambda: len(of_kind(sent, TRUNCATE)) == cuts + 1, "the truncation")
+    page.keyboard.press("Alt+c")
+    expect(page.locator("#spoken")).to_be_hidden()
+    expect(page.locator("#error")).to_be_hidden()
+
+
+def test_an_answer_of_which_nothing_was_heard_is_forgotten(
+    slow: HttpPipeline, page: Page, sent: list[dict[str, Any]]
+) -> None:
+    converse(page, slow, "w" * 900)
+    until(page, lambda: of_kind(sent, DELETE), "speech before there is sound")
+    page.keyboard.press("Alt+m")
+    expect(page.locator("li.assistant.interrupted").first).to_be_visible()
+    expect(said(page, 0)).to_have_text("")
+    page.locator("#clear").click()  # begins again, with an empty conversation
+    expect(page.locator("#empty")).to_be_visible()
+    page.locator("#end-spoken").click()
+    until(page, lambda: in_flight(slow) == 0, "the end of the requests")
+
+
+def test_a_muted_microphone_sends_silence(echo: HttpPipeline, page: Page, sent: list[dict[str, Any]]) -> None:
+    def loudest(count: int) -> int:
+        pieces = [base64.b64decode(event["audio"]) for event in of_kind(sent, APPEND)[-count:]]
+        return max(numpy.abs(numpy.frombuffer(piece, "<i2").astype(int)).max() for piece in pieces)
+
+    converse(page, echo, "sea")
+    page.keyboard.press("Alt+m")
+    expect(page.locator("#mute")).to_have_attribute("aria-pressed", "true")
+    until(page, lambda: len(of_kind(sent, APPEND)) > 75, "two seconds of sound")
+    assert loudest(60) == 0
+    expect(page.locator("li.user")).to_have_count(0)
+    expect(page.locator("#spoken-state")).to_contain_text("Muted")
+    page.locator("#mute").click()
+    expect(page.locator("li.user")).to_have_count(1)
+    assert loudest(60) > 1000
+
+
+def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipeline, page: Page) -> None:
+    connections: list[WebSocketRoute] = []
+    received: list[dict[str, Any]] = []
+
+    def connect(route: WebSocketRoute) -> None:
+        server = route.connect_to_server()
+
+        def forward(data: str) -> None:
+            received.append(json.loads(data))
+            server.send(data)
+
+        connections.append(route)
+        route.on_message(forward)
+
+    page.route_web_socket("**/v1/realtime", connect)
+    converse(page, echo, "sea")
+    last = hear_a_turn(page)
+    expect(page.locator("li.assistant.done").nth(last)).to_be_visible()
+    connections[0].close(code=1012)
+    until(page, lambda: len(of_kind(received, CREATE)) == 2 * (last + 1), "the conversation")
+    question, answer = (event["item"] for event in of_kind(received, CREATE)[:2])
+    assert question["role"] == "user"
+    assert question["content"][0]["text"].startswith(ECHOED)
+    assert answer == {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "sea"}]}
+    last = hear_a_turn(page)
+    expect(said(page, last)).to_contain_text(f"sea{ECHOED}")  # it has both
+    expect(page.locator("#error")).to_be_hidden()
+
+
+def test_a_conversation_that_cannot_begin_says_why(echo: HttpPipeline, page: Page) -> None:
+    page.clock.install()
+    page.route_web_socket("**/v1/realtime", lambda route: route.close(code=1013))
+    converse(page, echo, "sea")
+    error = page.locator("#error")
+    until(page, lambda: page.clock.run_for(8000) or error.is_visible(), "the last attempt")
+    expect(error).to_contain_text("cannot take another conversation at the moment")
+    expect(page.locator("#composer")).to_be_visible()
+
+    def without_detection(route: WebSocketRoute) -> None:
+        route.connect_to_server().on_message(lambda data: route.send(data.replace('"turn_detection":{', '"was":{')))
+
+    page.route_web_socket("**/v1/realtime", without_detection)
+    page.locator("#converse").click()
+    expect(error).to_contain_text("omni_actors[realtime]")
+    page.evaluate("() => { navigator.mediaDevices.getUserMedia = () => Promise.reject(new Error('forbidden')); }")
+    page.locator("#converse").click()
+    expect(error).to_contain_text("The microphone cannot be used.")
+    expect(page.locator("#spoken")).to_be_hidden()
+
+
+def understand(page: Page, words: str) -> None:
+    """Have the page told that the user says these words, in place of what the echo stages say of any sound."""
+
+    def connect(route: WebSocketRoute) -> None:
+        def tell(data: str) -> None:
+            event = json.loads(data)
+            if event["type"].endswith("input_audio_transcription.delta"):
+                return
+            if event["type"].endswith("input_audio_transcription.completed"):
+                event["transcript"] = words
+            route.send(json.dumps(event))
+
+        route.connect_to_server().on_message(tell)
+
+    page.route_web_socket("**/v1/realtime", connect)
+
+
+def test_everybody_can_converse_at_any_width(echo: HttpPipeline, page: Page) -> None:
+    """Writes the picture of the documentation, too, if OMNI_TEST_SCREENSHOTS is set."""
+    understand(page, "Why is the sea salt?")
+    converse(page, echo, ANSWER)
+    last = hear_a_turn(page)
+    expect(page.locator("li.user .say").nth(last)).to_have_text("Why is the sea salt?")
+    expect(page.locator("#interrupt")).to_be_visible()
+    for name in ("interrupt", "end-spoken"):
+        page.keyboard.press("Tab")
+        expect(page.locator(f"#{name}")).to_be_focused()
+    for width, height in ((1280, 800), (390, 844)):
+        page.set_viewport_size({"width": width, "height": height})
+        page.keyboard.press("Control")  # shows the focus
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        box = page.locator("#end-spoken").bounding_box()
+        assert box["x"] + box["width"] <= width
+        assert box["y"] + box["height"] <= height
+        page.emulate_media(color_scheme="light")
+        assert axe_violations(page) == []
+        page.emulate_media(color_scheme="dark")
+        assert axe_violations(page, "color-contrast") == []
+    if "OMNI_TEST_SCREENSHOTS" in os.environ:
+        page.emulate_media(color_scheme="light")
+        page.screenshot(path=SCREENSHOT)
