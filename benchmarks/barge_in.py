@@ -115,12 +115,14 @@ async def interrupt(url: str, http: httpx.AsyncClient) -> Mapping[str, float]:
 
 async def ended_timeline(url: str, http: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
     """The timeline of a request that has ended in all stages, whose reports come a little later."""
+    wanted = {stage["stage"] for stage in (await http.get(f"{url}/v1/status")).json()["stages"]}
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         answer = await http.get(f"{url}/v1/requests/{request_id}/timeline")
         if answer.status_code == 200:
             timeline: dict[str, Any] = answer.json()
-            if timeline["outcome"] != "running" and all(stage["outcome"] != "running" for stage in timeline["stages"]):
+            ended = {stage["stage"] for stage in timeline["stages"] if stage["outcome"] != "running"}
+            if ended == wanted:
                 return timeline
         await asyncio.sleep(0.1)
     raise SystemExit(f"the request {request_id} has no complete timeline after {PATIENCE} s")

@@ -50,9 +50,10 @@ def watched_page(browser: Browser, **options: object) -> Iterator[Page]:
     expect.set_options(timeout=15_000)
     yield page
     context.close()
-    # The browser itself logs a status of 4xx or 5xx; refused scripts and styles would be our fault.
-    expected = ("Failed to load resource", "Unexpected response code")
-    assert not [problem for problem in problems if not any(words in problem for words in expected)]
+    # The browser itself logs refused requests and WebSockets; refused scripts and styles would be our fault.
+    expected = ("Failed to load resource", "WebSocket connection to")
+    unexpected = [problem for problem in problems if not any(words in problem for words in expected)]
+    assert not unexpected, unexpected
 
 
 def open_page(page: Page, pipeline: HttpPipeline) -> None:
