@@ -65,7 +65,7 @@ def start_bare(engine: AutoregressiveEngine, stage: str, index: int, count: int)
     if stage == "talker":
         width, dtype = engine.adapter.row_width, engine.adapter.row_dtype
         request.prompt_embeds = torch.randn(PROMPT, width).to(dtype)
-    engine.core.add(request)
+    engine.core.add(engine.core.prepare(request))
 
 
 def steps_of(engine: AutoregressiveEngine, step: Callable[[], object]) -> list[float]:

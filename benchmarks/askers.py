@@ -8,7 +8,7 @@ import json
 import time
 from typing import Any
 
-import httpx
+import aiohttp
 import workload
 from workload import Sample
 
@@ -64,7 +64,7 @@ class ClientAsker(Asker):
 class HttpAsker(Asker):
     """Asks over HTTP: a streamed chat completion, its sound as pcm16 in base64."""
 
-    def __init__(self, client: httpx.AsyncClient, model: str, options: argparse.Namespace) -> None:
+    def __init__(self, client: aiohttp.ClientSession, model: str, options: argparse.Namespace) -> None:
         super().__init__(options)
         self._client = client
         self._body: dict[str, Any] = {
@@ -80,14 +80,14 @@ class HttpAsker(Asker):
         sample = Sample()
         body = self._body | {"messages": [{"role": "user", "content": self._prompt()}], "seed": index}
         usage: dict[str, Any] | None = None
-        async with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.is_error:
-                raise RuntimeError((await response.aread()).decode(errors="replace"))
-            async for line in response.aiter_lines():
+        async with self._client.post("/v1/chat/completions", json=body) as response:
+            if not response.ok:
+                raise RuntimeError(await response.text(errors="replace"))
+            while line := await response.content.readuntil():
                 now = time.perf_counter() - began
-                if not line.startswith("data: {"):
+                if not line.startswith(b"data: {"):
                     continue
-                event = json.loads(line.removeprefix("data: "))
+                event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise RuntimeError(event["error"]["message"])
                 usage = event.get("usage") or usage

@@ -233,3 +233,8 @@ def test_attention_kernel(back: int, ahead: int):
         for form in (False, True)
     )
     assert torch.allclose(plain, fused, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "batches"), [(1, [1]), (2, [2]), (3, [2, 1]), (4, [4]), (11, [4, 4, 2, 1])])
+def test_graphs_run_any_number_of_windows(count: int, batches: list[int]):
+    assert bigvgan.graph_batches(count) == batches

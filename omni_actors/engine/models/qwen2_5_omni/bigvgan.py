@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 FLOOR_DB, REFERENCE_DB = -115, -20  # of the mel amplitudes, as in transformers' BigVGAN
 ACTIVATION_REACH = 5  # samples on either side that an anti-aliased activation reads
+GRAPH_BATCHES = (4, 2, 1)  # windows in a graph; more of them keep the device busy longer than their launches take
 
 
 def receptive_frames(config: Qwen2_5OmniBigVGANConfig) -> int:
@@ -153,3 +155,61 @@ class FusedVocoder(Vocoder):
         for act1, conv1, act2, conv2 in block:
             hidden = hidden + conv2(act2(conv1(act1(hidden))))
         return hidden
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured run: `mel` is read, `samples` written at each replay."""
+
+    graph: torch.cuda.CUDAGraph
+    mel: torch.Tensor
+    samples: torch.Tensor
+
+
+class GraphedVocoder:
+    """A vocoder whose frequent windows are CUDA graphs: BigVGAN is some 300 kernels, most shorter than their launch.
+
+    Args:
+        vocoder: runs windows of other lengths, and is what is captured.
+        lengths: of the windows, in frames.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, vocoder: Vocoder, lengths: Iterable[int], mel_dim: int, device: torch.device) -> None:
+        self.samples_per_frame = vocoder.samples_per_frame
+        self._vocoder = vocoder
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        pool = torch.cuda.graph_pool_handle()
+        for length in sorted(set(lengths), reverse=True):
+            for batch in GRAPH_BATCHES:
+                mel = torch.zeros(batch, mel_dim, length, device=device)
+                vocoder(mel)  # compile the kernels and choose those of cuDNN outside of the capture
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    samples = vocoder(mel)
+                self._graphs[batch, length] = _Graph(graph, mel, samples)
+
+    @torch.inference_mode()
+    def __call__(self, mel: torch.Tensor) -> torch.Tensor:
+        """Decode `mel` f32 [requests, mel_dim, frames] to f32 [requests, samples] on the same device."""
+        count, length = mel.shape[0], mel.shape[2]
+        if (1, length) not in self._graphs:
+            return self._vocoder(mel)
+        parts, first = [], 0
+        for batch in graph_batches(count):
+            captured = self._graphs[batch, length]
+            captured.mel.copy_(mel[first : first + batch])
+            captured.graph.replay()
+            parts.append(captured.samples.clone())  # the next replay overwrites them
+            first += batch
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def graph_batches(count: int) -> list[int]:
+    """The batches of graphs, the largest first, that run `count` windows."""
+    batches = []
+    for batch in GRAPH_BATCHES:
+        batches += [batch] * (count // batch)
+        count %= batch
+    return batches

@@ -24,7 +24,7 @@ from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunn
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, Vocoder
+from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, GraphedVocoder, Vocoder
 from omni_actors.engine.models.qwen2_5_omni.dit import Dit
 from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk
 from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS
@@ -67,6 +67,11 @@ class _Latents:
     fixed: torch.Tensor
     keep: torch.Tensor | None
     interval: int = 0
+
+    @property
+    def window_frames(self) -> int:
+        """Mel frames that BigVGAN decodes with this chunk: those of its window and what was kept before it."""
+        return self.frames + (0 if self.payload.carry.mel is None else len(self.payload.carry.mel))
 
 
 class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
@@ -130,7 +135,8 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         )
         bigvgan = model.code2wav_bigvgan_model
         if self.device.type == "cuda" and self.precision != "float32":
-            self.vocoder: Vocoder = FusedVocoder(bigvgan, torch.float16 if self.precision == "bf16" else torch.float32)
+            dtype = torch.float16 if self.precision == "bf16" else torch.float32
+            self.vocoder: Vocoder | GraphedVocoder = FusedVocoder(bigvgan, dtype)
         else:
             self.vocoder = Vocoder(bigvgan)
         self._load_voices(dit.input_embed.spk_encoder)
@@ -148,14 +154,19 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         """Run every shape of window that the policy makes, so that no request waits while a kernel is chosen."""
         if self.device.type == "cuda":
             self.dit.capture()
+        lengths: set[int] = set()
         request = StageRequest("_warm_up", StageParams(num_steps=2), seed=0)
         blocks = 3 if self.geometry.policy is None else 3 * self.geometry.policy.largest
         stream = self.open(request, StageInputs(token_ids=[0] * (blocks * self.geometry.frames_per_block // 2)))
         while (job := stream.next_job()) is not None:
             self.add("_warm_up", job)
+            if not job.payload.last:  # the last window of an utterance can have any length
+                lengths.add(self._requests["_warm_up"].window_frames)
             for _ in range(job.num_steps):
                 self.step(["_warm_up"])
             self.remove("_warm_up")
+        if isinstance(self.vocoder, FusedVocoder):
+            self.vocoder = GraphedVocoder(self.vocoder, lengths, self.geometry.mel_dim, self.device)
 
     # -- requests
 
