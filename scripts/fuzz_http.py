@@ -22,6 +22,7 @@ import re
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.support.builders import chain, write
 from tests.support.processes import processes_titled
 from tests.support.servers import HttpPipeline, picture, sound
 from tests.support.waiting import PATIENCE, until
@@ -48,6 +50,7 @@ STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 LOGGED = re.compile(r"(?:GET|POST|PUT|PATCH|DELETE|HEAD|OPTIONS) \S* (\d{3}) in ")
 
 CHAT, COMPLETIONS, SPEECH, FILES = "/v1/chat/completions", "/v1/completions", "/v1/audio/speech", "/v1/files"
+IMAGES = "/v1/images/generations"
 
 
 def uri(kind: str, data: bytes) -> str:
@@ -69,6 +72,8 @@ VALID = [
     chat("hi", stage_params={"talker": {"temperature": 0.5}, "code2wav": {"num_steps": 2}}, stop_token_ids=[1, 2]),
     (COMPLETIONS, {"model": "echo", "prompt": "hi", "max_tokens": 2, "stream": True, "timeout": 5}),
     (COMPLETIONS, {"model": "echo", "prompt": [[104, 105]], "max_tokens": 2, "top_k": 5, "timeout": 5}),
+    (IMAGES, {"prompt": "hi", "size": "64x64", "n": 2, "output_format": "webp", "background": "auto", "timeout": 5}),
+    (IMAGES, {"prompt": "hi", "stream": True, "partial_images": 2, "num_inference_steps": 3, "stage_params": {}}),
     (SPEECH, {"model": "echo", "input": "hi", "voice": {"id": "Ethan"}, "response_format": "pcm", "timeout": 5}),
 ]
 SMALL = [
@@ -407,7 +412,9 @@ class Fuzzer:
 
 
 def main(options: argparse.Namespace) -> None:
-    with HttpPipeline() as pipeline:
+    data = chain()
+    data["stages"].append({"name": "dit", "kind": "echo", "inputs": {"from": "prompt"}, "outputs": ["image"]})
+    with tempfile.TemporaryDirectory() as folder, HttpPipeline(write(Path(folder), data)) as pipeline:
         fuzzer = Fuzzer(pipeline, options.seed)
         if options.case is not None:
             case = Case(options.seed, options.case)

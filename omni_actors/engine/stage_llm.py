@@ -29,6 +29,9 @@ from omni_actors.stage.engine_interface import (
     EngineEvent,
     ErrorEvent,
     FinishedEvent,
+    ImageEvent,
+    LatentsEvent,
+    ProgressEvent,
     StageRequest,
     StreamEvent,
     TextEvent,
@@ -179,7 +182,7 @@ class _Answer:
     def take(self, event: EngineEvent) -> None:
         """Add what an event says."""
         since = time.monotonic() - self._opened
-        if self._first_output is None and not isinstance(event, FinishedEvent | ErrorEvent):
+        if self._first_output is None and not isinstance(event, ProgressEvent | FinishedEvent | ErrorEvent):
             self._first_output = since
         match event:
             case TextEvent():
@@ -189,6 +192,11 @@ class _Answer:
             case AudioEvent():
                 self._audio.append(np.frombuffer(event.samples.data, dtype=np.float32))
                 self._output.sample_rate = event.sample_rate
+            case ImageEvent(preview=False):
+                pixels = np.frombuffer(event.pixels.data, dtype=np.uint8)
+                self._output.images.append(pixels.reshape(event.pixels.shape))
+            case LatentsEvent(preview=False):
+                self._output.latents.append(event.latents)
             case StreamEvent():
                 self._output.token_ids.extend(event.token_ids)
                 for name, tensor in event.tensors.items():

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from omni_actors.client import Audio, ChoiceItem, ChoiceStreams, StreamItem
 from omni_actors.errors import Aborted, OmniError
-from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.state import ServerState
 from omni_actors.http_server.turns import Turns
 from omni_actors.logs import get_logger
@@ -22,6 +22,7 @@ from omni_actors.protocol.results import StageUsage
 
 logger = get_logger(__name__)
 
+PICTURES = ("image", "latents")  # modalities
 JOINED_BYTES = 65_536  # of ready pieces that wait for one write
 
 
@@ -182,6 +183,15 @@ class AnswerResponse(Response):
                 logger.warning("response cut short: %s", error.code, extra=about)
         finally:
             await self._answer.close()
+
+
+def text_or_sound(modalities: Sequence[str] | None) -> list[str]:
+    """The modalities of an answer that is a message. Raises `HttpError` for those of pictures."""
+    for modality in modalities or ():
+        if modality in PICTURES:
+            message = "A message has no pictures: ask /v1/images/generations for them."
+            raise bad_field("modalities", message, "unknown_modality")
+    return list(modalities or ["text"])
 
 
 async def _nothing() -> None:

@@ -15,7 +15,15 @@ from starlette.responses import Response
 
 from omni_actors.client import Audio, StreamItem, Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of_choices
+from omni_actors.http_server.answer import (
+    DONE_EVENT,
+    Answer,
+    AnswerResponse,
+    event,
+    finish_reason,
+    text_or_sound,
+    usage_of_choices,
+)
 from omni_actors.http_server.audio_formats import encoded, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
@@ -52,7 +60,7 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
         state,
         {"messages": await state.media.messages(body.messages, description.max_media), **body.tool_options()},
         {**FIELDS, **body.error_fields()},
-        modalities=body.modalities or ["text"],
+        modalities=text_or_sound(body.modalities),
         voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
         params=params,
         seed=body.seed,

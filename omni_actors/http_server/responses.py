@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import Answer, AnswerResponse, finish_reason, token_counts, usage_of
+from omni_actors.http_server.answer import Answer, AnswerResponse, finish_reason, text_or_sound, token_counts, usage_of
 from omni_actors.http_server.audio_formats import encoded, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
@@ -58,7 +58,7 @@ async def create(body: Annotated[ResponsesRequest, Depends(BODY)], request: Requ
         state,
         {"messages": [*instructions, *before, *asked], **body.tool_options()},
         FIELDS,
-        modalities=body.modalities or ["text"],
+        modalities=text_or_sound(body.modalities),
         voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
         params=state.stage_params(body.params_by_stage(), description, body.stage_fields()),
         seed=body.seed,

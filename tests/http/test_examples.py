@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import soundfile
+from PIL import Image
 
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, sound
@@ -139,6 +140,16 @@ def test_the_documented_client_runs(echo: HttpPipeline, tmp_path: Path) -> None:
     assert text.endswith(f"{len('Why is the sea salt?')}\n"), "tokens of the usage"
 
 
+def test_the_documented_client_draws(pictures: HttpPipeline, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
+    (block,) = [block for block in blocks if "Progress" in block]
+    text = run(tmp_path, sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", pictures.endpoint))
+    assert text.startswith("width int 8.0 4096.0 64\n")
+    assert "step 4 of 4\n" in text
+    assert text.endswith("(64, 128, 3) picture\n")
+    assert text.count("preview\n") == 1
+
+
 def test_a_file_is_spoken_to_a_session(echo: HttpPipeline, tmp_path: Path) -> None:
     (tmp_path / "question.wav").write_bytes(sound())
     example = EXAMPLES / "realtime_wav.py"
@@ -154,6 +165,37 @@ def test_curl_gets_every_answer(echo: HttpPipeline, tmp_path: Path) -> None:
     assert text.count('chat.completion"') == 2
     assert "data: [DONE]" in text
     assert len(soundfile.read(tmp_path / "speech.wav")[0]) == 24 * 480
+
+
+def pictures_in(folder: Path) -> dict[str, tuple[int, int]]:
+    """The sizes of the pictures in a folder, by name."""
+    sizes = {}
+    for path in sorted(folder.iterdir()):
+        with Image.open(path) as picture:
+            sizes[path.name] = picture.size
+    return sizes
+
+
+def test_openai_makes_and_edits_a_picture(pictures: HttpPipeline, tmp_path: Path) -> None:
+    text = run(tmp_path, sys.executable, EXAMPLES / "openai_images.py", "--url", pictures.url, "--size", "128x64")
+    assert "step 8 of 8\npicture.png: 128x64, 128 tokens" in text
+    assert "edited.png: 128x64\n" in text
+    names = ("edited.png", "picture.png", "preview0.png", "preview1.png")
+    assert pictures_in(tmp_path) == dict.fromkeys(names, (128, 64))
+
+
+def test_the_client_makes_several_pictures_at_once(pictures: HttpPipeline, tmp_path: Path) -> None:
+    text = run(tmp_path, sys.executable, EXAMPLES / "client_images.py", pictures.endpoint, "a", "b", "--steps", "3")
+    assert "0: step 3 of 3\n" in text
+    assert "1: 1.png, 64 x 64 pixels\n" in text
+    assert pictures_in(tmp_path) == dict.fromkeys(("0.png", "1.png"), (64, 64))
+    assert (tmp_path / "0.png").read_bytes() != (tmp_path / "1.png").read_bytes()
+
+
+def test_curl_makes_and_edits_a_picture(pictures: HttpPipeline, tmp_path: Path) -> None:
+    text = run(tmp_path, EXAMPLES / "curl_images.sh", f"{pictures.url}/v1")
+    assert text.count('"step":') == 4
+    assert pictures_in(tmp_path) == dict.fromkeys(("daylight.jpg", "lighthouse.png"), (64, 64))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.*")), ids=lambda path: path.name)

@@ -229,6 +229,18 @@ def test_a_pipeline_without_pictures_says_so(echo: HttpPipeline) -> None:
     assert (caught.value.param, caught.value.code) == ("model", "unknown_modality")
 
 
+def test_a_chat_has_no_pictures(pictures: HttpPipeline) -> None:
+    for route, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "a fox"}]}),
+        ("responses", {"input": "a fox"}),
+    ):
+        answer = httpx.post(f"{pictures.url}/v1/{route}", json={**body, "modalities": ["image"]})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("modalities", "unknown_modality")
+        assert "/v1/images/generations" in error["message"]
+
+
 def test_the_status_has_what_a_form_for_pictures_needs(pictures: HttpPipeline) -> None:
     status = httpx.get(f"{pictures.url}/v1/status").json()
     assert status["modalities"] == ["image"]
