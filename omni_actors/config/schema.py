@@ -151,6 +151,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
             alone, and whatever comes for admitted requests is taken. Embedding rows in an autoregressive stage; in a
             diffusion stage the device memory of a request from its first chunk to its end, with what a step needs. At
             the sizes of Qwen2.5-Omni the vocoder keeps 14.2 MB for a request, and the default admits 144 requests.
+        row_cache_bytes: bytes of rows that an autoregressive stage keeps in the host's memory for positions in its
+            prefix cache. A spoken turn takes from the prefix cache what it finds rows for, and computes the rest. At
+            the sizes of Qwen2.5-Omni-7B a position has 7 kB, and the default holds 150 000 of them; 0 keeps none.
         restarts: how often in a row, within `coordinator.restart_window`, a replica is started again that does not
             become ready; ten times as often one that becomes ready but is lost before it has finished a request; 0 for
             never.
@@ -180,6 +183,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     devices: Annotated[list[Annotated[int, Meta(ge=0, le=1023)]], Meta(max_length=1024)] | None = None
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1, le=LARGEST)] = 2 << 30
+    row_cache_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 1 << 30
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     restart_backoff: Seconds = 0.5
     stall_timeout: Seconds = 4.25  # with heartbeat_interval, a stuck replica is noticed within five seconds

@@ -35,11 +35,18 @@ class RequestOutputs(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A checked request, ready for the core; `stream` is set if it takes rows while it runs."""
+    """A checked request, ready for the core.
+
+    Args:
+        stream: set if it takes rows while it runs.
+        row_per_position: it is to be given a row of each position (`start` and `rows` of the attachments), also of
+            those that come from the prefix cache.
+    """
 
     request: EngineCoreRequest
     outputs: RequestOutputs
     stream: RowStream | None = None
+    row_per_position: bool = False
 
 
 class AutoregressiveAdapter(ABC):

@@ -48,6 +48,8 @@ class OmniModelConfig:
         model: folder or hub name of the checkpoint, with all its stages.
         model_stage: the stage of it, for example "talker".
         row_budget_bytes: bytes of embedding rows that an autoregressive stage may hold at a time.
+        row_cache_bytes: bytes of memory for rows of positions in the prefix cache; without them, requests whose rows
+            another stage takes compute all of their prompt. 0 keeps none.
         latent_budget_bytes: bytes of device memory that a diffusion stage holds for its requests and computes with.
         decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
         tool_call_parser: vLLM's name of the parser that finds tool calls in answers.
@@ -58,6 +60,7 @@ class OmniModelConfig:
     model_stage: str
     row_budget_bytes: int = 2 * GIB
     latent_budget_bytes: int = 2 * GIB
+    row_cache_bytes: int = GIB
     decode: dict[str, Any] = field(default_factory=dict)
     tool_call_parser: str | None = None
     tool_chat_template: str | None = None
@@ -66,6 +69,8 @@ class OmniModelConfig:
         for name in ("row_budget_bytes", "latent_budget_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive; got {getattr(self, name)}.")
+        if self.row_cache_bytes < 0:
+            raise ConfigError(f"row_cache_bytes must not be negative; got {self.row_cache_bytes}.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from omni_actors.engine.adapter import AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
 from omni_actors.engine.grammars import GrammarCompiler, Prepared, needs_grammar
+from omni_actors.engine.row_cache import FollowedRows
 from omni_actors.engine.vllm_engine import VllmEngine
+from omni_actors.engine.worker_base import attach, attachment_of
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, ModelOutputInvalid, OmniError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import FinishReason
@@ -54,6 +56,8 @@ WARM_UP_PARAMS = (
 class _Running:
     outputs: RequestOutputs
     input_tokens: int
+    follows_rows: bool = False
+    rows: FollowedRows | None = None
     output_tokens: int = 0
 
 
@@ -122,18 +126,24 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         admission = self.adapter.admit(request, inputs)
         if (stream := admission.stream) is not None:
             self._scheduler.open_stream(request_id, stream)
+        prompt_tokens = len(admission.request.prompt_token_ids or ())
+        running = _Running(admission.outputs, prompt_tokens, admission.row_per_position)
         if needs_grammar(admission.request):
             self._compiling[request_id] = admission.request
             self._grammars.start(admission.request)
         else:
-            self._add(admission.request)
-        self._requests[request_id] = _Running(admission.outputs, len(admission.request.prompt_token_ids or ()))
+            self._add(admission.request, running)
+        self._requests[request_id] = running
 
-    def _add(self, request: EngineCoreRequest, prepared: Prepared | None = None) -> None:
+    def _add(self, request: EngineCoreRequest, running: _Running, prepared: Prepared | None = None) -> None:
         try:
-            self.core.add(prepared or self.core.prepare(request))
+            prepared = prepared or self.core.prepare(request)
+            if running.follows_rows:
+                running.rows = self._scheduler.follow(prepared[0])
+            self.core.add(prepared)
         except Exception as error:
             self._scheduler.close_stream(request.request_id)
+            self._scheduler.unfollow(request.request_id)
             raise EngineError(f"vLLM refuses the request: {type(error).__name__}: {error}") from error
 
     def extend(
@@ -210,7 +220,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
                 if compilation.error is not None:
                     raise compilation.error
                 del self._compiling[request.request_id]
-                self._add(request, compilation.prepared)
+                self._add(request, self._requests[request.request_id], compilation.prepared)
             except OmniError as error:
                 events.append(self._failed(request.request_id, error))
         return events
@@ -238,6 +248,8 @@ class AutoregressiveEngine(VllmEngine[_Running]):
                 raise EngineError(f"vLLM ended the request: {output.finish_reason}.")
             if output.num_nans_in_logits:
                 raise ModelOutputInvalid(f"The model's logits hold NaN ({output.num_nans_in_logits} of them).")
+            if running.rows is not None and (emitted := attachment_of(output)):
+                attach(output, running.rows.complete(emitted))
             events = list(running.outputs.convert(output))
         except OmniError as error:
             return [self._failed(request_id, error)]

@@ -70,6 +70,7 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         model_stage=stage.part,
         row_budget_bytes=stage.budget_bytes,
         latent_budget_bytes=stage.budget_bytes,
+        row_cache_bytes=stage.row_cache_bytes,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
         tool_call_parser=pipeline.tool_call_parser,
         tool_chat_template=pipeline.tool_chat_template,

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from omni_actors.engine.row_budget import RowBudget
+from omni_actors.engine.row_cache import FollowedRows, RowCache
 from omni_actors.engine.scheduler_base import StallMixin
 from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import InvalidRequest
@@ -74,6 +76,42 @@ class OmniSchedulerMixin(StallMixin):
         self.budget = RowBudget(omni_options(self.vllm_config).get("row_budget_bytes", 2 << 30))
         self.held_steps = 0  # how often a request was left out of a batch because its input was missing
         self._streams: dict[str, RowStream] = {}
+        self.row_cache = RowCache(omni_options(self.vllm_config).get("row_cache_bytes", 0), self.hash_block_size)
+        self._followed: dict[str, FollowedRows] = {}
+
+    # -- rows of the prefix cache
+
+    def follow(self, request: Request) -> FollowedRows:
+        """Have a request use the prefix cache as far as there are rows; comes before `add_request`."""
+        followed = self._followed[request.request_id] = FollowedRows(self.row_cache, request)
+        return followed
+
+    def unfollow(self, request_id: str) -> None:
+        """Forget such a request. Idempotent."""
+        followed = self._followed.pop(request_id, None)
+        if followed is not None:
+            followed.close()
+
+    def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        blocks, cached, *rest = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+        followed = self._followed.get(request.request_id)
+        if followed is not None:
+            # A cache of several groups has blocks of several sizes, which cannot be shortened alike.
+            simple = len(self.kv_cache_config.kv_cache_groups) == 1 and self.block_size == self.hash_block_size
+            usable = followed.use(cached if simple else 0)
+            if usable < cached:
+                cached = usable
+                count = usable // self.block_size
+                shortened = tuple(group[:count] for group in blocks.blocks)
+                blocks = KVCacheBlocks(shortened) if count else self.kv_cache_manager.empty_kv_cache_blocks
+        return (blocks, cached, *rest)
+
+    def _release_promises(self) -> None:
+        """Release what requests were to compute that do not run: they were not admitted after all, or interrupted."""
+        for request_id in self.row_cache.promising():
+            request = self.requests.get(request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                self.row_cache.release(request_id)
 
     # -- streams
 
@@ -139,6 +177,7 @@ class OmniSchedulerMixin(StallMixin):
                 self._leave_out(request)
                 self.held_steps += 1
         self.budget.begin_step()
+        self._release_promises()
         output = super().schedule(*args, **kwargs)
         for admitted in output.scheduled_new_reqs:
             self.budget.admit(admitted.req_id)
@@ -157,10 +196,14 @@ class OmniSchedulerMixin(StallMixin):
         """vLLM calls this for every waiting request that it could admit; False leaves it waiting for this step."""
         if not super()._handle_blocked_waiting_request(request):
             return False
+        followed = self._followed.get(request.request_id)
+        if followed is not None and followed.waits():
+            return False
         return self._ready(request) and self.budget.admits(request.request_id)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.close_stream(request.request_id)
+        self.unfollow(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     # -- OmniSchedulerInterface
@@ -178,7 +221,7 @@ class OmniSchedulerMixin(StallMixin):
         )
 
     def omni_counts(self) -> dict[str, int]:
-        """Open streams, requests held back, rows not yet with the worker, and bytes of all rows."""
+        """Open streams, requests held back and followed, rows not yet with the worker, and bytes of all rows."""
         return {
             "streams": len(self._streams),
             "held": sum(not self._ready(request) for request in self.requests.values()),
@@ -186,6 +229,7 @@ class OmniSchedulerMixin(StallMixin):
                 len(rows) for stream in self._streams.values() if stream.pending for rows in stream.pending.rows
             ),
             "row_bytes": self.budget.held_bytes,
+            "followed": len(self._followed),
             "waiting_for_budget": self.budget.waiting,
         }
 

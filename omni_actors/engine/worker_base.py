@@ -125,6 +125,11 @@ def attachment_of(output: EngineCoreOutput) -> dict[str, Any]:
     return cast("dict[str, Any]", output.pooling_output or {})  # vLLM declares a tensor, and passes on what it gets
 
 
+def attach(output: EngineCoreOutput, attachment: Mapping[str, Any]) -> None:
+    """Put another attachment in the place of an output's own."""
+    output.pooling_output = attachment  # type: ignore[assignment]  # as above
+
+
 class AttachedOutput(AsyncModelRunnerOutput):
     """A runner's output with one dictionary per request in `pooler_output`.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPOSITORY
+from tests.support.pipelines import RunningPipeline
 
 pytestmark = pytest.mark.e2e
 
@@ -40,3 +41,16 @@ def test_memory_of_a_stage_by_load(tiny_checkpoint: Path, tmp_path: Path) -> Non
     assert 0 < held[0] < held[1]
     table = run.stdout[run.stdout.index("| stage |") :].splitlines()
     assert len(table) == 2 + len(rows), "the table comes last"
+
+
+def test_turns_of_a_conversation(tiny_pipeline: RunningPipeline, tmp_path: Path) -> None:
+    report = tmp_path / "turns.json"
+    command = [sys.executable, "benchmarks/turns.py", "--endpoint", tiny_pipeline.endpoint, "--json", str(report)]
+    command += ["--turns", "3", "--people", "2", "--repeats", "1", "--text-tokens", "4", "--codec-tokens", "6"]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["turn"] for row in rows] == [1, 2, 3]
+    lengths = [row["prompt_tokens"] for row in rows]
+    assert lengths == sorted(set(lengths)), "each turn holds those before it"
+    assert all(0 < row["first_text_ms"] < row["first_sound_ms"] for row in rows)

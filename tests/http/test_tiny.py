@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,7 @@ from openai.types.completion_choice import Logprobs
 from omni_actors.client import OmniClient
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, film, picture, sound, tone
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -94,6 +96,24 @@ def test_choices_are_the_answers_to_seeds_that_count_up(tiny: HttpPipeline) -> N
         assert choice.message.audio.transcript == single.message.audio.transcript
         sounds = [numpy.frombuffer(base64.b64decode(one.message.audio.data), "<i2") for one in (choice, single)]
         numpy.testing.assert_allclose(sounds[0] / 32767.0, sounds[1] / 32767.0, atol=1e-3)
+
+
+def test_a_spoken_turn_takes_its_beginning_from_the_prefix_cache_and_sounds_the_same(tiny: HttpPipeline) -> None:
+    messages = [{"role": "user", "content": f"{uuid.uuid4()} " + "Tell me a story about the sea. " * 60}]
+
+    def hits() -> int:
+        found = re.search(r"omni_vllm_prefix_cache_hits_total\{[^}]*thinker[^}]*\} (\d+)", client.metrics())
+        return int(found[1]) if found else 0
+
+    with OmniClient(tiny.endpoint) as client:
+        fresh = client.generate(messages, voice="Ethan", seed=5, params=STAGES, timeout=120)
+        tokens = fresh.usage["thinker"].input_tokens
+        until(lambda: client.describe().in_flight == 0)
+        before = hits()
+        again = client.generate(messages, voice="Ethan", seed=5, params=STAGES, timeout=120)
+        until(lambda: hits() >= before + tokens // 128 * 128 > before, what="blocks of 128 tokens from the cache")
+    assert again.token_ids == fresh.token_ids
+    numpy.testing.assert_allclose(again.audio, fresh.audio, atol=1e-4)
 
 
 def test_speech_ends_where_a_stop_string_ends_the_text(tiny: HttpPipeline) -> None:

@@ -101,7 +101,7 @@ READ: dict[str, str] = {
     "vllm.v1.engine:EngineCoreEvent": "type timestamp",
     "vllm.v1.engine:FinishReason": "STOP LENGTH ABORT ERROR REPETITION",
     "vllm.v1.engine:EngineCoreEventType": "SCHEDULED PREEMPTED",
-    "vllm.v1.request:RequestStatus": "FINISHED_ERROR FINISHED_ABORTED",
+    "vllm.v1.request:RequestStatus": "RUNNING FINISHED_ERROR FINISHED_ABORTED",
     "vllm.v1.core.sched.output:NewRequestData": "req_id sampling_params mm_features prefill_token_ids prompt_embeds",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs num_scheduled_tokens total_num_scheduled_tokens "
     "finished_req_ids",
@@ -126,11 +126,16 @@ CONTAINS: dict[str, set[str] | list[str]] = {
         "self.finished_req_ids",
         "self.max_num_running_reqs",
         "self.max_num_active_reqs",
+        "self.hash_block_size",
+        "self.block_size",
+        "self.kv_cache_config",
+        "self.kv_cache_manager",
     },
     "vllm.v1.request:Request.__init__": {
         "self.next_decode_eligible_step",
         "self.num_computed_tokens",
         "self.num_prompt_tokens",
+        "self.block_hashes",
     },
     "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.__init__": {
         "self.stop = ",

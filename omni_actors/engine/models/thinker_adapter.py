@@ -81,9 +81,11 @@ class ThinkerAdapter(TextAdapter):
 
     Attributes:
         outputs_class: makes the events of a request.
+        row_per_position: whether requests that stream are to be given a row of each position (`Admission`).
     """
 
     outputs_class: ClassVar[type[ThinkerOutputs]]
+    row_per_position: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,7 +101,11 @@ class ThinkerAdapter(TextAdapter):
 
     @abstractmethod
     def reads_prefix_cache(self, request: StageRequest, features: Sequence[MultiModalFeatureSpec]) -> bool:
-        """Whether the request may skip cached positions: they are not computed, so nothing is emitted for them."""
+        """Whether the request may skip cached positions.
+
+        They are not computed, so nothing is emitted for them. With `row_per_position` they have the rows of an earlier
+        request, and only positions with such rows are skipped.
+        """
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         """Check tokens, and features or embeddings. Raises `OmniError` for what the model cannot take."""
@@ -125,7 +131,7 @@ class ThinkerAdapter(TextAdapter):
         outputs = self.outputs_class(request.request_id, token_ids, decoder, request.streams, calls)
         # Embeddings are held as long as the request, on the device too: they count for the budget.
         stream = RowStream(0, complete=True, held_bytes=embeds.nbytes) if embeds is not None else None
-        return Admission(core_request, outputs, stream)
+        return Admission(core_request, outputs, stream, row_per_position=self.row_per_position and request.streams)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Prompt of `length` times the first token, with embeddings of zeros if the stage takes any."""

@@ -109,6 +109,7 @@ class Qwen2_5OmniThinkerAdapter(ThinkerAdapter):
     """The thinker's requests and their rows."""
 
     outputs_class = RowOutputs
+    row_per_position = True
 
     @staticmethod
     def audio_embeddings(frames: int) -> int:
@@ -116,8 +117,8 @@ class Qwen2_5OmniThinkerAdapter(ThinkerAdapter):
         return ((frames - 1) // 2 - 1) // 2 + 1
 
     def reads_prefix_cache(self, request: StageRequest, features: Sequence[MultiModalFeatureSpec]) -> bool:
-        """Only where no row is needed."""
-        return not request.streams
+        """Always: the rows of cached positions were kept."""
+        return True
 
 
 def positions_per_second(config: PretrainedConfig) -> int:
@@ -130,7 +131,6 @@ SPEC = ModelSpec(
     kind="autoregressive",
     hf_overrides=thinker_config,
     vllm_models={ARCHITECTURE: Qwen2_5OmniThinker},
-    # Prefix caching is for requests that emit no rows.
     engine={"enable_prefix_caching": True, "enable_prompt_embeds": True},
     # The defaults of transformers' Qwen2_5OmniForConditionalGeneration.generate.
     params=StageParams(max_tokens=1024, temperature=0.0),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import NewRequestData
 
 from omni_actors.engine.models.thinker_state import ThinkerState
 from omni_actors.engine.step_output import Attachments, Emission, Step
@@ -21,8 +22,26 @@ class Qwen2_5OmniThinkerState(ThinkerState):
     At places that media fill there is no embedding, and where a prompt came as embeddings it is the given one.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unplaced: set[str] = set()  # requests with media whose M-RoPE positions were not emitted yet
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Take a new request, or one that resumes after preemption."""
+        super().add_request(req_index, new_req_data)
+        if new_req_data.mm_features:
+            self._unplaced.add(new_req_data.req_id)
+
+    def drop_request(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        super().drop_request(request_id)
+        self._unplaced.discard(request_id)
+
     def emit(self, step: Step) -> Emission | None:
-        """The rows of the step; with the first of a prompt that has media also its M-RoPE positions."""
+        """The rows of the step; with the first of a prompt that has media also its M-RoPE positions.
+
+        The first need not be those of the first position, which may come from the prefix cache.
+        """
         requests = self.emitting(step)
         if not any(requests):
             return None
@@ -35,7 +54,8 @@ class Qwen2_5OmniThinkerState(ThinkerState):
         # A new tensor, so that the next replay of a graph, which reuses the static hidden states, cannot overwrite it.
         tensors = {"rows": step.hidden[:n_tokens] + embeddings}
         for index, request in enumerate(requests):
-            if request is not None and request.mm_features and step.starts[index] == 0:
+            if request is not None and request.req_id in self._unplaced:
+                self._unplaced.remove(request.req_id)
                 tensors[f"positions/{index}"] = self.prompt_positions(step, index)
 
         def split(host: Mapping[str, torch.Tensor]) -> Attachments:
