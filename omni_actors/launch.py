@@ -117,6 +117,9 @@ def parser() -> argparse.ArgumentParser:
         "--image", type=flags.path, action="append", default=[], metavar="FILE", help="image to go with the prompt"
     )
     request.add_argument("--save-audio", type=flags.path, metavar="WAV", help="write the spoken answer here")
+    request.add_argument(
+        "--save-image", type=flags.path, metavar="FILE", help="write the picture here: .png, .jpg or .webp"
+    )
     request.add_argument("--modalities", type=flags.line, help="comma-separated outputs (default: all that are needed)")
     request.add_argument("--voice", type=flags.line, help="speaker")
     request.add_argument("--seed", type=flags.seed, help="seed of sampling and of the vocoder's noise")

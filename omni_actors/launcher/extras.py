@@ -18,6 +18,7 @@ HTTP_PACKAGES = (
     "websockets",
 )  # of the extra `http`
 MEDIA_PACKAGES = ("soxr",)  # of the extras `cuda` and `cpu`, for prompts with sound
+IMAGE_PACKAGES = ("PIL",)  # of the extra `http`
 
 
 def check_platform() -> None:

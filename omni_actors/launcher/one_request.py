@@ -1,4 +1,4 @@
-"""Answers one request for `launch --prompt`: text to stdout as it arrives, audio to a file."""
+"""Answers one request for `launch --prompt`: text to stdout as it arrives, sound and pictures to files."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import numpy
 import soundfile
 from numpy.typing import NDArray
 
-from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.client import AsyncOmniClient, Audio, Image, Progress, Text
 from omni_actors.errors import StartupError
-from omni_actors.logs import say
+from omni_actors.http_server.image_formats import ImageFormat, encoded_image
+from omni_actors.logs import redraw, say
 from omni_actors.processes import EXIT_OK
+
+IMAGE_SUFFIXES: dict[str, ImageFormat] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 
 
 async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -> int:
     """Send one request and write its answer; returns the exit code. Raises what the request failed with."""
     pieces: list[NDArray[numpy.float32]] = []
     rate = 0
+    pictures: list[NDArray[numpy.uint8]] = []
     async with AsyncOmniClient(endpoint, keys=keys) as client:
         stream = await client.submit(
             options.prompt,
@@ -31,14 +35,22 @@ async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -
             timeout=options.timeout,
         )
         async for event in stream:
-            if isinstance(event, Text):
-                print(event.text, end="", flush=True)
-            elif isinstance(event, Audio):
-                pieces.append(event.samples)
-                rate = event.sample_rate
+            match event:
+                case Text():
+                    print(event.text, end="", flush=True)
+                case Audio():
+                    pieces.append(event.samples)
+                    rate = event.sample_rate
+                case Image(preview=False):
+                    pictures.append(event.pixels)
+                case Progress():
+                    redraw(f"step {event.step} of {event.steps}")
+    redraw("")
     print(flush=True)
     if options.save_audio is not None:
         save(options.save_audio.expanduser(), pieces, rate)
+    if options.save_image is not None:
+        save_picture(options.save_image.expanduser(), pictures)
     return EXIT_OK
 
 
@@ -55,9 +67,23 @@ def save(path: Path, pieces: Sequence[NDArray[numpy.float32]], rate: int) -> Non
     say(f"wrote {sum(map(len, pieces)) / rate:.2f} s of audio to {path}")
 
 
+def save_picture(path: Path, pictures: Sequence[NDArray[numpy.uint8]]) -> None:
+    """Write the last picture to a file. Raises `StartupError` if there is none or it cannot be written."""
+    if not pictures:
+        raise StartupError("The answer has no picture to save.", hint="Add --modalities image.")
+    height, width, _ = pictures[-1].shape
+    try:
+        path.write_bytes(encoded_image(pictures[-1], IMAGE_SUFFIXES[path.suffix.lower()]))
+    except OSError as error:
+        raise StartupError(f"Cannot write {path}: {error.strerror}.") from error
+    say(f"wrote a picture of {width} x {height} pixels to {path}")
+
+
 def needed_modalities(options: argparse.Namespace) -> list[str] | None:
-    """The modalities to request: those given, else text alone unless audio is to be saved; `None` for all."""
+    """The modalities to request: those given, else those to be saved, else text alone; `None` for all."""
     if options.modalities:
         given: str = options.modalities
         return [modality.strip() for modality in given.split(",")]
-    return None if options.save_audio is not None else ["text"]
+    if options.save_audio is not None:
+        return None
+    return ["image"] if options.save_image is not None else ["text"]

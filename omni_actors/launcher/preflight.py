@@ -11,11 +11,11 @@ from pathlib import Path
 from omni_actors import envs
 from omni_actors.addresses import is_loopback
 from omni_actors.config import PipelineConfig, StageKind, placement, suggest
-from omni_actors.config.checkpoint import checkpoint_class
+from omni_actors.config.checkpoint import CONFIG_NAME, read_checkpoint_config
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.settings import check_listening, media_hosts, parse_address
-from omni_actors.launcher.extras import HTTP_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
-from omni_actors.launcher.one_request import needed_modalities
+from omni_actors.launcher.extras import HTTP_PACKAGES, IMAGE_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
+from omni_actors.launcher.one_request import IMAGE_SUFFIXES, needed_modalities
 from omni_actors.paths import check_file_can_be_written, check_folder_can_be_made, check_readable, expanded
 from omni_actors.run_directory import check_run_directory
 from omni_actors.stage.echo import EchoEngine
@@ -23,7 +23,16 @@ from omni_actors.transport.curve import load_keys
 from omni_actors.vllm_version import check_installed
 
 MISSING_WITHOUT = {  # flag -> those that mean nothing without it
-    "--prompt": ("--audio", "--image", "--save-audio", "--modalities", "--voice", "--seed", "--timeout"),
+    "--prompt": (
+        "--audio",
+        "--image",
+        "--save-audio",
+        "--save-image",
+        "--modalities",
+        "--voice",
+        "--seed",
+        "--timeout",
+    ),
     "--http": ("--http-insecure", "--served-name", "--voice-alias", "--media-host"),
     "--metrics": ("--metrics-insecure",),
 }
@@ -49,7 +58,7 @@ def check_launch(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
             if pipeline.stage(name).kind is StageKind.PROMPT:
                 check_packages(f"The stage {name}", MEDIA_PACKAGES, "cuda", "cpu")
     if placement.runs_models(pipeline, rank) and Path(pipeline.model).is_dir():
-        checkpoint_class(Path(pipeline.model))
+        read_checkpoint_config(Path(pipeline.model) / CONFIG_NAME)
     for needed, flags in MISSING_WITHOUT.items():
         given = [flag for flag in flags if _is_given(options, flag)]
         if given and not _is_given(options, needed):
@@ -136,3 +145,12 @@ def _check_answer(pipeline: PipelineConfig, options: argparse.Namespace) -> None
                 "--save-audio: the answer has no audio.", hint="Add --modalities text,audio, where it is offered."
             )
         check_file_can_be_written(expanded(options.save_audio, "--save-audio"), "--save-audio")
+    if options.save_image is not None:
+        if "image" not in (needed or offered):
+            raise ConfigError(
+                "--save-image: the answer has no picture.", hint="Add --modalities image, where it is offered."
+            )
+        if options.save_image.suffix.lower() not in IMAGE_SUFFIXES:
+            raise ConfigError(f"--save-image: the name ends with none of {', '.join(IMAGE_SUFFIXES)}.")
+        check_packages("--save-image", IMAGE_PACKAGES, "http")
+        check_file_can_be_written(expanded(options.save_image, "--save-image"), "--save-image")

@@ -57,6 +57,7 @@ def test_text_alone_needs_no_talker() -> None:
 
     assert needed("--prompt", "x") == ["text"]
     assert needed("--prompt", "x", "--save-audio", "a.wav") is None
+    assert needed("--prompt", "x", "--save-image", "a.png") == ["image"]
 
 
 def test_check_prints_and_starts_nothing(

@@ -86,6 +86,9 @@ REFUSED = [
     ((*ASK, "--save-audio", "nowhere/a.wav"), "--save-audio: there is no folder "),
     ((*ASK, "--save-audio", "folder"), "folder is a folder"),
     ((*ASK, "--save-audio", "a.wav", "--modalities", "text"), "--save-audio: the answer has no audio"),
+    ((*ASK, "--save-image", "a.png"), "this pipeline does not answer in 'image'"),
+    ((*ASK, "--save-image", "a.png", "--modalities", "text"), "--save-image: the answer has no picture"),
+    (("--save-image", "a.png"), "--save-image goes with --prompt"),
     (("--seed", "0"), "--seed goes with --prompt, which is not given"),
     (("--save-audio", "a.wav"), "--save-audio goes with --prompt"),
     # files and folders of the pipeline
@@ -163,6 +166,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused(here: Path, monkeypatch: 
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     for flag in (("--run-dir", "run"), ("--record", "recording"), (*ASK, "--save-audio", "a.wav")):
         assert run(here, chain(), *flag) == EXIT_USAGE
+
+
+def test_a_picture_needs_a_name_that_says_its_format(here: Path, capsys: pytest.CaptureFixture) -> None:
+    drawing = {**chain(), "stages": [{"name": "dit", "kind": "echo", "outputs": ["image"]}]}
+    assert run(here, drawing, *ASK, "--save-image", "a.gif") == EXIT_USAGE
+    assert "--save-image: the name ends with none of .png, .jpg, .jpeg, .webp." in capsys.readouterr().err
+    assert run(here, drawing, *ASK, "--save-image", "nowhere/a.png") == EXIT_USAGE
+    assert run(here, drawing, *ASK, "--save-image", "a.PNG", "--check") == EXIT_OK
 
 
 def test_http_needs_its_packages(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
