@@ -316,7 +316,7 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
         client_window_messages: window to a client, in messages. Clients grant credit per 64 messages, 256 KiB or 50 ms.
         client_window_bytes: the same in bytes.
         client_messages: messages that may wait for a client beyond its window; with more, its requests fail.
-        client_bytes: the same in bytes.
+        client_bytes: the same in bytes; by default 64 MiB, and 1 GiB in a pipeline that makes pictures.
         client_stall_seconds: seconds without credit, while messages wait, after which a client's requests fail.
         early_chunk_seconds: seconds that input may wait in a stage for the announcement of its request.
         arena_bytes: shared memory of a replica for large buffers, at least 1 MiB; 0 for none.
@@ -331,7 +331,7 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
     client_window_messages: Annotated[int, Meta(ge=256, le=1_000_000)] = 1024
     client_window_bytes: Annotated[int, Meta(ge=1 << 20, le=LARGEST)] = 16 << 20
     client_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
-    client_bytes: Annotated[int, Meta(ge=1, le=LARGEST)] = 64 << 20
+    client_bytes: Annotated[int, Meta(ge=1, le=LARGEST)] | None = None
     client_stall_seconds: Seconds = 30.0
     early_chunk_seconds: Seconds = 10.0
     arena_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 64 << 20
@@ -450,6 +450,13 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def modalities(self) -> tuple[Modality, ...]:
         """Modalities in which the pipeline can answer, in stage order."""
         return tuple(dict.fromkeys(modality for stage in self.stages for modality in stage.outputs))
+
+    @property
+    def client_bytes(self) -> int:
+        """Bytes that may wait for a client: some sound, or the pictures of requests that end at the same time."""
+        if self.flow.client_bytes is not None:
+            return self.flow.client_bytes
+        return 1 << 30 if {Modality.IMAGE, Modality.LATENTS} & set(self.modalities) else 64 << 20
 
     def downstream(self, name: str) -> tuple[str, ...]:
         """Return the stages that take input from `name`."""

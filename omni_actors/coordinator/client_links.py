@@ -47,6 +47,7 @@ class ClientLinks:
     ) -> None:
         self._socket = socket
         self._flow = pipeline.flow
+        self._client_bytes = pipeline.client_bytes
         self._limits = pipeline.limits
         self._state = state
         self._do = do
@@ -78,7 +79,7 @@ class ClientLinks:
             Window(flow.client_window_messages, flow.client_window_bytes),
             needs_credit=True,
             outbox_messages=flow.client_messages,
-            outbox_bytes=flow.client_bytes,
+            outbox_bytes=self._client_bytes,
             traffic=self._traffic,
         )
 

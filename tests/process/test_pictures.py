@@ -88,6 +88,17 @@ async def test_pictures_of_many_sizes_and_steps_come_out_as_each_does_alone(draw
         assert result.finish_reasons == {"dit": "stop", "vae": "stop"}
 
 
+async def test_large_pictures_wait_for_a_client_that_is_busy(drawing: EchoLauncher) -> None:
+    """They have 16 MiB each, as much as may be on its way to a client."""
+    large = {"width": 2048, "height": 2048, "num_steps": 1, "extra_args": {"background": "transparent"}}
+    async with AsyncOmniClient(drawing.endpoint) as client:
+        streams = [await start(client, f"p{number}", number, **large) for number in range(8)]
+        await asyncio.sleep(0)
+        until(lambda: drawing.describe().in_flight == 0, 10, "all are drawn")  # holds up this client's event loop
+        pictures = [picture for stream in streams for picture in (await stream.result()).images]
+    assert [picture.shape for picture in pictures] == [(2048, 2048, 4)] * 8
+
+
 async def test_latents_are_an_answer_of_their_own(drawing: EchoLauncher) -> None:
     async with AsyncOmniClient(drawing.endpoint) as client:
         assert (await client.describe()).modalities == ("latents", "image")
