@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ BODY = JsonBody(ImageRequest)
 MAX_REFERENCES = 16
 EDIT = FormBody(EditForm, "image", MAX_REFERENCES)
 MODALITY = "image"
+TOKEN_PIXELS = 16  # of a token's side, as the models here have it
 FIELDS: dict[str, str] = {
     **FIELD_OF,
     ErrorCode.PROMPT_TOO_LONG: "prompt",
@@ -103,12 +105,13 @@ class Pictures:
                 found[index] = item.pixels
         if len(found) < len(self._answer.usages):
             raise _no_picture()
-        about = self._about(found[0])
+        pictures = [found[index] for index in sorted(found)]
+        files = await asyncio.gather(*map(self._file, pictures))
         return {
             "created": int(time.time()),
-            "data": [{"b64_json": await self._file(found[index])} for index in sorted(found)],
-            **about,
-            "usage": image_usage(self._answer.usages, self._description),
+            "data": [{"b64_json": file} for file in files],
+            **self._about(pictures[0]),
+            "usage": image_usage(self._answer.usage, pictures, self._description),
         }
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -126,13 +129,13 @@ class Pictures:
                         yield self._event("partial_image", **picture, partial_image_index=previews)
                         previews += 1
                     else:
-                        last = picture
+                        last, pixels = picture, item.pixels
             if last is None:
                 raise _no_picture()
         except HttpError as error:
             yield event(error.body())
             return
-        usage = image_usage(self._answer.usages, self._description)
+        usage = image_usage(self._answer.usage, [pixels], self._description)
         yield self._event("completed", **last, usage=usage)
 
     def _event(self, name: str, **fields: Any) -> bytes:
@@ -155,14 +158,13 @@ class Pictures:
         return await asyncio.to_thread(encoded_image, pixels, self._format, self._fields.output_compression)
 
 
-def image_usage(usages: Sequence[Mapping[str, StageUsage]], description: Description) -> dict[str, Any]:
-    """OpenAI's usage of one or several pictures: the tokens of the prompt, and those that pictures were made of.
-
-    The prompt counts once, with its pictures.
-    """
-    stage = description.outputs[MODALITY]
-    read = max((usage.input_tokens for usage in usages[0].values()), default=0)
-    made = sum(usage[stage].output_tokens for usage in usages if stage in usage)
+def image_usage(
+    usage: Mapping[str, StageUsage], pictures: Sequence[NDArray[numpy.uint8]], description: Description
+) -> dict[str, Any]:
+    """OpenAI's usage: the tokens that the first stage read, once for all pictures, and a token for 16 x 16 pixels."""
+    entry = usage.get(description.stages[0].stage)
+    read = entry.input_tokens if entry is not None else 0
+    made = sum(math.ceil(one.shape[0] / TOKEN_PIXELS) * math.ceil(one.shape[1] / TOKEN_PIXELS) for one in pictures)
     return {
         "input_tokens": read,
         "input_tokens_details": {"text_tokens": read, "image_tokens": 0},

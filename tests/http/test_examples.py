@@ -178,7 +178,7 @@ def pictures_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_openai_makes_and_edits_a_picture(pictures: HttpPipeline, tmp_path: Path) -> None:
     text = run(tmp_path, sys.executable, EXAMPLES / "openai_images.py", "--url", pictures.url, "--size", "128x64")
-    assert "step 8 of 8\npicture.png: 128x64, 128 tokens" in text
+    assert "step 8 of 8\npicture.png: 128x64, 32 tokens" in text
     assert "edited.png: 128x64\n" in text
     names = ("edited.png", "picture.png", "preview0.png", "preview1.png")
     assert pictures_in(tmp_path) == dict.fromkeys(names, (128, 64))

@@ -46,7 +46,7 @@ def test_pictures_of_a_prompt_have_seeds_that_count_up(pictures: HttpPipeline) -
     alone = client.generate(prompt="a fox", size="128x64", extra_body={"seed": 8})
     assert alone.data[0].b64_json == second
     assert answer.usage.input_tokens == 5
-    assert answer.usage.output_tokens == 2 * (128 // 8) * (64 // 8)
+    assert answer.usage.output_tokens == 2 * (128 // 16) * (64 // 16)
     assert answer.usage.total_tokens == 5 + answer.usage.output_tokens
 
 
@@ -108,7 +108,7 @@ def test_a_stream_has_previews_and_then_the_picture(pictures: HttpPipeline) -> N
     assert [event.partial_image_index for event in previews] == [0, 1, 2]
     assert last.type == "image_generation.completed"
     assert last.b64_json == client.generate(**options).data[0].b64_json
-    assert (last.size, last.usage.output_tokens) == ("64x128", 8 * 16)
+    assert (last.size, last.usage.output_tokens) == ("64x128", 4 * 8)
     final = numpy.asarray(decoded(last.b64_json), int)
     distances = [numpy.abs(numpy.asarray(decoded(event.b64_json), int) - final).mean() for event in previews]
     assert distances == sorted(distances, reverse=True), "each preview is nearer"

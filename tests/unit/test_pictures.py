@@ -18,6 +18,7 @@ from omni_actors.protocol.results import FinishReason, ImageChunk, LatentsChunk,
 from omni_actors.protocol.stage import LATENTS, PIXELS, Chunk
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, LatentsEvent, ProgressEvent
+from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.processors import Extend, Latents2Image, Piece, Start
 from tests.support.builders import done, header_from
 from tests.support.requests import ALICE, NOW, again, ask, bring_back, failure, lose, ready, replica_id, say
@@ -28,11 +29,11 @@ NOISE = HostTensor(DType.F32, (4, 2), bytes(32))
 FINISHED = FinishedEvent("r1", FinishReason.STOP, 1, 8)
 
 
-def stage_of(*outputs: Modality) -> StageUnderTest:
+def stage_of(*outputs: Modality, meter: StageMeter | None = None) -> StageUnderTest:
     """The third stage of four, with these outputs."""
     inputs = InputConfig(sources="thinker")
     config = StageConfig(name="talker", kind=StageKind.ECHO, inputs=inputs, outputs=list(outputs))
-    stage = StageUnderTest("talker", stage=config)
+    stage = StageUnderTest("talker", stage=config, meter=meter)
     stage.expect()
     stage.tokens("x")
     return stage
@@ -72,7 +73,8 @@ def test_progress_does_not_exceed_the_steps() -> None:
 
 
 def test_pictures_go_to_the_client_where_they_are_an_output_and_to_later_stages_without_previews() -> None:
-    stage = stage_of(Modality.IMAGE)
+    meter = StageMeter("talker", 0, 5)
+    stage = stage_of(Modality.IMAGE, meter=meter)
     preview, to_client, to_next = stage.do(ImageEvent("r1", RED, preview=True), ImageEvent("r1", RED))
     assert preview.body.preview
     assert preview.destination is None
@@ -81,6 +83,7 @@ def test_pictures_go_to_the_client_where_they_are_an_output_and_to_later_stages_
     assert to_next.destination == ROUTE[3]
     assert list(to_next.body.tensors) == [PIXELS]
     assert not to_next.body.final
+    assert meter.pictures == 1
     end, _ = stage.do(FINISHED)
     assert end.body == Chunk(start=1, final=True, sent=end.body.sent)
 
@@ -109,6 +112,7 @@ def test_progress_goes_to_the_client_alone_and_is_no_output() -> None:
     assert stage.actor.urgent(), "its first output is still to come"
     *_, done = bodies(stage.do(FINISHED))
     assert done.usage.first_output == 0.0
+    assert done.timeline.first_output == 0.0
 
 
 # -- the edge to the decoder ------------------------------------------------------------------------------------------
