@@ -20,6 +20,7 @@ from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, LatentsEvent, ProgressEvent
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.processors import Extend, Latents2Image, Piece, Start
+from omni_actors.telemetry import metric_table as table
 from tests.support.builders import done, header_from
 from tests.support.requests import ALICE, NOW, again, ask, bring_back, failure, lose, ready, replica_id, say
 from tests.support.stage import ROUTE, StageUnderTest, bodies
@@ -105,14 +106,15 @@ def test_the_last_latents_end_the_stream_to_the_next_stage_and_those_of_previews
 
 
 def test_progress_goes_to_the_client_alone_and_is_no_output() -> None:
-    stage = stage_of()
+    meter = StageMeter("talker", 0, 5)
+    stage = stage_of(meter=meter)
     (message,) = stage.do(ProgressEvent("r1", 3, 8))
+    assert sum(meter.meters.histogram(table.OUTPUT_SECONDS, *meter.labels).counts) == 0
     assert message.destination is None
     assert (message.body.step, message.body.steps) == (3, 8)
     assert stage.actor.urgent(), "its first output is still to come"
     *_, done = bodies(stage.do(FINISHED))
     assert done.usage.first_output == 0.0
-    assert done.timeline.first_output == 0.0
 
 
 # -- the edge to the decoder ------------------------------------------------------------------------------------------
