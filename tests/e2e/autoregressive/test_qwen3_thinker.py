@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.prompt import PromptEngine
 from omni_actors.engine.tensors import to_host, to_torch
 from omni_actors.errors import ConfigError, InvalidRequest
+from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
 from omni_actors.protocol.results import FinishReason
-from omni_actors.stage.engine_interface import StageInputs, StreamEvent, TextEvent
+from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
+from omni_actors.stage.engine_interface import ErrorEvent, StageInputs, StageRequest, StreamEvent, TextEvent
 from tests.support.qwen3_reference import Qwen3Result
 from tests.support.stage_driver import Driver, count_preemptions, encode_media_prompt, make_engine
 
@@ -183,6 +188,80 @@ def test_embeddings_are_refused_since_the_talker_looks_tokens_up(thinker, tiny_q
         make_engine(tiny_qwen3_checkpoint, "thinker", enable_prompt_embeds=True)
     with pytest.raises(InvalidRequest, match="prompt_embeds: this stage takes none"):
         thinker.start("r", StageInputs(tensors={"prompt_embeds": to_host(torch.zeros(4, 128))}), max_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_qwen3_checkpoint):
+    model = OmniModelConfig(str(tiny_qwen3_checkpoint), "thinker")
+    engine = PromptEngine(OmniEngineArgs(model, "prompt", {"max_model_len": 1024, "dtype": "float32"}))
+    yield engine
+    engine.shutdown()
+
+
+def prepared(prompts: PromptEngine, modality: str, array: np.ndarray, **rates: float) -> StageInputs:
+    """What the prompt stage makes of one medium and a question."""
+    dtype = DType.U8 if array.dtype == np.uint8 else DType.F32
+    tensor = HostTensor(dtype, array.shape, array.tobytes())
+    media = Media(modality, MediaEncoding.ARRAY, TensorRef(dtype, array.shape, 0), **rates)
+    message = ChatMessage("user", (ContentPart(media=0), ContentPart(text="What is this?")))
+    prompt = Prompt(messages=(message,), media=(media,))
+    prompts.start(StageRequest("r", StageParams(), 0), StageInputs(prompt=prompt, media=[tensor]))
+    stream = prompts.step()[0]
+    if isinstance(stream, ErrorEvent):
+        raise stream.error
+    assert isinstance(stream, StreamEvent)
+    return StageInputs(token_ids=stream.token_ids, tensors=stream.tensors)
+
+
+@pytest.mark.parametrize(
+    ("modality", "array", "rates"),
+    [
+        ("video", np.concatenate([CLIP, CLIP[:2]]), {"frames_per_second": 2.0}),
+        ("audio", SPEECH[:320], {"sample_rate": 16_000}),
+    ],
+    ids=["a video of two frames per second", "the shortest sound"],
+)
+def test_the_prompt_stage_prepares_what_transformers_processor_does(
+    modality, array, rates, prompts, thinker, qwen3_reference
+):
+    """Times count 13 positions a second, and 320 samples of sound are enough."""
+    content = [{"type": modality}, {"type": "text", "text": "What is this?"}]
+    rate = {"fps": rates["frames_per_second"]} if modality == "video" else {}
+    wanted = qwen3_reference.inputs([{"role": "user", "content": content}], **{f"{modality}s": [array]}, **rate)
+    answer = qwen3_reference.generate(wanted, thinker_max_tokens=6, thinker_eos=[], speaks=False)
+    inputs = prepared(prompts, modality, array, **rates)
+    assert list(inputs.token_ids) == answer.prompt_token_ids
+    thinker.start("r", inputs, max_tokens=6)
+    thinker.run()
+    check(thinker, "r", Case(inputs, answer, qwen3_reference.positions(wanted)), answer.thinker_tokens)
+
+
+def test_a_shorter_sound_is_refused(prompts):
+    with pytest.raises(InvalidRequest, match="shorter than 320 samples"):
+        prepared(prompts, "audio", SPEECH[:319], sample_rate=16_000)
+    assert prompts.counts() == {"requests": 0}
+
+
+def test_a_checkpoint_without_speech_parts_answers_in_text(tiny_qwen3_checkpoint, tmp_path, cases):
+    """Thinking and Captioner have the thinker alone."""
+    folder = tmp_path / "thinking"
+    shutil.copytree(tiny_qwen3_checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["talker_config"], config["code2wav_config"]
+    (folder / "config.json").write_text(json.dumps(config | {"enable_audio_output": False}))
+    weights = load_file(folder / "model.safetensors")
+    thinker_alone = {name: value for name, value in weights.items() if name.startswith("thinker.")}
+    save_file(thinker_alone, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = make_engine(folder, "thinker", max_model_len=1024)
+    try:
+        driver = Driver(engine)
+        for name in ("text", "audio and image"):
+            driver.start(name, cases[name].inputs, max_tokens=REPLY, streams=False)
+        driver.run()
+        for name in ("text", "audio and image"):
+            assert written(driver, name) == cases[name].answer.thinker_tokens
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.parametrize("layer", [2, 5])

@@ -34,7 +34,7 @@ from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import StageRequest, StreamEvent
 
 ARCHITECTURE = "OmniActorsQwen3OmniThinker"
-MIN_AUDIO_SAMPLES = 201  # the spectrum of the first window mirrors half a window, 200 samples
+MIN_AUDIO_SAMPLES = 320  # two frames of features; vLLM cannot encode the mask of a single one
 
 
 def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
