@@ -77,6 +77,29 @@ async function* events(response) {
   }
 }
 
+/** Asks for a picture; yields {id}, then {step, steps}, {preview, format}, and at the end {picture, format, usage}. */
+export async function* draw(fields, pictures, signal) {
+  let path = "/v1/images/generations", headers = { "Content-Type": "application/json" }, body = JSON.stringify(fields);
+  if (pictures.length) {
+    [path, headers, body] = ["/v1/images/edits", {}, new FormData()];
+    for (const [name, value] of Object.entries(fields)) body.append(name, value);
+    for (const { blob, name } of pictures) body.append("image", blob, name);
+  }
+  const response = await request(path, { method: "POST", headers, body, signal });
+  yield { id: response.headers.get("x-request-id") };
+  for await (const data of events(response)) {
+    const event = JSON.parse(data);
+    if (event.error) throw PageError.of(event.error);
+    const kind = event.type.split(".")[1];
+    if (kind === "progress") yield { step: event.step, steps: event.steps };
+    if (kind === "partial_image") yield { preview: event.b64_json, format: event.output_format };
+    if (kind === "completed") {
+      yield { picture: event.b64_json, format: event.output_format, usage: event.usage };
+      return;
+    }
+  }
+}
+
 /** Asks for an answer; yields {id} once it begins, then {text}, {sound} (base64 of PCM, 16 bit) and {usage}. */
 export async function* ask(body, signal) {
   const response = await request("/v1/chat/completions", {

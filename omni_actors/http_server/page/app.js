@@ -59,7 +59,7 @@ $("stop").onclick = async () => { await chat.stop(); $("text").focus(); };
 $("clear").onclick = async () => { await chat.clear(); composer.reset(); voice.startOver(); };
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") onEscape();
-  if (!event.altKey) return;
+  if (!event.altKey || settings.draws()) return;
   if (event.code === "KeyM") { event.preventDefault(); (voice.runs() ? voice.toggleMute : composer.toggleRecording)(); }
   if (event.code === "KeyC") { event.preventDefault(); voice.toggle(); }
 });

@@ -1,9 +1,10 @@
 "use strict";
 // The conversation: questions, the request that runs, and asking again. `voice.js` adds what is spoken.
 
-import { PageError, ask } from "./api.js";
+import { PageError, ask, draw } from "./api.js";
 import { $, announce, make } from "./common.js";
 import * as messages from "./messages.js";
+import { PictureView } from "./picture.js";
 import { Clip, player } from "./player.js";
 import * as settings from "./settings.js";
 import * as status from "./status.js";
@@ -11,6 +12,7 @@ import { clearTimeline, showTimeline, timelineOf } from "./timeline.js";
 import { samplesOf } from "./wav.js";
 
 const turns = [];       // {text, attachments, answer, question, view}; `answer` is null until there is one to go on from
+let editPicture = null; // puts a picture into the box to be changed
 let running = null;     // {controller, ended} of the request that runs
 
 /** Shows an error, with what the server said for those who want to know; null hides it. */
@@ -67,6 +69,16 @@ export function addAnswer(turn, clip) {
   return turn.view;
 }
 
+function addPicture(turn) {
+  turn.view = new PictureView(turn.text, () => again(turn), editPicture);
+  return turn.view;
+}
+
+/** `edit` is called with the file of a picture that is to be changed. */
+export function setUp(edit) {
+  editPicture = edit;
+}
+
 /** The questions and answers in words, for a model that begins to listen: [{role, text}]. */
 export function inWords() {
   return turns.filter((turn) => turn.answer !== null).flatMap((turn) => [
@@ -108,14 +120,15 @@ async function answer(turn) {
   status.requestRuns(true);
   const clip = settings.speaks() ? new Clip(status.current?.sample_rate || 24000) : null;
   if (clip) player.play(clip);
-  const view = addAnswer(turn, clip);
-  announce("The answer begins.");
+  const draws = settings.draws(), view = draws ? addPicture(turn) : addAnswer(turn, clip);
+  announce(draws ? "The picture begins." : "The answer begins.");
   const seen = { id: null, usage: null, times: {} };
   let state = "done";
   try {
-    await converse(turn, view, clip, controller.signal, seen);
+    if (draws) await paint(turn, view, controller.signal, seen);
+    else await converse(turn, view, clip, controller.signal, seen);
     turn.answer = view.text;
-    announce(view.text);
+    announce(draws ? "The picture is ready." : view.text);
   } catch (error) {
     if (clip && player.clip === clip) player.stop();
     seen.id ??= error.requestId;
@@ -133,6 +146,24 @@ async function answer(turn) {
   }
   const timeline = await timelineOf(seen.id);  // of a failed request, too: it shows how far it got
   if (turns.at(-1) === turn && turn.view === view) showTimeline(timeline, seen.usage, seen.times, clip?.seconds ?? 0);
+}
+
+async function paint(turn, view, signal, seen) {
+  const began = performance.now();
+  const fields = { model: status.current?.models[0] ?? "", prompt: turn.text, ...settings.picture() };
+  for await (const item of draw(fields, turn.attachments, signal)) {
+    if (item.id) seen.id = item.id;
+    if (item.step) view.progress(item.step, item.steps);
+    if (item.preview) {
+      seen.times.preview ??= performance.now() - began;
+      view.show(item.preview, item.format, true);
+    }
+    if (item.picture) {
+      view.show(item.picture, item.format, false);
+      seen.usage = { prompt_tokens: item.usage.input_tokens, completion_tokens: item.usage.output_tokens };
+    }
+  }
+  seen.times.total = performance.now() - began;
 }
 
 async function converse(turn, view, clip, signal, seen) {

@@ -41,7 +41,9 @@ export function attach(files) {
   reading = [...files].reduce((before, file) => before.then(async () => {
     $("progress").textContent = `reading ${file.name} …`;
     try {
-      attachments.push(await attachmentOf(file, file.name));
+      const made = await attachmentOf(file, file.name);
+      if (settings.draws() && made.kind !== "image") throw new PageError(`${file.name}: only pictures can be changed.`);
+      attachments.push(made);
       showAttachments();
     } catch (error) {
       chat.showError(error);
@@ -56,6 +58,10 @@ async function send() {
   await reading;
   const text = $("text").value.trim();
   if ((!text && !attachments.length) || !settings.valid()) return;
+  if (settings.draws() && !text) {
+    chat.showError(new PageError("Say what to change in the picture."));
+    return;
+  }
   const sent = attachments, replaced = edited?.turn ?? null;
   attachments = [];
   edited = null;
@@ -154,6 +160,7 @@ const hasKeys = () => !matchMedia("(pointer: coarse)").matches;
 const filesOf = (transfer) => [...(transfer?.files ?? [])];
 
 export function setUp() {
+  chat.setUp(async (file) => { await attach([file]); $("text").focus(); });
   $("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
   $("text").addEventListener("input", grow);
   $("text").addEventListener("keydown", (event) => {

@@ -3,9 +3,15 @@
 
 import { $ } from "./common.js";
 
-const KEPT = ["speak", "voice", "system", "temperature", "tokens", "seed"];
+const KEPT = ["speak", "voice", "system", "temperature", "tokens", "seed", "width", "height", "steps", "guidance", "negative", "previews"];
+const PARAMETERS = {  // by the fields for them
+  width: "width", height: "height", steps: "num_steps", guidance: "guidance_scale", negative: "negative_prompt", previews: "previews",
+};
+const MOST_PREVIEWS = 3;  // that the route shows of a picture
 
 let showPanel = null;
+let declared = {};  // that the pipeline's models declare, by name
+let drawing = false;
 
 /** Restores the fields, and keeps what is changed in them. `onKey` is called when the API key has changed, `show` shows them. */
 export function setUp({ onKey, show }) {
@@ -42,6 +48,46 @@ export function offer(status) {
     list.value = voices.includes(wanted) ? wanted : "default";
   }
   $("speak").disabled = !status.modalities.includes("audio");
+  drawing = status.modalities.includes("image") && !status.modalities.includes("text");
+  document.querySelectorAll(".for-talk").forEach((element) => { element.hidden = drawing; });
+  document.querySelectorAll(".for-pictures").forEach((element) => { element.hidden = !drawing; });
+  $("text").placeholder = drawing ? "Describe a picture" : "Message";
+  $("file").accept = drawing ? "image/*" : "image/*,audio/*,video/*";
+  $("attach").title = drawing ? "Attach pictures to change" : "Attach pictures, sounds or videos";
+  declared = Object.fromEntries(Object.values(status.parameters).flat().map((parameter) => [parameter.name, parameter]));
+  if (drawing) for (const [id, name] of Object.entries(PARAMETERS)) fit($(id), declared[name]);
+}
+
+/** Gives a field the limits of its parameter; one that the pipeline does not have is hidden. */
+function fit(field, parameter) {
+  field.closest("label").hidden = !parameter;
+  if (!parameter || field.type === "checkbox") return;
+  if (parameter.kind === "text") {
+    if (parameter.most) field.maxLength = parameter.most;
+    return;
+  }
+  const step = parameter.multiple_of || 1;
+  if (parameter.least !== undefined) field.min = Math.ceil(parameter.least / step) * step;
+  if (parameter.most !== undefined) field.max = parameter.most;
+  field.step = parameter.kind === "int" ? step : "any";
+  field.placeholder = parameter.default ?? "default";
+}
+
+/** Whether the pipeline answers with pictures. */
+export const draws = () => drawing;
+
+/** The fields of a request for a picture; what is left out is as the model has it. */
+export function picture() {
+  const fields = { stream: true, progress: true };
+  const value = (id) => declared[PARAMETERS[id]] ? $(id).value.trim() : "";
+  const side = (id, other) => value(id) || declared[id].default || value(other);
+  if (value("width") || value("height")) fields.size = `${side("width", "height")}x${side("height", "width")}`;
+  if (value("steps")) fields.num_inference_steps = Number(value("steps"));
+  if (value("guidance")) fields.guidance_scale = Number(value("guidance"));
+  if (value("negative")) fields.negative_prompt = value("negative");
+  if ($("seed").value) fields.seed = Number($("seed").value);
+  if (declared.previews && $("previews").checked) fields.partial_images = Math.min(MOST_PREVIEWS, declared.previews.most ?? MOST_PREVIEWS);
+  return fields;
 }
 
 export const speaks = () => $("speak").checked && !$("speak").disabled;

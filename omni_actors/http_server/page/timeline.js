@@ -49,7 +49,7 @@ function lanesOfUsage(usage) {
 
 /** A row with what the page itself has seen; `times` are in milliseconds. */
 function laneOfPage(times) {
-  const marks = [["first text", times.text], ["first sound", times.audio], ["smooth start", times.smooth], ["end", times.total]];
+  const marks = [["first text", times.text], ["first preview", times.preview], ["first sound", times.audio], ["smooth start", times.smooth], ["end", times.total]];
   return {
     name: "this page", about: "this page",
     parts: marks.filter(([, at]) => at !== undefined).map(([name, at]) => ({ name, kind: "mark", at: at / 1000, seconds: 0 })),
@@ -93,7 +93,7 @@ export function showTimeline(timeline, usage, times, audioSeconds) {
   $("timeline").replaceChildren(...lanes.map((lane) => laneElement(lane, total)), axis);
   $("details").textContent = OUTCOMES[timeline?.outcome] ?? `Ended with ${timeline.outcome}.`;
   const measurements = [
-    ["First text", times.text], ["First sound", times.audio], ["Smooth start", times.smooth], ["Whole answer", times.total],
+    ["First text", times.text], ["First preview", times.preview], ["First sound", times.audio], ["Smooth start", times.smooth], ["Whole answer", times.total],
   ].filter(([, value]) => value !== undefined).map(([name, value]) => [name, `${value.toFixed(0)} ms`]);
   if (audioSeconds) {
     measurements.push(["Audio", `${audioSeconds.toFixed(2)} s`]);

@@ -266,7 +266,7 @@ function onCut({ detail: { clip, heard } }) {
 function state() {
   if (!connected) return again ? "Connecting again …" : "Connecting …";
   if (hearing) return "You speak";
-  if (player.playing) return "Speaking: interrupt at any time";
+  if (player.playing) return muted ? "Speaking; you are not heard" : "Speaking: interrupt at any time";
   if (answering()) return "Thinking …";
   return muted ? "Muted: you are not heard" : "Listening";
 }

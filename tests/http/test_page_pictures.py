@@ -1,0 +1,152 @@
+"""Pictures on the web page: made, watched, stopped, kept and changed."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable
+
+import httpx
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.support.browser import answered, ask, axe_violations, in_flight, needs_chromium, open_page, until
+from tests.support.paths import REPOSITORY
+from tests.support.servers import HttpPipeline, picture, sound
+
+pytestmark = needs_chromium
+SCREENSHOT = REPOSITORY / "docs" / "images" / "web-pictures.png"
+# Notes what is shown while pictures are made.
+WATCH = """
+  window.seen = { previews: 0, steps: [] };
+  addEventListener("DOMContentLoaded", () => new MutationObserver((changes) => changes.forEach(({ target }) => {
+    if (target.matches?.(".picture.preview")) window.seen.previews++;
+    if (target.matches?.(".making progress")) window.seen.steps.push(target.value);
+  })).observe(document.getElementById("messages"), { subtree: true, attributeFilter: ["src", "value"] }));
+"""
+
+
+@pytest.fixture
+def easel(pictures: HttpPipeline, page: Page) -> Page:
+    """The page of a pipeline that makes pictures."""
+    page.add_init_script(WATCH)
+    open_page(page, pictures)
+    expect(page.get_by_placeholder("Describe a picture")).to_be_focused()
+    return page
+
+
+def fill(page: Page, **fields: object) -> None:
+    for name, value in fields.items():
+        page.locator(f"#{name}").fill(str(value))
+
+
+def pixels(page: Page) -> tuple[int, int]:
+    """Width and height of the newest picture."""
+    image = page.locator("img.picture").last
+    return image.evaluate("image => image.naturalWidth"), image.evaluate("image => image.naturalHeight")
+
+
+def test_a_picture_is_made_watched_and_kept(easel: Page, pictures: HttpPipeline) -> None:
+    expect(easel.locator("#record, #converse, #voice, #speak").filter(visible=True)).to_have_count(0)
+    fill(easel, width=128, height=64, steps=12, guidance=2.5, negative="fog", seed=7)
+    with easel.expect_request("**/v1/images/generations") as request:
+        ask(easel, "The sea at night")
+    answered(easel)
+    expect(easel.get_by_alt_text("The sea at night")).to_be_visible()
+    assert pixels(easel) == (128, 64)
+    seen = easel.evaluate("window.seen")
+    assert seen["steps"] == sorted(seen["steps"])
+    assert seen["steps"][-1] == 12
+    assert seen["previews"] == 3
+    expect(easel.locator(".making")).to_be_hidden()
+    expect(easel.locator("#timeline")).to_have_attribute("data-source", "pipeline")
+    expect(easel.locator("#measurements")).to_contain_text("First preview")
+    file = downloaded(easel, easel.get_by_label("Download picture").click)
+    fields = request.value.post_data_json
+    assert fields["negative_prompt"] == "fog"
+    whole = {name: fields[name] for name in fields if name not in ("stream", "progress", "partial_images")}
+    again = httpx.post(f"{pictures.url}/v1/images/generations", json=whole).json()
+    assert file == base64.b64decode(again["data"][0]["b64_json"])
+    easel.locator("#previews").uncheck()
+    with easel.expect_request("**/v1/images/generations") as request:
+        easel.get_by_label("Regenerate").click()
+    assert "partial_images" not in request.value.post_data_json
+    answered(easel)
+
+
+def downloaded(page: Page, act: Callable[[], None]) -> bytes:
+    """The file that an action downloads."""
+    with page.expect_download() as download:
+        act()
+    assert download.value.suggested_filename == "picture.png"
+    return download.value.path().read_bytes()
+
+
+def test_a_picture_is_changed(easel: Page, pictures: HttpPipeline) -> None:
+    fill(easel, seed=5)
+    ask(easel, "The sea")
+    answered(easel)
+    first = downloaded(easel, easel.get_by_label("Download picture").click)
+    easel.get_by_label("Edit this").click()
+    expect(easel.locator("#attachments img")).to_be_visible()
+    expect(easel.locator("#text")).to_be_focused()
+    ask(easel, "Add a ship")
+    answered(easel, 2)
+    fields = {"prompt": "Add a ship", "seed": "5"}
+    again = httpx.post(f"{pictures.url}/v1/images/edits", data=fields, files={"image": ("a.png", first)}).json()
+    second = downloaded(easel, easel.get_by_label("Download picture").last.click)
+    assert second == base64.b64decode(again["data"][0]["b64_json"])
+    assert second != first
+    expect(easel.locator("li.user").last.locator("img")).to_be_visible()
+    easel.locator("#file").set_input_files([{"name": "a.wav", "mimeType": "audio/wav", "buffer": sound()}])
+    expect(easel.locator("#error")).to_contain_text("only pictures can be changed")
+    easel.locator("#file").set_input_files([{"name": "a.png", "mimeType": "image/png", "buffer": picture()}])
+    expect(easel.locator("#attachments li")).to_have_count(1)
+    easel.locator("#send").click()
+    expect(easel.locator("#error")).to_contain_text("Say what to change")
+
+
+def test_a_picture_is_stopped_in_every_stage(easel: Page, pictures: HttpPipeline) -> None:
+    fill(easel, steps=1000)
+    ask(easel, "The sea, slowly")
+    until(easel, lambda: easel.evaluate("window.seen.steps.length") > 3, "some steps")
+    easel.keyboard.press("Escape")
+    expect(easel.locator("li.assistant.stopped")).to_have_count(1)
+    until(easel, lambda: in_flight(pictures) == 0, "the end of the request")
+    expect(easel.get_by_label("Download picture")).to_have_count(0)  # a preview is no result
+    expect(easel.locator("#error")).to_be_hidden()
+
+
+def test_what_cannot_be_made_is_said(easel: Page) -> None:
+    fill(easel, width=13)  # no multiple of 8
+    ask(easel, "The sea")
+    expect(easel.locator("#text")).to_have_value("The sea")
+    expect(easel.locator("#width")).to_be_focused()
+    expect(easel.locator("li.user")).to_have_count(0)
+    fill(easel, width="")
+    error = {"error": {"message": "It failed.", "code": "engine_error"}}
+    easel.route("**/v1/images/*", lambda route: route.fulfill(status=500, json=error))
+    easel.locator("#send").click()
+    expect(easel.locator("#error")).to_contain_text("The model failed.")
+    easel.unroute("**/v1/images/*")
+    easel.get_by_label("Try again").click()
+    answered(easel)
+    expect(easel.locator("#error")).to_be_hidden()
+
+
+def test_everybody_can_make_pictures_at_any_width(easel: Page) -> None:
+    """Writes the picture of the documentation, too, if OMNI_TEST_SCREENSHOTS is set."""
+    fill(easel, width=512, height=320, seed=3)
+    ask(easel, "The sea at night")
+    answered(easel)
+    for width, height in ((1280, 800), (390, 844)):
+        easel.set_viewport_size({"width": width, "height": height})
+        if width == 1280 and "OMNI_TEST_SCREENSHOTS" in os.environ:
+            easel.screenshot(path=SCREENSHOT)
+        assert easel.evaluate("document.documentElement.scrollWidth") == width
+        box = easel.locator("img.picture").bounding_box()
+        assert box is None or box["x"] + box["width"] <= width
+        easel.emulate_media(color_scheme="light")
+        assert axe_violations(easel) == []
+        easel.emulate_media(color_scheme="dark")
+        assert axe_violations(easel, "color-contrast") == []
