@@ -1,0 +1,309 @@
+"""The code predictor of Qwen's speech models: a small transformer that completes a frame whose first code is known.
+
+A frame is a code of each of G groups. The talker samples the first; the predictor reads the talker's state and that
+code's embedding and adds the others, one pass a group, each with its own head and embedding table. Passes are small and
+many, so what they cost on a GPU is launching kernels: `GraphedPredictor` replays all passes of a frame as one CUDA
+graph. Needs torch alone; `benchmarks/code_predictor.py` measures it without the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_MASK32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class PredictorConfig:
+    """Sizes, and the sampling that the published models use for every group but the first.
+
+    Args:
+        input_size: width of the talker's states and of the code embeddings; projected to `hidden_size` if it differs.
+    """
+
+    groups: int
+    vocab_size: int
+    input_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float
+    eps: float = 1e-6
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 0.8
+
+    @classmethod
+    def of(cls, config: Any, input_size: int, **sampling: Any) -> PredictorConfig:
+        """From the `code_predictor_config` of a checkpoint."""
+        return cls(
+            groups=config.num_code_groups,
+            vocab_size=config.vocab_size,
+            input_size=input_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rope_theta=config.rope_parameters["rope_theta"],
+            eps=config.rms_norm_eps,
+            **sampling,
+        )
+
+
+class PredictorLayer(nn.Module):
+    """A decoder layer with its projections joined. Norms and rotations are the only operations in float32."""
+
+    def __init__(self, config: PredictorConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, size = config.hidden_size, config.head_dim
+        rotated = config.heads + config.kv_heads  # heads of queries and keys
+        self.input_norm = nn.Parameter(torch.ones(hidden))
+        self.qkv = nn.Linear(hidden, (rotated + config.kv_heads) * size, bias=False)
+        self.qk_norm = nn.Parameter(torch.ones(rotated, size))
+        self.o = nn.Linear(config.heads * size, hidden, bias=False)
+        self.mlp_norm = nn.Parameter(torch.ones(hidden))
+        self.gate_up = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, hidden, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, start: int
+    ) -> torch.Tensor:
+        """States [B, n, H] of n positions from `start` on.
+
+        Args:
+            cos: [n, 1, head_dim], as `sin`.
+            cache: keys and values [2, B, kv_heads, positions, head_dim]; those of the new positions are written.
+        """
+        config, (batch, n, _) = self.config, x.shape
+        y = F.rms_norm(x, x.shape[-1:], self.input_norm, config.eps)
+        qkv = self.qkv(y).view(batch, n, -1, config.head_dim)
+        qk = F.rms_norm(qkv[..., : -config.kv_heads, :].float(), (config.head_dim,), None, config.eps) * self.qk_norm
+        left, right = qk.chunk(2, dim=-1)
+        qk = (qk * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype).transpose(1, 2)
+        end = start + n
+        cache[0, :, :, start:end] = qk[:, config.heads :]
+        cache[1, :, :, start:end] = qkv[..., -config.kv_heads :, :].transpose(1, 2)
+        keys, values = cache[0, :, :, :end], cache[1, :, :, :end]
+        seen = F.scaled_dot_product_attention(
+            qk[:, : config.heads], keys, values, is_causal=n > 1, enable_gqa=config.heads != config.kv_heads
+        )
+        x = x + self.o(seen.transpose(1, 2).reshape(batch, n, -1))
+        gate, up = self.gate_up(F.rms_norm(x, x.shape[-1:], self.mlp_norm, config.eps)).chunk(2, dim=-1)
+        out: torch.Tensor = x + self.down(F.silu(gate) * up)
+        return out
+
+
+class CodePredictor(nn.Module):
+    """Completes frames. Equal requests get equal codes, whatever else is in their batch."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    group_numbers: torch.Tensor
+
+    def __init__(self, config: PredictorConfig) -> None:
+        super().__init__()
+        self.config = config
+        residual = config.groups - 1
+        self.embeddings = nn.Parameter(torch.empty(residual, config.vocab_size, config.input_size))
+        self.heads = nn.Parameter(torch.empty(residual, config.vocab_size, config.hidden_size))
+        self.projection = (
+            nn.Linear(config.input_size, config.hidden_size) if config.input_size != config.hidden_size else None
+        )
+        self.layers = nn.ModuleList(PredictorLayer(config) for _ in range(config.layers))
+        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        angles = torch.outer(torch.arange(config.groups, dtype=torch.float32), config.rope_theta**-exponents)
+        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [positions, 1, head_dim]
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("group_numbers", torch.arange(residual), persistent=False)
+
+    def forward(
+        self, hidden: torch.Tensor, first: torch.Tensor, seeds: torch.Tensor, frames: torch.Tensor, greedy: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Residual codes i64 [B, G - 1], and the sum of the embeddings of all codes of each frame [B, E].
+
+        Args:
+            hidden: the talker's states [B, E], after its norm, from which the first codes were sampled.
+            first: embeddings [B, E] of the first codes.
+            seeds: of the requests, i64 [B]; with `frames`, the number of the frame i64 [B], they decide the draw.
+            greedy: bool [B], take the likeliest code.
+        """
+        config = self.config
+        cache = hidden.new_empty(
+            config.layers, 2, len(hidden), config.kv_heads, config.groups, config.head_dim, dtype=self.norm.dtype
+        )
+        x = torch.stack((hidden, first), dim=1)
+        total, codes, start = first.float(), [], 0
+        for group in range(config.groups - 1):
+            if self.projection is not None:
+                x = self.projection(x)
+            end = start + x.shape[1]
+            for index, layer in enumerate(self.layers):
+                x = layer(x, self.cos[start:end], self.sin[start:end], cache[index], start)
+            x = F.rms_norm(x[:, -1], x.shape[-1:], self.norm, config.eps)
+            code = self.sample(F.linear(x, self.heads[group]).float(), seeds, frames, group, greedy)
+            codes.append(code)
+            x = self.embeddings[group][code].unsqueeze(1)
+            total = total + x[:, 0]
+            start = end
+        return torch.stack(codes, dim=1), total.to(first.dtype)
+
+    def embed(self, codes: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """Sums [n, E] of the embeddings of known frames: residual codes i64 [n, G - 1], first embeddings [n, E]."""
+        total = first.float()
+        for group in range(self.config.groups - 1):  # in the order of `forward`, so that the sums are the same
+            total = total + self.embeddings[group][codes[:, group]]
+        return total.to(first.dtype)
+
+    def sample(
+        self, logits: torch.Tensor, seeds: torch.Tensor, frames: torch.Tensor, group: int, greedy: torch.Tensor
+    ) -> torch.Tensor:
+        """Codes i64 [B] of logits f32 [B, vocabulary]: top-k, then top-p, then the largest with Gumbel noise."""
+        config = self.config
+        values, tokens = (logits / config.temperature).topk(min(config.top_k, config.vocab_size), dim=-1)
+        probabilities = values.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities  # of likelier codes; 0 for the likeliest
+        noisy = values + gumbel_noise(seeds, frames, self.group_numbers[group], tokens)
+        drawn = tokens.gather(1, noisy.masked_fill(before >= config.top_p, -torch.inf).argmax(dim=-1, keepdim=True))
+        return torch.where(greedy, logits.argmax(dim=-1), drawn[:, 0])
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a checkpoint's tensors, named as in transformers; return the names of the parameters that were set.
+
+        Raises:
+            KeyError: a name is unknown.
+        """
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, weight in weights:
+            target, part = self._place(name)
+            view = parameters[target].data if part is None else parameters[target].data[part]
+            view.copy_(weight.expand_as(view))
+            loaded.add(target)
+        return loaded
+
+    def _place(self, name: str) -> tuple[str, slice | int | None]:
+        """The parameter, and the part of it, that a checkpoint's tensor goes to."""
+        config = self.config
+        for pattern, target in (
+            (r"(?:model\.)?codec_embedding\.(\d+)\.weight", "embeddings"),
+            (r"lm_head\.(\d+)\.weight", "heads"),
+        ):
+            if (found := re.fullmatch(pattern, name)) is not None:
+                return target, int(found[1])
+        if name == "model.norm.weight":
+            return "norm", None
+        if name.startswith("small_to_mtp_projection."):
+            return name.replace("small_to_mtp_projection", "projection"), None
+        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+        if found is None:
+            raise KeyError(f"The code predictor has no parameter {name!r}.")
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        up = config.intermediate_size
+        places: dict[str, tuple[str, slice | None]] = {
+            "input_layernorm": ("input_norm", None),
+            "post_attention_layernorm": ("mlp_norm", None),
+            "self_attn.q_proj": ("qkv.weight", slice(0, queries)),
+            "self_attn.k_proj": ("qkv.weight", slice(queries, queries + keys)),
+            "self_attn.v_proj": ("qkv.weight", slice(queries + keys, None)),
+            "self_attn.q_norm": ("qk_norm", slice(0, config.heads)),
+            "self_attn.k_norm": ("qk_norm", slice(config.heads, None)),
+            "self_attn.o_proj": ("o.weight", None),
+            "mlp.gate_proj": ("gate_up.weight", slice(0, up)),
+            "mlp.up_proj": ("gate_up.weight", slice(up, None)),
+            "mlp.down_proj": ("down.weight", None),
+        }
+        if found[2] not in places:
+            raise KeyError(f"The code predictor has no parameter {name!r}.")
+        target, part = places[found[2]]
+        return f"layers.{found[1]}.{target}", part
+
+
+def _scrambled(x: torch.Tensor) -> torch.Tensor:
+    """A hash of 32 bits for every integer of 32 bits, in i64: products overflow, their lower bits are right."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK32
+    return x ^ (x >> 16)
+
+
+def gumbel_noise(seeds: torch.Tensor, frames: torch.Tensor, group: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise f32 [B, k] that hangs on nothing but the seed, the frame, the group and the code.
+
+    Args:
+        seeds: i64 [B], as `frames`.
+        group: i64 [].
+        tokens: i64 [B, k].
+    """
+    key = _scrambled(seeds & _MASK32)
+    for part in ((seeds >> 32) & _MASK32, frames & _MASK32, group):
+        key = _scrambled(key ^ part)
+    bits = _scrambled(key.unsqueeze(1) ^ _scrambled(tokens))
+    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
+    return -(-uniform.log()).log()
+
+
+class GraphedPredictor:
+    """A predictor with one CUDA graph for each of some batch sizes; without graphs it runs eagerly.
+
+    Args:
+        largest: number of frames that may be completed at a time.
+    """
+
+    def __init__(self, predictor: CodePredictor, largest: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.predictor = predictor
+        width = predictor.config.input_size
+        self._inputs = (
+            torch.zeros(largest, width, dtype=dtype, device=device),
+            torch.zeros(largest, width, dtype=dtype, device=device),
+            torch.zeros(largest, dtype=torch.int64, device=device),
+            torch.zeros(largest, dtype=torch.int64, device=device),
+            torch.zeros(largest, dtype=torch.bool, device=device),
+        )
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture a graph for each batch size. The largest comes first, and the others share its memory."""
+        pool = None
+        for size in sorted(sizes, reverse=True):
+            inputs = tuple(tensor[:size] for tensor in self._inputs)
+            self.predictor(*inputs)  # what is set up at the first call cannot be captured
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                outputs = self.predictor(*inputs)
+            pool = pool or graph.pool()
+            self._graphs[size] = graph, outputs
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`CodePredictor.forward`. The next call may overwrite the results."""
+        count = len(inputs[0])
+        size = min((size for size in self._graphs if size >= count), default=None)
+        if size is None:
+            codes, total = self.predictor(*inputs)
+            return codes, total
+        for static, given in zip(self._inputs, inputs, strict=True):
+            static[:count].copy_(given)
+        graph, (codes, total) = self._graphs[size]
+        graph.replay()
+        return codes[:count], total[:count]
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Batch sizes to capture: finer where padding costs most, always with `largest`."""
+    sizes = [size for size in (1, 2, 4, 8, *range(16, 65, 16), *range(128, 1025, 64)) if size < largest]
+    return [*sizes, largest]

@@ -1,0 +1,101 @@
+"""The code predictor: what it draws, that a draw hangs on its own request alone, and what its benchmark compares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from benchmarks import code_predictor as benchmark
+from omni_actors.engine.models.code_predictor import CodePredictor, PredictorConfig, batch_sizes, gumbel_noise
+
+VOCABULARY = 128
+
+
+@pytest.fixture(scope="module")
+def predictor() -> CodePredictor:
+    torch.manual_seed(0)
+    config = PredictorConfig(4, VOCABULARY, 48, 32, 64, 2, 4, 2, 8, 10_000.0)
+    made = CodePredictor(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.5)
+    return made.eval()
+
+
+def given(count: int, greedy: bool = False) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(5)
+    hidden, first = torch.randn(2, count, 48, generator=generator)
+    seeds = torch.arange(count) * 0x1_0000_0001
+    return hidden, first, seeds, torch.arange(count) % 3, torch.full((count,), greedy)
+
+
+@torch.inference_mode()
+def test_draws_follow_the_distribution_of_transformers_warpers(predictor: CodePredictor) -> None:
+    draws = 6_000
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
+    warped = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(50)(None, logits.unsqueeze(0)))
+    wanted = warped.softmax(dim=-1)[0]
+    frames = torch.arange(draws)
+    codes = predictor.sample(logits.expand(draws, -1), frames // 100, frames % 100, 2, torch.zeros(draws).bool())
+    seen = codes.bincount(minlength=VOCABULARY) / draws
+    assert set(seen.nonzero().flatten().tolist()) <= set(wanted.nonzero().flatten().tolist())
+    torch.testing.assert_close(seen, wanted, atol=0.03, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_frame_hangs_on_its_own_request_alone(predictor: CodePredictor) -> None:
+    inputs = given(9)
+    codes, sums = predictor(*inputs)
+    assert codes.shape == (9, 3)
+    for index in range(9):
+        alone, total = predictor(*(tensor[index : index + 1] for tensor in inputs))
+        assert torch.equal(alone[0], codes[index])
+        torch.testing.assert_close(total[0], sums[index])
+    hidden, first, seeds, frames, greedy = inputs
+    for others in (seeds + 1, seeds + (1 << 32)):
+        assert (predictor(hidden, first, others, frames, greedy)[0] != codes).any()
+    assert (predictor(hidden, first, seeds, frames + 1, greedy)[0] != codes).any()
+
+
+@torch.inference_mode()
+def test_known_frames_have_the_same_sums(predictor: CodePredictor) -> None:
+    inputs = given(5, greedy=True)
+    codes, sums = predictor(*inputs)
+    assert torch.equal(predictor.embed(codes, inputs[1]), sums)
+
+
+def test_noise_is_that_of_gumbel_and_of_no_pattern() -> None:
+    seeds, frames = torch.arange(200).repeat_interleave(50), torch.arange(50).repeat(200)
+    noise = gumbel_noise(seeds, frames, torch.tensor(1), torch.arange(40).expand(10_000, -1))
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
+    assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.03)
+    for axis in (0, 1):
+        rows = noise.unflatten(0, (200, 50))[:, :, 0]
+        pairs = torch.stack((rows.narrow(axis, 0, 49).flatten(), rows.narrow(axis, 1, 49).flatten()))
+        assert pairs.corrcoef()[0, 1].abs() < 0.05
+
+
+def test_a_tensor_that_it_does_not_know_is_refused(predictor: CodePredictor) -> None:
+    for name in ("model.layers.0.self_attn.x_proj.weight", "lm_head.weight", "nothing"):
+        with pytest.raises(KeyError, match="no parameter"):
+            predictor.load_weights([(name, torch.zeros(1))])
+
+
+def test_the_largest_batch_always_has_a_graph() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(24) == [1, 2, 4, 8, 16, 24]
+    assert batch_sizes(64) == [1, 2, 4, 8, 16, 32, 48, 64]
+
+
+def test_the_benchmark_compares_equal_codes(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    arguments = ["--size", "tiny", "--batches", "1", "3", "--repeats", "1", "--device", "cpu", "--json", str(path)]
+    assert benchmark.main(arguments) == 0
+    figures = json.loads(path.read_text())["figures"]
+    assert [figure["way"] for figure in figures] == ["eager", "graph", "re-prefill"] * 2
+    assert all(figure["same_codes"] == 1.0 for figure in figures)
