@@ -1,4 +1,4 @@
-"""The code predictor of Qwen's speech models: a small transformer that completes a frame whose first code is known.
+"""The code predictor of speech models: a small transformer that completes a frame whose first code is known.
 
 A frame is a code of each of G groups. The talker samples the first; the predictor reads the talker's state and that
 code's embedding and adds the others, one pass a group, each with its own head and embedding table. Passes are small and
