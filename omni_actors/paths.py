@@ -1,4 +1,4 @@
-"""Checks files and folders that a user has named, before anything depends on them."""
+"""The user's cache; and checks of files and folders that a user has named, before anything depends on them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import stat
 from pathlib import Path
 
 from omni_actors.errors import ConfigError
+
+
+def user_cache() -> Path:
+    """This package's folder in the user's cache; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "omni_actors"
 
 
 def expanded(name: str | Path, where: str, base: Path | None = None) -> Path:

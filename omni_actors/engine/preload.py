@@ -12,6 +12,7 @@ import gc
 import importlib
 import threading
 
+from omni_actors.engine.bytecode import keep_bytecode
 from omni_actors.engine.platform import preload_modules
 from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger
@@ -24,6 +25,7 @@ def import_all() -> None:
     """Import the stages' modules. Stages that start later end with a failure recorded here; the server goes on."""
     name = "omni_actors.engine.platform"
     try:
+        keep_bytecode()
         for name in preload_modules():
             importlib.import_module(name)
         name = "the fork server"

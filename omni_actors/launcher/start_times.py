@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from pathlib import Path
 
 import msgspec
 
 from omni_actors.config import PipelineConfig
 from omni_actors.logs import get_logger
+from omni_actors.paths import user_cache
 
 logger = get_logger(__name__)
 
+FILE = "start_times.json"
 MOST = 100  # pipelines that are remembered
 
 
@@ -24,7 +25,7 @@ def last(pipeline: PipelineConfig) -> float | None:
 
 def remember(pipeline: PipelineConfig, seconds: float) -> None:
     """Keep the time for the next start. Without a place to write, the next one announces nothing."""
-    path = _file()
+    path = user_cache() / FILE
     times = _read()
     times.pop(key := _key(pipeline), None)
     times[key] = round(seconds, 1)
@@ -39,13 +40,8 @@ def remember(pipeline: PipelineConfig, seconds: float) -> None:
 
 def _read() -> dict[str, float]:
     with contextlib.suppress(OSError, msgspec.DecodeError):  # none yet, or not ours
-        return msgspec.json.decode(_file().read_bytes(), type=dict[str, float])
+        return msgspec.json.decode((user_cache() / FILE).read_bytes(), type=dict[str, float])
     return {}
-
-
-def _file() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    return Path(cache) / "omni_actors" / "start_times.json"
 
 
 def _key(pipeline: PipelineConfig) -> str:
