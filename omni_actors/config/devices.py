@@ -14,7 +14,12 @@ from omni_actors.errors import ConfigError
 
 DEVICE_FILES = Path("/dev")
 MOST_GPUS = 1024  # of a host: above the highest number that `devices` can name
-COMPUTING_KINDS = (StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION, StageKind.CUSTOM)  # those that may use a GPU
+COMPUTING_KINDS = (
+    StageKind.AUTOREGRESSIVE,
+    StageKind.ENCODER,
+    StageKind.DIFFUSION,
+    StageKind.CUSTOM,
+)  # those that may use a GPU
 
 
 def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int], list[tuple[str, float]]]:
@@ -24,7 +29,7 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
     """
     plan: dict[tuple[int, int], list[tuple[str, float]]] = {}
     for stage in pipeline.stages:
-        if stage.kind is not StageKind.AUTOREGRESSIVE or "kv_cache_memory_bytes" in stage.engine:
+        if stage.kind not in (StageKind.AUTOREGRESSIVE, StageKind.ENCODER) or "kv_cache_memory_bytes" in stage.engine:
             continue
         share = stage.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
@@ -66,7 +71,7 @@ def stage_devices(stage: StageConfig, devices: int) -> list[int]:
     """Return the GPUs of a stage: those configured, else the first ones, or none if the host has or it needs none."""
     if stage.devices is not None:
         return stage.devices
-    needs_device = stage.kind in (StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)
+    needs_device = stage.kind in (StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.DIFFUSION)
     return list(range(gpus_of_replica(stage))) if devices and needs_device else []
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from omni_actors.config import PipelineConfig, StageKind, replica_devices
 
-MODEL_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.DIFFUSION)  # those whose engines use vLLM
+# Those whose engines use vLLM.
+MODEL_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.DIFFUSION)
 
 
 def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:

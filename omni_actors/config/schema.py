@@ -45,6 +45,7 @@ class StageKind(enum.StrEnum):
 
     PROMPT = "prompt"  # chat template, tokenizer, media processing
     AUTOREGRESSIVE = "autoregressive"  # a vLLM engine core with the omni scheduler
+    ENCODER = "encoder"  # a vLLM engine core that computes hidden states of prompts, for the stages after it
     DIFFUSION = "diffusion"  # a vLLM engine core without KV cache, one scheduled token per denoise step
     ECHO = "echo"  # no model: repeats its input; for tests and measurements of everything around the engine
     CUSTOM = "custom"  # the user's own `StageEngine`, named by `engine_class`
@@ -53,6 +54,7 @@ class StageKind(enum.StrEnum):
 PARAMS_BY_KIND = {
     StageKind.PROMPT: PROMPT_PARAMS,  # if the model declares them
     StageKind.AUTOREGRESSIVE: AUTOREGRESSIVE_PARAMS,
+    StageKind.ENCODER: PROMPT_PARAMS,  # if the model declares them
     StageKind.DIFFUSION: DIFFUSION_PARAMS,
     StageKind.ECHO: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,
     StageKind.CUSTOM: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,  # the engine says which of them it uses

@@ -144,6 +144,8 @@ class OmniEngineArgs:
                 "omni": {**dataclasses.asdict(self.model_config), "kind": self.kind, "runner": spec.runner}
             },
         }
+        if spec.folder:
+            arguments.setdefault("tokenizer", str(checkpoint_folder(self.model_config.model) / "tokenizer"))
         arguments |= self._classes(platform)
         if self.asynchronous is not None:
             arguments["async_scheduling"] = self.asynchronous

@@ -18,6 +18,7 @@ from omni_actors.stage.start_phases import phase
 ENGINE_KINDS: dict[StageKind, ModelKind] = {
     StageKind.PROMPT: "prompt",
     StageKind.AUTOREGRESSIVE: "autoregressive",
+    StageKind.ENCODER: "encoder",
     StageKind.DIFFUSION: "diffusion",
 }
 # vLLM and Triton have separate code for one request, for few, and for multiples of 16.
@@ -117,6 +118,13 @@ def build_engine(arguments: OmniEngineArgs) -> StageEngine:
         from omni_actors.engine.diffusion import DiffusionEngine
 
         return DiffusionEngine(arguments)
+    if arguments.kind == "encoder":
+        from omni_actors.engine.encoder import EncoderEngine
+
+        encoder = EncoderEngine(arguments)
+        with phase("warm-up"):
+            encoder.warm_up()
+        return encoder
     from omni_actors.engine.autoregressive import AutoregressiveEngine
 
     engine = AutoregressiveEngine(arguments)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-ModelKind = Literal["autoregressive", "diffusion", "prompt"]
+ModelKind = Literal["autoregressive", "encoder", "diffusion", "prompt"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelSpec:
         engine: vLLM EngineArgs that suit this model; the user's settings override them.
         required: EngineArgs without which the model gives wrong results; the user's settings must agree with them.
         params: sampling defaults of the published model.
-        adapter: class path of the `AutoregressiveAdapter` (AR stages) that maps stage inputs to vLLM requests.
+        adapter: class path of the `AutoregressiveAdapter` or `EncoderAdapter` that maps stage inputs to vLLM requests.
         runner: class path of the `DiffusionModelRunner` (diffusion stages).
         folder: of a checkpoint with a folder for each part, the one whose config.json vLLM reads. It must be one of a
             language model, also for stages that are none (`placeholder_overrides`).
@@ -77,7 +77,10 @@ MODULES: dict[tuple[str, str], str] = {
     for architecture, family in _FAMILIES.items()
     for stage in ("thinker", "talker", "code2wav")
 }
-MODULES |= {("ZImagePipeline", stage): f"omni_actors.engine.models.z_image.{stage}_stage" for stage in ("dit", "vae")}
+MODULES |= {
+    ("ZImagePipeline", stage): f"omni_actors.engine.models.z_image.{stage}_stage"
+    for stage in ("text_encoder", "dit", "vae")
+}
 
 CHAT_STAGE = "thinker"
 CHAT_MODULE = "omni_actors.engine.models.chat"

@@ -1,0 +1,185 @@
+"""The engine of an encoder stage: prompts to hidden states, several sequences of a request at a time, no answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import FinishReason as VllmFinishReason
+
+from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.core import StepFailed, VllmCore, make_request
+from omni_actors.engine.models.encoder_state import ENCODED, Encode
+from omni_actors.engine.tensors import to_host
+from omni_actors.engine.vllm_engine import VllmEngine
+from omni_actors.engine.worker_base import attachment_of
+from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.tensors import HostTensor
+from omni_actors.stage.engine_interface import (
+    EngineEvent,
+    EngineFacts,
+    ErrorEvent,
+    FinishedEvent,
+    StageInputs,
+    StageRequest,
+    StreamEvent,
+)
+
+
+class EncoderAdapter(ABC):
+    """The model-specific part: what sequences a request is made of.
+
+    Args:
+        arguments: of the stage.
+        config: vLLM's configuration for them.
+    """
+
+    def __init__(self, arguments: OmniEngineArgs, config: VllmConfig) -> None:
+        self.arguments = arguments
+        self.config = config
+
+    @property
+    @abstractmethod
+    def facts(self) -> EngineFacts:
+        """What the coordinator learns when the stage is ready."""
+
+    @abstractmethod
+    def sequences(self, request: StageRequest, inputs: StageInputs) -> Mapping[str, Sequence[int]]:
+        """The token ids to encode, by the name that their states get. Raises `OmniError`; keeps no state."""
+
+
+@dataclass(slots=True)
+class _Encoding:
+    """A request; `waiting` are the sequences that the core still has, `parts` the states of each so far."""
+
+    request: StageRequest
+    names: list[str]
+    tokens: int
+    waiting: set[int]
+    parts: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class EncoderEngine(VllmEngine[_Encoding]):
+    """Runs the prefill of a language model and gives the states [tokens, width] that its ModelState taps.
+
+    A sequence is a request of vLLM that ends after its first token, which is dropped: so vLLM batches the sequences of
+    all requests, and cuts long ones into chunks.
+
+    Raises:
+        ConfigError, StartupError: see `OmniEngineArgs.create_engine_config` and `VllmCore`.
+    """
+
+    def __init__(self, arguments: OmniEngineArgs) -> None:
+        config = arguments.create_engine_config()
+        name = arguments.model_spec().adapter
+        adapter_class = resolve_obj_by_qualname(name)
+        if not (isinstance(adapter_class, type) and issubclass(adapter_class, EncoderAdapter)):
+            raise ConfigError(
+                f"{name} is not an EncoderAdapter.",
+                hint="Name a subclass of it as `adapter` in the model's ModelSpec (docs/extending.md).",
+            )
+        self.adapter: EncoderAdapter = adapter_class(arguments, config)
+        super().__init__(VllmCore(config))
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the coordinator learns when the stage is ready."""
+        return self.adapter.facts
+
+    def warm_up(self) -> None:
+        """Encode a sequence. Raises `EngineError` if that fails, as it then would for every request."""
+        self._add(StageRequest("_warm_up", StageParams(), seed=0), {"warm_up": [0] * 24})
+        while self.runnable():
+            for event in self.step():
+                if isinstance(event, ErrorEvent):
+                    raise event.error
+        self.take_scheduled()
+
+    def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        """Have the adapter check the request, and give its sequences to vLLM."""
+        self._check_new(request.request_id)
+        if not inputs.complete:
+            raise InvalidRequest("This stage takes its input as a whole.")
+        self._add(request, self.adapter.sequences(request, inputs))
+
+    def _add(self, request: StageRequest, sequences: Mapping[str, Sequence[int]]) -> None:
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"omni": Encode()})
+        prepared = [
+            self.core.prepare(
+                make_request(f"{request.request_id}/{index}", token_ids, parameters, priority=request.priority)
+            )
+            for index, token_ids in enumerate(sequences.values())
+        ]
+        for each in prepared:  # once nothing can be refused any more
+            self.core.add(each)
+        tokens = sum(map(len, sequences.values()))
+        self._requests[request.request_id] = _Encoding(request, list(sequences), tokens, set(range(len(prepared))))
+
+    def extend(
+        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    ) -> None:
+        """Ignore a late, empty end of the input; refuse any other input, since a prompt comes as a whole."""
+        if rows is not None or token_ids or not complete:
+            raise InvalidRequest(f"Request {request_id!r} got more input; a prompt comes as a whole.")
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request with all its sequences. Unknown ids are ignored."""
+        running = self._requests.pop(request_id, None)
+        if running is not None and running.waiting:
+            self.core.abort([f"{request_id}/{index}" for index in running.waiting])
+
+    def step(self) -> Sequence[EngineEvent]:
+        """Do one step of vLLM; the events are those of requests all of whose sequences are encoded."""
+        try:
+            outputs = self.core.step()
+        except StepFailed as failure:
+            lost = dict.fromkeys(_request_of(name) for name in failure.request_ids)
+            return [self._failed(name, failure.for_request()) for name in lost if name in self._requests]
+        events: list[EngineEvent] = []
+        for output in outputs:
+            running = self._requests.get(_request_of(output.request_id))
+            if running is not None:
+                try:
+                    events += self._take(running, output)
+                except OmniError as error:
+                    events.append(self._failed(running.request.request_id, error))
+        return events
+
+    def _take(self, running: _Encoding, output: EngineCoreOutput) -> list[EngineEvent]:
+        index = int(output.request_id.rpartition("/")[2])
+        if output.finish_reason in (VllmFinishReason.ERROR, VllmFinishReason.ABORT):
+            running.waiting.discard(index)
+            raise EngineError(f"vLLM ended the request: {output.finish_reason}.")
+        states: torch.Tensor | None = attachment_of(output).get(ENCODED)
+        if states is not None:
+            running.parts.setdefault(index, []).append(states)
+        if output.finish_reason is None:
+            return []
+        running.waiting.discard(index)
+        if running.waiting:
+            return []
+        tensors = {name: torch.cat(running.parts.get(place, [])) for place, name in enumerate(running.names)}
+        if not all(torch.isfinite(states).all() for states in tensors.values()):
+            raise ModelOutputInvalid("The encoder's hidden states hold NaN or infinite values.")
+        request_id = running.request.request_id
+        hosted = {name: to_host(states) for name, states in tensors.items()}
+        done: FinishedEvent = self._finished(request_id, FinishReason.STOP, running.tokens, 0)
+        return [StreamEvent(request_id, tensors=hosted, final=True), done]
+
+    def take_scheduled(self) -> Sequence[tuple[str, float]]:
+        """Requests whose first sequence was scheduled since the last call, and when (monotonic clock, seconds)."""
+        scheduled = super().take_scheduled()
+        return [(_request_of(name), moment) for name, moment in scheduled if name.endswith("/0")]
+
+
+def _request_of(name: str) -> str:
+    """The request that a sequence belongs to."""
+    return name.rpartition("/")[0]
