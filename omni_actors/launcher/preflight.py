@@ -11,7 +11,7 @@ from pathlib import Path
 from omni_actors import envs
 from omni_actors.addresses import is_loopback
 from omni_actors.config import PipelineConfig, StageKind, placement, suggest
-from omni_actors.config.checkpoint import CONFIG_NAME, read_checkpoint_config
+from omni_actors.config.checkpoint import checkpoint_class
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.settings import check_listening, media_hosts, parse_address
 from omni_actors.launcher.extras import HTTP_PACKAGES, IMAGE_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
@@ -58,7 +58,7 @@ def check_launch(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
             if pipeline.stage(name).kind is StageKind.PROMPT:
                 check_packages(f"The stage {name}", MEDIA_PACKAGES, "cuda", "cpu")
     if placement.runs_models(pipeline, rank) and Path(pipeline.model).is_dir():
-        read_checkpoint_config(Path(pipeline.model) / CONFIG_NAME)
+        checkpoint_class(Path(pipeline.model))
     for needed, flags in MISSING_WITHOUT.items():
         given = [flag for flag in flags if _is_given(options, flag)]
         if given and not _is_given(options, needed):
