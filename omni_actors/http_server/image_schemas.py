@@ -136,6 +136,7 @@ class EditForm(ImageFields, frozen=True, kw_only=True):
     """The fields of POST /v1/images/edits besides the pictures."""
 
     mask: Null = ABSENT
+    markup: Null = ABSENT
     input_fidelity: Null = ABSENT
 
 

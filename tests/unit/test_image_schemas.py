@@ -1,0 +1,72 @@
+"""Bodies of the routes for pictures: OpenAI's fields are known, and each goes to the stages that take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy
+import pytest
+from openai.types import image_edit_params, image_generate_params
+
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.image_formats import background_of, flattened
+from omni_actors.http_server.image_schemas import EditForm, ImageRequest, params_of
+from omni_actors.protocol.parameters import Parameter
+from omni_actors.protocol.payloads import StageParams
+
+DECLARED = {
+    "encoder": (Parameter("negative_prompt", "text"), Parameter("guidance_scale", "float")),
+    "dit": (
+        Parameter("width", "int"),
+        Parameter("height", "int"),
+        Parameter("num_steps", "int"),
+        Parameter("guidance_scale", "float"),
+        Parameter("previews", "int"),
+    ),
+    "vae": (),
+}
+
+
+def request(**fields: Any) -> ImageRequest:
+    return msgspec.json.decode(msgspec.json.encode({"prompt": "x", **fields}), type=ImageRequest)
+
+
+def test_every_field_of_openai_is_known() -> None:
+    """A field that is new there shows up here, until it is decided what it means here."""
+    generate = image_generate_params.ImageGenerateParamsBase.__annotations__
+    assert len(generate) > 15
+    assert not set(generate) - set(ImageRequest.__struct_fields__)
+    assert set(image_edit_params.ImageEditParamsBase.__annotations__) - set(EditForm.__struct_fields__) == {"image"}
+
+
+def test_each_field_goes_to_all_stages_that_declare_it() -> None:
+    fields = {"size": "64x32", "num_inference_steps": 4, "guidance_scale": 2, "negative_prompt": "fog"}
+    assert params_of(request(**fields, stream=True, partial_images=2), DECLARED) == {
+        "encoder": StageParams(negative_prompt="fog", guidance_scale=2.0),
+        "dit": StageParams(width=64, height=32, num_steps=4, guidance_scale=2.0, previews=2),
+    }
+    assert params_of(request(size="auto", background="opaque", partial_images=0), DECLARED) == {}
+
+
+def test_parameters_by_stage_win_and_the_models_own_are_kept() -> None:
+    given = {"dit": {"num_steps": 9, "extra_args": {"shift": 3}}}
+    own = {"dit": (*DECLARED["dit"], Parameter("background", "text"))}
+    assert params_of(request(num_inference_steps=4, background="transparent", stage_params=given), own) == {
+        "dit": StageParams(num_steps=9, extra_args={"background": "transparent", "shift": 3})
+    }
+
+
+@pytest.mark.parametrize("field", [{"background": "transparent"}, {"size": "64x64"}, {"guidance_scale": 1}])
+def test_what_no_stage_takes_is_refused(field: dict) -> None:
+    (name,) = field
+    with pytest.raises(HttpError, match=f"This model takes no {name}; it takes num_inference_steps") as caught:
+        params_of(request(**field), {"dit": (Parameter("num_steps", "int"),)})
+    assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+def test_a_picture_is_put_on_white() -> None:
+    pixels = numpy.array([[[255, 0, 0, 255], [255, 0, 0, 0], [0, 0, 0, 128]]], numpy.uint8)
+    assert flattened(pixels).tolist() == [[[255, 0, 0], [255, 255, 255], [127, 127, 127]]]
+    assert background_of(pixels) == "transparent"
+    assert background_of(flattened(pixels)) == background_of(pixels[:, :1]) == "opaque"
