@@ -1,0 +1,153 @@
+"""Qwen3-Omni as users run it: launcher, four processes, client. Answers are compared with transformers; stages die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+from PIL import Image
+
+from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.client.outputs import OmniRequestOutput
+from tests.support.pipelines import RunningPipeline
+from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
+
+pytestmark = pytest.mark.e2e
+
+TEXTS = ("Hi", "What is the capital of France?", "Tell me, in a few words, why the sea is salt. " * 3)
+VOICES = ("ethan", "chelsie", "aiden")
+GREEDY = {"temperature": 0.0}
+PEAK_TOLERANCE = 1e-3  # another code in one of the 16 codebooks of one frame changes the sound by far more
+SAMPLED = {
+    "thinker": {"max_tokens": 16, "temperature": 0.8, "ignore_eos": True},
+    "talker": {"max_tokens": 40, "min_tokens": 40, "temperature": 0.9, "top_k": 50},
+}
+
+
+@pytest.fixture(scope="module")
+def pipeline(tiny_qwen3_checkpoint: Path) -> Iterator[RunningPipeline]:
+    with RunningPipeline("stage_configs/tiny_qwen3_omni.yaml", {"model": tiny_qwen3_checkpoint}) as running:
+        yield running
+
+
+def greedy(thinker: int, talker: int) -> dict[str, Any]:
+    return {
+        "thinker": {"max_tokens": thinker, **GREEDY},
+        "talker": {"max_tokens": talker, **GREEDY, "repetition_penalty": 1.05},
+    }
+
+
+def assert_equal(output: OmniRequestOutput, wanted: Qwen3Result) -> None:
+    assert output.token_ids == wanted.thinker_tokens
+    assert output.sample_rate == 24_000
+    waveform = wanted.waveform.numpy()
+    assert output.audio.shape == waveform.shape
+    peak = float(numpy.abs(waveform).max())
+    assert peak > 0.05, "a silent reference proves nothing"
+    assert float(numpy.abs(output.audio - waveform).max()) <= PEAK_TOLERANCE * peak
+
+
+async def test_answers_at_once_are_those_that_transformers_gives_to_each(
+    pipeline: RunningPipeline, qwen3_reference: Qwen3Reference
+) -> None:
+    """Whole chain: text, and sound that only the right codes of all 16 codebooks make."""
+    tone = (0.3 * numpy.sin(0.05 * numpy.arange(16_000))).astype(numpy.float32)
+    picture = numpy.random.default_rng(3).integers(0, 255, (96, 128, 3), dtype=numpy.uint8)
+    cases: list[tuple[str, str, int, int, dict[str, Any]]] = [
+        (TEXTS[index % 3], VOICES[index % 3], 6 + 4 * index, 12 + 7 * index, {}) for index in range(4)
+    ]
+    cases.append((TEXTS[1], "ethan", 8, 20, {"audios": tone, "images": picture}))
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        given = {"audios": [(tone, 16_000)], "images": [picture]}
+        outputs = await asyncio.gather(
+            *(
+                client.generate(
+                    text, voice=voice, params=greedy(thinker, talker), timeout=120, **(given if media else {})
+                )
+                for text, voice, thinker, talker, media in cases
+            )
+        )
+    for (text, voice, thinker, talker, media), output in zip(cases, outputs, strict=True):
+        shown = [{"type": "image"}, {"type": "audio"}] if media else []
+        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
+        oracle = {"audios": [tone], "images": [Image.fromarray(picture)]} if media else {}
+        inputs = qwen3_reference.inputs(messages, **oracle)
+        wanted = qwen3_reference.generate(inputs, voice=voice, thinker_max_tokens=thinker, talker_max_tokens=talker)
+        assert_equal(output, wanted)
+        assert output.usage["code2wav"].first_output < output.usage["talker"].finished, "sound streams"
+    pipeline.assert_idle()
+
+
+async def test_a_text_only_answer_wakes_no_stage_of_speech(pipeline: RunningPipeline) -> None:
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        output = await client.generate(TEXTS[0], modalities=["text"], params={"thinker": {"max_tokens": 5}})
+    assert len(output.token_ids) == 5
+    assert set(output.usage) == {"prompt", "thinker"}
+
+
+async def answer(client: AsyncOmniClient, kill: str = "") -> tuple[list[int], numpy.ndarray]:
+    """A sampled answer; the stage `kill` dies after the third piece of text, the vocoder after its first sound."""
+    stream = await client.submit(TEXTS[1], seed=11, voice="aiden", params=SAMPLED, timeout=120)
+    tokens: list[int] = []
+    audio: list[numpy.ndarray] = []
+    pieces = 0
+    async for item in stream:
+        if isinstance(item, Text):
+            tokens += item.token_ids
+            pieces += 1
+        elif isinstance(item, Audio):
+            audio.append(item.samples)
+        if kill and (audio if kill == "code2wav" else pieces == 3):
+            stages = (await client.describe()).stages
+            psutil.Process(next(status.pid for status in stages if status.stage == kill)).kill()
+            kill = ""
+    return tokens, numpy.concatenate(audio)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pipeline: RunningPipeline) -> tuple[list[int], numpy.ndarray]:
+    """The sampled answer, alone."""
+
+    async def ask() -> tuple[list[int], numpy.ndarray]:
+        async with AsyncOmniClient(pipeline.endpoint) as client:
+            return await answer(client)
+
+    tokens, sound = asyncio.run(ask())
+    assert len(tokens) == 16
+    assert len(sound) == 39 * 1920 - 555
+    return tokens, sound
+
+
+def assert_same(made: tuple[list[int], numpy.ndarray], wanted: tuple[list[int], numpy.ndarray]) -> None:
+    assert made[0] == wanted[0]
+    assert made[1].shape == wanted[1].shape
+    assert float(numpy.abs(made[1] - wanted[1]).max()) <= 1e-4
+
+
+async def test_a_seed_repeats_itself_among_other_answers(
+    pipeline: RunningPipeline, undisturbed: tuple[list[int], numpy.ndarray]
+) -> None:
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        others = [client.generate(text, seed=12, params=SAMPLED, timeout=120) for text in TEXTS]
+        made, *rest = await asyncio.gather(answer(client), *others)
+    assert_same(made, undisturbed)
+    assert rest[1].token_ids != undisturbed[0], "another seed must matter"
+
+
+@pytest.mark.parametrize("stage", ["code2wav", "talker", "thinker"])
+async def test_a_stage_that_dies_mid_answer_changes_nothing_of_it(
+    pipeline: RunningPipeline, undisturbed: tuple[list[int], numpy.ndarray], stage: str
+) -> None:
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        replays = (await client.describe()).counts["replays"]
+        made = await answer(client, stage)
+        assert (await client.describe()).counts["replays"] == replays + 1
+        while not (await client.describe()).healthy:  # noqa: ASYNC110 - the state is another process's
+            await asyncio.sleep(0.1)
+    assert_same(made, undisturbed)
+    pipeline.assert_idle()
