@@ -83,7 +83,7 @@ def teraflops(config: DitConfig, sizes: Sequence[int]) -> float:
 def step_of(dit: Dit, sizes: Sequence[int]) -> Callable[[], torch.Tensor]:
     """One denoising step of square pictures of these sizes, in pixels."""
     edges = [size // PIXELS for size in sizes]
-    states = torch.randn(PROMPT_TOKENS, dit.config.text_width, device=dit.device)
+    states = torch.randn(PROMPT_TOKENS, dit.config.text_width)
     batch = dit.lay_out([(edge, edge) for edge in edges], dit.refine_text([states] * len(edges)))
     tokens = sum(edge * edge for edge in edges)
     patches = torch.randn(tokens, dit.config.patch_width, device=dit.device)

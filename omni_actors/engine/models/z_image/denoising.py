@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from omni_actors.engine.models.z_image.dit import PATCH, Batch, Dit, Prompt, latents_of, patches_of
+from omni_actors.engine.models.z_image.packing import moved
 from omni_actors.engine.models.z_image.schedule import FlowSchedule
 
 
@@ -103,7 +104,7 @@ class Denoiser:
         states = [spec.states] if spec.negative_states is None else [spec.states, spec.negative_states]
         return Picture(
             spec,
-            patches_of(noise).to(self.dit.device),
+            moved(patches_of(noise).contiguous(), self.dit.device),
             self.dit.refine_text(states),
             self.schedule.sigmas(spec.num_steps, spec.tokens),
         )
@@ -138,7 +139,7 @@ class Denoiser:
         moments = self.schedule.moments(torch.stack([picture.sigmas[picture.done] for picture, _ in branches]))
         patches = torch.cat([picture.patches for picture, _ in branches])
         velocities = iter(
-            self.dit(patches, moments.to(self.dit.device, non_blocking=True), self._batch)
+            self.dit(patches, moved(moments, self.dit.device), self._batch)
             .float()
             .split([picture.spec.tokens for picture, _ in branches])
         )

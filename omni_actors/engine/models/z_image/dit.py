@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_actors.engine.models.z_image.packing import Attention, Packing, attend_each, pack
+from omni_actors.engine.models.z_image.packing import Attention, Packing, attend_each, moved, pack
 
 MULTIPLE = 32  # tokens; pictures and prompts are filled up to a multiple of it
 PATCH = 2  # latent pixels along an edge of a token
@@ -274,8 +274,8 @@ class Dit(nn.Module):
         """The contributions of prompts, from the text encoder's hidden states, each [length, text_width]."""
         lengths = [filled(len(each)) for each in states]
         packing = pack(lengths, self.device)
-        own = _places(lengths, [len(each) for each in states]).to(self.device)
-        embedded = self.text_in(self.text_norm(torch.cat(list(states)).to(self.device, self.dtype)))
+        own = moved(_places(lengths, [len(each) for each in states]), self.device)
+        embedded = self.text_in(self.text_norm(moved(torch.cat(list(states)), self.device).to(self.dtype)))
         tokens = self.text_filler.expand(sum(lengths), -1).index_copy(0, own, embedded)
         rotations = [self._rotation(_line(length)) for length in lengths]
         rotation = torch.cat(rotations)
@@ -302,12 +302,12 @@ class Dit(nn.Module):
         return Batch(
             pictures=pack(lengths, self.device),
             picture_rotation=torch.cat(turns),
-            slots=None if own == lengths else _places(lengths, own).to(self.device),
+            slots=None if own == lengths else moved(_places(lengths, own), self.device),
             prompts=torch.cat([prompt.tokens for prompt in prompts]),
             sequences=pack([sum(pair) for pair in zip(lengths, texts, strict=True)], self.device),
             rotation=torch.cat(parts),
-            order=torch.cat(order).to(self.device),
-            outputs=torch.cat(outputs).to(self.device),
+            order=moved(torch.cat(order), self.device),
+            outputs=moved(torch.cat(outputs), self.device),
         )
 
     def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -350,7 +350,7 @@ class Dit(nn.Module):
             steps = torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions
             parts.append(torch.outer(positions[:, axis].double(), self.config.theta**-steps).float())
         angles = torch.cat(parts, -1)
-        return torch.stack((angles.cos(), angles.sin()), -1).to(self.device)
+        return moved(torch.stack((angles.cos(), angles.sin()), -1), self.device)
 
 
 def _layers(config: DitConfig, count: int, *, modulated: bool) -> nn.ModuleList:

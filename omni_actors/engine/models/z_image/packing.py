@@ -33,13 +33,20 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Packing], torch.
 """Queries, keys and values [tokens, heads, head_dim] -> [tokens, heads, head_dim], each sequence on its own."""
 
 
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device, from the CPU through pinned memory: any other copy waits for all work queued there."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def pack(lengths: Sequence[int], device: torch.device) -> Packing:
-    """The packing of sequences with these lengths; their tensors are copied to the device without waiting for it."""
+    """The packing of sequences with these lengths."""
     counts = torch.tensor(lengths, dtype=torch.int64)
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     torch.cumsum(counts, 0, out=offsets[1:])
     owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-    return Packing(tuple(lengths), offsets.to(device, non_blocking=True), owner.to(device, non_blocking=True))
+    return Packing(tuple(lengths), moved(offsets, device), moved(owner, device))
 
 
 def attend_each(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing) -> torch.Tensor:
