@@ -303,3 +303,16 @@ def test_stage_llm_joins_streamed_tensors():
     parts = [to_host(torch.zeros(2, 3)), to_host(torch.ones(1, 3))]
     assert torch.equal(to_torch(join(parts)), torch.cat([torch.zeros(2, 3), torch.ones(1, 3)]))
     assert join(parts[:1]) is parts[0]
+
+
+def test_a_checkpoint_without_a_talker_says_what_to_do():
+    from transformers import PretrainedConfig
+
+    from omni_actors.engine.models.qwen3_omni.talker import SPEC
+
+    empty = PretrainedConfig()
+    assert SPEC.hf_overrides(empty) is empty
+    for parts in ({}, {"talker_config": None}, {"talker_config": object(), "enable_audio_output": False}):
+        with pytest.raises(ConfigError, match="has no talker") as refused:
+            SPEC.hf_overrides(PretrainedConfig(thinker_config=PretrainedConfig(), **parts))
+        assert "Leave the stages after the thinker out" in (refused.value.hint or "")

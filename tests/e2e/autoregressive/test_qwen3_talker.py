@@ -248,6 +248,7 @@ def test_what_the_talker_cannot_take(talker: Driver, spoken: dict[str, Spoken]) 
         (InvalidPayload, "media_rows", changed(case, tensors={"media_rows": to_host(rows[:, 1:])})),
         (InvalidPayload, "mrope", changed(case, tensors={**case.tensors, "mrope_positions": to_host(positions[:2])})),
         (InvalidPayload, "mrope", changed(case, tensors={**case.tensors, "mrope_positions": to_host(positions - 1)})),
+        (InvalidPayload, "with images or videos needs", changed(case, tensors={"media_rows": to_host(rows)})),
         (InvalidPayload, "named", changed(case, tensors={**case.tensors, "prompt_rows": to_host(rows)})),
         (PromptTooLong, "at most", changed(spoken["text"], token_ids=long, prompt_tokens=len(long) - 1)),
     ]

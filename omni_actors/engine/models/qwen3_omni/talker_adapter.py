@@ -66,6 +66,7 @@ class TalkerAdapter(AutoregressiveAdapter):
         self._voices: dict[str, int] = {name: config.speaker_id[name] for name in voices}
         self._turn, self._user, self._assistant = config.turn_ids
         self._media_ids = frozenset(config.media_ids)
+        self._seen_ids = frozenset(config.media_ids[1:])  # of images and videos, whose positions have three dimensions
         self._end_token_ids = frozenset({config.codec_end})
         # vLLM keeps a rotary table of four times this many positions for M-RoPE; beyond it the device would fault.
         self._max_position: int = 4 * config.max_position_embeddings - self.max_model_len
@@ -94,7 +95,7 @@ class TalkerAdapter(AutoregressiveAdapter):
             voice=voice,
             media=media,
             places=places,
-            positions=self._positions(inputs.tensors.get("mrope_positions"), n_prompt, kept),
+            positions=self._positions(inputs.tensors.get("mrope_positions"), token_ids[:n_prompt], kept),
         )
         self.check_length(payload.length)
         sampling = make_sampling_params(
@@ -177,13 +178,16 @@ class TalkerAdapter(AutoregressiveAdapter):
         tensor = to_torch(rows, "media_rows").to(self.model_dtype)
         return tensor[[row for _, row in seen]], [place for place, _ in seen]
 
-    def _positions(self, tensor: HostTensor | None, length: int, kept: list[int]) -> torch.Tensor | None:
+    def _positions(self, tensor: HostTensor | None, prompt: list[int], kept: list[int]) -> torch.Tensor | None:
         """The thinker's positions i64 [3, U] of the user's turns, moved together.
 
         A turn begins with text, which has the same position in all three dimensions, one after the largest before it.
         """
+        length = len(prompt)
         if tensor is None:
-            return None
+            if self._seen_ids.isdisjoint(prompt):
+                return None
+            raise InvalidPayload("mrope_positions: a prompt with images or videos needs them.")
         if tensor.dtype is not DType.I64 or tuple(tensor.shape) != (3, length):
             raise InvalidPayload(f"mrope_positions: needs i64 [3, {length}]; got {tensor.dtype} {list(tensor.shape)}.")
         positions = to_torch(tensor, "mrope_positions")
