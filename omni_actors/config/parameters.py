@@ -1,8 +1,10 @@
-"""Checks a request's parameters for a stage against those that its model declares."""
+"""Parameters that models declare: checks a request's against them, and shows them with the pipeline's defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import msgspec
 
 from omni_actors.config.dotted_keys import suggest
 from omni_actors.errors import InvalidRequest
@@ -10,6 +12,15 @@ from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.payloads import DECLARED_PARAMS, StageParams
 
 ALWAYS = "seed"  # a parameter of every stage
+
+
+def with_defaults(declared: Sequence[Parameter] | None, defaults: StageParams) -> tuple[Parameter, ...] | None:
+    """Return the declared parameters with the defaults that a pipeline's YAML sets in place of the model's."""
+    if declared is None:
+        return None
+    given = defaults.given()
+    given.update(given.pop("extra_args", {}))
+    return tuple(msgspec.structs.replace(one, default=given.get(one.name, one.default)) for one in declared)
 
 
 def check_parameters(stage: str, declared: Sequence[Parameter] | None, params: StageParams) -> None:

@@ -117,6 +117,8 @@ class MediaReader:
             HttpError: 400 or 413, as for the media of messages.
         """
         most = min(self._settings.media_parts, max_media.get("image", len(files)))
+        if not most:
+            raise bad_field(param, "This model takes no pictures, only a text.", "unsupported_parameter")
         if len(files) > most:
             raise bad_field(param, f"There are {len(files)} pictures; at most {most} are allowed.")
         for data in files:

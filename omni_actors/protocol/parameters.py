@@ -23,7 +23,7 @@ class Parameter(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=T
         most: largest number; of a text, the most characters.
         multiple_of: what a whole number must divide by; 0 for any.
         choices: the only texts; empty for any.
-        default: what the model uses if neither the request nor the pipeline's YAML sets it, for people to read.
+        default: what holds for a request that does not set it, for people to read; to clients, the pipeline's own.
         about: what it does, in a phrase.
     """
 

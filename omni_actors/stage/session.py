@@ -15,6 +15,7 @@ import omni_actors
 from omni_actors import logs
 from omni_actors.clocks import STEADY, AnchoredClock
 from omni_actors.config import PipelineConfig
+from omni_actors.config.parameters import with_defaults
 from omni_actors.errors import ProtocolError, StartupError
 from omni_actors.protocol.common import Credit
 from omni_actors.protocol.control import Hello, Ready, Shutdown, Welcome
@@ -183,7 +184,7 @@ class Session:
                 wants_information=tuple(dict.fromkeys(wants)),
                 phases=dict(phases),
                 max_media=dict(facts.max_media),
-                parameters=facts.parameters,
+                parameters=with_defaults(facts.parameters, self._stage.sampling),
             )
         )
         loop = EngineLoop(

@@ -30,7 +30,10 @@ DRAWING = {
     "name": "drawing",
     "model": "echo",
     "coordinator": {"heartbeat_interval": 0.1},
-    "stages": [{**DIT, "outputs": ["latents"]}, {**VAE, "inputs": {"from": "dit", "processor": "latents2image"}}],
+    "stages": [
+        {**DIT, "outputs": ["latents"], "sampling": {"guidance_scale": 1.5}},
+        {**VAE, "inputs": {"from": "dit", "processor": "latents2image"}},
+    ],
 }
 
 
@@ -56,7 +59,8 @@ def drawing(drawing_launcher: EchoLauncher) -> Iterator[EchoLauncher]:
 def expected(prompt: str, seed: int, **params: Any) -> list:
     """The picture that one echo stage draws alone."""
     engine = EchoEngine(StageConfig(name="dit", kind=StageKind.ECHO, outputs=[Modality.IMAGE]))
-    engine.start(StageRequest("r", StageParams(**params), seed), StageInputs(token_ids=list(prompt.encode())))
+    request = StageRequest("r", StageParams(guidance_scale=1.5, **params), seed)
+    engine.start(request, StageInputs(token_ids=list(prompt.encode())))
     while engine.runnable():
         for event in engine.step():
             if isinstance(event, ImageEvent) and not event.preview:
@@ -140,6 +144,7 @@ async def test_what_the_model_does_not_take_is_refused_at_once(drawing: EchoLaun
     async with AsyncOmniClient(drawing.endpoint) as client:
         declared = (await client.describe()).parameters
         assert [one.name for one in declared["dit"]][:3] == ["width", "height", "num_steps"]
+        assert {one.name: one.default for one in declared["dit"]}["guidance_scale"] == 1.5, "the YAML's"
         for params, field in (({"width": 100}, "width"), ({"extra_args": {"shift": 3}}, "shift")):
             with pytest.raises(InvalidRequest) as caught:
                 await client.generate("fox", modalities=["image"], params={"dit": params})

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from omni_actors.config import StageConfig, StageKind, check_parameters
+from omni_actors.config.parameters import with_defaults
 from omni_actors.errors import ConfigError, ErrorCode, InvalidRequest
 from omni_actors.protocol.control import Ready
 from omni_actors.protocol.parameters import Parameter
@@ -63,6 +64,14 @@ def test_other_values_are_refused_with_the_name_and_the_limits(params: StagePara
         check_parameters("dit", DECLARED, params)
     assert caught.value.field == field
     assert text in caught.value.message
+
+
+def test_clients_see_the_defaults_of_the_yaml_where_it_sets_them() -> None:
+    declared = (msgspec.structs.replace(WIDTH, default=1024), Parameter("shift", "float", default=3.0), DECLARED[1])
+    shown = with_defaults(declared, StageParams(width=512, extra_args={"shift": 2.0}))
+    assert shown is not None
+    assert [(one.name, one.default) for one in shown] == [("width", 512), ("shift", 2.0), ("guidance_scale", None)]
+    assert with_defaults(None, StageParams()) is None
 
 
 def test_a_model_that_declares_nothing_takes_the_parameters_of_its_kind_and_none_of_pictures() -> None:
