@@ -171,7 +171,7 @@ def test_speech_ends_where_the_text_does_before_a_stop_string(thinker, cases, qw
 
 def test_a_text_that_is_spoken_reads_the_prefix_cache_and_media_that_are_spoken_do_not(thinker, cases):
     hits = {}
-    for name in ("other text", "image"):
+    for name in ("other text", "video"):
         for _ in range(2):
             before = thinker.engine.statistics().prefix_hits
             thinker.clear()
@@ -180,7 +180,7 @@ def test_a_text_that_is_spoken_reads_the_prefix_cache_and_media_that_are_spoken_
             check(thinker, name, cases[name], cases[name].answer.thinker_tokens)
             hits[name] = thinker.engine.statistics().prefix_hits - before
     assert hits["other text"] > 0
-    assert hits["image"] == 0
+    assert hits["video"] == 0
 
 
 def test_embeddings_are_refused_since_the_talker_looks_tokens_up(thinker, tiny_qwen3_checkpoint):
