@@ -7,7 +7,7 @@ from omni_actors.config.description import describe
 from omni_actors.config.devices import host_devices, memory_plan, replica_devices, visible_devices
 from omni_actors.config.dotted_keys import suggest
 from omni_actors.config.loading import LoadedConfig, load
-from omni_actors.config.parameters import check_parameters
+from omni_actors.config.parameters import check_parameters, unknown_adapter
 from omni_actors.config.schema import (
     BUILT_IN_PROCESSORS,
     CoordinatorConfig,
@@ -42,5 +42,6 @@ __all__ = [
     "replica_devices",
     "resolve_class",
     "suggest",
+    "unknown_adapter",
     "visible_devices",
 ]

@@ -66,15 +66,25 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
     pipeline = msgspec.structs.replace(
         pipeline, model=_resolve_model(pipeline.model, path.parent), stages=_in_graph_order(pipeline.stages)
     )
+
+    def from_yaml(key: str) -> bool:
+        return sources.get(key, "").startswith("yaml")
+
     if pipeline.coordinator.keys_dir is not None:
-        from_yaml = sources.get("coordinator.keys_dir", "").startswith("yaml")
-        folder = expanded(pipeline.coordinator.keys_dir, "coordinator.keys_dir", path.parent if from_yaml else None)
+        base = path.parent if from_yaml("coordinator.keys_dir") else None
+        folder = expanded(pipeline.coordinator.keys_dir, "coordinator.keys_dir", base)
         coordinator = msgspec.structs.replace(pipeline.coordinator, keys_dir=str(folder))
         pipeline = msgspec.structs.replace(pipeline, coordinator=coordinator)
     if pipeline.tool_chat_template is not None:
-        from_yaml = sources.get("tool_chat_template", "").startswith("yaml")
-        file = expanded(pipeline.tool_chat_template, "tool_chat_template", path.parent if from_yaml else None)
+        base = path.parent if from_yaml("tool_chat_template") else None
+        file = expanded(pipeline.tool_chat_template, "tool_chat_template", base)
         pipeline = msgspec.structs.replace(pipeline, tool_chat_template=str(file))
+    if pipeline.adapters:
+        adapters = {
+            name: _adapter_folder(name, folder, path.parent if from_yaml(f"adapters.{name}") else None)
+            for name, folder in pipeline.adapters.items()
+        }
+        pipeline = msgspec.structs.replace(pipeline, adapters=adapters)
     check_pipeline(pipeline, host_devices() if devices is None else devices)
     return LoadedConfig(pipeline, sources, path)
 
@@ -159,6 +169,16 @@ def _resolve_model(model: str, base: Path) -> str:
             hint="Give the folder of a checkpoint, or make a tiny one: python -m tools.checkpoints tiny DIR.",
         )
     return model
+
+
+def _adapter_folder(name: str, folder: str, base: Path | None) -> str:
+    """The folder of a LoRA adapter. Raises `ConfigError` if there is none."""
+    found = expanded(folder, f"adapters.{name}", base)
+    if not found.is_dir():
+        raise ConfigError(
+            f"adapters.{name}: there is no folder {folder!r}.", hint="Name a folder in which PEFT has saved an adapter."
+        )
+    return str(found.resolve())
 
 
 def _in_graph_order(stages: Sequence[StageConfig]) -> list[StageConfig]:

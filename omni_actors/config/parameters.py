@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -45,3 +45,12 @@ def check_parameters(stage: str, declared: Sequence[Parameter] | None, params: S
             )
         if problem := known[name].problem(value):
             raise InvalidRequest(f"{name} of stage {stage!r} {problem}.", field=name)
+
+
+def unknown_adapter(name: str, known: Iterable[str]) -> InvalidRequest:
+    """The refusal of a LoRA adapter that the pipeline does not have."""
+    return InvalidRequest(
+        f"There is no adapter {name[:200]!r}.{suggest(name[:200], list(known))}",
+        hint="The pipeline's YAML names them in adapters.",
+        field="adapter",
+    )

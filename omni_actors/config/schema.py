@@ -402,6 +402,9 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     key: Line | None = None
 
 
+AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^.\s/][^.\s]*\Z")]  # dots separate keys
+
+
 class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """A pipeline: one checkpoint and a directed acyclic graph of stages.
 
@@ -415,6 +418,8 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         http: the HTTP server.
         plugins: modules with your own models, from allowed prefixes; see docs/extending.md.
         cluster: the hosts, if there is more than one.
+        adapters: LoRA adapters of the stage that writes text: folders by name, relative to the YAML file. A request
+            names one as its model, or as the stage's parameter `adapter`.
         tool_call_parser: vLLM's name of the parser for the model's tool calls, such as `hermes`; without one, requests
             with tools are refused.
         tool_chat_template: file with the chat template of prompts with tools, for models whose own has no place for
@@ -432,6 +437,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     http: HttpConfig = HttpConfig()
     plugins: Annotated[list[Line], Meta(max_length=64)] = []
     cluster: ClusterConfig = ClusterConfig()
+    adapters: Annotated[dict[AdapterName, Line], Meta(max_length=256)] = {}
     tool_call_parser: Line | None = None
     tool_chat_template: Line | None = None
     mps: Literal["auto", "off"] = "auto"

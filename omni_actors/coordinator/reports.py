@@ -82,6 +82,7 @@ class Reports:
             ),
             parameters=parameters,
             max_media=requests.gate.max_media,
+            adapters=tuple(self._pipeline.adapters),
         )
 
     def _counts(self) -> dict[str, int]:

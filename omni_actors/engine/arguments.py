@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from omni_actors.engine.argument_checks import problem_of
 from omni_actors.engine.executor import executor_backend
+from omni_actors.engine.lora import engine_arguments
 from omni_actors.engine.models import ModelKind, ModelSpec, checkpoint_architecture, find_model_spec, register_models
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder
 from omni_actors.engine.platform import prepare
@@ -52,6 +53,7 @@ class OmniModelConfig:
             another stage takes compute all of their prompt. 0 keeps none.
         latent_budget_bytes: bytes of device memory that a diffusion stage holds for its requests and computes with.
         decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
+        adapters: folders of LoRA adapters by name.
         tool_call_parser: vLLM's name of the parser that finds tool calls in answers.
         tool_chat_template: file with the chat template of prompts with tools; default: the model's own.
     """
@@ -62,6 +64,7 @@ class OmniModelConfig:
     latent_budget_bytes: int = 2 * GIB
     row_cache_bytes: int = GIB
     decode: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)
     tool_call_parser: str | None = None
     tool_chat_template: str | None = None
 
@@ -134,7 +137,10 @@ class OmniEngineArgs:
             if self.engine.get(name, value) != value:
                 raise ConfigError(f"{self.where}.{name} must be {value!r} for the {self.model_config.model_stage}.")
         parallel = self._parallel_sizes()
-        arguments = {**_DEFAULTS, **spec.engine, **self.engine, **spec.required}
+        adapters = engine_arguments(self.model_config.adapters, platform)
+        if platform is Platform.CPU and self.engine.get("max_loras", math.inf) < adapters.get("max_loras", 0):
+            raise ConfigError(f"{self.where}.max_loras must be at least {adapters['max_loras']} on a CPU.")
+        arguments = {**_DEFAULTS, **spec.engine, **adapters, **self.engine, **spec.required}
         arguments |= {
             "model": self._folder(spec),
             "hf_overrides": spec.hf_overrides,

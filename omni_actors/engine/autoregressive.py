@@ -15,6 +15,7 @@ from omni_actors.engine.adapter import AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
 from omni_actors.engine.grammars import GrammarCompiler, Prepared, needs_grammar
+from omni_actors.engine.lora import LoraAdapters
 from omni_actors.engine.row_cache import FollowedRows
 from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.engine.worker_base import attach, attachment_of
@@ -79,6 +80,8 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             )
         self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, spec.params)
         super().__init__(VllmCore(vllm_config))
+        for adapter in LoraAdapters(arguments.model_config.adapters).all():
+            self.core.load_adapter(adapter)
         self._grammars = GrammarCompiler(vllm_config, self.core.prepare)
         self._compiling: dict[str, EngineCoreRequest] = {}  # requests that are not in the core yet
 

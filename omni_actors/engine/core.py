@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -66,6 +67,7 @@ def make_request(
     prompt_is_token_ids: list[bool] | None = None,
     mm_features: list[Any] | None = None,
     priority: int = 0,
+    lora_request: LoRARequest | None = None,
 ) -> EngineCoreRequest:
     """A request for vLLM's core; `prompt_embeds` [len(token_ids), width] take the place of the tokens' embeddings."""
     return EngineCoreRequest(
@@ -75,7 +77,7 @@ def make_request(
         sampling_params=sampling_params,
         pooling_params=None,
         arrival_time=STEADY(),
-        lora_request=None,
+        lora_request=lora_request,
         cache_salt=None,
         data_parallel_rank=None,
         prompt_embeds=prompt_embeds,
@@ -132,6 +134,16 @@ class VllmCore:
         """State that the first worker's runner holds for requests, by name; all workers hold the same."""
         counts: dict[str, int] = self._core.model_executor.collective_rpc("omni_counts")[0]
         return counts
+
+    def load_adapter(self, adapter: LoRARequest) -> None:
+        """Load a LoRA adapter. Raises `StartupError` if it does not fit the model."""
+        try:
+            self._core.add_lora(adapter)
+        except Exception as error:
+            raise StartupError(
+                f"The adapter {adapter.lora_name!r} cannot be loaded: {type(error).__name__}: {error}",
+                hint=f"Check the files in {adapter.lora_path}: was it trained for this model?",
+            ) from error
 
     def prepare(self, request: EngineCoreRequest) -> tuple[Request, int]:
         """What `add` takes. Any thread may call it, and starts the compilation of a grammar with it."""

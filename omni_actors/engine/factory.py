@@ -73,6 +73,7 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         latent_budget_bytes=stage.budget_bytes,
         row_cache_bytes=stage.row_cache_bytes,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
+        adapters=dict(pipeline.adapters) if stage.kind is StageKind.AUTOREGRESSIVE and "text" in stage.outputs else {},
         tool_call_parser=pipeline.tool_call_parser,
         tool_chat_template=pipeline.tool_chat_template,
     )

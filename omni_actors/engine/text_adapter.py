@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.core import make_request
+from omni_actors.engine.lora import LoraAdapters
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.errors import InvalidPayload, InvalidRequest
@@ -59,6 +60,7 @@ class TextAdapter(AutoregressiveAdapter):
         generation = model_config.try_get_generation_config()
         ends = generation.get("eos_token_id", self._tokenizer.eos_token_id)
         self.end_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
+        self._adapters = LoraAdapters(self.model_config.adapters)
         self._make_reader = reader_maker(self.model_config.tool_call_parser, self._tokenizer)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
@@ -95,8 +97,10 @@ class TextAdapter(AutoregressiveAdapter):
         Args:
             features: further arguments of `core.make_request`.
         """
+        params = _formed(request.params, calls).merged_over(self.defaults)
+        lora = self._adapters.request(params.adapter)
         sampling = make_sampling_params(
-            _formed(request.params, calls).merged_over(self.defaults),
+            params,
             seed=request.effective_seed,
             end_token_ids=self.end_token_ids,
             vocabulary=self.vocabulary,
@@ -106,7 +110,9 @@ class TextAdapter(AutoregressiveAdapter):
         )
         if calls is not None and not calls.skip_special_tokens:
             sampling.skip_special_tokens = False  # in some models they mark the calls
-        return make_request(request.request_id, token_ids, sampling, priority=request.priority, **features)
+        return make_request(
+            request.request_id, token_ids, sampling, priority=request.priority, lora_request=lora, **features
+        )
 
     def tool_calls(self, inputs: StageInputs, token_ids: Sequence[int]) -> ToolCallReader | None:
         """The reader of the request's tool calls, if it may make any."""

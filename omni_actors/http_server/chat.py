@@ -54,7 +54,9 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
     model = state.model_name(body.model, description)
     spoken = "audio" in (body.modalities or ())
     audio_format = _audio_format(body)
-    params = state.stage_params(body.params_by_stage(), description, body.stage_fields())
+    params = state.stage_params(
+        body.params_by_stage(), description, state.adapted(model, description, body.stage_fields())
+    )
     answer = await Answer.begin(
         request,
         state,

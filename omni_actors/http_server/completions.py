@@ -40,9 +40,8 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
     prompt = body.text_or_tokens()
     description = await state.facts()
     model = state.model_name(body.model, description)
-    params = state.stage_params(
-        body.params_by_stage(), description, {"max_tokens": DEFAULT_MAX_TOKENS, **body.stage_fields()}
-    )
+    fields = {"max_tokens": DEFAULT_MAX_TOKENS, **body.stage_fields()}
+    params = state.stage_params(body.params_by_stage(), description, state.adapted(model, description, fields))
     answer = await Answer.begin(
         request,
         state,

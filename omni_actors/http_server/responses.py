@@ -60,7 +60,9 @@ async def create(body: Annotated[ResponsesRequest, Depends(BODY)], request: Requ
         FIELDS,
         modalities=text_or_sound(body.modalities),
         voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
-        params=state.stage_params(body.params_by_stage(), description, body.stage_fields()),
+        params=state.stage_params(
+            body.params_by_stage(), description, state.adapted(model, description, body.stage_fields())
+        ),
         seed=body.seed,
         priority=body.priority or 0,
         timeout=body.timeout,

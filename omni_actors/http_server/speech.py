@@ -54,7 +54,7 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
         FIELDS,
         modalities=["text", "audio"],
         voice=state.voice(voice_name(body.voice), description, "voice"),
-        params=state.stage_params(body.params_by_stage(), description, {}),
+        params=state.stage_params(body.params_by_stage(), description, state.adapted(body.model, description, {})),
         seed=body.seed,
         timeout=body.timeout,
         priority=body.priority or 0,

@@ -108,7 +108,7 @@ class ServerState:
 
         Raises `HttpError` 404 for a model that this server does not have.
         """
-        names = self.model_names(description)
+        names = [*self.model_names(description), *description.adapters]
         if name is None:
             return names[0]
         if name not in names and (self.settings.served_names or name != description.model):
@@ -120,6 +120,10 @@ class ServerState:
                 code="model_not_found",
             )
         return name
+
+    def adapted(self, model: str | None, description: Description, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of the text stage, with the LoRA adapter if the model of a request is one."""
+        return {**fields, "adapter": model} if model in description.adapters else {**fields}
 
     def voice(self, name: str | None, description: Description, param: str) -> str | None:
         """The pipeline's name of a requested voice, `None` for its default.

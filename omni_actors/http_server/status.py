@@ -31,18 +31,22 @@ async def health(state: State) -> Response:
 
 @router.get("/v1/models", response_class=Response)
 async def models(state: State) -> Response:
-    """The names under which the pipeline's model is served."""
-    names = state.model_names(await state.describe())
-    return json_response({"object": "list", "data": [_model(name, state) for name in names]})
+    """The names under which the pipeline's model is served, and its LoRA adapters, whose parent it is."""
+    description = await state.describe()
+    names = state.model_names(description)
+    adapters = [_model(name, state, names[0]) for name in description.adapters]
+    return json_response({"object": "list", "data": [*(_model(name, state) for name in names), *adapters]})
 
 
 @router.get("/v1/models/{name:path}", response_class=Response)
 async def model(name: str, state: State) -> Response:
     """One of these models."""
-    return json_response(_model(state.model_name(name, await state.describe()), state))
+    description = await state.describe()
+    parent = state.model_names(description)[0] if name in description.adapters else None
+    return json_response(_model(state.model_name(name, description), state, parent))
 
 
-def _model(name: str, state: State) -> dict[str, Any]:
+def _model(name: str, state: State, parent: str | None = None) -> dict[str, Any]:
     """OpenAI's fields, then those of vLLM's that its tools need (`vllm bench serve` reads `root`)."""
     return {
         "id": name,
@@ -50,7 +54,7 @@ def _model(name: str, state: State) -> dict[str, Any]:
         "created": state.started,
         "owned_by": "omni_actors",
         "root": name,
-        "parent": None,
+        "parent": parent,
     }
 
 

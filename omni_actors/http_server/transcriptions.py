@@ -29,7 +29,6 @@ from omni_actors.http_server.transcription_questions import (
 )
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.fields import Priority, Seed
-from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import StageUsage
 
 router = APIRouter()
@@ -131,7 +130,9 @@ async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Re
         [{"role": "user", "content": [part, {"type": "text", "text": fields.question()}]}],
         FIELDS,
         modalities=["text"],
-        params={state.text_stage(description): StageParams(temperature=fields.temperature)},
+        params=state.stage_params(
+            {}, description, state.adapted(fields.model, description, {"temperature": fields.temperature})
+        ),
         seed=fields.seed,
         priority=fields.priority or 0,
         timeout=fields.timeout,

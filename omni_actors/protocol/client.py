@@ -94,6 +94,7 @@ class Description(Body, tag="description", frozen=True):
         counts: what the coordinator refused or dropped, by reason.
         outputs: the stage that produces each modality.
         sampling_stages: stages for which a request may set parameters, in the pipeline's order.
+        adapters: names of LoRA adapters, each of which is also the name of a model.
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
         parameters: those that a stage's model declares, by stage; stages whose model declares none are missing.
     """
@@ -113,6 +114,7 @@ class Description(Body, tag="description", frozen=True):
     sampling_stages: tuple[str, ...] = ()
     queued: int = 0
     max_media: dict[str, int] = {}
+    adapters: tuple[str, ...] = ()
     speech_waiting: int = 0
     speech_running: int = 0
     speech_places: int = 0

@@ -183,6 +183,7 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
             probabilities and that of the token taken; only for stages with text.
         stop_token_ids: tokens that end generation, in addition to the model's own; not part of the text.
         ignore_eos: continue past the model's own end tokens.
+        adapter: LoRA adapter for the model, by its name in the pipeline's `adapters`; only for stages with text.
         seed: makes sampling repeatable; default: the request's seed.
         num_steps: denoising steps.
         guidance_scale: how strongly the model follows its conditions; 0 for no guidance.
@@ -214,6 +215,7 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
+    adapter: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     seed: Seed | None = None
 
     num_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
@@ -247,6 +249,7 @@ AUTOREGRESSIVE_PARAMS = frozenset(StageParams.__struct_fields__) - _DIFFUSION_ON
 # Those that mean something only where tokens become text.
 TEXT_PARAMS = frozenset(
     {
+        "adapter",
         "bad_words",
         "logprobs",
         "stop",

@@ -19,8 +19,8 @@ def clients_are_closed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def echo_pipeline() -> Iterator[HttpPipeline]:
-    with HttpPipeline() as pipeline:
+def echo_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpPipeline]:
+    with HttpPipeline(overrides={"adapters.pirate": tmp_path_factory.mktemp("adapter")}) as pipeline:
         yield pipeline
 
 

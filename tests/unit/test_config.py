@@ -66,7 +66,7 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path, change: dict, words: list
         ({"ouputs": ["text"]}, ["'stages.thinker.ouputs'", "Did you mean 'outputs'"]),
         ({"inputs": {"form": "prompt"}}, ["'stages.thinker.inputs.form'", "Did you mean 'from'"]),
         ({"sampling": {"temprature": 1.0}}, ["'stages.thinker.sampling.temprature'", "Did you mean 'temperature'"]),
-        ({"sampling": {"qqqq": 1.0}}, ["Known: allowed_token_ids"]),
+        ({"sampling": {"qqqq": 1.0}}, ["Known: adapter, allowed_token_ids"]),
     ],
 )
 def test_unknown_keys_of_a_stage(tmp_path: Path, fields: dict, words: list[str]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from omni_actors.config import CoordinatorConfig, PipelineConfig, check_parameters, suggest
+from omni_actors.config import CoordinatorConfig, PipelineConfig, check_parameters, suggest, unknown_adapter
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice
 from omni_actors.media.limits import check_counts
 from omni_actors.protocol.client import Submit
@@ -55,6 +55,9 @@ def admit(
     check_counts((medium.modality for medium in submit.prompt.media), max_media or {})
     stages = pipeline.route(submit.modalities)
     params = _stage_params(pipeline, submit.params, parameters or {})
+    for given in params.values():
+        if given.adapter is not None and given.adapter not in pipeline.adapters:
+            raise unknown_adapter(given.adapter, pipeline.adapters)
     return AdmittedRequest(stages, params, frozenset(submit.modalities))
 
 

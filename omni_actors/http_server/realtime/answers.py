@@ -29,7 +29,7 @@ async def submit(
         {"messages": ask.messages, **tool_options(config.tools, config.tool_choice, config.parallel_tool_calls)},
         modalities=["text", "audio"] if config.output == "audio" else ["text"],
         voice=config.voice if config.output == "audio" else None,
-        params=state.stage_params(config.stage_params, description, limit),
+        params=state.stage_params(config.stage_params, description, state.adapted(config.model, description, limit)),
         seed=config.seed,
         timeout=state.settings.request_timeout,
         request_id=ask.request_id,
