@@ -89,3 +89,17 @@ def picture_of_zeros(width: int, height: int) -> bytes:
     sink = io.BytesIO()
     Image.new("1", (width, height)).save(sink, "PNG")
     return sink.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("most", "message"),
+    [({"image": 0}, "This model takes no pictures, only a text."), ({"image": 1}, "There are 2 pictures; at most 1")],
+)
+async def test_more_reference_pictures_than_the_model_takes_are_refused(
+    reader: MediaReader, most: dict[str, int], message: str
+) -> None:
+    with pytest.raises(HttpError, match=message) as caught:
+        await reader.pictures([picture(8, 8)] * 2, "image", most)
+    assert caught.value.param == "image"
+    parts = await reader.pictures([picture(8, 8)], "image", {})
+    assert [part["type"] for part in parts] == ["image"]
