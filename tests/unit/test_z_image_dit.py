@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni_actors.engine.models.z_image.dit import Dit
+from omni_actors.engine.models.diffusers_layout import part_config
+from omni_actors.engine.models.z_image.dit import Dit, DitConfig
+from omni_actors.engine.models.z_image.dit_stage import dit_config
 from omni_actors.engine.models.z_image.packing import attend_each, pack
 from omni_actors.engine.models.z_image.weights import load
 from omni_actors.errors import ConfigError
 from tests.support.z_image import TINY_DIT, reference_velocity, same_dit, sequence, velocities
-from tools.checkpoints.z_image import tiny_transformer
+from tools.checkpoints.z_image import tiny_transformer, write_full_z_image
 
 # Pictures that fill a multiple of 32 tokens and others that do not, prompts of 1 to 64 tokens, five moments.
 MIXED = [
@@ -41,6 +43,11 @@ def test_a_sequence_is_the_same_alone_and_in_a_batch(dit):
     together = velocities(dit, MIXED)
     for packed, one in zip(together, MIXED, strict=True):
         assert (packed - velocities(dit, [one])[0]).abs().max() < 1e-5
+
+
+def test_the_published_sizes_are_the_defaults(tmp_path):
+    write_full_z_image(tmp_path / "full")
+    assert dit_config(part_config(tmp_path / "full", "transformer")) == DitConfig()
 
 
 def test_attention_stays_within_each_sequence():

@@ -2,7 +2,7 @@
 
     python -m tools.checkpoints tiny|tiny-qwen3|tiny-z-image OUT_DIR [--seed N]
     python -m tools.checkpoints full OUT_DIR [--weights]
-    python -m tools.checkpoints full-qwen3 OUT_DIR
+    python -m tools.checkpoints full-qwen3|full-z-image OUT_DIR
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
 tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not clipped
@@ -11,8 +11,8 @@ tokens vary with the prompt and do not fall into a cycle, the waveform has ampli
 `full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`. With
 `--weights` it has random ones, 21.5 GB, for measurements of loading; their answers are not checked.
 
-`tiny-qwen3` and `full-qwen3` (tools/checkpoints/qwen3_omni) are the same for Qwen3-Omni; `tiny-z-image`
-(tools/checkpoints/z_image.py) needs the extra `image`.
+`tiny-qwen3` and `full-qwen3` (tools/checkpoints/qwen3_omni) are the same for Qwen3-Omni, `tiny-z-image` and
+`full-z-image` (tools/checkpoints/z_image.py) for Z-Image; these need the extra `image`.
 
 All use the layout of the published checkpoint, so the same code loads either.
 """

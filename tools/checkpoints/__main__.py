@@ -13,7 +13,7 @@ import torch
 from tools.checkpoints import qwen3_omni, write_full, write_tiny
 from tools.checkpoints.errors import CheckpointError, FolderError
 from tools.checkpoints.measure import print_answers, quiet_transformers
-from tools.checkpoints.z_image import write_tiny_z_image
+from tools.checkpoints.z_image import write_full_z_image, write_tiny_z_image
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -30,8 +30,9 @@ def make_parser() -> argparse.ArgumentParser:
     full = kinds.add_parser("full", help="published sizes of Qwen2.5-Omni-7B, no weights (vLLM: load_format dummy)")
     full.add_argument("--weights", action="store_true", help="random weights, too: 21.5 GB")
     full.add_argument("out_dir", type=Path)
-    full = kinds.add_parser("full-qwen3", help="published sizes of Qwen3-Omni-30B-A3B, no weights")
-    full.add_argument("out_dir", type=Path)
+    for name, family in (("full-qwen3", "Qwen3-Omni-30B-A3B"), ("full-z-image", "Z-Image")):
+        full = kinds.add_parser(name, help=f"published sizes of {family}, no weights")
+        full.add_argument("out_dir", type=Path)
     return parser
 
 
@@ -48,6 +49,8 @@ def write(options: argparse.Namespace) -> None:
             write_full(options.out_dir, weights=options.weights)
         case "full-qwen3":
             qwen3_omni.write_full(options.out_dir)
+        case "full-z-image":
+            write_full_z_image(options.out_dir)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""A tiny Z-Image: the parts and the folders of the published checkpoint, random weights, pictures that vary."""
+"""Z-Image in the folders of the published checkpoint: tiny with random weights, or its sizes without weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tools.checkpoints.tokenizer import TINY_TOKENS, make_tokenizer
+from tools.checkpoints.tokenizer import FULL_TOKENS, TINY_TOKENS, make_tokenizer
 from tools.checkpoints.weights import normal
 
 if TYPE_CHECKING:
@@ -83,6 +83,50 @@ def tiny_pipeline(seed: int = 0, *, shift: float = 3.0) -> ZImagePipeline:
         tokenizer=make_tokenizer(TINY_TOKENS),
         transformer=tiny_transformer(seed),
     )
+
+
+def write_full_z_image(folder: Path) -> None:
+    """Writes the published sizes and no weights; vLLM fills them with `load_format: dummy`, in each stage.
+
+    Raises FolderError if the folder holds other files.
+    """
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
+    from transformers import Qwen3Config
+
+    from tools.checkpoints import claim_folder
+
+    claim_folder(folder, {"kind": "full-z-image"})
+    with torch.device("meta"):
+        transformer = ZImageTransformer2DModel(axes_lens=[1536, 512, 512])
+        vae = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=(128, 256, 512, 512),
+            layers_per_block=2,
+            latent_channels=16,
+            scaling_factor=0.3611,
+            shift_factor=0.1159,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        )
+    transformer.save_config(folder / "transformer")
+    vae.save_config(folder / "vae")
+    FlowMatchEulerDiscreteScheduler(shift=3.0).save_config(folder / "scheduler")
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=FULL_TOKENS.vocab_size,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    ).save_pretrained(folder / "text_encoder")
+    make_tokenizer(FULL_TOKENS).save_pretrained(folder / "tokenizer")
+    (folder / "model_index.json").write_text('{"_class_name": "ZImagePipeline"}\n', encoding="utf-8")
 
 
 def write_tiny_z_image(folder: Path, seed: int = 0) -> None:

@@ -182,6 +182,19 @@ def test_the_vae_refuses_latents_that_are_not_its_own(vae, latents, message):
     assert not any(vae.counts().values())
 
 
+def test_stages_without_weights_make_pictures_all_the_same(tiny_z_image, painter):
+    # That is how a GPU is measured without a published checkpoint.
+    for stage in ("dit", "vae"):
+        made = engine(tiny_z_image, stage, load_format="dummy")
+        if stage == "dit":
+            made.start(request(FOX), painter.inputs(FOX))
+            (latents,) = latents_of(run(made), FOX.name)
+            assert to_torch(latents).std() > 0.1
+        else:
+            assert isinstance(decoded(made, "fox", [painter.latents(FOX)])[0], ImageEvent)
+        made.shutdown()
+
+
 @pytest.mark.parametrize("part", ["transformer", "scheduler", "vae", "text_encoder"])
 def test_a_checkpoint_without_one_of_its_folders_is_refused_before_anything_is_loaded(tiny_z_image, tmp_path, part):
     damaged = tmp_path / "damaged"
