@@ -111,7 +111,7 @@ def test_who_begins_with_blocks_that_are_being_computed_waits_for_their_rows() -
     assert second.use(12) == 12
 
 
-def test_nobody_waits_for_a_request_that_has_ended_or_for_rows_that_are_not_kept() -> None:
+def test_no_request_waits_for_one_that_has_ended_or_for_rows_that_are_not_kept() -> None:
     cache = RowCache(1 << 20, SIZE)
     first, second = follow(cache, "1", "abcd"), follow(cache, "2", "abcd")
     first.use(0)
