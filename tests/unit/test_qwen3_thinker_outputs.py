@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from omni_actors.engine.models.qwen3_omni.thinker import Qwen3OmniThinkerAdapter, TokenOutputs
+from omni_actors.engine.models.qwen3_omni.thinker import SPEC, Qwen3OmniThinkerAdapter, TokenOutputs
 from omni_actors.engine.models.qwen3_omni.thinker_state import flat_where_sound_is_in_video
 from omni_actors.engine.tensors import to_torch
 from omni_actors.engine.worker_base import attach
@@ -50,6 +50,14 @@ def test_the_number_of_embeddings_of_a_sound_is_that_of_transformers():
     frames = [*range(1, 260), 3000]
     wanted = _get_feat_extract_output_lengths(torch.tensor(frames)).tolist()
     assert [Qwen3OmniThinkerAdapter.audio_embeddings(count) for count in frames] == wanted
+
+
+def test_a_second_of_video_has_the_positions_that_the_checkpoint_says(tiny_qwen3_checkpoint):
+    from transformers import AutoConfig
+
+    assert SPEC.media is not None
+    config = AutoConfig.from_pretrained(tiny_qwen3_checkpoint)
+    assert SPEC.media.positions_per_second(config) == config.thinker_config.position_id_per_seconds == 13
 
 
 def test_positions_without_shared_places_stay_as_they_are():
