@@ -191,7 +191,8 @@ def test_preempted_requests_equal_transformers_and_repeat_their_seed(
     start(unhurried, "sampled", spoken["text"], **sampled)
     unhurried.run()
     asynchronous = "Async" in type(engine.core.scheduler).__name__
-    blocks = 16  # not enough for all
+    blocks = 12  # not enough for all
+    short = [name for name in CASES if name != "video"]
     small = make_engine(
         tiny_qwen3_checkpoint,
         "talker",
@@ -203,24 +204,25 @@ def test_preempted_requests_equal_transformers_and_repeat_their_seed(
         * 2
         * 32
         * 4,  # positions, keys and values, layers, heads, width, bytes
-        max_model_len=384,
+        max_model_len=256,
         block_size=32,
+        long_prefill_token_threshold=5,  # some prompts that are computed again end in a chunk of one position
     )
     try:
         preempted = count_preemptions(small)
         driver = Driver(small)
         for number in range(2):
-            for name in CASES:
+            for name in short:
                 start(driver, f"{name}{number}", spoken[name], spoken[name].reply[:2])
         start(driver, "sampled", spoken["text"], **sampled)
         driver.run()
         for number in range(2):
-            for name in CASES:
+            for name in short:
                 small.extend(f"{name}{number}", token_ids=spoken[name].reply[2:], complete=True)
         driver.run()
         assert preempted
         for number in range(2):
-            for name in CASES:
+            for name in short:
                 assert torch.equal(frames(driver, f"{name}{number}"), spoken[name].answer.codes)
         assert torch.equal(frames(driver, "sampled"), frames(unhurried, "sampled"))
         driver.assert_idle()
