@@ -11,7 +11,7 @@ from collections import deque
 
 from omni_actors.telemetry.playback import AUDIBLE_SECONDS, Playback
 
-WINDOW_SECONDS = 10.0  # answers that began longer ago say nothing about the load of now
+WINDOW_SECONDS = 5.0  # answers that began longer ago say nothing about the load of now
 LONGEST_SECONDS = 2.0  # to keep sound; answers that need more have gaps, but shorter ones
 KEPT_ANSWERS = 1024
 EXCEPTIONS = 50  # one answer in so many does not count, and one more: a client that reads slowly must not delay others

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 FLOOR_DB, REFERENCE_DB = -115, -20  # of the mel amplitudes, as in transformers' BigVGAN
 ACTIVATION_REACH = 5  # samples on either side that an anti-aliased activation reads
 GRAPH_BATCHES = (4, 2, 1)  # windows in a graph; more of them keep the device busy longer than their launches take
+# Frames of windows that are run at the start, in every batch: together they use every variant of the kernels, so that
+# no listener waits while one is compiled.
+WARM_LENGTHS = (4, 12, 40, 120, 240)
 
 
 def receptive_frames(config: Qwen2_5OmniBigVGANConfig) -> int:
@@ -189,21 +192,23 @@ class GraphedVocoder:
                 with torch.cuda.graph(graph, pool=pool):
                     samples = vocoder(mel)
                 self._graphs[batch, length] = _Graph(graph, mel, samples)
+        for length in WARM_LENGTHS:
+            for batch in GRAPH_BATCHES:
+                vocoder(torch.zeros(batch, mel_dim, length, device=device))
 
     @torch.inference_mode()
     def __call__(self, mel: torch.Tensor) -> torch.Tensor:
         """Decode `mel` f32 [requests, mel_dim, frames] to f32 [requests, samples] on the same device."""
-        count, length = mel.shape[0], mel.shape[2]
-        if (1, length) not in self._graphs:
-            return self._vocoder(mel)
-        parts, first = [], 0
-        for batch in graph_batches(count):
-            captured = self._graphs[batch, length]
-            captured.mel.copy_(mel[first : first + batch])
-            captured.graph.replay()
-            parts.append(captured.samples.clone())  # the next replay overwrites them
-            first += batch
+        parts = [self._run(part) for part in mel.split(graph_batches(mel.shape[0]))]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _run(self, mel: torch.Tensor) -> torch.Tensor:
+        captured = self._graphs.get((mel.shape[0], mel.shape[2]))
+        if captured is None:
+            return self._vocoder(mel)
+        captured.mel.copy_(mel)
+        captured.graph.replay()
+        return captured.samples.clone()  # the next replay overwrites them
 
 
 def graph_batches(count: int) -> list[int]:

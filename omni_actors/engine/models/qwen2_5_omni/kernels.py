@@ -291,7 +291,7 @@ def _sample(source, index, length, channels, channel, inside):
     return tl.load(source + place * channels + channel, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])  # it varies from window to window, and a variant takes long to compile
 def _anti_aliased_snake(
     source, output, up, down, frequency, magnitude, length, channels, STEPS: tl.constexpr, LANES: tl.constexpr
 ):
