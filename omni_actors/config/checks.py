@@ -12,6 +12,7 @@ from omni_actors import envs
 from omni_actors.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
 from omni_actors.config.devices import gpus_of_replica, memory_plan, stage_devices
 from omni_actors.config.dotted_keys import suggest
+from omni_actors.config.models import check_models
 from omni_actors.config.schema import (
     BUILT_IN_IMPORT_PREFIXES,
     BUILT_IN_PROCESSORS,
@@ -50,6 +51,7 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
     _check_exposure(pipeline.coordinator, pipeline.cluster)
     _check_collector(pipeline.coordinator)
     _check_yields(pipeline)
+    check_models(pipeline)
     _check_tools(pipeline)
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"

@@ -64,7 +64,9 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
         data["mps"] = "off"  # which YAML reads as false
     pipeline = _converted(data, _Places(path.name, document, data, sources))
     pipeline = msgspec.structs.replace(
-        pipeline, model=_resolve_model(pipeline.model, path.parent), stages=_in_graph_order(pipeline.stages)
+        pipeline,
+        model=_resolve_model(pipeline.model, path.parent, "model"),
+        stages=[_with_model(stage, path.parent) for stage in _in_graph_order(pipeline.stages)],
     )
 
     def from_yaml(key: str) -> bool:
@@ -158,14 +160,20 @@ def _stage_by_name(stages: list[Any], name: str, key: str) -> Any:
     return next(stage for stage in stages if isinstance(stage, dict) and stage.get("name") == name)
 
 
-def _resolve_model(model: str, base: Path) -> str:
+def _with_model(stage: StageConfig, base: Path) -> StageConfig:
+    if stage.model is None:
+        return stage
+    return msgspec.structs.replace(stage, model=_resolve_model(stage.model, base, f"stages.{stage.name}.model"))
+
+
+def _resolve_model(model: str, base: Path, where: str) -> str:
     """Resolve a path relative to the YAML file or the current folder; anything else is taken for a hub name."""
-    for folder in (expanded(model, "model", base), expanded(model, "model")):
+    for folder in (expanded(model, where, base), expanded(model, where)):
         if folder.is_dir():
             return str(folder.resolve())
     if not _HUB_NAME.fullmatch(model):
         raise ConfigError(
-            f"model: there is no folder {model!r} (looked next to the YAML file and in the current folder).",
+            f"{where}: there is no folder {model!r} (looked next to the YAML file and in the current folder).",
             hint="Give the folder of a checkpoint, or make a tiny one: python -m tools.checkpoints tiny DIR.",
         )
     return model

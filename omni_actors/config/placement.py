@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from omni_actors.config import PipelineConfig, StageKind, replica_devices
-
-# Those whose engines use vLLM.
-MODEL_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.DIFFUSION)
+from omni_actors.config import PipelineConfig, replica_devices
+from omni_actors.config.models import MODEL_KINDS
 
 
 def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:

@@ -135,6 +135,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         name: its name in logs, errors, metrics and parameters of requests.
         kind: what computes it.
+        model: checkpoint folder or hub name, if it is another than the pipeline's. A prompt stage takes that of the
+            stage that it prepares prompts for.
         model_stage: which part of the checkpoint it runs; default: the stage's name.
         inputs: source of its input; exactly one stage has none and takes the prompt.
         outputs: modalities of its output that go to the client. Audio not listed here goes to the stages after it.
@@ -173,6 +175,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: StageName
     kind: StageKind
+    model: Line | None = None
     model_stage: Line | None = None
     inputs: InputConfig | None = None
     outputs: Annotated[list[Modality], Meta(max_length=len(Modality))] = []
@@ -406,7 +409,7 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^.\s
 
 
 class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """A pipeline: one checkpoint and a directed acyclic graph of stages.
+    """A pipeline: a checkpoint and a directed acyclic graph of stages.
 
     Args:
         name: its name in logs and for clients; over HTTP, the name of the model.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
+from omni_actors.config.models import model_of
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.models import ModelKind, load_plugins
 from omni_actors.stage.engine_interface import StageEngine
@@ -67,7 +68,7 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         for name in pipeline.downstream(stage.name):
             engine = {**pipeline.stage(name).engine, **engine}
     model = OmniModelConfig(
-        model=pipeline.model,
+        model=model_of(pipeline, stage),
         model_stage=stage.part,
         row_budget_bytes=stage.budget_bytes,
         latent_budget_bytes=stage.budget_bytes,
@@ -91,7 +92,7 @@ def check_arguments(pipeline: PipelineConfig, stages: Sequence[StageConfig], *, 
     """
     for stage in stages:  # first each one's own: the prompt stage has arguments of the stage after it, too
         OmniEngineArgs(
-            OmniModelConfig(pipeline.model, stage.part),
+            OmniModelConfig(model_of(pipeline, stage), stage.part),
             ENGINE_KINDS[stage.kind],
             stage.engine,
             where=f"stages.{stage.name}.engine",

@@ -12,6 +12,7 @@ import msgspec
 
 from omni_actors.config import PipelineConfig
 from omni_actors.config.checkpoint import CONFIG_NAME
+from omni_actors.config.models import models_of
 from omni_actors.errors import ConfigError
 
 ASK_SECONDS = 5.0
@@ -19,34 +20,38 @@ GIB = float(1 << 30)
 
 
 def pending_download(pipeline: PipelineConfig) -> str:
-    """A line on the download that the model needs; "" if it is a folder, or in the cache, or comes from elsewhere.
+    """A line on the downloads that the models need; "" if each is a folder, or in the cache, or comes from elsewhere.
 
     Raises:
-        ConfigError: the model is not here and may not be downloaded, or the disk has too little room for it.
+        ConfigError: a model is not here and may not be downloaded, or the disk has too little room for all of them.
     """
-    model = pipeline.model
-    if Path(model).is_dir() or importlib.util.find_spec("huggingface_hub") is None or _from_elsewhere():
+    models = [model for model in models_of(pipeline) if not Path(model).is_dir()]
+    if not models or importlib.util.find_spec("huggingface_hub") is None or _from_elsewhere():
         return ""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(model, CONFIG_NAME), str):
+    models = [model for model in models if not isinstance(try_to_load_from_cache(model, CONFIG_NAME), str)]
+    if not models:
         return ""
     cache = Path(constants.HF_HUB_CACHE)
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
-            f"{model} is neither a folder nor in the cache {cache}, and HF_HUB_OFFLINE forbids to download it.",
+            f"{models[0]} is neither a folder nor in the cache {cache}, and HF_HUB_OFFLINE forbids to download it.",
             hint="Download it first (hf download), give --model FOLDER, or unset HF_HUB_OFFLINE.",
         )
     existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
-    size = _size(f"{constants.ENDPOINT}/api/models/{model}?blobs=true")
+    sizes = [_size(f"{constants.ENDPOINT}/api/models/{model}?blobs=true") for model in models]
+    size, names = sum(sizes), " and ".join(models)
     if size > free:
         raise ConfigError(
-            f"{model} has {size / GIB:.1f} GiB, and {cache} has room for {free / GIB:.1f} GiB.",
+            f"{names} {'has' if len(models) == 1 else 'have'} {size / GIB:.1f} GiB, and {cache} has room for "
+            f"{free / GIB:.1f} GiB.",
             hint="Make room, or set HF_HOME to a folder on a larger disk.",
         )
-    known = f"{size / GIB:.1f} GiB" if size else "of unknown size"
-    return f"{model} is downloaded first ({known}, to {cache}, where {free / GIB:.0f} GiB are free)"
+    known = f"{size / GIB:.1f} GiB" if all(sizes) else "of unknown size"
+    verb = "is" if len(models) == 1 else "are"
+    return f"{names} {verb} downloaded first ({known}, to {cache}, where {free / GIB:.0f} GiB are free)"
 
 
 def _from_elsewhere() -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, host_devices, resolve_class
+from omni_actors.config.models import models_of
 from omni_actors.errors import ConfigError
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_interface import StageEngine
@@ -54,9 +55,9 @@ def _check_models(pipeline: PipelineConfig, stages: Sequence[StageConfig]) -> st
     from omni_actors.engine.factory import check_arguments
 
     has_device = platform is Platform.CPU or host_devices() > 0
-    local = Path(pipeline.model).is_dir()
-    check_arguments(pipeline, stages, with_checkpoint=local and has_device)
-    if local and has_device:
+    elsewhere = [model for model in models_of(pipeline) if not Path(model).is_dir()]
+    check_arguments(pipeline, stages, with_checkpoint=has_device and not elsewhere)
+    if has_device and not elsewhere:
         return "engine options checked with vLLM and the checkpoint"
-    missing = "this host has no GPU" if local else f"{pipeline.model} is no local folder"
+    missing = f"{elsewhere[0]} is no local folder" if elsewhere else "this host has no GPU"
     return f"engine options checked by name and type only, as {missing}"

@@ -12,6 +12,7 @@ from omni_actors import envs
 from omni_actors.addresses import is_loopback
 from omni_actors.config import PipelineConfig, StageKind, placement, suggest
 from omni_actors.config.checkpoint import checkpoint_class
+from omni_actors.config.models import models_of
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.settings import check_listening, media_hosts, parse_address
 from omni_actors.launcher.extras import HTTP_PACKAGES, IMAGE_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
@@ -57,8 +58,10 @@ def check_launch(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
         for name, _ in placement.replicas_of(pipeline, rank):
             if pipeline.stage(name).kind is StageKind.PROMPT:
                 check_packages(f"The stage {name}", MEDIA_PACKAGES, "cuda", "cpu")
-    if placement.runs_models(pipeline, rank) and Path(pipeline.model).is_dir():
-        checkpoint_class(Path(pipeline.model))
+    if placement.runs_models(pipeline, rank):
+        for model in models_of(pipeline):
+            if Path(model).is_dir():
+                checkpoint_class(Path(model))
     for needed, flags in MISSING_WITHOUT.items():
         given = [flag for flag in flags if _is_given(options, flag)]
         if given and not _is_given(options, needed):

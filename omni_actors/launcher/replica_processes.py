@@ -19,14 +19,8 @@ import msgspec
 import psutil
 
 from omni_actors.config import PipelineConfig, host_devices, replica_devices, visible_devices
-from omni_actors.config.placement import (
-    MODEL_KINDS,
-    is_reached_from_afar,
-    priority_replicas,
-    replicas_of,
-    runs_models,
-    threads_of,
-)
+from omni_actors.config.models import MODEL_KINDS
+from omni_actors.config.placement import is_reached_from_afar, priority_replicas, replicas_of, runs_models, threads_of
 from omni_actors.errors import StartupError
 from omni_actors.launcher.mps import NO_MPS
 from omni_actors.launcher.segment_ledger import GRACE_SECONDS, LOOK_SECONDS, SegmentLedger

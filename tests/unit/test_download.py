@@ -15,13 +15,17 @@ import pytest
 
 MODEL = "someone/some-model"
 PROGRAM = f"""
+import sys
 import msgspec
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import ConfigError
 from omni_actors.launcher.download import pending_download
 from tests.support.builders import chain
+data = {{**chain(), "model": {MODEL!r}}}
+for stage, model in zip(data["stages"], [*sys.argv[1:], None, None], strict=False):
+    stage |= {{"kind": "autoregressive", "model": model}}
 try:
-    print(pending_download(msgspec.convert({{**chain(), "model": {MODEL!r}}}, PipelineConfig)))
+    print(pending_download(msgspec.convert(data, PipelineConfig)))
 except ConfigError as error:
     print("refused:", error)
 """
@@ -54,10 +58,11 @@ def hub() -> Iterator[tuple[str, list[int]]]:
     server.server_close()
 
 
-def said(folder: Path, **environment: str) -> str:
+def said(folder: Path, *models: str, **environment: str) -> str:
+    """What is said of the pipeline's model, or of those that its first stages have of their own."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HTTP", "http"))}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, *models],
         env={**given, "HF_HOME": str(folder), **environment},
         capture_output=True,
         text=True,
@@ -78,6 +83,16 @@ def test_a_model_that_is_not_here_is_announced_with_its_size_and_the_room(
     assert "(3.5 GiB, to " in said(tmp_path, HF_ENDPOINT=address)
     sizes.append(1 << 60)
     assert said(tmp_path, HF_ENDPOINT=address).startswith(f"refused: {MODEL} has 1073741827.5 GiB, and {tmp_path}/hub")
+
+
+def test_the_models_of_all_stages_count_together(hub: tuple[str, list[int]], tmp_path: Path) -> None:
+    address, sizes = hub
+    sizes.append(3 << 30)
+    both = f"{MODEL}-two and {MODEL}"
+    assert said(tmp_path, f"{MODEL}-two", HF_ENDPOINT=address).startswith(f"{both} are downloaded first (6.0 GiB, to ")
+    assert said(tmp_path, f"{MODEL}-two", MODEL, str(tmp_path), HF_HUB_OFFLINE="1").startswith(
+        f"refused: {MODEL}-two is neither"
+    )
 
 
 def test_without_a_network_it_is_refused_at_once_and_a_cached_one_needs_none(tmp_path: Path) -> None:
