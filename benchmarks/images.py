@@ -36,10 +36,10 @@ if "omni_actors" not in sys.modules:
         package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
 
 from omni_actors.engine.models.z_image.dit import Dit, DitConfig  # noqa: E402
-from omni_actors.engine.models.z_image.packing import attend_each, attend_varlen  # noqa: E402
+from omni_actors.engine.models.z_image.packing import attend_each, attend_varlen, vllm_attention  # noqa: E402
 
 if TYPE_CHECKING:
-    from omni_actors.engine.models.z_image.packing import Attention, Packing
+    from omni_actors.engine.models.z_image.packing import Attention
 
 TINY = DitConfig(channels=4, width=96, layers=2, heads=3, text_width=48, axes=(8, 12, 12), lengths=(256, 64, 64))
 PROMPT_TOKENS = 100
@@ -53,20 +53,9 @@ def attentions() -> dict[str, Attention]:
     found: dict[str, Attention] = {"sdpa": attend_each}
     if torch.cuda.is_available():
         found["flash"] = attend_varlen
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
-    except ImportError:
-        return found
-    version = 3 if is_fa_version_supported(3) else 2
-
-    def attend_vllm(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing) -> torch.Tensor:
-        offsets, longest = packing.offsets, packing.longest
-        return flash_attn_varlen_func(
-            query, key, value, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest,
-            fa_version=version,
-        )  # fmt: skip
-
-    return found | {"vllm": attend_vllm}
+    if vllm := vllm_attention():
+        found["vllm"] = vllm
+    return found
 
 
 def teraflops(config: DitConfig, sizes: Sequence[int]) -> float:
@@ -107,7 +96,8 @@ def milliseconds(step: Callable[[], torch.Tensor], device: torch.device) -> floa
 
 
 def launch_milliseconds(step: Callable[[], torch.Tensor]) -> float:
-    """How long the host needs to launch a step; the device may still compute then."""
+    """How long the host needs to launch a step, after one that does not count; the device may still compute then."""
+    step()
     torch.cuda.synchronize()
     began = time.perf_counter()
     step()

@@ -20,8 +20,9 @@ from typing import Generic, TypeVar
 FIRST_SECONDS = 0.25  # from the first input of an answer to when its first sound is due
 PRESSING_SECONDS = 0.3  # a piece that is due this soon keeps a step light
 
-# What one H200 computes of a transformer with 6 billion parameters. On a slower device the order is closer to that of
-# arrival, on a faster one the small ones pass more of the others.
+# What one H200 computes of a transformer with 6 billion parameters: 31,000 in pictures of 2048 x 2048 pixels, 43,000 in
+# those of 1024 x 1024, 49,000 in those of 512 x 512. On a slower device the order is closer to that of arrival, on a
+# faster one the small ones pass more of the others.
 TOKENS_PER_SECOND = 40_000.0
 
 KeyT = TypeVar("KeyT")

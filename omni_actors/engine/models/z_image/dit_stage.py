@@ -23,7 +23,7 @@ from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_c
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.z_image.denoising import Denoiser, Picture, PictureSpec
 from omni_actors.engine.models.z_image.dit import PATCH, Dit, DitConfig, filled
-from omni_actors.engine.models.z_image.packing import attend_each, attend_varlen
+from omni_actors.engine.models.z_image.packing import fastest_attention
 from omni_actors.engine.models.z_image.schedule import FlowSchedule
 from omni_actors.engine.models.z_image.weights import load
 from omni_actors.engine.tensors import check_rows, to_torch
@@ -93,8 +93,7 @@ class ZImageDit(DiffusionModelRunner):
                 dit.draw()
         else:
             load(dit, part_tensors(self._folder, "transformer"))
-        half = self._dtype in (torch.bfloat16, torch.float16)
-        dit.attend = attend_varlen if self.device.type == "cuda" and half else attend_each
+        dit.attend = fastest_attention(self.device.type, self._dtype)
         if self._compiled:
             dit.compile()
         self.denoiser = Denoiser(dit, self.schedule)
@@ -226,7 +225,8 @@ SPEC = ModelSpec(
     folder="text_encoder",
     hf_overrides=placeholder_overrides("num_key_value_heads", MAX_STEPS),
     vllm_models={ARCHITECTURE: PlaceholderModel},
-    engine={"max_num_seqs": 32, "max_num_batched_tokens": 8192, "dtype": "bfloat16"},
+    # Tokens in a step: with those of one picture of 512 x 512 an H200 is full, so more would only let pictures wait.
+    engine={"max_num_seqs": 32, "max_num_batched_tokens": 2560, "dtype": "bfloat16"},
     required={"max_model_len": MAX_STEPS + 1, "skip_tokenizer_init": True},
     params=StageParams(width=1024, height=1024, num_steps=50, guidance_scale=5.0, previews=0),
     runner="omni_actors.engine.models.z_image.dit_stage.ZImageDit",
