@@ -39,6 +39,7 @@ MEDIA: dict[str, dict[str, Any]] = {
     "audio": {"audio": SPEECH},
     "odd audio": {"audio": ODD},
     "image": {"image": PICTURE},
+    "late image": {"image": PICTURE},
     "video": {"video": CLIP},
     "audio and image": {"audio": SPEECH, "image": PICTURE},
     "audio in video": {"audio": SPEECH, "video": CLIP},
@@ -62,7 +63,8 @@ def cases(qwen3_reference, tiny_qwen3_checkpoint) -> dict[str, Case]:
         together = {"use_audio_in_video": True} if name == "audio in video" else {}
         shown = [kind for kind in media if not together or kind == "video"]
         parts = [{"type": kind} for kind in shown] + [{"type": "text", "text": TEXTS.get(name, "What is this?")}]
-        text = qwen3_reference.prompt([{"role": "user", "content": parts}])
+        before = [{"role": "system", "content": "Look closely at it. " * 6}] if name.startswith("late") else []
+        text = qwen3_reference.prompt([*before, {"role": "user", "content": parts}])
         given = {f"{kind}s": [item] for kind, item in media.items()}
         inputs = qwen3_reference.inputs(text, **given, **together)
         answer = qwen3_reference.generate(inputs, thinker_max_tokens=REPLY, thinker_eos=[], speaks=False, **together)
@@ -288,7 +290,7 @@ def test_rows_of_prompts_that_are_computed_in_pieces_and_preempted_come_once(tin
     try:
         driver = Driver(engine)
         preemptions = count_preemptions(engine)
-        names = ("audio and image", "image", "image", "text", "image", "image")
+        names = ("audio and image", "late image", "image", "text", "image", "image")
         for number, name in enumerate(names):
             driver.start(f"r{number}", cases[name].inputs, max_tokens=REPLY)
         driver.run()

@@ -28,19 +28,21 @@ class Qwen3OmniThinkerState(ThinkerState):
 
     def emit(self, step: Step) -> Emission | None:
         """The rows of the step's media places; with the first of a prompt also its M-RoPE positions."""
+        requests = self.emitting(step)
+        begun = {
+            index: request.mm_features
+            for index, request in enumerate(requests)
+            if request is not None and request.mm_features and step.starts[index] == 0
+        }
         media = self.media_mask(step)
-        if media is None:
+        if media is None and not begun:
             return None
-        places = np.flatnonzero(media)
+        places = np.flatnonzero(media) if media is not None else np.empty(0, np.int64)
         # Indexing makes a new tensor, which the next replay of a graph cannot overwrite.
         rows = step.aux[0][async_tensor_h2d(places, device=self.device)]
         tensors = {"media_rows": rows}
-        requests = self.emitting(step)
-        for index, request in enumerate(requests):
-            if request is not None and request.mm_features and step.starts[index] == 0:
-                tensors[f"positions/{index}"] = flat_where_sound_is_in_video(
-                    self.prompt_positions(step, index), request.mm_features
-                )
+        for index, features in begun.items():
+            tensors[f"positions/{index}"] = flat_where_sound_is_in_video(self.prompt_positions(step, index), features)
         cuts = np.searchsorted(places, step.offsets).tolist()
 
         def split(host: Mapping[str, torch.Tensor]) -> Attachments:
