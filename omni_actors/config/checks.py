@@ -25,6 +25,7 @@ from omni_actors.config.schema import (
     StageConfig,
     StageKind,
 )
+from omni_actors.config.text_edges import check_text_edges
 from omni_actors.errors import ConfigError
 from omni_actors.paths import check_readable
 from omni_actors.protocol.payloads import TEXT_PARAMS
@@ -52,6 +53,7 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
     _check_collector(pipeline.coordinator)
     _check_yields(pipeline)
     check_models(pipeline)
+    check_text_edges(pipeline)
     _check_tools(pipeline)
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"

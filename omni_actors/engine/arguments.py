@@ -54,6 +54,7 @@ class OmniModelConfig:
         latent_budget_bytes: bytes of device memory that a diffusion stage holds for its requests and computes with.
         decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
         adapters: folders of LoRA adapters by name.
+        instruction: what a prompt stage puts before what it gets.
         tool_call_parser: vLLM's name of the parser that finds tool calls in answers.
         tool_chat_template: file with the chat template of prompts with tools; default: the model's own.
     """
@@ -65,6 +66,7 @@ class OmniModelConfig:
     row_cache_bytes: int = GIB
     decode: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
+    instruction: str = ""
     tool_call_parser: str | None = None
     tool_chat_template: str | None = None
 

@@ -75,6 +75,7 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         row_cache_bytes=stage.row_cache_bytes,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
         adapters=dict(pipeline.adapters) if stage.kind is StageKind.AUTOREGRESSIVE and "text" in stage.outputs else {},
+        instruction=stage.instruction or "",
         tool_call_parser=pipeline.tool_call_parser,
         tool_chat_template=pipeline.tool_chat_template,
     )

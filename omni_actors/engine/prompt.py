@@ -19,6 +19,7 @@ import jinja2
 from vllm.exceptions import VLLMClientError
 
 from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.instruction import instructed
 from omni_actors.engine.prompt_processing import PromptProcessor
 from omni_actors.engine.text_prompts import TextPromptProcessor
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
@@ -77,6 +78,7 @@ class PromptEngine(StageEngine):
             if media is None
             else PromptProcessor(arguments, config, limits, media)
         )
+        self._instruction = arguments.model_config.instruction
         self._texts: dict[str, _Waiting] = {}  # by request, in order of arrival; so are the two below
         self._media: dict[str, _Waiting] = {}
         self._running: dict[str, tuple[_Waiting, Task[Processed]]] = {}
@@ -114,7 +116,9 @@ class PromptEngine(StageEngine):
             raise InvalidRequest("The prompt stage needs a prompt.")
         if any(request.request_id in held for held in (self._texts, self._media, self._running)):
             raise InvalidRequest(f"Request {request.request_id!r} is already running.")
-        waiting = _Waiting(request, prompt, self.prompts.check(prompt, inputs))
+        tensors = self.prompts.check(prompt, inputs)  # of what came: an instruction alone is an empty prompt, too
+        prompt = instructed(prompt, self._instruction)
+        waiting = _Waiting(request, prompt, tensors)
         (self._media if prompt.media else self._texts)[request.request_id] = waiting
         self._fill_threads()
 

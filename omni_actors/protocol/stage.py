@@ -17,6 +17,7 @@ ROWS = "rows"  # name of the streamed embeddings among an engine's tensors
 SAMPLES = "samples"  # name of sound, f32 [samples], on its way from a stage to a later one
 SAMPLE_RATE = "sample_rate"  # the scalar that goes with it, in Hz
 PIXELS = "pixels"  # name of a picture, u8 [height, width, 3 or 4], on its way from a stage to a later one
+TEXT = "text"  # the scalar with a piece of text, on its way from a stage to a later one
 LATENTS = "latents"  # the same of latents; those before a request's last are previews
 MAX_ENDED = 4096
 

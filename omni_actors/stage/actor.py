@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from omni_actors.config import PipelineConfig, StageConfig
+from omni_actors.config.text_edges import sends_text
 from omni_actors.errors import DeadlineExceeded, EngineError, OmniError, Overloaded, ProtocolError, StageLost
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.codec import Envelope, Frame
@@ -69,6 +70,7 @@ class StageActor:
         self._meter = meter or StageMeter(identity.stage, identity.replica, identity.epoch)
         self._stage = stage
         self._downstream = pipeline.downstream(stage.name)
+        self._sends_text = sends_text(pipeline, stage.name)
         self._identity = identity
         self._engine = engine
         self._processor_class = processor_class
@@ -251,7 +253,7 @@ class StageActor:
                 seed=request.seed,
                 voice=request.voice,
                 priority=request.priority,
-                streams=bool(receivers),
+                streams=bool(receivers) and not self._sends_text,
                 information=information,
             ),
             request.route,
@@ -344,7 +346,7 @@ class StageActor:
         if not attempt.first_output and not isinstance(event, ProgressEvent):
             attempt.first_output = self._clock()
         moment = self._meter.output(attempt.track, event, self._stage.outputs)
-        result, stream = divide(event, self._stage.outputs, attempt.streamed)
+        result, stream = divide(event, self._stage.outputs, attempt.streamed, sends_text=self._sends_text)
         messages = [self._result(attempt, *result_of(result, moment))] if result is not None else []
         if stream is not None:
             attempt.streamed += length_of(event)

@@ -89,7 +89,7 @@ class Attempt:
     held: list[Action] | None = None  # what the engine gets when the attempt may begin; `None` once it may
     state: AttemptState = AttemptState.OPEN  # changed by `Attempts.advance` only
     first_output: float = 0.0
-    streamed: int = 0  # samples, pictures or latents that went to later stages
+    streamed: int = 0  # characters, samples, pictures or latents that went to later stages
     stream_ended: bool = False  # later stages have got their final chunk
     results: int = 0  # messages sent to the coordinator
 

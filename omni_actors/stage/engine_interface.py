@@ -28,7 +28,8 @@ class StageRequest:
         params: the stage's defaults with the request's own values over them.
         seed: seed of this request; `params.seed` wins where it is set.
         priority: of requests that wait for a place in the engine, those with a lower value go first.
-        streams: whether a later stage takes this stage's rows or tokens (false for text-only requests).
+        streams: whether a later stage takes this stage's rows or tokens (false for text-only requests, and for a later
+            stage that takes the text).
         information: additional information of the client, by name: scalars, lists and tensors. Only names that the
             engine (`EngineFacts.wants_information`) or the input processor wants.
     """
@@ -51,8 +52,9 @@ class StageRequest:
 class StageInputs:
     """The input with which a request starts in an engine.
 
-    `prompt` is set for the entry stage only, whose `tensors` hold the prompt's embeddings, if it has any
-    (`PROMPT_EMBEDS`); other stages get `token_ids`, `tensors`, `scalars` and `lists` from their input processor.
+    `prompt` is set for the entry stage, whose `tensors` hold the prompt's embeddings, if it has any (`PROMPT_EMBEDS`),
+    and for a stage whose prompt is another's text. Other stages get `token_ids`, `tensors`, `scalars` and `lists` from
+    their input processor.
     `complete` says that no `extend` will follow.
     """
 

@@ -10,7 +10,7 @@ from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.payloads import AdditionalInformationPayload, PromptEmbedsPayload
 from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Progress, TextDelta
-from omni_actors.protocol.stage import LATENTS, PIXELS, ROWS, SAMPLE_RATE, SAMPLES, Chunk
+from omni_actors.protocol.stage import LATENTS, PIXELS, ROWS, SAMPLE_RATE, SAMPLES, TEXT, Chunk
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     ImageEvent,
@@ -34,14 +34,20 @@ class Outgoing:
     buffers: Sequence[Frame] = ()
 
 
-def divide(event: OutputEvent, outputs: Collection[str], sent: int) -> tuple[ForClient | None, StreamEvent | None]:
+def divide(
+    event: OutputEvent, outputs: Collection[str], sent: int, *, sends_text: bool
+) -> tuple[ForClient | None, StreamEvent | None]:
     """Return the part of an event that is for the client, and the part for the stages after this one.
 
     Args:
         outputs: the modalities of this stage that go to the client.
-        sent: samples or tensors that the later stages have got so far.
+        sent: characters, samples or tensors that the later stages have got so far.
+        sends_text: whether those take the text.
     """
     match event:
+        case TextEvent() if sends_text:
+            piece = StreamEvent(event.request_id, scalars={TEXT: event.text}, start=sent) if event.text else None
+            return (event if "text" in outputs else None), piece
         case StreamEvent():
             return None, event
         case AudioEvent() if "audio" not in outputs:
@@ -61,6 +67,8 @@ def divide(event: OutputEvent, outputs: Collection[str], sent: int) -> tuple[For
 def length_of(event: OutputEvent) -> int:
     """By how much an event's part for later stages moves `divide`'s `sent`."""
     match event:
+        case TextEvent():
+            return len(event.text)
         case AudioEvent():
             return event.samples.shape[0]
         case ImageEvent() | LatentsEvent():

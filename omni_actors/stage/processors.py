@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import Scalar, unpack_token_ids
-from omni_actors.protocol.payloads import PROMPT_EMBEDS, InformationValue, Prompt
-from omni_actors.protocol.stage import LATENTS, ROWS, Chunk
+from omni_actors.protocol.payloads import PROMPT_EMBEDS, ChatMessage, ContentPart, InformationValue, Prompt
+from omni_actors.protocol.stage import LATENTS, ROWS, TEXT, Chunk
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
@@ -278,11 +278,36 @@ class Latents2Image(StreamProcessor):
         return [Start(inputs)]
 
 
+class Text2Prompt(StreamProcessor):
+    """Collects the text that a stage writes, which becomes the user's message in the prompt of this one."""
+
+    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
+        super().__init__(start_after, sources)
+        self._pieces: list[str] = []
+        self._received = 0
+
+    def feed(self, source: str, piece: Piece) -> list[Action]:
+        """Collect a piece; start with the whole text. Raises `InvalidRequest` if there is none."""
+        text = piece.scalars.get(TEXT, "")
+        if not isinstance(text, str) or piece.start != self._received:
+            raise InvalidPayload(f"{TEXT} from character {piece.start} came where text from {self._received} was due.")
+        self._pieces.append(text)
+        self._received += len(text)
+        if not piece.final:
+            return []
+        whole = "".join(self._pieces).strip()
+        if not whole:
+            raise InvalidRequest(f"The stage {source!r} wrote no text, so that there is nothing to go on with.")
+        message = ChatMessage(role="user", content=(ContentPart(text=whole),))
+        return [Start(StageInputs(prompt=Prompt(messages=(message,))))]
+
+
 PROCESSORS: dict[str, type[StreamProcessor]] = {
     "passthrough": Passthrough,
     "thinker2talker": Thinker2Talker,
     "talker2code2wav": Talker2Code2Wav,
     "latents2image": Latents2Image,
+    "text2prompt": Text2Prompt,
 }
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ prepare()
 
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
+from tests.support.paths import EXAMPLE_MODULES  # noqa: E402
 from tests.support.qwen3_reference import Qwen3Reference  # noqa: E402
 from tests.support.reference import Reference  # noqa: E402
 from tests.support.tracing import untraced  # noqa: E402
@@ -37,3 +41,17 @@ def reference(tiny_checkpoint: Path) -> Reference:
 def qwen3_reference(tiny_qwen3_checkpoint: Path) -> Qwen3Reference:
     """transformers with the tiny Qwen3-Omni checkpoint; loaded once, and changed by no test."""
     return Qwen3Reference(tiny_qwen3_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with the tokenizer of the tiny Qwen2.5-Omni checkpoint, built for this run."""
+    checkpoint = tmp_path_factory.mktemp("llama") / "tiny_llama"
+    subprocess.run(
+        [sys.executable, "-m", "custom_model.tiny", str(checkpoint), "--tokenizer", str(tiny_checkpoint)],
+        check=True,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, **EXAMPLE_MODULES},
+    )
+    return checkpoint

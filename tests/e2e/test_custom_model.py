@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from omni_actors.client import OmniClient
 from omni_actors.errors import InvalidRequest, UnknownModality
-from tests.support.paths import REPOSITORY
+from tests.support.paths import EXAMPLE_MODULES, REPOSITORY
 from tests.support.pipelines import RunningPipeline
 from tests.support.servers import picture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-EXAMPLES = REPOSITORY / "examples"
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH")])),
-    "OMNI_ACTORS_ALLOW_IMPORTS": "custom_model",
-}
-
-
-@pytest.fixture(scope="module")
-def tiny_llama(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    checkpoint = tmp_path_factory.mktemp("llama") / "tiny_llama"
-    subprocess.run(
-        [sys.executable, "-m", "custom_model.tiny", str(checkpoint), "--tokenizer", str(tiny_checkpoint)],
-        check=True,
-        capture_output=True,
-        timeout=120,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    return checkpoint
+ENVIRONMENT = {**EXAMPLE_MODULES, "OMNI_ACTORS_ALLOW_IMPORTS": "custom_model"}
 
 
 def check_answers(pipeline: RunningPipeline, checkpoint: Path) -> None:
@@ -58,7 +38,7 @@ def check_answers(pipeline: RunningPipeline, checkpoint: Path) -> None:
 
 
 def test_a_plugins_model_answers_as_transformers_does(tiny_llama: Path) -> None:
-    configuration = EXAMPLES / "custom_model" / "tiny.yaml"
+    configuration = REPOSITORY / "examples" / "custom_model" / "tiny.yaml"
     with RunningPipeline(configuration, {"model": tiny_llama}, environment=ENVIRONMENT) as pipeline:
         check_answers(pipeline, tiny_llama)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+# The environment in which a process finds the modules of the examples.
+EXAMPLE_MODULES = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY / "examples"), os.environ.get("PYTHONPATH")]))
+}

@@ -58,7 +58,9 @@ def test_the_shares_of_a_recipe_fit_its_gpus(section: str) -> None:
     assert all(used <= gib for used in taken.values()), taken
 
 
-@pytest.mark.parametrize("section", ["Slurm", "Kubernetes", "Open WebUI", "Many prompts from a file"])
+@pytest.mark.parametrize(
+    "section", ["Slurm", "Kubernetes", "Open WebUI", "Many prompts from a file", "A cascade of models"]
+)
 def test_the_commands_of_a_recipe_parse_and_name_what_is_there(section: str) -> None:
     for words in commands(section):
         for word in words:
