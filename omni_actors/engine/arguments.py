@@ -152,7 +152,7 @@ class OmniEngineArgs:
                 "omni": {**dataclasses.asdict(self.model_config), "kind": self.kind, "runner": spec.runner}
             },
         }
-        if spec.folder:
+        if spec.folder and not arguments.get("skip_tokenizer_init"):
             arguments.setdefault("tokenizer", str(checkpoint_folder(self.model_config.model) / "tokenizer"))
         arguments |= self._classes(platform)
         if self.asynchronous is not None:

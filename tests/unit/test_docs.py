@@ -75,7 +75,7 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
 
 def test_pages_have_what_their_sources_point_to(site: Path) -> None:
     extending = (site / "extending.html").read_text()
-    for word in ("SoundPieces", "Leveller", "LlamaAdapter", "custom_model.prompt.Tokenize"):
+    for word in ("SoundPieces", "Leveller", "LlamaAdapter", "custom_model.prompt.Tokenize", "Painter"):
         assert word in extending, f"{word}: the examples are shown as they stand"
     client = (site / "client.html").read_text()
     for word in ("AsyncOmniClient", "modalities", "retry_after"):
@@ -179,7 +179,7 @@ FOLDERS = [REPOSITORY, REPOSITORY / "omni_actors", DOCS]  # a path may be relati
 ELSEWHERE = {"deploy/MODEL.yaml", "stage_configs/MODEL.yaml"}  # vllm-omni's, in migrating.md
 DEFAULT = re.compile(r"`(?:(coordinator|flow|http)\.)?([a-z]\w+)` \(([\d.]+) (s|KiB|MiB|GiB)\)")
 UNITS = {"s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-MODULE = re.compile(r"python -m ((?:omni_actors|tools|custom_model)[\w.]*)")
+MODULE = re.compile(r"python -m ((?:omni_actors|tools|custom_model|custom_diffusion)[\w.]*)")
 COMMAND = re.compile(r"(?:^|[`$ ])omni-actors (\w+)", re.M)
 
 
@@ -190,7 +190,7 @@ def test_files_and_commands_that_a_page_names_exist(page: Path) -> None:
     missing = [path for path in paths if not any((folder / path).exists() for folder in [*FOLDERS, page.parent])]
     assert not missing
     for name in MODULE.findall(text):
-        base = REPOSITORY / "examples" if name.startswith("custom_model") else REPOSITORY
+        base = REPOSITORY / "examples" if name.startswith("custom_") else REPOSITORY
         found = base.joinpath(*name.split("."))
         assert found.with_suffix(".py").exists() or (found / "__main__.py").exists(), f"python -m {name}"
     assert set(COMMAND.findall(text)) <= set(SUBCOMMANDS)

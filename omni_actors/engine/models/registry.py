@@ -51,7 +51,8 @@ class ModelSpec:
         adapter: class path of the `AutoregressiveAdapter` or `EncoderAdapter` that maps stage inputs to vLLM requests.
         runner: class path of the `DiffusionModelRunner` (diffusion stages).
         folder: of a checkpoint with a folder for each part, the one whose config.json vLLM reads. It must be one of a
-            language model, also for stages that are none (`placeholder_overrides`).
+            language model, also for stages that are none (`placeholder_overrides`). If the checkpoint has none, the
+            absolute path of a folder that has.
         media: set if prompts may have audio, images and video (the thinker of an omni model).
     """
 
