@@ -27,6 +27,7 @@ if [[ $# -gt 0 ]]; then
     exec python -m pytest "$@"
 fi
 coverage erase
+export PYTHONPATH="$PWD/tests/support/startup${PYTHONPATH:+:$PYTHONPATH}"  # imports what is not ours without coverage
 status=0
 waiting=(tests/chaos tests/nodes tests/process)
 spread=tests/e2e/test_several_workers.py  # the workers of a spread stage spin, and would starve what runs next to them

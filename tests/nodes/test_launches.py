@@ -24,7 +24,7 @@ from tests.support.builders import chain
 from tests.support.launcher import READY
 from tests.support.load import ask_and_check, replicas, text_of
 from tests.support.network import Network
-from tests.support.paths import REPOSITORY
+from tests.support.paths import REPOSITORY, import_path
 from tests.support.processes import end_all, processes_of
 from tests.support.waiting import eventually, until
 
@@ -73,7 +73,7 @@ class Cluster:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY)},
+                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": import_path()},
             )
 
     def output(self, rank: int) -> str:

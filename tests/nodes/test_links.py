@@ -12,7 +12,7 @@ import pytest
 
 from omni_actors.transport.curve import make_cluster
 from tests.support.network import Network
-from tests.support.paths import REPOSITORY
+from tests.support.paths import REPOSITORY, import_path
 from tests.support.waiting import until
 
 PEER = REPOSITORY / "tests" / "support" / "network_peer.py"
@@ -32,7 +32,7 @@ class Peer:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                env={**os.environ, "PYTHONPATH": import_path()},
             )
 
     @property

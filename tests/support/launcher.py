@@ -16,7 +16,7 @@ import yaml
 
 from omni_actors.client import OmniClient
 from omni_actors.protocol.client import Description
-from tests.support.paths import REPOSITORY
+from tests.support.paths import REPOSITORY, import_path
 from tests.support.waiting import PATIENCE, until
 
 READY = re.compile(r"ready after .* clients connect to (\S+)")
@@ -61,7 +61,7 @@ class EchoLauncher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": f"{REPOSITORY}:{path}"},
+                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": import_path(path)},
             )
 
     @property

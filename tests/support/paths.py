@@ -10,3 +10,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE_MODULES = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY / "examples"), os.environ.get("PYTHONPATH")]))
 }
+
+
+def import_path(*more: str) -> str:
+    """PYTHONPATH of a process that imports from the repository, from `more` and from where this one does."""
+    return os.pathsep.join(filter(None, [str(REPOSITORY), *more, os.environ.get("PYTHONPATH")]))
