@@ -1,6 +1,9 @@
 """Speak a WAV file to a realtime session, and write the answer to another one.
 
     python examples/realtime_wav.py examples/question.wav answer.wav --url http://127.0.0.1:8000
+    python examples/realtime_wav.py examples/three_four.wav answer.wav --ask "What is the sum?"
+
+The second one is for the checkpoint that speaks (`stage_configs/tiny_speaker.yaml`), which adds two spoken digits.
 
 Needs `pip install "openai[realtime]" soundfile soxr`.
 """
@@ -28,7 +31,8 @@ async def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
     parser.add_argument("--key", default="none")
     parser.add_argument("--voice")
-    parser.add_argument("--instructions", default="Answer in one sentence.")
+    parser.add_argument("--instructions", help="of the session (default: none)")
+    parser.add_argument("--ask", metavar="TEXT", help="written behind the sound, which is then sent as a whole")
     parser.add_argument("--at-once", action="store_true", help="do not wait as a speaker would")
     options = parser.parse_args()
 
@@ -42,17 +46,22 @@ async def main() -> None:
         await connection.session.update(
             session={
                 "type": "realtime",
-                "instructions": options.instructions,
+                **({"instructions": options.instructions} if options.instructions else {}),
                 "audio": {"input": {"turn_detection": None}, "output": output},
             }
         )
-        for start in range(0, len(question), PIECE):
-            piece = question[start : start + PIECE].tobytes()
-            await connection.input_audio_buffer.append(audio=base64.b64encode(piece).decode())
-            if not options.at_once:
-                await asyncio.sleep(PIECE / RATE)
+        if options.ask:
+            heard = base64.b64encode(question.tobytes()).decode()
+            content = [{"type": "input_audio", "audio": heard}, {"type": "input_text", "text": options.ask}]
+            await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+        else:
+            for start in range(0, len(question), PIECE):
+                piece = question[start : start + PIECE].tobytes()
+                await connection.input_audio_buffer.append(audio=base64.b64encode(piece).decode())
+                if not options.at_once:
+                    await asyncio.sleep(PIECE / RATE)
+            await connection.input_audio_buffer.commit()
         asked = time.monotonic()
-        await connection.input_audio_buffer.commit()
         await connection.response.create()
 
         pcm, text = b"", ""

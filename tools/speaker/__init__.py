@@ -1,4 +1,4 @@
-"""Makes the checkpoint that speaks, `examples/speaker/`: a Qwen2.5-Omni of 7.6 million weights that flite has taught.
+"""Makes the checkpoint that speaks, `examples/speaker/`: a Qwen2.5-Omni of 9.0 million weights that flite has taught.
 
     tools/speaker/flite/build.sh                        the teacher: flite's two CMU voices as one program
     python -m tools.speaker corpus WORK                 texts and tasks, tokenizer, configuration

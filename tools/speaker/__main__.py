@@ -118,7 +118,8 @@ def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds the command that judges a checkpoint."""
     command = commands.add_parser("evaluate", help="word and phone errors, stage by stage, both voices")
     command.add_argument("checkpoint", type=Path)
-    command.add_argument("--stages", default=",".join(STAGES), help=f"some of {', '.join(STAGES)}")
+    stages = f"some of {', '.join(STAGES)}, and of the skills in skills.py (default: {', '.join(STAGES)})"
+    command.add_argument("--stages", default=",".join(STAGES), help=stages)
     command.add_argument("--sentences", type=int, default=12, help="of the 30 held-out ones (default: 12)")
     command.add_argument("--wavs", type=Path, help="folder for what was said")
     command.add_argument("--no-recogniser", action="store_true", help="phones and texts only")
@@ -131,10 +132,11 @@ def run_evaluate(options: argparse.Namespace) -> None:
 
     from tools.speaker.evaluate import Spoken, evaluate
     from tools.speaker.recogniser import load_recogniser
+    from tools.speaker.skills import SKILLS
 
     stages = options.stages.split(",")
-    if unknown := [stage for stage in stages if stage not in STAGES]:
-        raise SpeakerError(f"Unknown stage {unknown[0]!r}; there are {', '.join(STAGES)}.")
+    if unknown := [stage for stage in stages if stage not in (*STAGES, *SKILLS)]:
+        raise SpeakerError(f"Unknown stage {unknown[0]!r}; there are {', '.join((*STAGES, *SKILLS))}.")
 
     def keep(stage: str, voice: str, number: int, said: Spoken) -> None:
         if options.wavs:

@@ -16,6 +16,7 @@ from tools.speaker.codec import VOICES, Voice, edit_distance, encode, phones_of
 from tools.speaker.layout import CODEC
 from tools.speaker.numbers import DIGITS
 from tools.speaker.recogniser import Recogniser, word_errors
+from tools.speaker.skills import SKILLS, ask
 from tools.speaker.sound import Wave, teacher_wave
 from tools.speaker.teacher import speak
 
@@ -83,13 +84,15 @@ class Speaker:
         self.model = load_reference_model(folder)
         self.processor = Qwen2_5OmniProcessor.from_pretrained(folder)
 
-    def inputs(self, text: str, sound: Wave | None = None) -> dict[str, Any]:
-        """Returns the processor's output for a user's message, with a sound at 16 kHz before its text if given."""
+    def inputs(self, text: str, sound: Wave | None = None, picture: Any = None) -> dict[str, Any]:
+        """Returns the processor's output for a user's message, with a sound at 16 kHz or a picture before its text."""
         content: list[dict[str, str]] = [] if sound is None else [{"type": "audio"}]
+        content += [] if picture is None else [{"type": "image"}]
         content += [{"type": "text", "text": text}] if text else []
         messages = [{"role": "user", "content": content}]
         prompt = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        media = {} if sound is None else {"audio": [sound]}
+        media: dict[str, Any] = {} if sound is None else {"audio": [sound]}
+        media |= {} if picture is None else {"images": [picture]}
         return dict(self.processor(text=prompt, **media, return_tensors="pt"))
 
     def reply(self, inputs: dict[str, Any]) -> str:
@@ -190,6 +193,9 @@ def evaluate(
     """Yields lines and scores of the stages in both voices; every answer goes to `keep(stage, voice, number, said)`."""
     speaker, lines = Speaker(folder), held_out_sentences(sentences)
     for stage in stages:
+        if stage in SKILLS:
+            yield from ask(stage, speaker)
+            continue
         if stage == "digits":
             right, total = digits_heard(speaker)
             yield f"digits   heard {right} of {total}"
