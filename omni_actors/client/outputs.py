@@ -24,6 +24,7 @@ class OmniTokensPrompt(TypedDict, total=False):
         prompt_token_ids: the tokens, with one placeholder for each medium.
         multi_modal_data: by modality ("audio", "image", "video") one medium or a list of them, in the forms that
             `AsyncOmniClient.submit` takes.
+        mm_processor_kwargs: `{"use_audio_in_video": True}` makes the audios the sound tracks of the videos, in order.
         prompt_embeds: an array [positions, width] that stands in for the tokens' embeddings. Without
             `prompt_token_ids`, sampling that looks at the prompt's tokens (`repetition_penalty`) sees none.
         additional_information: values by name for the stages that want them.
@@ -34,6 +35,7 @@ class OmniTokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: Sequence[int]
     multi_modal_data: Mapping[str, Any]
+    mm_processor_kwargs: Mapping[str, Any]
     prompt_embeds: Any
     additional_information: Mapping[str, Any]
     tensors: Mapping[str, HostTensor]

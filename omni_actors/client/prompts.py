@@ -20,6 +20,7 @@ from omni_actors.protocol.payloads import (
     ADDITIONAL_INFORMATION,
     MEDIA_MODALITIES,
     PROMPT_EMBEDS,
+    USE_AUDIO_IN_VIDEO,
     AdditionalInformationPayload,
     ChatMessage,
     ContentPart,
@@ -33,15 +34,17 @@ from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.protocol.tools import ToolCall, Tools
 
 MULTI_MODAL_DATA = "multi_modal_data"
+PROCESSOR_KEY = "mm_processor_kwargs"
 TOOL_KEYS = ("tools", "tool_choice", "parallel_tool_calls")
-PROMPT_KEYS = ("prompt_token_ids", PROMPT_EMBEDS, "messages", MULTI_MODAL_DATA, ADDITIONAL_INFORMATION, *TOOL_KEYS)
+MEDIA_KEYS = (MULTI_MODAL_DATA, PROCESSOR_KEY)
+PROMPT_KEYS = ("prompt_token_ids", PROMPT_EMBEDS, "messages", *MEDIA_KEYS, ADDITIONAL_INFORMATION, *TOOL_KEYS)
 STAGE_KEYS = ("tensors", "scalars", "lists")  # of an `OmniTokensPrompt` for a single stage
 PART_KINDS = ("text", *MEDIA_MODALITIES)
 
 Prompting = str | Sequence[Mapping[str, Any]] | OmniTokensPrompt | Mapping[str, Any]
 AudioInput = tuple[NDArray[Any], int] | bytes | Path
 ImageInput = NDArray[numpy.uint8] | bytes | Path
-VideoInput = tuple[NDArray[numpy.uint8], float]
+VideoInput = tuple[NDArray[numpy.uint8], float] | tuple[NDArray[numpy.uint8], float, AudioInput]
 
 
 def to_params(given: Mapping[str, StageParams | Mapping[str, Any]]) -> dict[str, StageParams]:
@@ -112,12 +115,19 @@ def refuse_unknown_keys(given: Mapping[str, Any], known: Collection[str], what: 
 
 def _prompt_of_mapping(prompt: Mapping[str, Any], given: dict[str, list[Any]], buffers: BufferList) -> Prompt:
     token_ids, embeds, messages = (prompt.get(key) for key in ("prompt_token_ids", PROMPT_EMBEDS, "messages"))
+    uses_sound = _uses_sound(prompt.get(PROCESSOR_KEY))
     if messages is not None:
         if token_ids is not None or embeds is not None:
             raise InvalidRequest(f"A prompt has either messages, or prompt_token_ids and {PROMPT_EMBEDS}.")
         if prompt.get(MULTI_MODAL_DATA) is not None or isinstance(messages, str | Mapping):
             raise InvalidRequest("messages must be a list of chat messages, which hold their media themselves.")
         chat = _chat(_messages_of(messages, given), buffers)
+        if uses_sound and any(item.modality == "video" and item.sound is None for item in chat.media):
+            raise InvalidRequest(
+                "A video of the messages has no sound track.",
+                hint="Give each video as (frames, rate, sound).",
+                field=USE_AUDIO_IN_VIDEO,
+            )
         return msgspec.structs.replace(chat, tools=_tools(prompt))
     if any(prompt.get(key) is not None for key in TOOL_KEYS):
         raise InvalidRequest("tools go with messages, which the chat template puts them into.")
@@ -129,7 +139,12 @@ def _prompt_of_mapping(prompt: Mapping[str, Any], given: dict[str, list[Any]], b
         given[modality] += items
     if embeds is not None and any(given.values()):
         raise InvalidRequest(f"{PROMPT_EMBEDS} stand in for a whole prompt and cannot go with media.")
-    media = [MAKERS[modality](item, buffers) for modality, items in given.items() for item in items]
+    if uses_sound:
+        given = _with_tracks(given)
+    media: list[Media] = []
+    for modality, items in given.items():
+        for item in items:
+            _add(modality, item, media, buffers)
     try:
         packed = pack_token_ids(token_ids) if token_ids is not None else b""
     except (TypeError, OverflowError) as error:
@@ -143,6 +158,35 @@ def _prompt_of_mapping(prompt: Mapping[str, Any], given: dict[str, list[Any]], b
             "prompt_token_ids."
         )
     return Prompt(token_ids=packed, embeds=PromptEmbedsPayload(buffers.add(tensor)))
+
+
+def _uses_sound(arguments: Any) -> bool:
+    """Whether the sound of videos is used, which is all that vLLM's arguments for the processor can say here."""
+    if arguments is None:
+        return False
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest(f"{PROCESSOR_KEY} must be a mapping.", field=PROCESSOR_KEY)
+    refuse_unknown_keys(arguments, (USE_AUDIO_IN_VIDEO,), PROCESSOR_KEY)
+    used = arguments.get(USE_AUDIO_IN_VIDEO)
+    if used not in (None, True, False):
+        raise InvalidRequest(f"{USE_AUDIO_IN_VIDEO} must be True or False; got {used!r}.", field=USE_AUDIO_IN_VIDEO)
+    return bool(used)
+
+
+def _with_tracks(given: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Give the audios to the videos as their sound tracks, in order; without videos there is nothing to do."""
+    silent = [video for video in given["video"] if len(video) == 2]
+    if not given["video"]:
+        return given
+    if len(silent) != len(given["audio"]):
+        raise InvalidRequest(
+            f"There are {len(silent)} videos without a sound track, and {len(given['audio'])} audios for them.",
+            hint="Give one audio for each video.",
+            field=USE_AUDIO_IN_VIDEO,
+        )
+    tracks = iter(given["audio"])
+    videos = [(*video, next(tracks)) if len(video) == 2 else video for video in given["video"]]
+    return {**given, "video": videos, "audio": []}
 
 
 def _multi_modal_data(data: Any) -> dict[str, list[Any]]:
@@ -221,8 +265,18 @@ def _part(part: Mapping[str, Any], media: list[Media], buffers: BufferList) -> C
         if not isinstance(part["text"], str):
             raise InvalidRequest(f"The text of a content part must be a string; got {type(part['text']).__name__}.")
         return ContentPart(text=part["text"])
-    media.append(MAKERS[kind](part[kind], buffers))
-    return ContentPart(media=len(media) - 1)
+    return ContentPart(media=_add(kind, part[kind], media, buffers))
+
+
+def _add(modality: str, item: Any, media: list[Media], buffers: BufferList) -> int:
+    """Add a medium, and a video's sound track before it, to `media`; return its index."""
+    sound = None
+    if modality == "video" and isinstance(item, tuple) and len(item) == 3:
+        *film, track = item
+        item, sound = tuple(film), _add("audio", track, media, buffers)
+    made = MAKERS[modality](item, buffers)
+    media.append(made if sound is None else msgspec.structs.replace(made, sound=sound))
+    return len(media) - 1
 
 
 def _file(modality: str, value: bytes | Path, buffers: BufferList) -> Media:
@@ -252,7 +306,7 @@ def _image(value: ImageInput, buffers: BufferList) -> Media:
     return Media("image", MediaEncoding.ARRAY, buffers.add(_host(numpy.asarray(value), numpy.uint8, DType.U8)))
 
 
-def _video(value: VideoInput, buffers: BufferList) -> Media:
+def _video(value: tuple[NDArray[numpy.uint8], float], buffers: BufferList) -> Media:
     frames, rate = value
     tensor = buffers.add(_host(numpy.asarray(frames), numpy.uint8, DType.U8))
     return Media("video", MediaEncoding.ARRAY, tensor, frames_per_second=float(rate))

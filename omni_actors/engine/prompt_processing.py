@@ -25,7 +25,7 @@ from omni_actors.errors import ConfigError, EngineError, InvalidRequest
 from omni_actors.media.decoders import Decoder
 from omni_actors.media.limits import AUDIO_RATE, DEFAULT_VIDEO_RATE, MediaLimits, check_finite
 from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_FILE, Item
-from omni_actors.protocol.payloads import MEDIA_MODALITIES, Media, MediaEncoding, Prompt
+from omni_actors.protocol.payloads import MEDIA_MODALITIES, USE_AUDIO_IN_VIDEO, Media, MediaEncoding, Prompt
 from omni_actors.protocol.tensors import DType, HostTensor
 
 MAX_FRAMES = 256  # tensors in one message
@@ -98,6 +98,16 @@ class PromptProcessor(TextPromptProcessor):
 
     # -- media
 
+    def _check_prompt(self, prompt: Prompt) -> None:
+        super()._check_prompt(prompt)
+        rates = {item.frames_per_second or DEFAULT_VIDEO_RATE for item in prompt.media if item.sound is not None}
+        if len(rates) > 1:  # the processor takes one rate, by which it lays the sound between the pictures
+            raise InvalidRequest(
+                f"The videos with sound have {len(rates)} rates, {sorted(rates)} frames per second; they need one.",
+                hint="Send all videos at one rate, or one of them.",
+                field=USE_AUDIO_IN_VIDEO,
+            )
+
     def _check_placeholders(self, token_ids: Sequence[int], media: Sequence[DecodedMedia]) -> None:
         """Raise `InvalidRequest` unless there is one placeholder per medium.
 
@@ -153,17 +163,28 @@ class PromptProcessor(TextPromptProcessor):
     def _with_media(
         self, request_id: str, prompt: Prompt, media: Sequence[DecodedMedia]
     ) -> tuple[list[int], dict[str, HostTensor]]:
-        if not prompt.token_ids:
-            # In the order in which the messages refer to them, which is the order of the placeholders.
-            media = [
-                media[part.media] for message in prompt.messages for part in message.content if part.media is not None
-            ]
+        if prompt.token_ids:
+            shown = [index for index in range(len(media)) if index not in prompt.sounds]
+        else:  # in the order in which the messages refer to them, which is the order of the placeholders
+            shown = [part.media for message in prompt.messages for part in message.content if part.media is not None]
+        sounds = [media[sound] for index in shown if (sound := prompt.media[index].sound) is not None]
+        media = [media[index] for index in shown]
         token_ids = self._tokenize(prompt, media)
         self._check_length(len(token_ids) + sum(self._tokens_of(item) - 1 for item in media))
         data: dict[str, list[Any]] = {}
-        for item in media:
+        for item in (*media, *sounds):
             data.setdefault(item.modality, []).append(item.data)
-        (engine_input,) = self.renderer.render_cmpl([{"prompt_token_ids": token_ids, "multi_modal_data": data}])
+        given: Any = {"prompt_token_ids": token_ids, "multi_modal_data": data}
+        if sounds:
+            rate = next(item.frames_per_second for item in media if item.modality == "video")
+            seconds = self.processor.video_processor.temporal_patch_size / rate
+            # vLLM lays sound between pictures by its own argument, and by a second for each pair without it.
+            given["mm_processor_kwargs"] = {
+                USE_AUDIO_IN_VIDEO: True,
+                "fps": rate,
+                "second_per_grid_ts": [seconds] * len(sounds),
+            }
+        (engine_input,) = self.renderer.render_cmpl([given])
         self._check_length(len(engine_input["prompt_token_ids"]))
         request = self._input_processor.process_inputs(
             request_id, engine_input, SamplingParams(), supported_tasks=("generate",)

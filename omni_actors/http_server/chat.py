@@ -60,7 +60,12 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
     answer = await Answer.begin(
         request,
         state,
-        {"messages": await state.media.messages(body.messages, description.max_media), **body.tool_options()},
+        {
+            "messages": await state.media.messages(
+                body.messages, description.max_media, sound_in_video=body.uses_sound_of_videos
+            ),
+            **body.tool_options(),
+        },
         {**FIELDS, **body.error_fields()},
         modalities=text_or_sound(body.modalities),
         voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,

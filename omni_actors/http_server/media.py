@@ -73,13 +73,19 @@ class MediaReader:
         self._transcripts = transcripts
 
     async def messages(
-        self, messages: Sequence[AnyMessage], max_media: Mapping[str, int], calls: Collection[str] = ()
+        self,
+        messages: Sequence[AnyMessage],
+        max_media: Mapping[str, int],
+        calls: Collection[str] = (),
+        *,
+        sound_in_video: bool = False,
     ) -> list[dict[str, Any]]:
         """Messages as `AsyncOmniClient.submit` takes them.
 
         Args:
             max_media: how many media a prompt may have, by modality; no limit for those that are missing.
             calls: ids of the tool calls of turns before these messages.
+            sound_in_video: every video has a sound track, which the model hears.
 
         Raises:
             HttpError: 400 or 413, with the field at fault.
@@ -91,10 +97,11 @@ class MediaReader:
             await self._message(message, f"messages[{index}]", found) for index, message in enumerate(messages)
         ]
         try:
-            check_counts((medium.modality for medium in found), max_media)
+            tracks = ["audio" for medium in found if sound_in_video and medium.modality == "video"]
+            check_counts([medium.modality for medium in found] + tracks, max_media)
         except InvalidRequest as error:
             raise bad_field("messages", error.message) from None
-        await self._check(found)
+        await self._check(found, sound_in_video)
         return converted
 
     async def recording(self, data: bytes, param: str) -> tuple[dict[str, Any], float]:
@@ -251,7 +258,7 @@ class MediaReader:
             video_seconds=self._settings.video_seconds,
         )
 
-    async def _check(self, found: Sequence[_Medium]) -> None:
+    async def _check(self, found: Sequence[_Medium], sound_in_video: bool = False) -> None:
         """Check audio and images by their headers, decode video, and complete the parts of the messages.
 
         The stage that decodes audio and images checks them again, and more.
@@ -259,7 +266,8 @@ class MediaReader:
         limits = self._limits()
         used = 0
         for medium in found:
-            value, size = await self._on_decoder(partial(_checked, medium, limits, used), medium.param)
+            check = partial(_checked, medium, limits, used, sound_in_video)
+            value, size = await self._on_decoder(check, medium.param)
             medium.part[medium.modality] = value
             used += size
 
@@ -297,12 +305,18 @@ def looks_like_base64(text: bytes) -> bool:
     return len(text) >= MIN_BASE64 and BASE64.fullmatch(text) is not None
 
 
-def _checked(medium: _Medium, limits: MediaLimits, used: int, decoder: Decoder) -> tuple[Any, int]:
+def _checked(
+    medium: _Medium, limits: MediaLimits, used: int, sound_in_video: bool, decoder: Decoder
+) -> tuple[Any, int]:
     """What the client library takes for a medium, and its bytes after decoding."""
     items = [(Item(KINDS[medium.modality], f"The {medium.modality}", len(medium.data)), medium.data)]
     if medium.modality == "video":
         (frames,) = decoder.decode(items, limits, used)
-        return (frames, DEFAULT_VIDEO_RATE), frames.nbytes
+        if not sound_in_video:
+            return (frames, DEFAULT_VIDEO_RATE), frames.nbytes
+        track = [(Item(AUDIO_FILE, "The sound track that use_audio_in_video asks for", len(medium.data)), medium.data)]
+        size = frames.nbytes + decoder.measure(track, limits, used + frames.nbytes).size
+        return (frames, DEFAULT_VIDEO_RATE, medium.data), size
     return medium.data, decoder.measure(items, limits, used).size
 
 

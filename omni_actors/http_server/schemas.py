@@ -37,9 +37,10 @@ from omni_actors.http_server.schema_fields import (
     is_null,
     refuse_effects,
 )
-from omni_actors.http_server.vllm_fields import TemplateArguments
+from omni_actors.http_server.vllm_fields import NoProcessorArguments, TemplateArguments
 from omni_actors.protocol.fields import PositiveInt, TokenId
 from omni_actors.protocol.logprobs import MAX_LOGPROBS
+from omni_actors.protocol.payloads import USE_AUDIO_IN_VIDEO
 from omni_actors.protocol.tools import MAX_TOOLS
 
 MAX_SPEECH_TEXT = 4096
@@ -129,6 +130,12 @@ def tool_options(
     return {"tools": definitions, "tool_choice": chosen, "parallel_tool_calls": parallel}
 
 
+class ProcessorArguments(Strict, frozen=True):
+    """Arguments for the model's processor, in vLLM's form."""
+
+    use_audio_in_video: bool | None = None
+
+
 class StreamOptions(Strict, frozen=True):
     """What a streamed answer contains besides the tokens."""
 
@@ -214,6 +221,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     add_special_tokens: Off = ABSENT
     documents: EmptyList = ABSENT
     media_io_kwargs: EmptyObject = ABSENT
+    mm_processor_kwargs: ProcessorArguments | None = None
     include_reasoning: Switch = ABSENT  # the model has no separate reasoning
     echo: Off = ABSENT
     return_prompt_text: Off = ABSENT
@@ -221,6 +229,15 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     def tool_options(self) -> dict[str, Any]:
         """The tools of the request and how they may be called, as the client library takes them."""
         return tool_options(self.tools or (), self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def uses_sound_of_videos(self) -> bool:
+        """Whether the model hears the sound tracks of videos, too."""
+        return bool(self.mm_processor_kwargs and self.mm_processor_kwargs.use_audio_in_video)
+
+    def error_fields(self) -> dict[str, str]:
+        """The request's fields at fault, by their names in the pipeline, where these differ."""
+        return {**super().error_fields(), USE_AUDIO_IN_VIDEO: f"mm_processor_kwargs.{USE_AUDIO_IN_VIDEO}"}
 
     def likeliest(self) -> int | None:
         """OpenAI's `logprobs` switches them on, and `top_logprobs` is the number."""
@@ -244,6 +261,7 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
     logprobs: Likeliest | None = None
     echo: Off = ABSENT
     suffix: EmptyText = ABSENT
+    mm_processor_kwargs: NoProcessorArguments = ABSENT
     add_special_tokens: On = ABSENT
     prompt_embeds: Null = ABSENT
 

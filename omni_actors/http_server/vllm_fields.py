@@ -14,7 +14,7 @@ Tensors = Annotated[Raw, Meta(extra_json_schema={"enum": [None, "tensors"]})]
 TemplateArguments = Annotated[
     Raw, Meta(extra_json_schema={"enum": [None, {}, {"enable_thinking": False}, {"add_generation_prompt": True}]})
 ]
-ProcessorArguments = Annotated[Raw, Meta(extra_json_schema={"enum": [None, {}, {"use_audio_in_video": False}]})]
+NoProcessorArguments = Annotated[Raw, Meta(extra_json_schema={"enum": [None, {}, {"use_audio_in_video": False}]})]
 
 HINTS = {
     "chat_template": "The template is the model's own.",
@@ -38,7 +38,6 @@ class VllmFields(Submission, frozen=True, kw_only=True):
     thinking_token_budget: Null = ABSENT
     repetition_detection: Null = ABSENT
     stream_interval: One = ABSENT
-    mm_processor_kwargs: ProcessorArguments = ABSENT
     request_id: Null = ABSENT
     session_id: str | None = None  # ignored: requests share no state
     cache_salt: Null = ABSENT

@@ -63,7 +63,7 @@ def _is_cover(stream: Any) -> bool:
 def _sound_of(container: InputContainer, limits: MediaLimits, what: str) -> Any:
     """The first stream of sound, checked by its header."""
     if not container.streams.audio:
-        raise MalformedMedia(f"{what} has no sound.")
+        raise MalformedMedia(f"{what} is missing: the file has no sound.")
     stream = container.streams.audio[0]
     check_rate(stream.rate, limits, what)
     if stream.channels > limits.channels:

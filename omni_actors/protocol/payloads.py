@@ -269,16 +269,18 @@ class MediaEncoding(enum.StrEnum):
 
 
 MEDIA_MODALITIES = ("audio", "image", "video")
+USE_AUDIO_IN_VIDEO = "use_audio_in_video"
 
 
 class Media(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One audio, image or video that a prompt refers to by its index."""
+    """One audio, image or video that a prompt refers to by its index; a sound track only by that of its video."""
 
     modality: str
     encoding: MediaEncoding
     tensor: TensorRef
     sample_rate: Annotated[int, Meta(ge=1000, le=768_000)] | None = None  # Hz, audio arrays only
     frames_per_second: Annotated[float, Meta(gt=0, le=1000)] | None = None  # video arrays only
+    sound: Annotated[int, Meta(ge=0, le=255)] | None = None  # of a video: index of the audio that is its sound track
 
 
 class ContentPart(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -329,6 +331,31 @@ class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
             for part in message.content:
                 if part.media is not None and part.media >= len(self.media):
                     raise InvalidPayload(f"A content part names media {part.media}; only {len(self.media)} were sent.")
+        if any(item.sound is not None for item in self.media):
+            self._check_sounds()
+
+    def _check_sounds(self) -> None:
+        """Check the sound tracks: models take either those of all videos or other audio, never both."""
+        videos = [item for item in self.media if item.modality == "video"]
+        sounds = sorted(item.sound for item in self.media if item.sound is not None)
+        audios = [index for index, item in enumerate(self.media) if item.modality == "audio"]
+        named = {part.media for message in self.messages for part in message.content}
+        if len(sounds) != len(videos) or any(item.sound is None for item in videos):
+            what = f"{len(videos)} videos, {len(sounds)} of them with a sound track"
+        elif sounds != audios or not named.isdisjoint(sounds):
+            what = f"{len(audios)} sounds for the sound tracks of {len(videos)} videos"
+        else:
+            return
+        raise InvalidPayload(
+            f"The prompt has {what}: every video needs a track of its own, and there can be no other sound.",
+            hint="Put other sounds into a request of their own, or leave out use_audio_in_video.",
+            field=USE_AUDIO_IN_VIDEO,
+        )
+
+    @property
+    def sounds(self) -> frozenset[int]:
+        """Indices of the media that are sound tracks of others."""
+        return frozenset(item.sound for item in self.media if item.sound is not None)
 
     def _check_embeds(self, embeds: PromptEmbedsPayload) -> None:
         if self.messages or self.media:

@@ -39,9 +39,11 @@ def film() -> numpy.ndarray:
     return numpy.random.default_rng(7).integers(0, 255, (8, 112, 112, 3), dtype=numpy.uint8)
 
 
-def expected(reference: Reference, inputs: object, voice: str, thinker: int, talker: int, seed: int) -> ReferenceResult:
+def expected(
+    reference: Reference, inputs: object, voice: str, thinker: int, talker: int, seed: int, **processing: bool
+) -> ReferenceResult:
     return reference.generate(
-        inputs, voice=voice, thinker_max_tokens=thinker, talker_max_tokens=talker, seed=seed, num_steps=10
+        inputs, voice=voice, thinker_max_tokens=thinker, talker_max_tokens=talker, seed=seed, num_steps=10, **processing
     )
 
 
@@ -83,7 +85,7 @@ def test_text_prompts_equal_transformers_eight_at_once(tiny_pipeline: RunningPip
     assert len({tuple(output.token_ids) for output in outputs}) > 4
 
 
-@pytest.mark.parametrize("media", ["audio_16k", "audio_44k", "image", "video", "audio_and_image"])
+@pytest.mark.parametrize("media", ["audio_16k", "audio_44k", "image", "video", "audio_and_image", "sound_in_video"])
 def test_multimodal_prompts_equal_transformers(
     tiny_pipeline: RunningPipeline, reference: Reference, media: str
 ) -> None:
@@ -108,6 +110,11 @@ def test_multimodal_prompts_equal_transformers(
     if media == "video":
         ask["videos"] = [(film(), 2.0)]  # the rate that the published processor assumes
         oracle["videos"] = [film()]
+    together: dict = {}
+    if media == "sound_in_video":
+        ask["videos"] = [(film(), 2.0, (speech_like(3.0, 16_000), 16_000))]
+        oracle |= {"videos": [film()], "audios": [(speech_like(3.0, 16_000), 16_000)]}
+        together = {"use_audio_in_video": True}
     with OmniClient(tiny_pipeline.endpoint) as client:
         output = client.generate(
             text,
@@ -118,9 +125,10 @@ def test_multimodal_prompts_equal_transformers(
             **ask,
         )
     kinds = (("image", "images"), ("video", "videos"), ("audio", "audios"))
-    content = [{"type": kind} for kind, key in kinds if key in oracle]
+    content = [{"type": kind} for kind, key in kinds if key in oracle and not (together and kind == "audio")]
     messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
-    assert_equal(output, expected(reference, reference.inputs(messages, **oracle), "Ethan", 10, 20, 5))
+    inputs = reference.inputs(messages, **oracle, **together)
+    assert_equal(output, expected(reference, inputs, "Ethan", 10, 20, 5, **together))
 
 
 def test_the_talker_speaks_while_the_thinker_thinks(tiny_pipeline: RunningPipeline) -> None:

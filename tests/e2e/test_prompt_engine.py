@@ -42,6 +42,7 @@ from omni_actors.protocol.fields import pack_token_ids  # noqa: E402
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams  # noqa: E402
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef  # noqa: E402
 from omni_actors.stage.engine_interface import ErrorEvent, FinishedEvent, StageInputs, StageRequest, StreamEvent  # noqa: E402
+from tests.support.media_files import png, wav  # noqa: E402
 from tests.support.reference import Reference  # noqa: E402
 
 pytestmark = pytest.mark.e2e
@@ -53,6 +54,7 @@ DTYPES = {np.dtype(np.float32): DType.F32, np.dtype(np.uint8): DType.U8, np.dtyp
 
 RANDOM = np.random.default_rng(0)
 SPEECH = (RANDOM.standard_normal(24_000) * 0.1).astype(np.float32)  # 1.5 s at 16 kHz
+LONG = np.tile(SPEECH, 4)[:90_000]  # 5.6 s
 MUSIC = (RANDOM.standard_normal(30_000) * 0.1).astype(np.float32)  # 0.68 s at 44.1 kHz
 PICTURE = RANDOM.integers(0, 256, (90, 130, 3), dtype=np.uint8)
 CLIP = RANDOM.integers(0, 256, (5, 60, 84, 3), dtype=np.uint8)
@@ -75,18 +77,6 @@ def file(modality: str, data: bytes, **rates: Any) -> Item:
 
 def audio(samples: np.ndarray = SPEECH, rate: int | None = 16_000) -> Item:
     return item("audio", samples, sample_rate=rate)
-
-
-def wav(samples: np.ndarray, rate: int, kind: str = "WAV", subtype: str | None = None) -> bytes:
-    buffer = io.BytesIO()
-    soundfile.write(buffer, samples, rate, format=kind, subtype=subtype)
-    return buffer.getvalue()
-
-
-def png(array: np.ndarray, kind: str = "PNG") -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, format=kind)
-    return buffer.getvalue()
 
 
 def chat(*parts: str | int, media: tuple[Item, ...] = (), role: str = "user") -> tuple[Prompt, list[HostTensor]]:
@@ -247,6 +237,10 @@ def test_thinker_answers_as_transformers_does(
         by_transformers(reference, parts, media), thinker_max_tokens=8, talker_max_tokens=2, num_steps=2, thinker_eos=[]
     )
     stream = process(engine, *chat(*parts, media=media))
+    assert answer_of(thinker, stream) == want.thinker_tokens
+
+
+def answer_of(thinker: Any, stream: StreamEvent) -> list[int]:
     params = StageParams(max_tokens=8, ignore_eos=True)
     thinker.start(
         StageRequest("r", params, 0, streams=False), StageInputs(token_ids=stream.token_ids, tensors=stream.tensors)
@@ -255,7 +249,30 @@ def test_thinker_answers_as_transformers_does(
     while thinker.runnable():
         for event in thinker.step():
             tokens += getattr(event, "token_ids", ())
-    assert tokens == want.thinker_tokens
+    return tokens
+
+
+def test_the_sounds_of_two_videos_are_heard_as_transformers_hears_them(
+    engine: PromptEngine, reference: Reference, thinker: Any
+):
+    """The first is shorter than its video, the second longer; a picture is between them."""
+    clips = [CLIP, CLIP[:3]]
+    films = [item("video", clip, frames_per_second=1.0, sound=index) for index, clip in enumerate(clips)]
+    media = (audio(SPEECH), audio(LONG), *films, item("image", PICTURE))
+    stream = process(engine, *chat(2, "a", 4, 3, "b", media=media))
+    kinds = [{"type": "video"}, {"type": "text", "text": "a"}, {"type": "image"}, {"type": "video"}]
+    together = {"use_audio_in_video": True}
+    inputs = reference.inputs(
+        [{"role": "user", "content": [*kinds, {"type": "text", "text": "b"}]}],
+        audios=[(SPEECH, 16_000), (LONG, 16_000)],
+        images=[Image.fromarray(PICTURE)],
+        videos=clips,
+        fps=1.0,
+        **together,
+    )
+    assert list(stream.token_ids) == inputs["input_ids"][0].tolist()
+    limits = {"thinker_max_tokens": 8, "talker_max_tokens": 2, "num_steps": 2, "thinker_eos": []}
+    assert answer_of(thinker, stream) == reference.generate(inputs, **limits, **together).thinker_tokens
 
 
 @pytest.fixture(scope="module")
@@ -422,6 +439,13 @@ BAD = {
     "token id too large": ((Prompt(token_ids=pack_token_ids([1, VOCABULARY])), []), InvalidPayload, str(VOCABULARY)),
     "token id negative": ((Prompt(token_ids=pack_token_ids([1, -2])), []), InvalidPayload, "-2"),
     "token ids too long": ((Prompt(token_ids=pack_token_ids([1] * MAX_MODEL_LEN)), []), PromptTooLong, "1024 tokens"),
+    "videos with sound at two rates": (
+        chat(
+            2, 3, media=(audio(), audio(), *(item("video", CLIP, frames_per_second=1.0 + i, sound=i) for i in (0, 1)))
+        ),
+        InvalidRequest,
+        "2 rates",
+    ),
     "media missing": ((chat(0, media=(audio(),))[0], []), InvalidPayload, "1 media, but has 0 tensors"),
 }
 

@@ -105,6 +105,16 @@ def small(echo_pipeline: HttpPipeline) -> Iterator[str]:
             "malformed_media",
         ),
         (with_parts({"type": "file", "file": {}}), 400, "messages[0].content[0].file", "invalid_value"),
+        (
+            with_parts(
+                {"type": "video_url", "video_url": {"url": data_uri("video/mp4", film(0.5, with_sound=True))}},
+                {"type": "audio_url", "audio_url": {"url": data_uri("audio/wav", sound(0.1))}},
+            )
+            | {"mm_processor_kwargs": {"use_audio_in_video": True}},
+            400,
+            "mm_processor_kwargs.use_audio_in_video",
+            "invalid_payload",
+        ),
     ],
 )
 def test_each_limit_names_its_field(small: str, body: dict, status: int, param: str | None, code: str) -> None:

@@ -266,9 +266,11 @@ async def test_a_spoken_turn_equals_that_of_the_client_library(tiny: HttpPipelin
 def test_media_reach_the_model(tiny: HttpPipeline) -> None:
     """All media lengthen the prompt, and their content changes the answer or is at least accepted."""
 
-    def ask(*parts: dict) -> tuple[str, int]:
+    def ask(*parts: dict, **more: object) -> tuple[str, int]:
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
-        answer = tiny.openai().chat.completions.create(model=MODEL, messages=messages, max_tokens=10, temperature=0)
+        answer = tiny.openai().chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=10, temperature=0, extra_body=more
+        )
         return answer.choices[0].message.content, answer.usage.prompt_tokens
 
     def uri(kind: str, data: bytes) -> str:
@@ -283,6 +285,11 @@ def test_media_reach_the_model(tiny: HttpPipeline) -> None:
         "video": ask({"type": "video_url", "video_url": {"url": uri("video/mp4", film(2.0, side=112))}}),
         "file": ask({"type": "file", "file": {"file_data": uri("audio/wav", sound(1.0))}}),
     }
+    filmed = {"type": "video_url", "video_url": {"url": uri("video/mp4", film(2.0, side=112, with_sound=True))}}
+    mute = ask(filmed)
+    answers["sound of a video"] = heard = ask(filmed, mm_processor_kwargs={"use_audio_in_video": True})
+    assert 50 <= heard[1] - mute[1] - 2 <= 55, "25 tokens a second, and their begin and end"
+    assert heard[0] != mute[0]
     for name, (text, tokens) in answers.items():
         assert tokens > base, name
         assert text != alone, name

@@ -140,11 +140,12 @@ class Reference:
         audios: Sequence[tuple[np.ndarray, int]] = (),
         images: Sequence[Any] = (),
         videos: Sequence[np.ndarray] = (),
+        **processing: Any,
     ) -> dict[str, Any]:
         """Returns the processor's output for chat messages, or for a text that is already a whole prompt.
 
-        `audios` are (mono float samples, rate in Hz), `images` PIL or HWC uint8, `videos` THWC uint8. Raises
-        ValueError for audio that is not at 16 kHz.
+        `audios` are (mono float samples, rate in Hz), `images` PIL or HWC uint8, `videos` THWC uint8. With
+        `use_audio_in_video=True` an audio belongs to each video. Raises ValueError for audio that is not at 16 kHz.
         """
         text = messages_or_text if isinstance(messages_or_text, str) else self.prompt(messages_or_text)
         for _, rate in audios:
@@ -157,7 +158,7 @@ class Reference:
             media["images"] = list(images)
         if videos:
             media["videos"] = list(videos)
-        return dict(self.processor(text=text, **media, return_tensors="pt"))
+        return dict(self.processor(text=text, **media, **processing, return_tensors="pt"))
 
     def generate(
         self,
@@ -175,6 +176,7 @@ class Reference:
         talker_repetition_penalty: float = 1.05,
         thinker_eos: Sequence[int] | None = None,
         talker_eos: Sequence[int] | None = None,
+        use_audio_in_video: bool = False,
         speaks: bool = True,
     ) -> ReferenceResult:
         """Runs the whole model on one prompt; without its vocoder, which takes most of the time, if `speaks` is false.
@@ -218,6 +220,7 @@ class Reference:
                 _, waveform = model.generate(
                     **generate_arguments(inputs),
                     speaker=voice,
+                    use_audio_in_video=use_audio_in_video,
                     thinker_max_new_tokens=thinker_max_tokens,
                     thinker_eos_token_id=self._thinker_eos(thinker_eos),
                     talker_max_new_tokens=talker_max_tokens,

@@ -119,8 +119,8 @@ def picture(width: int = 64, height: int = 64, format: str = "PNG") -> bytes:
     return sink.getvalue()
 
 
-def film(seconds: float = 1.0, side: int = 64) -> bytes:
-    """A video file (MPEG-4), 10 frames a second."""
+def film(seconds: float = 1.0, side: int = 64, *, with_sound: bool = False) -> bytes:
+    """A video file (MPEG-4), 10 frames a second; its sound is AAC at 16 kHz."""
     import av
 
     sink = io.BytesIO()
@@ -128,8 +128,14 @@ def film(seconds: float = 1.0, side: int = 64) -> bytes:
         stream = container.add_stream("mpeg4", rate=10)
         stream.width = stream.height = side
         stream.pix_fmt = "yuv420p"
+        track = container.add_stream("aac", rate=16_000, layout="mono") if with_sound else None
         for index in range(int(10 * seconds)):
             frame = av.VideoFrame.from_ndarray(numpy.full((side, side, 3), 20 * index % 256, numpy.uint8), "rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+        if track is not None:
+            frame = av.AudioFrame.from_ndarray(tone(seconds)[None], "fltp", "mono")
+            frame.sample_rate = 16_000
+            container.mux(track.encode(frame))
+            container.mux(track.encode())
     return sink.getvalue()

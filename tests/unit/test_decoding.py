@@ -230,7 +230,7 @@ NEUTRAL = {
     "tools": [None, []],
     "tool_choice": [None, "none", "auto"],
     "chat_template_kwargs": [None, {}, {"enable_thinking": False}],
-    "mm_processor_kwargs": [None, {}, {"use_audio_in_video": False}],
+    "mm_processor_kwargs": [None, {}, {"use_audio_in_video": False}, {"use_audio_in_video": True}],
     "add_generation_prompt": [None, True],
     "length_penalty": [None, 1, 1.0],
     "truncation_side": [None, "left", "right"],
@@ -240,7 +240,6 @@ NEUTRAL = {
 ASKING = {
     "prediction": [True, 1, [1], LONG],
     "chat_template_kwargs": [{"enable_thinking": True}],
-    "mm_processor_kwargs": [{"use_audio_in_video": True}, {"fps": 1}],
     "add_generation_prompt": [False],
     "prompt_logprobs": [0, 1],
     "chat_template": ["{{ messages }}"],
@@ -251,6 +250,13 @@ ASKING = {
 def test_a_field_that_is_not_supported_may_ask_for_nothing(field: str) -> None:
     for value in NEUTRAL[field]:
         assert refused(**{field: value}) is None, value
+
+
+@pytest.mark.parametrize("given", [{"fps": 1}, {"use_audio_in_video": "perhaps"}])
+def test_the_processor_takes_no_other_arguments(given: dict[str, Any]) -> None:
+    error = refused(mm_processor_kwargs=given)
+    assert error is not None
+    assert error.param == f"mm_processor_kwargs.{next(iter(given))}"
 
 
 @pytest.mark.parametrize("field", ASKING)

@@ -76,6 +76,30 @@ async def test_media_become_what_the_client_library_takes(reader: MediaReader) -
     assert rate == 2.0
 
 
+async def test_a_video_comes_with_its_sound_if_that_is_asked_for(reader: MediaReader) -> None:
+    data = film(1.0, with_sound=True)
+    (message,) = await reader.messages(messages(part("video", data)), {}, sound_in_video=True)
+    frames, rate, track = message["content"][0]["video"]
+    assert frames.shape == (2, 64, 64, 3)
+    assert rate == 2.0
+    assert track == data
+    (message,) = await reader.messages(messages(part("video", data)), {})
+    assert len(message["content"][0]["video"]) == 2
+
+
+async def test_a_video_without_a_sound_track_is_refused_with_its_field(reader: MediaReader) -> None:
+    with pytest.raises(HttpError, match="sound track that use_audio_in_video asks for is missing") as refused:
+        await reader.messages(messages(part("video", film(1.0))), {}, sound_in_video=True)
+    assert refused.value.status == 400
+    assert refused.value.param == "messages[0].content[0].video_url.url"
+
+
+async def test_sound_tracks_count_as_sounds(reader: MediaReader) -> None:
+    videos = [part("video", b"not read")] * 2
+    with pytest.raises(HttpError, match="2 media of the kind audio; at most 1"):
+        await reader.messages(messages(*videos), {"audio": 1}, sound_in_video=True)
+
+
 async def test_all_media_of_a_request_share_one_limit(reader: MediaReader) -> None:
     large = part("image", picture_of_zeros(4096, 4096))
     with pytest.raises(HttpError, match="exceed 268435456 bytes when decoded") as refused:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from omni_actors.client.prompts import to_params, to_prompt
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import Fault, InvalidRequest, OmniError
 from omni_actors.protocol.codec import BufferList
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt
@@ -119,6 +119,56 @@ def test_token_ids_go_with_media_one_or_several_of_each_kind() -> None:
     with pytest.raises(InvalidRequest, match="image is given twice"):
         convert(both, images=[PICTURE])
     assert len(convert(both, audios=[SOUND])[0].media) == 2
+
+
+SOUNDED = (*FILM, SOUND)
+USED = {"mm_processor_kwargs": {"use_audio_in_video": True}}
+
+
+def test_a_video_brings_its_sound_in_every_form_of_a_prompt() -> None:
+    parts = [{"type": "video", "video": SOUNDED}, {"type": "text", "text": "x"}]
+    in_messages, _, buffers = convert([{"role": "user", "content": parts}])
+    assert [(item.modality, item.sound) for item in in_messages.media] == [("audio", None), ("video", 0)]
+    assert in_messages.messages[0].content[0].media == 1
+    assert in_messages.sounds == {0}
+    assert len(buffers.buffers) == 2
+    assert convert("x", videos=[SOUNDED])[0] == in_messages
+    assert convert({"messages": [{"role": "user", "content": parts}], **USED})[0] == in_messages
+    in_tokens = convert({"prompt_token_ids": [5], "multi_modal_data": {"video": SOUNDED}})[0]
+    assert in_tokens.media == in_messages.media
+    as_vllm_takes_them = {"prompt_token_ids": [5], "multi_modal_data": {"video": FILM, "audio": SOUND}, **USED}
+    assert convert(as_vllm_takes_them)[0] == in_tokens
+
+
+def test_without_a_video_its_sound_means_nothing() -> None:
+    data = {"prompt_token_ids": [5], "multi_modal_data": {"audio": SOUND}}
+    assert convert(data | USED)[0] == convert(data)[0]
+    assert convert({"messages": [MESSAGE], **USED})[0] == convert([MESSAGE])[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "words"),
+    [
+        ("x", {"videos": [SOUNDED, FILM]}, "2 videos, 1 of them with a sound track"),
+        ("x", {"videos": [SOUNDED], "audios": [SOUND]}, "2 sounds for the sound tracks of 1 videos"),
+        ({"prompt_token_ids": [5], **USED}, {"videos": [FILM, FILM], "audios": [SOUND]}, "2 videos without a sound"),
+        ({"prompt_token_ids": [5], **USED}, {"videos": [FILM]}, "1 videos without a sound track, and 0 audios"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video", "video": FILM}]}], **USED},
+            {},
+            "has no sound track",
+        ),
+        ({"messages": [MESSAGE], "mm_processor_kwargs": {"use_audio_in_video": "yes"}}, {}, "must be True or False"),
+    ],
+)
+def test_sound_that_models_cannot_take_with_videos_is_refused_with_the_field(
+    prompt: Any, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(OmniError) as caught:
+        convert(prompt, **given)
+    assert words in caught.value.message
+    assert caught.value.field == "use_audio_in_video"
+    assert caught.value.fault is Fault.CALLER
 
 
 def test_messages_may_be_a_mapping_to_which_more_is_added() -> None:

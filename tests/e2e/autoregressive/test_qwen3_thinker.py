@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -200,14 +201,20 @@ def prompts(tiny_qwen3_checkpoint):
     engine.shutdown()
 
 
-def prepared(prompts: PromptEngine, modality: str, array: np.ndarray, **rates: float) -> StageInputs:
-    """What the prompt stage makes of one medium and a question."""
+def prepared(
+    prompts: PromptEngine, modality: str, array: np.ndarray, sound: np.ndarray | None = None, **rates: float
+) -> StageInputs:
+    """What the prompt stage makes of one medium, a video perhaps with its sound, and a question."""
     dtype = DType.U8 if array.dtype == np.uint8 else DType.F32
-    tensor = HostTensor(dtype, array.shape, array.tobytes())
-    media = Media(modality, MediaEncoding.ARRAY, TensorRef(dtype, array.shape, 0), **rates)
+    tensors = [HostTensor(dtype, array.shape, array.tobytes())]
+    media = [Media(modality, MediaEncoding.ARRAY, TensorRef(dtype, array.shape, 0), **rates)]
+    if sound is not None:
+        tensors.append(HostTensor(DType.F32, sound.shape, sound.tobytes()))
+        media[0] = msgspec.structs.replace(media[0], sound=1)
+        media.append(Media("audio", MediaEncoding.ARRAY, TensorRef(DType.F32, sound.shape, 1), sample_rate=16_000))
     message = ChatMessage("user", (ContentPart(media=0), ContentPart(text="What is this?")))
-    prompt = Prompt(messages=(message,), media=(media,))
-    prompts.start(StageRequest("r", StageParams(), 0), StageInputs(prompt=prompt, media=[tensor]))
+    prompt = Prompt(messages=(message,), media=tuple(media))
+    prompts.start(StageRequest("r", StageParams(), 0), StageInputs(prompt=prompt, media=tensors))
     stream = prompts.step()[0]
     if isinstance(stream, ErrorEvent):
         raise stream.error
@@ -232,6 +239,20 @@ def test_the_prompt_stage_prepares_what_transformers_processor_does(
     wanted = qwen3_reference.inputs([{"role": "user", "content": content}], **{f"{modality}s": [array]}, **rate)
     answer = qwen3_reference.generate(wanted, thinker_max_tokens=6, thinker_eos=[], speaks=False)
     inputs = prepared(prompts, modality, array, **rates)
+    assert list(inputs.token_ids) == answer.prompt_token_ids
+    thinker.start("r", inputs, max_tokens=6)
+    thinker.run()
+    check(thinker, "r", Case(inputs, answer, qwen3_reference.positions(wanted)), answer.thinker_tokens)
+
+
+def test_the_prompt_stage_lays_the_sound_of_a_video_between_its_pictures(prompts, thinker, qwen3_reference):
+    content = [{"type": "video"}, {"type": "text", "text": "What is this?"}]
+    together = {"use_audio_in_video": True}
+    wanted = qwen3_reference.inputs(
+        [{"role": "user", "content": content}], audios=[SPEECH], videos=[CLIP], fps=2.0, **together
+    )
+    answer = qwen3_reference.generate(wanted, thinker_max_tokens=6, thinker_eos=[], speaks=False, **together)
+    inputs = prepared(prompts, "video", CLIP, frames_per_second=2.0, sound=SPEECH)
     assert list(inputs.token_ids) == answer.prompt_token_ids
     thinker.start("r", inputs, max_tokens=6)
     thinker.run()

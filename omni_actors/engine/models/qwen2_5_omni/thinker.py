@@ -6,9 +6,10 @@ plus token embedding (see `Qwen2_5OmniThinkerState`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
@@ -21,6 +22,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 from omni_actors.engine.models import ModelSpec, PromptMedia
 from omni_actors.engine.models.qwen2_5_omni.thinker_state import Qwen2_5OmniThinkerState
+from omni_actors.engine.models.qwen2_5_omni.video_positions import SoundedVideo, with_sound
 from omni_actors.engine.models.thinker_adapter import ThinkerAdapter, ThinkerOutputs
 from omni_actors.engine.tensors import to_host
 from omni_actors.engine.worker_base import attachment_of
@@ -52,6 +54,26 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
         if get_pp_group().is_last_rank and isinstance(decoder.embed_tokens, PPMissingLayer):
             config = decoder.config
             decoder.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[torch.Tensor, int]:
+        """Positions i64 [3, P] of a prompt, and what to add to a later token's place for its position."""
+        positions, delta = super().get_mrope_input_positions(input_tokens, mm_features)
+        videos = list(self._videos_with_sound(mm_features))
+        if not videos:
+            return positions, delta
+        positions = with_sound(positions, videos)
+        return positions, int(positions.max()) + 1 - len(input_tokens)
+
+    def _videos_with_sound(self, features: list[MultiModalFeatureSpec]) -> Iterator[SoundedVideo]:
+        config = self.config
+        turn = int(positions_per_second_of(config) * config.seconds_per_chunk)
+        for offset, modality, data in self.iter_mm_features(features):
+            if modality == "video" and data["use_audio_in_video"]:
+                times = (np.arange(data["grid_t"]) * data["t_factor"]).astype(np.int64)
+                sounds = self._compute_audio_token_count(data["audio_feature_length"])
+                yield SoundedVideo(offset, times, data["grid_h"], data["grid_w"], sounds, turn)
 
     @staticmethod
     def get_model_state_cls() -> type[Qwen2_5OmniThinkerState]:
@@ -123,7 +145,12 @@ class Qwen2_5OmniThinkerAdapter(ThinkerAdapter):
 
 def positions_per_second(config: PretrainedConfig) -> int:
     """How many of the thinker's time positions a second of video has."""
-    rate: int = getattr(config.thinker_config.vision_config, "tokens_per_second", 25)
+    return positions_per_second_of(config.thinker_config)
+
+
+def positions_per_second_of(thinker: PretrainedConfig) -> int:
+    """Likewise, from the part of the configuration that is the thinker's."""
+    rate: int = getattr(thinker.vision_config, "tokens_per_second", 25)
     return rate
 
 
