@@ -79,6 +79,7 @@ def without_cache(predictor: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, 
     """What `CodePredictor.forward` computes, with all positions read again in every pass."""
     hidden, first, seeds, frames, greedy = inputs
     config = predictor.config
+    noise = predictor.noise(seeds, frames)
     read = torch.stack((hidden, first), dim=1)
     total, codes = first.float(), []
     for group in range(config.groups - 1):
@@ -88,7 +89,7 @@ def without_cache(predictor: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, 
         for layer in predictor.layers:
             x = layer(x, predictor.cos[:n], predictor.sin[:n], cache, 0)
         x = F.rms_norm(x[:, -1], x.shape[-1:], predictor.norm, config.eps)
-        code = predictor.sample(F.linear(x, predictor.heads[group]).float(), seeds, frames, group, greedy)
+        code = predictor.sample(F.linear(x, predictor.heads[group]).float(), noise[:, group], greedy)
         codes.append(code)
         embedded = predictor.embeddings[group][code].unsqueeze(1)
         total = total + embedded[:, 0]

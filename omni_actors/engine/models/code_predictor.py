@@ -84,23 +84,27 @@ class PredictorLayer(nn.Module):
         """States [B, n, H] of n positions from `start` on.
 
         Args:
-            cos: [n, 1, head_dim], as `sin`.
+            cos: [n, 1, head_dim], as `sin`, whose first half has the opposite sign.
             cache: keys and values [2, B, kv_heads, positions, head_dim]; those of the new positions are written.
         """
         config, (batch, n, _) = self.config, x.shape
         y = F.rms_norm(x, x.shape[-1:], self.input_norm, config.eps)
         qkv = self.qkv(y).view(batch, n, -1, config.head_dim)
         qk = F.rms_norm(qkv[..., : -config.kv_heads, :].float(), (config.head_dim,), None, config.eps) * self.qk_norm
-        left, right = qk.chunk(2, dim=-1)
-        qk = (qk * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype).transpose(1, 2)
+        turned = qk.roll(config.head_dim // 2, dims=-1)
+        qk = torch.addcmul(qk * cos, turned, sin).to(x.dtype).transpose(1, 2)
         end = start + n
         cache[0, :, :, start:end] = qk[:, config.heads :]
         cache[1, :, :, start:end] = qkv[..., -config.kv_heads :, :].transpose(1, 2)
         keys, values = cache[0, :, :, :end], cache[1, :, :, :end]
-        seen = F.scaled_dot_product_attention(
-            qk[:, : config.heads], keys, values, is_causal=n > 1, enable_gqa=config.heads != config.kv_heads
-        )
-        x = x + self.o(seen.transpose(1, 2).reshape(batch, n, -1))
+        queries = qk[:, : config.heads]
+        if n == 1:  # the heads that share keys as the positions of one head: all see the same
+            shared = queries.reshape(batch, config.kv_heads, -1, config.head_dim)
+            seen = F.scaled_dot_product_attention(shared, keys, values)
+        else:
+            gqa = config.heads != config.kv_heads
+            seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=gqa).transpose(1, 2)
+        x = x + self.o(seen.reshape(batch, n, -1))
         gate, up = self.gate_up(F.rms_norm(x, x.shape[-1:], self.mlp_norm, config.eps)).chunk(2, dim=-1)
         out: torch.Tensor = x + self.down(F.silu(gate) * up)
         return out
@@ -112,6 +116,7 @@ class CodePredictor(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
     group_numbers: torch.Tensor
+    code_numbers: torch.Tensor
 
     def __init__(self, config: PredictorConfig) -> None:
         super().__init__()
@@ -128,8 +133,11 @@ class CodePredictor(nn.Module):
         angles = torch.outer(torch.arange(config.groups, dtype=torch.float32), config.rope_theta**-exponents)
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [positions, 1, head_dim]
         self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        sign = torch.ones(config.head_dim)
+        sign[: config.head_dim // 2] = -1
+        self.register_buffer("sin", angles.sin() * sign, persistent=False)
         self.register_buffer("group_numbers", torch.arange(residual), persistent=False)
+        self.register_buffer("code_numbers", torch.arange(config.vocab_size), persistent=False)
 
     def forward(
         self, hidden: torch.Tensor, first: torch.Tensor, seeds: torch.Tensor, frames: torch.Tensor, greedy: torch.Tensor
@@ -146,6 +154,7 @@ class CodePredictor(nn.Module):
         cache = hidden.new_empty(
             config.layers, 2, len(hidden), config.kv_heads, config.groups, config.head_dim, dtype=self.norm.dtype
         )
+        noise = self.noise(seeds, frames)
         x = torch.stack((hidden, first), dim=1)
         total, codes, start = first.float(), [], 0
         for group in range(config.groups - 1):
@@ -155,7 +164,7 @@ class CodePredictor(nn.Module):
             for index, layer in enumerate(self.layers):
                 x = layer(x, self.cos[start:end], self.sin[start:end], cache[index], start)
             x = F.rms_norm(x[:, -1], x.shape[-1:], self.norm, config.eps)
-            code = self.sample(F.linear(x, self.heads[group]).float(), seeds, frames, group, greedy)
+            code = self.sample(F.linear(x, self.heads[group]).float(), noise[:, group], greedy)
             codes.append(code)
             x = self.embeddings[group][code].unsqueeze(1)
             total = total + x[:, 0]
@@ -169,15 +178,18 @@ class CodePredictor(nn.Module):
             total = total + self.embeddings[group][codes[:, group]]
         return total.to(first.dtype)
 
-    def sample(
-        self, logits: torch.Tensor, seeds: torch.Tensor, frames: torch.Tensor, group: int, greedy: torch.Tensor
-    ) -> torch.Tensor:
-        """Codes i64 [B] of logits f32 [B, vocabulary]: top-k, then top-p, then the largest with Gumbel noise."""
+    def noise(self, seeds: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+        """The noise of all draws of frames, f32 [B, G - 1, vocabulary]: for all groups at once, which saves kernels."""
+        return gumbel_noise(seeds, frames, self.group_numbers, self.code_numbers)
+
+    def sample(self, logits: torch.Tensor, noise: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
+        """Codes i64 [B] of logits and noise f32 [B, vocabulary]: top-k, then top-p, then the largest with its noise."""
         config = self.config
-        values, tokens = (logits / config.temperature).topk(min(config.top_k, config.vocab_size), dim=-1)
+        scaled = logits if config.temperature == 1 else logits / config.temperature
+        values, tokens = scaled.topk(min(config.top_k, config.vocab_size), dim=-1)
         probabilities = values.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities  # of likelier codes; 0 for the likeliest
-        noisy = values + gumbel_noise(seeds, frames, self.group_numbers[group], tokens)
+        noisy = values + noise.gather(1, tokens)
         drawn = tokens.gather(1, noisy.masked_fill(before >= config.top_p, -torch.inf).argmax(dim=-1, keepdim=True))
         return torch.where(greedy, logits.argmax(dim=-1), drawn[:, 0])
 
@@ -240,18 +252,19 @@ def _scrambled(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def gumbel_noise(seeds: torch.Tensor, frames: torch.Tensor, group: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise f32 [B, k] that hangs on nothing but the seed, the frame, the group and the code.
+def gumbel_noise(seeds: torch.Tensor, frames: torch.Tensor, groups: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise f32 [B, groups, codes] that hangs on nothing but the seed, the frame, the group and the code.
 
     Args:
         seeds: i64 [B], as `frames`.
-        group: i64 [].
-        tokens: i64 [B, k].
+        groups: i64, numbers of groups.
+        codes: i64, numbers of codes.
     """
     key = _scrambled(seeds & _MASK32)
-    for part in ((seeds >> 32) & _MASK32, frames & _MASK32, group):
+    for part in ((seeds >> 32) & _MASK32, frames & _MASK32):
         key = _scrambled(key ^ part)
-    bits = _scrambled(key.unsqueeze(1) ^ _scrambled(tokens))
+    key = _scrambled(key.unsqueeze(1) ^ groups)
+    bits = _scrambled(key.unsqueeze(2) ^ _scrambled(codes))
     uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
     return -(-uniform.log()).log()
 
