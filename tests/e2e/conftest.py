@@ -19,7 +19,7 @@ from triton.runtime.interpreter import GridExecutor  # noqa: E402
 from tests.support.paths import EXAMPLE_MODULES  # noqa: E402
 from tests.support.qwen3_reference import Qwen3Reference  # noqa: E402
 from tests.support.reference import Reference  # noqa: E402
-from tests.support.tracing import untraced  # noqa: E402
+from tests.support.startup.untraced import untraced  # noqa: E402
 
 # On the CPU, Triton's interpreter runs the kernels of vLLM, which take most of a step.
 GridExecutor.__call__ = untraced(GridExecutor.__call__)

@@ -12,7 +12,7 @@ import coverage
 from tests.support.paths import REPOSITORY
 
 SCRIPT = """
-from tests.support.tracing import untraced
+from tests.support.startup.untraced import untraced
 
 def theirs():
     return 1
