@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +12,27 @@ import pytest
 import torch
 
 from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.engine.diffusion_runner import StepResult
+from omni_actors.engine.models.z_image.denoising import Denoiser, Picture
+from omni_actors.engine.models.z_image.dit_stage import ZImageDit
 from omni_actors.engine.tensors import to_host, to_torch
-from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, OmniError, StartupError
+from omni_actors.errors import (
+    ConfigError,
+    ErrorCode,
+    InvalidPayload,
+    InvalidRequest,
+    ModelOutputInvalid,
+    OmniError,
+    StartupError,
+)
+from omni_actors.protocol.codec import Envelope
+from omni_actors.protocol.header import Header
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.stage import OpenRequest
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import (
     EngineEvent,
+    ErrorEvent,
     FinishedEvent,
     ImageEvent,
     LatentsEvent,
@@ -25,6 +40,8 @@ from omni_actors.stage.engine_interface import (
     StageInputs,
     StageRequest,
 )
+from tests.support.reference import one_thread
+from tests.support.stage import ROUTE, StageUnderTest, failed
 from tests.support.z_image_engine import WISHES, Painter, Wish, engine, request, run
 from tools.checkpoints.z_image import tiny_pipeline
 
@@ -106,6 +123,88 @@ def test_an_aborted_picture_leaves_nothing_behind_and_the_others_go_on(dit, pain
 
     events = run(dit, stop)
     assert not latents_of(events, "doomed")
+    (latents,) = latents_of(events, FOX.name)
+    assert close(to_torch(latents), painter.latents(FOX))
+    assert not any(dit.counts().values())
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Which requests the device computes, step by step."""
+    computed: list[list[str]] = []
+    step = ZImageDit.step
+
+    def watched(self: ZImageDit, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
+        computed.append([job_id.partition("/")[0] for job_id in request_ids])
+        return step(self, request_ids)
+
+    monkeypatch.setattr(ZImageDit, "step", watched)
+    return computed
+
+
+def test_an_aborted_picture_is_in_no_further_step(dit, painter, steps):
+    doomed = Wish("doomed", "the end", 32, 32, 100, 3.0)
+    for wish in (doomed, FOX):
+        dit.start(request(wish), painter.inputs(wish))
+    run(dit, lambda step: dit.abort("doomed") if step == 3 else None)
+    assert steps == [["doomed", "fox"]] * 3 + [["fox"]] * 5
+    assert not any(dit.counts().values())
+
+
+def test_a_picture_past_its_deadline_is_in_no_further_step(dit, painter, steps):
+    wish = Wish("late", "the end", 32, 32, 100, 3.0)
+    stage = StageUnderTest("code2wav", engine=dit)
+    opened = OpenRequest(route=ROUTE, params=request(wish).params, seed=wish.seed)
+    assert not stage.actor.receive(Envelope(Header("expect", "late", deadline=1010.0), opened))
+    stage.chunk("late", tensors=dict(painter.inputs(wish).tensors), final=True)
+    with one_thread():
+        for _ in range(3):
+            assert not stage.actor.tick()
+            stage.actor.step()
+        stage.clock.now = 1010.0
+        assert failed(stage.actor.tick()).code is ErrorCode.DEADLINE_EXCEEDED
+        stage.actor.step()
+    assert steps == [["late"]] * 3
+    assert not any(dit.counts().values())
+
+
+def test_a_picture_that_begins_again_between_two_steps_of_others_is_the_same(dit, painter, steps):
+    lost = Wish("lost", "A red fox in the snow", 64, 64, 12, 2.0)
+    for wish in (lost, FOX):
+        dit.start(request(wish), painter.inputs(wish))
+
+    def replay(step: int) -> None:
+        if step == 5:
+            dit.abort("lost")
+            dit.start(request(lost), painter.inputs(lost))
+
+    events = run(dit, replay)
+    assert sum("lost" in together for together in steps) == 5 + 12, "from its first step"
+    for wish in (lost, FOX):
+        (latents,) = latents_of(events, wish.name)
+        assert close(to_torch(latents), painter.latents(wish))
+
+
+@pytest.mark.parametrize("previews", [0, 10])
+def test_latents_that_turn_into_nan_fail_their_request_alone(dit, painter, monkeypatch, previews):
+    sick = Wish("sick", "x", 48, 48, 20, 3.0, previews)
+    step = Denoiser.step
+
+    def poisoned(self: Denoiser, pictures: Sequence[Picture]) -> list[torch.Tensor | None]:
+        for picture in pictures:
+            if picture.spec.num_steps == sick.steps and picture.done == 4:
+                picture.patches = torch.full_like(picture.patches, torch.nan)
+        return step(self, pictures)
+
+    monkeypatch.setattr(Denoiser, "step", poisoned)
+    for wish in (sick, FOX):
+        dit.start(request(wish), painter.inputs(wish))
+    events = run(dit)
+    (error,) = [event.error for event in events if isinstance(event, ErrorEvent)]
+    assert isinstance(error, ModelOutputInvalid)
+    assert not latents_of(events, "sick")
+    shown = [event for event in events if isinstance(event, LatentsEvent) and event.request_id == "sick"]
+    assert all(torch.isfinite(to_torch(event.latents)).all() for event in shown)
     (latents,) = latents_of(events, FOX.name)
     assert close(to_torch(latents), painter.latents(FOX))
     assert not any(dit.counts().values())
