@@ -1,4 +1,4 @@
-"""Measures the denoising step of pictures on one GPU.
+"""Measures the denoising step of pictures on one GPU; pictures.py measures a running pipeline.
 
     python benchmarks/images.py --microbench
 

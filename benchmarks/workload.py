@@ -84,23 +84,23 @@ def summary(load: str, samples: Sequence[Sample], wall: float) -> dict[str, Any]
     row: dict[str, Any] = {
         "load": load,
         "requests": len(samples),
-        "ttft_ms": _quantiles([1000 * sample.first_text for sample in samples], 0),
-        "e2e_s": _quantiles([sample.total for sample in samples], 2),
+        "ttft_ms": quantiles([1000 * sample.first_text for sample in samples], 0),
+        "e2e_s": quantiles([sample.total for sample in samples], 2),
         "req_per_s": round(len(samples) / wall, 3),
         "text_tok_per_s": round(sum(sample.text_tokens for sample in samples) / wall, 1),
         "prompt_tokens": round(statistics.mean(sample.prompt_tokens for sample in samples)),
     }
     if audio:
-        row["ttfa_ms"] = _quantiles([1000 * playback.first for playback in playbacks], 0)
-        row["smooth_start_ms"] = _quantiles([1000 * playback.smooth_start for playback in playbacks], 0)
+        row["ttfa_ms"] = quantiles([1000 * playback.first for playback in playbacks], 0)
+        row["smooth_start_ms"] = quantiles([1000 * playback.smooth_start for playback in playbacks], 0)
         row["stalled"] = f"{sum(playback.stalled for playback in playbacks)} of {len(playbacks)}"
         row["longest_gap_s"] = round(max(playback.longest_gap for playback in playbacks), 2)
-        row["rtf"] = _quantiles([sample.total / sample.playback.seconds for sample in samples], 3)
+        row["rtf"] = quantiles([sample.total / sample.playback.seconds for sample in samples], 3)
         row["audio_s_per_s"] = round(audio / wall, 1)
     return row
 
 
-def _quantiles(values: list[float], digits: int) -> str:
+def quantiles(values: list[float], digits: int) -> str:
     """'p50 / p95 / p99' by the nearest rank."""
     ordered = sorted(values)
     picked = [ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in QUANTILES]

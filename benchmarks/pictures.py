@@ -1,0 +1,150 @@
+"""Measures the pictures of a running pipeline over HTTP, by load.
+
+    omni-actors launch z_image_turbo --http 127.0.0.1:8000
+    python benchmarks/pictures.py --http http://127.0.0.1:8000 --concurrency 1 8 --sizes 512x512 1024x1024 2048x2048
+
+Closed loop, as in serve.py: always so many requests in flight, whose sizes take turns. Columns, each 'p50 / p95 / p99':
+`first_progress_ms` is the time from the request to its first finished step, `picture_s` that to the whole picture at
+the client, for all and by size; `pictures_per_s` is the throughput. images.py measures the denoising step alone. A
+warm-up round precedes each load. `--json FILE` writes the results with versions and flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import workload
+
+LONGEST_LINE = 1 << 27  # a picture in base64 has to fit
+
+
+@dataclass
+class Picture:
+    """One answer: seconds since its submission."""
+
+    size: str
+    first_progress: float = 0.0
+    steps: int = 0
+    total: float = 0.0
+
+
+class Orders:
+    """Asks for pictures whose sizes take turns, each with a prompt and a seed of its own."""
+
+    def __init__(self, client: aiohttp.ClientSession, options: argparse.Namespace) -> None:
+        self._client = client
+        self._sizes = itertools.cycle(options.sizes)
+        self._numbers = itertools.count()
+        self._body: dict[str, Any] = {"stream": True, "progress": True, "num_inference_steps": options.steps}
+        if options.guidance is not None:
+            self._body["guidance_scale"] = options.guidance
+
+    async def __call__(self) -> Picture:
+        """Raises `RuntimeError` for an answer without a picture."""
+        picture, number = Picture(next(self._sizes)), next(self._numbers)
+        body = self._body | {"prompt": workload.prompt(number), "seed": number, "size": picture.size}
+        began = time.perf_counter()
+        async with self._client.post("/v1/images/generations", json=body) as response:
+            if not response.ok:
+                raise RuntimeError(await response.text(errors="replace"))
+            while line := await response.content.readuntil():
+                now = time.perf_counter() - began
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"])
+                if event["type"] == "image_generation.progress":
+                    picture.first_progress = picture.first_progress or now
+                    picture.steps = event["step"]
+                elif event["type"] == "image_generation.completed":
+                    picture.total = now
+        if not picture.total:
+            raise RuntimeError("The answer was cut short.")
+        return picture
+
+
+async def closed_loop(order: Orders, concurrency: int, count: int) -> tuple[list[Picture], float]:
+    """Ask for `count` pictures, always `concurrency` in flight; return them and the wall time in seconds."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one() -> Picture:
+        async with gate:
+            return await order()
+
+    began = time.perf_counter()
+    pictures = await asyncio.gather(*(one() for _ in range(count)))
+    return pictures, time.perf_counter() - began
+
+
+def summary(load: str, pictures: Sequence[Picture], wall: float) -> dict[str, Any]:
+    """A row of the table. Pictures of one step report no progress."""
+    row: dict[str, Any] = {
+        "load": load,
+        "pictures": len(pictures),
+        "pictures_per_s": round(len(pictures) / wall, 3),
+        "steps": max(picture.steps for picture in pictures) or 1,
+    }
+    if firsts := [1000 * picture.first_progress for picture in pictures if picture.steps]:
+        row["first_progress_ms"] = workload.quantiles(firsts, 0)
+    row["picture_s"] = workload.quantiles([picture.total for picture in pictures], 3)
+    sizes = sorted({picture.size for picture in pictures}, key=lambda size: int(size.partition("x")[0]))
+    for size in sizes if len(sizes) > 1 else ():
+        row[f"{size}_s"] = workload.quantiles([picture.total for picture in pictures if picture.size == size], 3)
+    return row
+
+
+async def main(options: argparse.Namespace) -> None:
+    rows = []
+    timeout = aiohttp.ClientTimeout(total=options.timeout)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        options.http, connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE
+    ) as client:
+        for concurrency in options.concurrency:
+            await closed_loop(Orders(client, options), concurrency, max(concurrency, len(options.sizes)))
+            count = max(options.rounds * concurrency, 3 * len(options.sizes))
+            pictures, wall = await closed_loop(Orders(client, options), concurrency, count)
+            rows.append(summary(f"c={concurrency}", pictures, wall))
+            print(json.dumps(rows[-1]), flush=True)
+    print(workload.table(rows))
+    print(", ".join(f"{name} {value}" for name, value in workload.versions().items()))
+    if options.json:
+        options.json.write_text(workload.report(rows))
+
+
+def size(text: str) -> str:
+    """WIDTHxHEIGHT. Raises `ArgumentTypeError` for anything else."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"a size is WIDTHxHEIGHT, such as 1024x1024; got {text!r}")
+    return text
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1. Raises `ArgumentTypeError` for anything else."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1; got {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--http", required=True, metavar="URL", help="the running pipeline's HTTP server")
+    parser.add_argument("--concurrency", type=positive, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=positive, default=3, help="pictures per concurrency = rounds * concurrency")
+    parser.add_argument("--sizes", type=size, nargs="+", default=["1024x1024"], help="they take turns")
+    parser.add_argument("--steps", type=positive, default=8)
+    parser.add_argument("--guidance", type=float, help="guidance_scale; the pipeline's without this")
+    parser.add_argument("--timeout", type=float, default=300.0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+    asyncio.run(main(parser.parse_args()))
