@@ -1,4 +1,4 @@
-"""The offline class with a pipeline of its own; `test_speaker.py` has the command."""
+"""The offline class with a pipeline of its own; `tests/process/test_lifecycle.py` has the command."""
 
 from __future__ import annotations
 

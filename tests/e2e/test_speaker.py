@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy
 import pytest
 import soundfile
+from PIL import Image, ImageDraw
 
+from omni_actors.client import OmniClient
+from omni_actors.client.outputs import OmniRequestOutput
 from tests.support.paths import REPOSITORY
 from tests.support.reference import Reference, ReferenceResult
+from tests.support.servers import HttpPipeline, close_clients
 from tools.speaker.codec import edit_distance, phones_of
 from tools.speaker.judge import Judge, held_out_speech
+from tools.speaker.skills import COLORS
 
 pytestmark = pytest.mark.e2e
 
@@ -27,26 +35,19 @@ CHUNK_ERROR = 0.1  # of the root mean square: decoding in chunks changes sound a
 WRONG_FRAMES = 0.55
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the quickstart's command prints and writes."""
-
-    text: str
-    log: str
-    wave: numpy.ndarray
-    rate: int
+@pytest.fixture(scope="module")
+def speaker() -> Iterator[HttpPipeline]:
+    """The pipeline of scripts/quickstart.sh."""
+    with HttpPipeline(REPOSITORY / "stage_configs" / "tiny_speaker.yaml") as pipeline:
+        yield pipeline
+        close_clients()
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
-    """The command of scripts/quickstart.sh."""
-    wav = tmp_path_factory.mktemp("quickstart") / "answer.wav"
-    command = [sys.executable, "-m", "omni_actors.launch", "stage_configs/tiny_speaker.yaml"]
-    command += ["--prompt", PROMPT, "--save-audio", str(wav), "--seed", "3"]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
-    assert run.returncode == 0, run.stderr
-    wave, rate = soundfile.read(wav, dtype="float32")
-    return Answer(run.stdout.strip(), run.stderr, wave, rate)
+def answer(speaker: HttpPipeline) -> OmniRequestOutput:
+    """What the quickstart asks for."""
+    with OmniClient(speaker.endpoint) as client:
+        return client.generate(PROMPT, seed=3, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +58,21 @@ def wanted() -> ReferenceResult:
     return reference.generate(inputs, thinker_max_tokens=96, talker_max_tokens=900, seed=3)
 
 
-def test_one_prompt_from_the_command_line_gives_a_sentence_and_its_sound(answer: Answer) -> None:
-    assert f'"{PROMPT}"' in (REPOSITORY / "scripts" / "quickstart.sh").read_text()
+def test_the_prompt_of_the_quickstart_gives_a_sentence_and_its_sound(answer: OmniRequestOutput) -> None:
+    quickstart = (REPOSITORY / "scripts" / "quickstart.sh").read_text()
+    assert f'prompt=${{1:-"{PROMPT}"}}' in quickstart
+    assert 'omni_actors.launch stage_configs/tiny_speaker.yaml --prompt "$prompt" --save-audio answer.wav' in quickstart
     assert answer.text == SENTENCE
-    assert "thinker/0 ready in " in answer.log
-    assert "ready after" in answer.log
-    assert answer.rate == 24_000
-    assert 0.2 < numpy.abs(answer.wave).max() < 1.0
+    assert answer.sample_rate == 24_000
+    assert 0.2 < numpy.abs(answer.audio).max() < 1.0
 
 
-def test_the_answer_is_that_of_transformers_but_for_the_chunks(answer: Answer, wanted: ReferenceResult) -> None:
-    assert len(answer.wave) == wanted.waveform.numel() == 480 * len(wanted.codec_tokens)
+def test_the_answer_is_that_of_transformers_but_for_the_chunks(
+    answer: OmniRequestOutput, wanted: ReferenceResult
+) -> None:
+    assert len(answer.audio) == wanted.waveform.numel() == 480 * len(wanted.codec_tokens)
     reference = wanted.waveform.numpy().reshape(-1)
-    assert numpy.square(answer.wave - reference).mean() < CHUNK_ERROR**2 * numpy.square(reference).mean()
+    assert numpy.square(answer.audio - reference).mean() < CHUNK_ERROR**2 * numpy.square(reference).mean()
 
 
 def test_the_talker_says_the_phones_of_the_sentence_and_ends_by_itself(wanted: ReferenceResult) -> None:
@@ -77,8 +80,8 @@ def test_the_talker_says_the_phones_of_the_sentence_and_ends_by_itself(wanted: R
     assert edit_distance(TEACHER.split(), phones_of(wanted.codec_tokens)) <= 1, "of 30; none is measured"
 
 
-def test_the_sound_is_that_of_its_phones(answer: Answer, wanted: ReferenceResult) -> None:
-    assert Judge.load().wrong_frames(answer.wave, wanted.codec_tokens) < WRONG_FRAMES
+def test_the_sound_is_that_of_its_phones(answer: OmniRequestOutput, wanted: ReferenceResult) -> None:
+    assert Judge.load().wrong_frames(answer.audio, wanted.codec_tokens) < WRONG_FRAMES
 
 
 def test_two_sentences_sound_right_in_chunks_and_do_not_click(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,3 +101,29 @@ def test_two_sentences_sound_right_in_chunks_and_do_not_click(monkeypatch: pytes
     assert row["mel"] < 0.25
     broken = [[parts[0], *(part[::-1] for part in parts[1:])] for parts in sounds["defaults"]]
     assert quality.measure(lines, broken, wholes, None)["frames"] > 0.8
+
+
+def test_two_digits_spoken_to_a_session_are_added_in_speech(speaker: HttpPipeline, tmp_path: Path) -> None:
+    examples = REPOSITORY / "examples"
+    command = [sys.executable, str(examples / "realtime_wav.py"), str(examples / "three_four.wav"), "answer.wav"]
+    command += ["--url", speaker.url, "--ask", "What is the sum?"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "answer.wav: Three plus four is seven.\n" in done.stdout
+    wave, rate = soundfile.read(tmp_path / "answer.wav", dtype="float32")
+    assert 0.5 < len(wave) / rate < 4, "seconds: it ends by itself"
+    assert abs(wave).max() > 0.1
+
+
+@pytest.mark.parametrize("color", ["red", "blue", "yellow"])
+def test_the_color_of_a_shape_is_seen(speaker: HttpPipeline, color: str) -> None:
+    picture = Image.new("RGB", (112, 112), "white" if color != "yellow" else "black")
+    ImageDraw.Draw(picture).rectangle((25, 20, 85, 80), fill=COLORS[color])
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What color is it?"}]
+    done = speaker.openai().chat.completions.create(
+        model="tiny-speaker", messages=[{"role": "user", "content": content}], modalities=["text"]
+    )
+    assert done.choices[0].message.content == f"It is {color}."
