@@ -300,7 +300,7 @@ def main() -> int:
         path = Path(folder) / "pipeline.yaml"
         for seed in SEEDS:  # which also loads what the first input would load
             path.write_text(re.sub(r"(?m)^model: .*$", "model: echo", seed.read_text()))
-            if one(path, ["--http", "127.0.0.1:0"], 1, options) != "accepted":
+            if one(path, ["--http", "127.0.0.1:0"], 2, options) != "accepted":  # one recipe is for two GPUs
                 raise SystemExit(f"{seed} is refused")
         limit_memory()
         signal.signal(signal.SIGALRM, hang)

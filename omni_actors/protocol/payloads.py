@@ -111,7 +111,13 @@ StopTokens = Annotated[tuple[TokenId, ...], Meta(max_length=256)]
 Word = Annotated[str, Meta(min_length=1, max_length=1024)]
 Words = Annotated[tuple[Word, ...], Meta(max_length=64)]
 Pixels = Annotated[int, Meta(ge=1, le=65_536)]
-ExtraArgs = Annotated[dict[Name, Scalar], Meta(max_length=64)]
+ExtraArg = (
+    Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    | Annotated[float, Meta(ge=-1e308, le=1e308)]
+    | Annotated[str, Meta(max_length=65_536)]
+    | bool
+)
+ExtraArgs = Annotated[dict[Name, ExtraArg], Meta(max_length=64)]
 
 
 class StructuredOutputs(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -133,7 +133,8 @@ def test_environments_that_no_process_can_have(tmp_path: Path, name: str, text: 
         ("  replica: 1", "pipeline.yaml, line 5, column 3: unknown key 'stages.a.replica'. Did you mean 'replicas'?"),
         (
             "  outputs: [text, smell]",
-            "pipeline.yaml, line 5, column 19: stages.a.outputs.1: there is no 'smell' here. Known: audio, text.",
+            "pipeline.yaml, line 5, column 19: stages.a.outputs.1: there is no 'smell' here. "
+            "Known: audio, image, latents, text.",
         ),
         (
             "  sampling: {top_p: 2}",
