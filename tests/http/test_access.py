@@ -254,7 +254,7 @@ def test_a_separate_server_for_a_running_pipeline(echo: HttpPipeline, tmp_path: 
     try:
         wait_healthy(f"http://127.0.0.1:{port}")
         client = openai_client(f"http://127.0.0.1:{port}")
-        assert [model.id for model in client.models.list()] == ["sea"]
+        assert [model.id for model in client.models.list()] == ["sea", "pirate"]
         assert client.chat.completions.create(**{**HELLO, "model": "sea"}).model == "sea"
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(**HELLO)

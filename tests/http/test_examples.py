@@ -17,7 +17,8 @@ from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, sound
 
 EXAMPLES = REPOSITORY / "examples"
-ELSEWHERE = {"openai_chat.py", "openai_audio.py", "one_stage.py"}  # tests/http/test_tiny.py and tests/e2e
+# tests/http/test_tiny.py and tests/e2e
+ELSEWHERE = {"openai_chat.py", "openai_audio.py", "one_stage.py", "three_four.wav"}
 
 
 def run(folder: Path, *command: object, code: int = 0, **environment: str) -> str:

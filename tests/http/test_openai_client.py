@@ -262,7 +262,7 @@ def test_flac_is_streamed_on_request(echo: HttpPipeline) -> None:
 
 def test_models_and_voices(echo: HttpPipeline) -> None:
     client = echo.openai()
-    assert [model.id for model in client.models.list()] == ["echo"]
+    assert [model.id for model in client.models.list()] == ["echo", "pirate"]
     assert client.models.retrieve("echo").id == "echo"
     assert client.models.retrieve("echo").root == "echo", "what vLLM's tools ask for"
     with pytest.raises(openai.NotFoundError):

@@ -67,7 +67,7 @@ def test_what_an_answer_cannot_hold_is_refused_by_name(echo: HttpPipeline) -> No
 
 def test_a_model_has_all_the_names_it_is_served_under(renamed: str) -> None:
     client = openai_client(renamed)
-    assert [model.id for model in client.models.list()] == ["gpt-4o-audio-preview", "tts-1"]
+    assert [model.id for model in client.models.list()] == ["gpt-4o-audio-preview", "tts-1", "pirate"]
     assert client.chat.completions.create(model="tts-1", messages=HELLO).model == "tts-1"
     with pytest.raises(openai.NotFoundError, match=r"has gpt-4o-audio-preview, tts-1. .*--served-name"):
         client.chat.completions.create(model="echo", messages=HELLO)

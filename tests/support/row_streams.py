@@ -43,6 +43,7 @@ class CountingScheduler:
 
     def __init__(self, row_budget_bytes: int, places: int) -> None:
         self.vllm_config = SimpleNamespace(additional_config={"omni": {"row_budget_bytes": row_budget_bytes}})
+        self.hash_block_size = 1
         self.places = places
         self.requests: dict[str, CountedRequest] = {}
         self.running: list[CountedRequest] = []

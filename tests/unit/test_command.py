@@ -119,7 +119,7 @@ def test_a_mistake_is_answered_with_a_short_usage_and_the_nearest_flag(
     ("typed", "offered"),
     [
         (["tr"], "trace"),
-        (["launch", "qwen"], "qwen2_5_omni"),
+        (["launch", "qwen2_5_omni_3"], "qwen2_5_omni_3b_24gb"),
         (["launch", "echo", "--star"], "--startup-timeout"),
         (["ctl", "dr"], "drain"),
         (["top", "--on"], "--once"),

@@ -32,7 +32,7 @@ def test_a_request_without_its_row_waits_outside_the_batch():
     batches = [sorted(scheduler.schedule().num_scheduled_tokens) for _ in range(4)]
     assert batches == [["a", "b"], ["a", "b"], ["b"], ["b"]]
     assert [scheduler.waits_for_input(name) for name in ("a", "b", "unknown")] == [True, False, False]
-    counts = {"streams": 1, "held": 1, "pending_rows": 0, "row_bytes": 8, "waiting_for_budget": 0}
+    counts = {"streams": 1, "held": 1, "pending_rows": 0, "row_bytes": 8, "waiting_for_budget": 0, "followed": 0}
     assert scheduler.omni_counts() == counts
     scheduler.push_rows("a", torch.zeros(2, 3), complete=False)
     assert scheduler.omni_counts()["pending_rows"] == 2

@@ -15,7 +15,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from omni_actors.engine.chat_template import ChatTemplate
 from omni_actors.engine.core import make_request
-from omni_actors.engine.models.qwen2_5_omni.thinker import ThinkerOutputs
+from omni_actors.engine.models.qwen2_5_omni.thinker import RowOutputs
 from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.engine.tool_calls import ToolCallReader, parser_class
 from omni_actors.errors import ConfigError, InvalidRequest
@@ -128,7 +128,7 @@ def outputs_of(tokenizer: Any, answer: str) -> tuple[list[TextEvent], list[Strea
     """The events that the thinker makes of an answer, with one row per position."""
     token_ids = tokenizer(answer)["input_ids"]
     request = make_request("r", [1, 2, 3], SamplingParams(max_tokens=len(token_ids)))
-    outputs = ThinkerOutputs("r", PROMPT_TOKENS, TextDecoder(tokenizer, request), True, reader(tokenizer))
+    outputs = RowOutputs("r", [0] * PROMPT_TOKENS, TextDecoder(tokenizer, request), True, reader(tokenizer))
     texts, streams = [], []
     position = 0
     for index, token in enumerate(token_ids):
