@@ -3,6 +3,7 @@
     tools/speaker/flite/build.sh                        the teacher: flite's two CMU voices as one program
     python -m tools.speaker corpus WORK                 texts and tasks, tokenizer, configuration
     python -m tools.speaker speak WORK                  speaks them: waves, codes, phones
+    python -m tools.speaker prepare WORK                token ids for the training of thinker and talker
     python -m tools.speaker train PART WORK             thinker, talker, dit, vocoder; each continues where it stopped
     python -m tools.speaker judge WORK                  which phone a sound is, for tests and benchmarks
     python -m tools.speaker export WORK/parts OUT       the checkpoint, in the published layout

@@ -1,4 +1,4 @@
-"""Command line: `python -m tools.speaker corpus|speak|train|judge|export|evaluate ...`."""
+"""Command line: `python -m tools.speaker corpus|speak|prepare|train|judge|export|evaluate ...`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from tools.checkpoints.errors import FolderError
@@ -50,17 +51,35 @@ def run_speak(options: argparse.Namespace) -> None:
     print(f"speaker: {speak_corpus(options.work, options.workers, options.texts)} files in {options.work / 'spoken'}")
 
 
+def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command that writes what thinker and talker are trained on."""
+    command = commands.add_parser("prepare", help="write token ids and held-out codes for thinker and talker; on a CPU")
+    command.add_argument("work", type=Path, help="folder of the corpus")
+    command.add_argument("--examples", type=int, help="for the thinker (default: 300,000), fewer for a trial")
+    command.set_defaults(run=run_prepare)
+
+
+def run_prepare(options: argparse.Namespace) -> None:
+    """Prepares the training of thinker and talker."""
+    from tools.speaker.training.held_out import write_held_out
+    from tools.speaker.training.prepare import EXAMPLES, write_texts
+
+    texts = write_texts(options.work, options.examples or EXAMPLES)
+    print(f"speaker: {texts} texts, {write_held_out(options.work)} to judge by, in {options.work / 'prepared'}")
+
+
 def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command that trains a part."""
     command = commands.add_parser("train", help="train one part for some time; continues from WORK/state")
     command.add_argument("part", help="thinker, then talker; dit and vocoder at any time, also all at once")
-    command.add_argument("work", type=Path, help="folder of the corpus and of what was spoken")
+    command.add_argument("work", type=Path, help="folder of the corpus, of what was spoken and prepared")
     command.add_argument("--seconds", type=float, required=True)
     command.add_argument("--device", default="cuda")
     command.add_argument("--from", dest="start", type=Path, help="weights to begin from: a checkpoint, or other parts")
-    command.add_argument("--rate", type=float, help="peak of the learning rate (default: the part's; less to continue)")
+    command.add_argument("--rate", type=float, help="peak of the learning rate (default: the part's own)")
     command.add_argument("--scale", type=float, default=1.0, help="of the batches (default: 1, for 80 GB)")
     command.add_argument("--seed", type=int, default=1)
+    command.add_argument("--no-graphs", dest="graphs", action="store_false", help="thinker and talker, if CUDA fails")
     command.set_defaults(run=run_train)
 
 
@@ -69,7 +88,7 @@ def run_train(options: argparse.Namespace) -> None:
     from tools.speaker.training import train
     from tools.speaker.training.loop import Options
 
-    names = ("work", "seconds", "device", "start", "rate", "seed", "scale")
+    names = ("work", "seconds", "device", "start", "rate", "seed", "scale", "graphs")
     path = train(options.part, Options(**{name: getattr(options, name) for name in names}))
     print(f"speaker: wrote {path}")
 
@@ -152,7 +171,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.speaker", description="Makes the checkpoint that speaks.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_corpus, add_speak, add_train, add_judge, add_export, add_evaluate):
+    for add in (add_corpus, add_speak, add_prepare, add_train, add_judge, add_export, add_evaluate):
         add(commands)
     return parser
 
@@ -161,7 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns 0, or 1 if the step cannot run."""
     options = make_parser().parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    quiet_transformers()
+    if find_spec("transformers"):  # the training of thinker and talker does without
+        quiet_transformers()
     run: Callable[[argparse.Namespace], None] = options.run
     try:
         run(options)

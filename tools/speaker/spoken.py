@@ -1,6 +1,6 @@
 """Speaks the corpus with the teacher on all cores, once; the files are kept between runs of the training.
 
-WORK/spoken/digits_NNNN.npz     strings of digits at 16 kHz at several speeds, for the thinker's ear
+WORK/spoken/heard_NNNN.npz      lists of digits and words at 16 kHz at several speeds, for the thinker's ear
 WORK/spoken/sounds_NNNN.npz     waves at 24 kHz with their codes, for the DiT and the vocoder
 WORK/spoken/codes_NNNN.npz      codes alone, for the talker
 
@@ -13,7 +13,6 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tools.speaker.codec import VOICES, Codes, Voice, encode
+from tools.speaker.codec import VOICES, Voice, encode
 from tools.speaker.corpus import Corpus
-from tools.speaker.errors import SpeakerError
-from tools.speaker.numbers import DIGITS
+from tools.speaker.heard import heard_lists, said_texts
 from tools.speaker.sound import teacher_wave
 from tools.speaker.teacher import speak
 
-SOUND_TEXTS, DIGIT_STRINGS = 3000, 1600  # in each voice
+SOUND_TEXTS = 3000  # in each voice
 LONGEST_SOUND = 110  # letters
-PER_FILE = {"digits": 50, "sounds": 60, "codes": 1500}
+PER_FILE = {"heard": 50, "sounds": 60, "codes": 1500}
 FEWEST_PHONES = 3  # two of them are silence
 
 
@@ -56,9 +54,9 @@ def _sizes(items: list[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
     return np.cumsum([0, *(len(item) for item in items)])
 
 
-def _digits(job: Job, voice: Voice) -> dict[str, Any]:
+def _heard(job: Job, voice: Voice) -> dict[str, Any]:
     waves = [said.samples for said in speak(job.lines, voice, wave=True, stretch=job.stretch)]
-    return {"wave": np.concatenate(waves), "ends": _sizes(waves), "texts": np.array(job.lines)}
+    return {"wave": np.concatenate(waves), "ends": _sizes(waves), "first": np.array(job.first)}
 
 
 def _sounds(job: Job, voice: Voice) -> dict[str, Any]:
@@ -79,7 +77,7 @@ def _codes(job: Job, voice: Voice) -> dict[str, Any]:
     return {"codes": np.concatenate(codes), "ends": _sizes(codes), "first": np.array(job.first)}
 
 
-MAKERS: dict[str, Callable[[Job, Voice], dict[str, Any]]] = {"digits": _digits, "sounds": _sounds, "codes": _codes}
+MAKERS: dict[str, Callable[[Job, Voice], dict[str, Any]]] = {"heard": _heard, "sounds": _sounds, "codes": _codes}
 
 
 def run_job(job: Job) -> Path:
@@ -94,18 +92,19 @@ def run_job(job: Job) -> Path:
 
 
 def jobs_of(corpus: Corpus, folder: Path, texts: int | None = None) -> Iterator[Job]:
-    """Yields all files of a corpus, or of its first `texts` texts: digits and sounds first, which train first."""
-    rng, spoken = random.Random(5), corpus.spoken_texts()[:texts]
-    strings = [
-        " ".join(rng.choices(DIGITS, k=rng.randrange(1, 6))) + "." for _ in range(min(DIGIT_STRINGS, len(spoken)))
-    ]
-    short = [text for text in spoken if len(text) < LONGEST_SOUND][:SOUND_TEXTS]
-    for kind, lines in (("digits", strings), ("sounds", short), ("codes", spoken)):
+    """Yields all files of a corpus, or of its first `texts` texts: first what is heard, each file in one voice."""
+    rng, said = random.Random(5), said_texts(corpus)[0][:texts]
+    lines = [f"{' '.join(words)}." for words in heard_lists()[:texts]]
+    size = PER_FILE["heard"]
+    for number, first in enumerate(range(0, len(lines), size)):
+        voice = list(VOICES)[number % len(VOICES)]
+        yield Job("heard", folder, number, voice, lines[first : first + size], first, rng.uniform(0.75, 1.3))
+    short = [text for text in corpus.spoken_texts()[:texts] if len(text) < LONGEST_SOUND][:SOUND_TEXTS]
+    for kind, lines in (("sounds", short), ("codes", said)):
         size, number = PER_FILE[kind], 0
         for first in range(0, len(lines), size):
             for voice in VOICES:
-                stretch = rng.uniform(0.75, 1.3) if kind == "digits" else None
-                yield Job(kind, folder, number, voice, lines[first : first + size], first, stretch)
+                yield Job(kind, folder, number, voice, lines[first : first + size], first)
                 number += 1
 
 
@@ -119,32 +118,3 @@ def speak_corpus(work: Path, workers: int | None = None, texts: int | None = Non
             if done % 50 == 0 or done == len(jobs):
                 print(f"speaker: {done} of {len(jobs)} files", flush=True)
     return len(jobs)
-
-
-def files_of(work: Path, kind: str) -> list[Path]:
-    """Returns the files of one kind in order. Raises SpeakerError if there are none."""
-    found = sorted((work / "spoken").glob(f"{kind}_*.npz"))
-    if not found:
-        raise SpeakerError(f"{work} holds no {kind}; run python -m tools.speaker speak {work}.")
-    return found
-
-
-@dataclass(frozen=True)
-class SpokenText:
-    """Codes of a text of the corpus, by its number in `spoken_texts()`, in one voice."""
-
-    text: int
-    voice: str
-    codes: Codes
-
-
-def spoken_codes(work: Path, longest: int = 600) -> list[SpokenText]:
-    """Returns the codes of all texts in both voices; those above `longest` codes (12 s) are left out."""
-    found = []
-    for path in files_of(work, "codes"):
-        with np.load(path) as data:
-            codes, ends, first, voice = (data[name] for name in ("codes", "ends", "first", "voice"))
-        for number, (begin, end) in enumerate(pairwise(ends)):
-            if 0 < end - begin <= longest:
-                found.append(SpokenText(int(first) + number, str(voice), codes[begin:end].astype(np.int64)))
-    return found

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tools.speaker.codec import VOICES
 from tools.speaker.errors import SpeakerError
+from tools.speaker.files import files_of
 from tools.speaker.sound import FRAMES_PER_CODE, SAMPLES_PER_CODE, log_mel
-from tools.speaker.spoken import files_of
 
 Places = npt.NDArray[np.int64]
 

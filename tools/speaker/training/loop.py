@@ -1,4 +1,4 @@
-"""What all trainings share: the clock, guarded steps, the average of the weights, and a state to continue from."""
+"""Training of DiT and vocoder: guarded steps, averaged weights, a state to continue from; options and clock of all."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Options:
         scale: of the batches, 1 for a GPU of 80 GB.
         save_every: seconds between saves.
         steps: end after so many, if the time has not ended it before.
+        graphs: whether thinker and talker run as CUDA graphs on a GPU.
     """
 
     work: Path
@@ -46,6 +47,7 @@ class Options:
     scale: float = 1.0
     save_every: float = 60.0
     steps: int | None = None
+    graphs: bool = True
 
 
 class Clock:

@@ -1,65 +1,151 @@
-"""Trains the thinker: replies to texts, and digits that it hears."""
+"""Trains the thinker: replies to texts, what it hears, what it sees."""
 
 from __future__ import annotations
 
 import random
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tools.speaker.corpus import Corpus
-from tools.speaker.training.loop import Options, Trainer, autocast, has_state
-from tools.speaker.training.prompts import Digits, Heard, Prompts, text_batches
+from tools.speaker.training.decoder import TextThinker
+from tools.speaker.training.free_running import exact_replies
+from tools.speaker.training.hearing import Hearing, embeds_with_sound
+from tools.speaker.training.learner import Figures, Learner
+from tools.speaker.training.loop import Options
+from tools.speaker.training.seeing import GRIDS, Seeing, embeds_with_picture
+from tools.speaker.training.senses import Thinker
+from tools.speaker.training.stored import IGNORED, Order, Stored, with_reply
 
-RATE, DECAY = 2e-3, 0.05
-TOKENS, STRINGS = 24_576, 40  # of a batch
-EMBEDDING_SIZE = 0.25  # the talker reads embeddings beside hidden states, which are about that large
-LISTEN_AFTER = 0.25  # of the time: what is heard means something once words do
+RATE, DECAY, AVERAGE = 1.2e-3, 0.05, 0.998
+TOKENS = 49_152  # of a batch of texts
+STEP, SHORTEST = 16, 48  # tokens between buckets; tokens of the first
+MEDIA_WEIGHT = 0.5
 
 
-def reply_loss(thinker: Any, embeds: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean loss of the tokens that are to be learned, for embeddings [B, L, 192]."""
-    hidden = thinker.model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+class Texts:
+    """Prompts with replies on the device, in buckets of similar length."""
+
+    def __init__(self, stored: Stored, scale: float, rng: random.Random) -> None:
+        self.stored = stored
+        self.asked, self.answers = stored.lists("asked"), stored.lists("answers")
+        sizes = np.diff(stored.host["asked_starts"]) + np.diff(stored.host["answers_starts"]) + stored.wrapped + 1
+        buckets = np.maximum(-(-sizes // STEP) * STEP, SHORTEST)
+        self.order = Order(stored.device, rng)
+        for bucket in map(int, np.unique(buckets)):
+            self.order.put(bucket, np.flatnonzero(buckets == bucket), max(2, int(TOKENS * scale) // bucket))
+
+    def batch(self, length: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ids and targets [B, length]."""
+        place = torch.arange(length, device=self.stored.device)[None]
+        ids, prompt = self.stored.prompt(place, self.asked, index)
+        place = place - prompt
+        return with_reply(ids, place, self.answers.pick(index, place), self.answers.sizes(index), self.stored.end)
+
+
+def reply_loss(
+    thinker: TextThinker, embeds: Tensor, targets: Tensor, places: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the mean loss of the tokens that are to be learned, and how many of them are right."""
+    logits = thinker.lm_head(thinker.hidden(embeds, places)).float()
+    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     learned = targets >= 0
-    return functional.cross_entropy(thinker.lm_head(hidden[learned]).float(), targets[learned])
+    right = ((logits.argmax(-1) == targets) & learned).sum() / learned.sum().clamp(min=1)
+    return loss, right
 
 
-def heard_embeds(thinker: Any, heard: Heard, audio: int) -> Tensor:
-    """Returns the embeddings of prompts with audio, in which sounds stand in the place of their tokens."""
-    sound = thinker.get_audio_features(heard.features, feature_attention_mask=heard.mask)
-    sound = sound if isinstance(sound, Tensor) else sound.last_hidden_state
-    embeds: Tensor = thinker.get_input_embeddings()(heard.ids)
-    return embeds.masked_scatter((heard.ids == audio)[..., None], sound.to(embeds.dtype))
+class ThinkerLosses:
+    """The three losses, each as a function for `Learner.add`."""
+
+    def __init__(self, thinker: Thinker, texts: Texts, hearing: Hearing, seeing: Seeing) -> None:
+        self.thinker, self.texts, self.hearing, self.seeing = thinker, texts, hearing, seeing
+
+    def text(self, length: int, index: Tensor) -> Callable[[], tuple[Tensor, Figures]]:
+        """Returns the loss of texts in a bucket."""
+
+        def loss_of() -> tuple[Tensor, Figures]:
+            ids, targets = self.texts.batch(length, index)
+            loss, right = reply_loss(self.thinker, self.thinker.model.embed_tokens(ids), targets)
+            return loss, {"text": loss, "right": right}
+
+        return loss_of
+
+    def hear(self, chunks: int, index: Tensor) -> Callable[[], tuple[Tensor, Figures]]:
+        """Returns the loss of what is heard."""
+
+        def loss_of() -> tuple[Tensor, Figures]:
+            heard = self.hearing.batch(chunks, index)
+            embeds = embeds_with_sound(self.thinker, heard, len(self.hearing.head))
+            loss, right = reply_loss(self.thinker, embeds, heard.targets)
+            return MEDIA_WEIGHT * loss, {"hear": loss, "heard": right}
+
+        return loss_of
+
+    def see(self, h: int, w: int, count: int) -> Callable[[], tuple[Tensor, Figures]]:
+        """Returns the loss of what is seen."""
+
+        def loss_of() -> tuple[Tensor, Figures]:
+            seen = self.seeing.batch(h, w, count)
+            embeds = embeds_with_picture(self.thinker, seen, len(self.seeing.head))
+            loss, right = reply_loss(self.thinker, embeds, seen.targets, seen.places)
+            return MEDIA_WEIGHT * loss, {"see": loss, "seen": right}
+
+        return loss_of
+
+    @torch.no_grad()
+    def held_out(self, few: bool) -> str:
+        """Returns how many answers are exact: texts in their groups, sounds and pictures that it has not trained on."""
+        thinker, stored = self.thinker, self.texts.stored
+        text = exact_replies(thinker, stored.held_out["thinker"][: 8 if few else None], stored.end, stored.device, few)
+        for ask_sum in (False, True):
+            index = stored.tensor(self.hearing.held_out[: 8 if few else 160])
+            heard = self.hearing.batch(2, index, vary=False, ask_sum=ask_sum)
+            logits = thinker.lm_head(thinker.hidden(embeds_with_sound(thinker, heard, len(self.hearing.head))))
+            right = _all_right(logits, heard.targets)[heard.has_sum | (not ask_sum)]
+            text += f", {'heard sums' if ask_sum else 'heard'} {int(right.sum())} of {len(right)}"
+        count = 4 if few else 48
+        for h, w in ((8, 8),) if few else ((8, 8), (16, 16), (5, 9)):
+            seen = self.seeing.batch(h, w, count, question=0)
+            embeds = embeds_with_picture(thinker, seen, len(self.seeing.head))
+            right = _all_right(thinker.lm_head(thinker.hidden(embeds, seen.places)), seen.targets)
+            text += f", seen {h} by {w} {int(right.sum())} of {count}"
+        return text
 
 
-def train_thinker(options: Options, config: Any) -> Path:
+def _all_right(logits: Tensor, targets: Tensor) -> Tensor:
+    return ((logits.argmax(-1) == targets) | (targets < 0)).all(1)
+
+
+def train_thinker(options: Options) -> Path:
     """Trains for the given time; returns the path of the part."""
-    from transformers import Qwen2_5OmniThinkerForConditionalGeneration
+    stored, rng = Stored(options.work, options.device), random.Random(options.seed)
+    learner = Learner("thinker", thinker := Thinker(stored.sizes), options, peak=RATE, decay=DECAY, average=AVERAGE)
+    texts = Texts(stored, options.scale, rng)
+    hearing, seeing = Hearing(stored, options.work, options.scale, rng), Seeing(stored)
+    losses = ThinkerLosses(thinker, texts, hearing, seeing)
+    judged = Thinker(stored.sizes).to(options.device).eval()
 
-    thinker: Any = Qwen2_5OmniThinkerForConditionalGeneration(config.thinker_config)
-    if not has_state(options, "thinker"):
-        with torch.no_grad():
-            thinker.get_input_embeddings().weight.normal_(std=EMBEDDING_SIZE)
-    trainer = Trainer("thinker", thinker, options, peak=RATE, decay=DECAY, average=0.998)
-    rng, prompts = random.Random(options.seed + trainer.updates), Prompts(options.work)
-    batches = text_batches(prompts, Corpus.load(options.work), max(1, int(TOKENS * options.scale)), rng)
-    digits, strings = Digits(options.work, prompts), max(1, int(STRINGS * options.scale))
-    device = options.device
-    for step in count():
-        if not trainer.running():
-            break
-        ids, targets = (value.to(device) for value in next(batches))
-        with autocast(device):
-            loss = reply_loss(thinker, thinker.get_input_embeddings()(ids), targets)
-            figures = {"loss": float(loss.detach()) if step % 100 == 0 else 0.0}
-            if step % 2 and (trainer.updates > 10_000 or trainer.clock.done() > LISTEN_AFTER):
-                batch = digits.batch(strings, rng)
-                heard = Heard(*(getattr(batch, name).to(device) for name in ("features", "mask", "ids", "targets")))
-                loss = loss + 0.5 * reply_loss(thinker, heard_embeds(thinker, heard, prompts.audio), heard.targets)
-        trainer.step(loss)
-        trainer.report(**figures)
-    return trainer.save()
+    def save() -> Path:
+        path = learner.save()
+        judged.load_state_dict(learner.flat.averaged())
+        right = ThinkerLosses(judged, texts, hearing, seeing).held_out(few=options.device == "cpu")
+        learner.report(f"held out, exact: {right}")
+        return path
+
+    while learner.running():
+        length, index = texts.order.draw()
+        learner.add(("text", length), losses.text(length, index))
+        if learner.clock.steps % 2:
+            chunks, index = hearing.order.draw()
+            # A Fourier transform had better not be captured.
+            learner.add(("heard", chunks), losses.hear(chunks, index), graph=False)
+        else:
+            h, w, count = rng.choice(GRIDS)
+            learner.add(("seen", h, w), losses.see(h, w, max(2, int(count * options.scale))))
+        learner.step()
+        if learner.save_due():
+            save()
+    return save()

@@ -1,0 +1,15 @@
+"""Where what was spoken lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.speaker.errors import SpeakerError
+
+
+def files_of(work: Path, kind: str) -> list[Path]:
+    """Returns the files of one kind in order. Raises SpeakerError if there are none."""
+    found = sorted((work / "spoken").glob(f"{kind}_*.npz"))
+    if not found:
+        raise SpeakerError(f"{work} holds no {kind}; run python -m tools.speaker speak {work}.")
+    return found
