@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,39 @@ from omni_actors.client import AsyncOmniClient, Audio, Text
 
 SAMPLE_RATE = 24_000
 SAMPLE_BYTES = 2  # of pcm16
+
+
+def http_client(url: str, timeout: float, longest_line: int = 1 << 23) -> aiohttp.ClientSession:
+    """A client that is not itself the bottleneck: httpx's pool is, from some 30 requests at a time on.
+
+    Args:
+        longest_line: bytes; the longest event, a piece of sound or a picture in base64, has to fit.
+    """
+    return aiohttp.ClientSession(
+        url or None,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=timeout),
+        read_bufsize=longest_line,
+    )
+
+
+async def events(client: aiohttp.ClientSession, route: str, body: dict[str, Any]) -> AsyncIterator[tuple[float, Any]]:
+    """The events of a streamed answer, each with the moment by `perf_counter` at which it came.
+
+    Raises:
+        RuntimeError: the server refuses the request, or an event is an error.
+    """
+    async with client.post(route, json=body) as response:
+        if not response.ok:
+            raise RuntimeError(await response.text(errors="replace"))
+        while line := await response.content.readuntil():
+            now = time.perf_counter()
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise RuntimeError(event["error"]["message"])
+            yield now, event
 
 
 class Asker:
@@ -80,24 +114,16 @@ class HttpAsker(Asker):
         sample = Sample()
         body = self._body | {"messages": [{"role": "user", "content": self._prompt()}], "seed": index}
         usage: dict[str, Any] | None = None
-        async with self._client.post("/v1/chat/completions", json=body) as response:
-            if not response.ok:
-                raise RuntimeError(await response.text(errors="replace"))
-            while line := await response.content.readuntil():
-                now = time.perf_counter() - began
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line.removeprefix(b"data: "))
-                if "error" in event:
-                    raise RuntimeError(event["error"]["message"])
-                usage = event.get("usage") or usage
-                for choice in event["choices"]:
-                    audio = choice["delta"].get("audio") or {}
-                    if choice["delta"].get("content") or audio.get("transcript"):
-                        sample.first_text = sample.first_text or now
-                    if data := audio.get("data"):
-                        size = len(data) // 4 * 3 - data[-2:].count("=")
-                        sample.playback.add(now, size / SAMPLE_BYTES / SAMPLE_RATE)
+        async for came, event in events(self._client, "/v1/chat/completions", body):
+            now = came - began
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                audio = choice["delta"].get("audio") or {}
+                if choice["delta"].get("content") or audio.get("transcript"):
+                    sample.first_text = sample.first_text or now
+                if data := audio.get("data"):
+                    size = len(data) // 4 * 3 - data[-2:].count("=")
+                    sample.playback.add(now, size / SAMPLE_BYTES / SAMPLE_RATE)
         sample.total = time.perf_counter() - began
         if usage is None:
             raise RuntimeError("The answer was cut short.")

@@ -24,6 +24,7 @@ from typing import Any
 
 import aiohttp
 import workload
+from askers import events, http_client
 
 LONGEST_LINE = 1 << 27  # a picture in base64 has to fit
 
@@ -54,21 +55,12 @@ class Orders:
         picture, number = Picture(next(self._sizes)), next(self._numbers)
         body = self._body | {"prompt": workload.prompt(number), "seed": number, "size": picture.size}
         began = time.perf_counter()
-        async with self._client.post("/v1/images/generations", json=body) as response:
-            if not response.ok:
-                raise RuntimeError(await response.text(errors="replace"))
-            while line := await response.content.readuntil():
-                now = time.perf_counter() - began
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line.removeprefix(b"data: "))
-                if "error" in event:
-                    raise RuntimeError(event["error"]["message"])
-                if event["type"] == "image_generation.progress":
-                    picture.first_progress = picture.first_progress or now
-                    picture.steps = event["step"]
-                elif event["type"] == "image_generation.completed":
-                    picture.total = now
+        async for came, event in events(self._client, "/v1/images/generations", body):
+            if event["type"] == "image_generation.progress":
+                picture.first_progress = picture.first_progress or came - began
+                picture.steps = event["step"]
+            elif event["type"] == "image_generation.completed":
+                picture.total = came - began
         if not picture.total:
             raise RuntimeError("The answer was cut short.")
         return picture
@@ -106,11 +98,7 @@ def summary(load: str, pictures: Sequence[Picture], wall: float) -> dict[str, An
 
 async def main(options: argparse.Namespace) -> None:
     rows = []
-    timeout = aiohttp.ClientTimeout(total=options.timeout)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        options.http, connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE
-    ) as client:
+    async with http_client(options.http, options.timeout, LONGEST_LINE) as client:
         for concurrency in options.concurrency:
             await closed_loop(Orders(client, options), concurrency, max(concurrency, len(options.sizes)))
             count = max(options.rounds * concurrency, 3 * len(options.sizes))

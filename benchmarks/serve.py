@@ -24,10 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import workload
-from askers import Asker, ClientAsker, HttpAsker
+from askers import Asker, ClientAsker, HttpAsker, http_client
 from workload import Sample
 
 from omni_actors import config
@@ -80,7 +79,7 @@ async def measure(
         now = replace(await top.scrape(client), time=before.time + wall)
         print(f"{stage_times(samples)}\n{busy(top.Rates(before, now))}", file=sys.stderr, flush=True)
 
-    async with AsyncOmniClient(endpoint) as client, http_client(url, options) as http:
+    async with AsyncOmniClient(endpoint) as client, http_client(url, options.timeout) as http:
         description = await client.describe()
         stages = ", ".join(f"{stage.stage}/{stage.replica}" for stage in description.stages)
         print(f"{description.pipeline} ({description.model}): {stages}", file=sys.stderr)
@@ -97,16 +96,6 @@ async def measure(
                 await workload.closed_loop(ask, 4, 8)
                 await keep(f"{rate:g}/s{way}", workload.poisson(ask, rate, options.requests))
     return rows
-
-
-def http_client(url: str, options: argparse.Namespace) -> aiohttp.ClientSession:
-    """A client that is not itself the bottleneck: httpx's pool is, from some 30 requests at a time on."""
-    return aiohttp.ClientSession(
-        url or None,
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=options.timeout),
-        read_bufsize=1 << 23,  # the longest line, a piece of sound in base64, has to fit
-    )
 
 
 @contextlib.asynccontextmanager
