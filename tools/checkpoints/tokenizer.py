@@ -76,33 +76,48 @@ MERGED_WORDS = (
     "\u597d",
 )
 
-# Equivalent to the published template: a default system prompt, roles, and one placeholder per media part.
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if loop.first and message['role'] != 'system' -%}"
+
+def chat_template(image: str, audio: str, video: str, beginning: str = "") -> str:
+    """A template with roles and one placeholder per media part.
+
+    Args:
+        beginning: what comes before a message.
+    """
+    return (
+        "{%- for message in messages -%}"
+        f"{beginning}"
+        "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{%- if message['content'] is string -%}"
+        "{{ message['content'] }}"
+        "{%- else -%}"
+        "{%- for part in message['content'] -%}"
+        "{%- if part['type'] in ('image', 'image_url') or 'image' in part or 'image_url' in part -%}"
+        f"{{{{ '{image}' }}}}"
+        "{%- elif part['type'] in ('audio', 'audio_url', 'input_audio') or 'audio' in part or 'audio_url' in part -%}"
+        f"{{{{ '{audio}' }}}}"
+        "{%- elif part['type'] in ('video', 'video_url') or 'video' in part or 'video_url' in part -%}"
+        f"{{{{ '{video}' }}}}"
+        "{%- elif 'text' in part -%}"
+        "{{ part['text'] }}"
+        "{%- endif -%}"
+        "{%- endfor -%}"
+        "{%- endif -%}"
+        "{{ '<|im_end|>\\n' }}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}"
+        "{{ '<|im_start|>assistant\\n' }}"
+        "{%- endif -%}"
+    )
+
+
+# Equivalent to the published template, which has a default system prompt.
+CHAT_TEMPLATE = chat_template(
+    image="<|vision_bos|><|IMAGE|><|vision_eos|>",
+    audio="<|audio_bos|><|AUDIO|><|audio_eos|>",
+    video="<|vision_bos|><|VIDEO|><|vision_eos|>",
+    beginning="{%- if loop.first and message['role'] != 'system' -%}"
     "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
-    "{%- endif -%}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['content'] is string -%}"
-    "{{ message['content'] }}"
-    "{%- else -%}"
-    "{%- for part in message['content'] -%}"
-    "{%- if part['type'] in ('image', 'image_url') or 'image' in part or 'image_url' in part -%}"
-    "{{ '<|vision_bos|><|IMAGE|><|vision_eos|>' }}"
-    "{%- elif part['type'] in ('audio', 'audio_url', 'input_audio') or 'audio' in part or 'audio_url' in part -%}"
-    "{{ '<|audio_bos|><|AUDIO|><|audio_eos|>' }}"
-    "{%- elif part['type'] in ('video', 'video_url') or 'video' in part or 'video_url' in part -%}"
-    "{{ '<|vision_bos|><|VIDEO|><|vision_eos|>' }}"
-    "{%- elif 'text' in part -%}"
-    "{{ part['text'] }}"
-    "{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- endif -%}"
-    "{{ '<|im_end|>\\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}"
-    "{{ '<|im_start|>assistant\\n' }}"
-    "{%- endif -%}"
+    "{%- endif -%}",
 )
 
 

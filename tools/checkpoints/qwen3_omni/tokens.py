@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.checkpoints.tokenizer import TokenLayout
+from tools.checkpoints.tokenizer import TokenLayout, chat_template
 
 # The published names, in the published order.
 SPECIAL_TOKENS = (
@@ -50,29 +50,10 @@ NAMED_TOKENS = {
     "audio_eos_token": "<|audio_end|>",
 }
 # Like the published template without its tools: no default system prompt, and one placeholder per media part.
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['content'] is string -%}"
-    "{{ message['content'] }}"
-    "{%- else -%}"
-    "{%- for part in message['content'] -%}"
-    "{%- if part['type'] in ('image', 'image_url') or 'image' in part or 'image_url' in part -%}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{%- elif part['type'] in ('audio', 'audio_url', 'input_audio') or 'audio' in part or 'audio_url' in part -%}"
-    "{{ '<|audio_start|><|audio_pad|><|audio_end|>' }}"
-    "{%- elif part['type'] in ('video', 'video_url') or 'video' in part or 'video_url' in part -%}"
-    "{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
-    "{%- elif 'text' in part -%}"
-    "{{ part['text'] }}"
-    "{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- endif -%}"
-    "{{ '<|im_end|>\\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}"
-    "{{ '<|im_start|>assistant\\n' }}"
-    "{%- endif -%}"
+CHAT_TEMPLATE = chat_template(
+    image="<|vision_start|><|image_pad|><|vision_end|>",
+    audio="<|audio_start|><|audio_pad|><|audio_end|>",
+    video="<|vision_start|><|video_pad|><|vision_end|>",
 )
 ROLES = {"system": 8948, "user": 872, "assistant": 77091}
 
