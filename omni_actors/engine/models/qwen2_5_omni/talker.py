@@ -27,7 +27,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import SupportsMRoPE, SupportsPP
+from vllm.model_executor.models.interfaces import SupportsPP
 from vllm.model_executor.models.llama import LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
@@ -37,6 +37,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.continued_positions import ContinuedPositions
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.scheduler import RowUpdate
 from omni_actors.engine.step_output import StreamedInputState, payload_of
@@ -101,7 +102,7 @@ class TalkerDecoder(LlamaModel):
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
 
-class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
+class Qwen2_5OmniTalker(nn.Module, ContinuedPositions, SupportsPP):
     """The talker as a vLLM model."""
 
     text_rows: torch.Tensor
@@ -145,23 +146,11 @@ class Qwen2_5OmniTalker(nn.Module, SupportsMRoPE, SupportsPP):
         )
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self.make_empty_intermediate_tensors = self.decoder.make_empty_intermediate_tensors
-        self.next_positions: torch.Tensor | None = None
 
     @staticmethod
     def get_model_state_cls() -> type[TalkerModelState]:
         """The class by which vLLM's runner prepares this model's inputs."""
         return TalkerModelState
-
-    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
-        """M-RoPE positions i64 [3, len(input_tokens)], and by how much later positions exceed their index."""
-        length = len(input_tokens)
-        given = self.next_positions
-        if given is None:
-            return torch.arange(length).expand(3, length), 0
-        # The thinker's positions of its prompt, continued one by one (also over outputs computed again).
-        following = int(given.max()) + 1
-        tail = torch.arange(following, following + length - given.shape[1]).expand(3, -1)
-        return torch.cat([given, tail], dim=1), following - given.shape[1]
 
     def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Codec embeddings [tokens, H]; the text side comes later, from `TalkerModelState`."""

@@ -27,12 +27,12 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.code_predictor import CodePredictor, PredictorConfig
+from omni_actors.engine.models.continued_positions import ContinuedPositions
 from omni_actors.engine.models.qwen3_omni.talker_state import TalkerState
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.payloads import StageParams
@@ -105,7 +105,7 @@ class TalkerDecoder(Qwen3MoeModel):
         del self.embed_tokens  # the model's own is codec_embedding, whole on every rank
 
 
-class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
+class Qwen3OmniTalker(nn.Module, ContinuedPositions):
     """The talker as a vLLM model, with its code predictor, whole on every rank."""
 
     text_table: torch.Tensor
@@ -139,22 +139,11 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         never_sampled[config.codec_end] = False
         self.register_buffer("never_sampled", never_sampled, persistent=False)
         self.make_empty_intermediate_tensors = self.decoder.make_empty_intermediate_tensors
-        self.next_positions: torch.Tensor | None = None
 
     @staticmethod
     def get_model_state_cls() -> type[TalkerState]:
         """The class by which vLLM's runner prepares this model's inputs, and that completes the frames."""
         return TalkerState
-
-    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
-        """M-RoPE positions i64 [3, len(input_tokens)], and by how much later positions exceed their index."""
-        length = len(input_tokens)
-        given = self.next_positions
-        if given is None or not given.shape[1]:
-            return torch.arange(length).expand(3, length), 0
-        following = int(given.max()) + 1
-        tail = torch.arange(following, following + length - given.shape[1]).expand(3, -1)
-        return torch.cat([given, tail], dim=1), following - given.shape[1]
 
     def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Embeddings of first codes [tokens, width]."""
