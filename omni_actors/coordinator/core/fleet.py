@@ -12,26 +12,21 @@ from collections.abc import Callable
 import omni_actors
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.evidence import Evidence, evidence_of
-from omni_actors.coordinator.core.health import HealthPolicy
 from omni_actors.coordinator.core.instructions import (
     FleetInstruction,
-    GiveUp,
     Level,
     Log,
     Measured,
-    ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
-    ReplicaSpawned,
     TellNode,
     TellReplica,
 )
-from omni_actors.coordinator.core.launch import Culprit, Launch, StartHistory, explain_end
-from omni_actors.coordinator.core.nodes import HelloKind, Node, NodeTable, classify_hello
-from omni_actors.coordinator.core.outbox import Outbox
+from omni_actors.coordinator.core.launch import Culprit, StartHistory, explain_end
+from omni_actors.coordinator.core.nodes import HelloKind, Node, classify_hello
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.restart_scope import StageGraph
 from omni_actors.coordinator.core.states import LaunchEvent, NodeEvent, ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.supervision import Supervision
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.client import Operate, Operation
 from omni_actors.protocol.control import (
@@ -39,7 +34,6 @@ from omni_actors.protocol.control import (
     Heartbeat,
     Hello,
     Loading,
-    Peers,
     Ready,
     Reregister,
     Shutdown,
@@ -56,19 +50,16 @@ from omni_actors.protocol.nodes import (
     NodeToCoordinator,
     NodeWelcome,
     ReplicaEnded,
-    StartReplica,
 )
 from omni_actors.protocol.telemetry import Snapshot
 
 TICK_SECONDS = 0.05  # between two calls of `tick`
 LATE_TICK_SECONDS = 1.0  # after a longer pause it is this process that had stopped
-STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
-KILL_SECONDS = 2.0  # for a node to report the end of a process that it was told to kill
 ABSENT_SECONDS = 10.0  # for a node to come back to a coordinator that was restarted
 LAST_LOG_SECONDS = 1.0  # for a node to report the log of the replica that fails the launch
 
 
-class Fleet(Outbox):
+class Fleet(Supervision):
     """The replicas and nodes of a pipeline, from the first hello to the end. Every event returns instructions.
 
     Args:
@@ -93,19 +84,11 @@ class Fleet(Outbox):
         now: float,
         history: StartHistory | None = None,
     ) -> None:
-        super().__init__()
-        self._pipeline = pipeline
-        self._settings = pipeline.coordinator
-        self._graph = StageGraph(pipeline)
+        super().__init__(pipeline, replicas, new_epoch, began, now, history)
         self._client = client
         self._results = results
-        self._new_epoch = new_epoch
         self._created = self._ticked = now
         self._early: dict[tuple[str, int], tuple[ReplicaId, Hello]] = {}  # hellos of processes before their node's
-        self.replicas = replicas
-        self.health = HealthPolicy(pipeline, replicas)
-        self.nodes = NodeTable(pipeline, replicas, now)
-        self.launch = Launch(replicas, self.nodes, self.health, began, now, history)
         self.dropped: collections.Counter[str] = collections.Counter()
 
     # -- the launch ---------------------------------------------------------------------------------------------------
@@ -177,12 +160,6 @@ class Fleet(Outbox):
             self._announce(f"ready after {launch.after(now):.1f} s, clients connect to {self._client}")
         else:
             self._instructions += launch.reports(now)
-
-    def _fail(self, reason: str) -> None:
-        """Give up a pipeline that has not been launched; one that has been goes on degraded."""
-        if self.launch.starting:
-            self.launch.fail(reason)
-            self._instructions.append(GiveUp(reason))
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 
@@ -286,6 +263,13 @@ class Fleet(Outbox):
         text = f"the link to {replica_id.name} was cut; the stage should register again"
         return [Log(Level.WARNING, text), TellReplica(replica_id, Reregister())]
 
+    def _expect(self, stage: str, index: int, spawn_epoch: int, now: float) -> Replica:
+        replica = super()._expect(stage, index, spawn_epoch, now)
+        early = self._early.pop((stage, index), None) if spawn_epoch else None
+        if early is not None:
+            self._hello(*early, now)
+        return replica
+
     def _hello(self, replica_id: ReplicaId, hello: Hello, now: float) -> None:
         """Register a process, for the first time or again."""
         place = replica_id.stage, replica_id.replica
@@ -352,98 +336,6 @@ class Fleet(Outbox):
         if self.launch.starting:
             self._check_launch(now)
 
-    # -- ends and restarts --------------------------------------------------------------------------------------------
-
-    def _died(self, replica: Replica, how: str, log: str, now: float, evidence: Evidence) -> None:
-        """Plan a restart. While the pipeline starts, a stage that is left without any replica ends the launch."""
-        killed = replica.orders.clear_kill()
-        cause, evidence = (f"{killed}; {how}", Evidence.CRASHED) if killed else (how, evidence)
-        asked = replica.orders.restart
-        restart = not self.launch.ending and self.health.plan(replica, now)
-        self._log(Level.DEBUG if asked or self.launch.ending else Level.ERROR, f"ended: {cause}", replica)
-        self._lose(replica, cause, restart, Evidence.NONE if asked else evidence)
-        if not self.launch.wanted:
-            return
-        text, culprit = explain_end(replica, f"died ({cause})", log), self.launch.culprit
-        if asked:
-            self._announce(f"{replica.name} has stopped and restarts")
-        elif culprit is not None and culprit.replica is replica:
-            self._fail(explain_end(replica, culprit.what, log))
-        elif self.launch.starting and not any(peer.alive for peer in self.replicas.of(replica.stage)):
-            self._fail(text)
-        elif restart:
-            self._announce(f"{text}\n{replica.name} restarts in {replica.restart_at - now:.1f} s")
-        else:
-            self._announce(f"degraded: {text}")
-        if self.launch.wanted:
-            self._restart_due(now)
-
-    def _lose(self, replica: Replica, why: str, restart: bool, evidence: Evidence = Evidence.NONE) -> None:
-        replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
-        self._instructions.append(ReplicaLost(replica, why, evidence))
-        self._fill_places(replica.stage)
-        if not self.launch.ending:
-            self._announce_peers()
-
-    def _fill_places(self, stage: str) -> None:
-        """Let spares take the places of replicas that take no requests; during the launch each has its own place."""
-        for spare, replaced in self.replicas.fill_places(stage) if self.launch.serving else ():
-            self._announce(f"{spare.name} takes the place of {replaced.name}")
-            self._instructions.append(ReplicaReady(spare))
-
-    def _restart_due(self, now: float) -> None:
-        for dead in self.health.due(now):
-            if self.nodes.of(dead).present:
-                self._announce(f"starting {dead.name} again")
-                self._start(dead.stage, dead.index, now)
-
-    def _start(self, stage: str, index: int, now: float) -> None:
-        former = self.replicas.current(stage, index)
-        spawn_epoch = max(former.epoch + 1 if former is not None else 1, self._new_epoch())
-        replica = self._expect(stage, index, spawn_epoch, now)
-        self._tell_node(self.nodes.of(replica), StartReplica(stage=stage, replica=index, spawn_epoch=spawn_epoch))
-
-    def _expect(self, stage: str, index: int, spawn_epoch: int, now: float) -> Replica:
-        """Expect the hello of a process; `spawn_epoch` 0: none is known yet."""
-        replica = self.replicas.add(stage, index, spawn_epoch, node=self._pipeline.stage(stage).node_of(index))
-        self._instructions.append(ReplicaSpawned(stage, index, spawn_epoch))
-        self.health.spawned(replica, now)
-        early = self._early.pop((stage, index), None) if spawn_epoch else None
-        if early is not None:
-            self._hello(*early, now)
-        return replica
-
-    def _kill_stuck(self, now: float) -> None:
-        """Kill what is stuck. While the pipeline starts, the startup timeout ends the launch instead."""
-        if not self.launch.serving:
-            return
-        for replica, why in self.health.stuck(now):
-            node_silent = self.nodes.of(replica).heard + 3 * self._settings.heartbeat_interval < now
-            if node_silent and now < replica.heard + self._settings.heartbeat_timeout + KILL_SECONDS:
-                continue  # it may be the link: the order would reach a healthy process once the link is back
-            if not replica.orders.killed:
-                self._log(Level.ERROR, f"killing {replica.name}: {why}", replica)
-                self._kill(replica, why, now)
-
-    def _kill(self, replica: Replica, why: str, now: float) -> None:
-        replica.orders.kill(why, until=now + KILL_SECONDS)
-        kill = KillReplica(replica.stage, replica.index, replica.spawn_epoch)
-        self._tell_node(self.nodes.of(replica), kill)
-
-    def _stop_drained(self, now: float) -> None:
-        for replica in self.health.drained(now):
-            replica.stopping = True
-            replica.orders.stop_until = now + STOP_SECONDS
-            self._tell(replica, Shutdown(reason="it is restarted"))
-
-    def _enforce_ends(self, now: float) -> None:
-        """Kill what did not stop, and count as dead what did not end when killed."""
-        for replica in list(self.replicas):
-            if replica.orders.stop_until <= now:
-                self._kill(replica, "it did not stop", now)
-            if replica.orders.kill_until <= now and replica.alive:
-                self._died(replica, "its node does not answer", "", now, Evidence.NONE)
-
     # -- operators ----------------------------------------------------------------------------------------------------
 
     def operate(self, order: Operate, now: float) -> tuple[str, list[FleetInstruction]]:
@@ -478,14 +370,6 @@ class Fleet(Outbox):
         self._fill_places(replica.stage)
 
     # -- instructions -------------------------------------------------------------------------------------------------
-
-    def _announce_peers(self) -> None:
-        """Tell every stage the addresses of the stages after and before it."""
-        find = self.replicas.peers
-        for replica in self.replicas:
-            if replica.registered:
-                after, before = self._graph.downstream[replica.stage], self._graph.sources[replica.stage]
-                self._tell(replica, Peers(peers=find(after, replica.node), sources=find(before, replica.node)))
 
     def _drop_unknown(self, replica_id: ReplicaId, kind: str) -> None:
         self.dropped["control_of_unknown_replica"] += 1
