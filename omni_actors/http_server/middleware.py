@@ -210,10 +210,11 @@ class RequestMiddleware:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise HttpError(400, "The connection ended before the body did.", code="incomplete_body")
-                    pieces.append(message.get("body", b""))
-                    reservation.add(len(pieces[-1]))
-                    if reservation.size > limit:
-                        raise _too_large(limit)
+                    piece = message.get("body", b"")
+                    if reservation.size + len(piece) > limit:
+                        raise _too_large(limit)  # before it is reserved: a body that never fits must not say "retry"
+                    reservation.add(len(piece))
+                    pieces.append(piece)
                     more = message.get("more_body", False)
         except TimeoutError:
             seconds = self._settings.read_timeout

@@ -8,7 +8,7 @@ import json
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
@@ -153,6 +153,18 @@ def test_a_body_without_a_length_is_limited(small: str) -> None:
     response = httpx.post(f"{small}{CHAT}", content=pieces(), headers={"content-type": "application/json"})
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_a_piece_of_a_body_that_is_longer_than_all_bodies_may_be_is_too_large() -> None:
+    """A server may hand over in one piece whatever has come; trying again would not help."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"x" * 200_000
+
+    app = create_app(ServerSettings(endpoint="ipc:///tmp/no-coordinator", body_bytes=100_000, bodies_bytes=150_000))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        response = await client.post(CHAT, content=pieces(), headers={"content-type": "application/json"})
+    assert response.status_code == 413
 
 
 def test_a_body_that_never_ends_times_out(small: str) -> None:
