@@ -17,7 +17,7 @@ from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.process_metrics import edge_metrics, process_metrics
 from omni_actors.transport.credit import EdgeMetrics
 
-LONGER_COUNT_BYTES = 2  # msgpack needs 3 bytes instead of 1 for the number of many timelines
+ENDED_BYTES = len(msgspec.msgpack.encode("ended")) + 3  # the field, which is left out while empty, and its length
 
 
 class Baseline:
@@ -87,7 +87,7 @@ def snapshot(
     process_metrics(meters, labels, baseline.processor_time)
     _engine_metrics(meters, labels, baseline)
     metrics = meters.snapshot()
-    room = limit - len(msgspec.msgpack.encode(metrics)) - LONGER_COUNT_BYTES
+    room = limit - len(msgspec.msgpack.encode(metrics)) - ENDED_BYTES
     return msgspec.structs.replace(metrics, ended=meter.take_unreported(room))
 
 
