@@ -12,6 +12,7 @@ from omni_actors import envs
 from omni_actors.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
 from omni_actors.config.devices import gpus_of_replica, memory_plan, stage_devices
 from omni_actors.config.dotted_keys import suggest
+from omni_actors.config.http_schema import HttpConfig
 from omni_actors.config.models import check_models
 from omni_actors.config.schema import (
     BUILT_IN_IMPORT_PREFIXES,
@@ -19,7 +20,6 @@ from omni_actors.config.schema import (
     ClusterConfig,
     CoordinatorConfig,
     DecodeConfig,
-    HttpConfig,
     OtlpProtocol,
     PipelineConfig,
     StageConfig,
