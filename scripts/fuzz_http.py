@@ -3,7 +3,8 @@
     python scripts/fuzz_http.py [--seconds 60] [--seed 0] [--case NUMBER]
 
 Starts an echo pipeline and talks to its HTTP server over plain sockets: heads that end in the middle, bad chunks, wrong
-lengths, requests in a row on one connection, and bodies changed byte by byte or value by value. Exits with 1 at the
+lengths, requests in a row on one connection, bodies and forms changed byte by byte or value by value, and the first
+messages of realtime sessions likewise. Exits with 1 at the
 first violation: /health is not answered in time, a status of 500 or more that is not documented, a traceback in a log,
 memory or open files that grow. A violation names its case, which `--case` sends alone.
 """
@@ -11,7 +12,6 @@ memory or open files that grow. A violation names its case, which `--case` sends
 from __future__ import annotations
 
 import argparse
-import base64
 import collections
 import contextlib
 import copy
@@ -34,9 +34,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.fuzz_http_requests import CHAT, EVENTS, FILES, FORMS, REALTIME, VALID, chat
 from tests.support.builders import chain, write
 from tests.support.processes import processes_titled
-from tests.support.servers import HttpPipeline, picture, sound
+from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, until
 
 HEALTH_SECONDS = 1.0 * PATIENCE
@@ -47,35 +48,9 @@ GROWTH_BYTES = 48 << 20
 SPARE_FILES = 8
 ALLOWED = {503, 504}  # the statuses from 500 on that a request may cause
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+ACCEPTED = b"HTTP/1.1 101 "
 LOGGED = re.compile(r"(?:GET|POST|PUT|PATCH|DELETE|HEAD|OPTIONS) \S* (\d{3}) in ")
 
-CHAT, COMPLETIONS, SPEECH, FILES = "/v1/chat/completions", "/v1/completions", "/v1/audio/speech", "/v1/files"
-IMAGES = "/v1/images/generations"
-
-
-def uri(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def chat(content: object, **more: object) -> tuple[str, dict[str, Any]]:
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": content}]
-    return CHAT, {"model": "echo", "messages": messages, "max_tokens": 2, "timeout": 5, **more}
-
-
-VALID = [
-    chat("hi"),
-    chat("hi", stream=True, stream_options={"include_usage": True}, modalities=["text", "audio"]),
-    chat("hi", modalities=["text", "audio"], audio={"voice": "Ethan", "format": "wav"}, seed=7, metadata={"a": "b"}),
-    chat([{"type": "image_url", "image_url": {"url": uri("image/png", picture(8, 8))}}, {"type": "text", "text": "x"}]),
-    chat([{"type": "input_audio", "input_audio": {"data": uri("a", sound(0.05))[14:], "format": "wav"}}]),
-    chat([{"type": "file", "file": {"file_id": "file-1"}}], tools=None, response_format={"type": "text"}),
-    chat("hi", stage_params={"talker": {"temperature": 0.5}, "code2wav": {"num_steps": 2}}, stop_token_ids=[1, 2]),
-    (COMPLETIONS, {"model": "echo", "prompt": "hi", "max_tokens": 2, "stream": True, "timeout": 5}),
-    (COMPLETIONS, {"model": "echo", "prompt": [[104, 105]], "max_tokens": 2, "top_k": 5, "timeout": 5}),
-    (IMAGES, {"prompt": "hi", "size": "64x64", "n": 2, "output_format": "webp", "background": "auto", "timeout": 5}),
-    (IMAGES, {"prompt": "hi", "stream": True, "partial_images": 2, "num_inference_steps": 3, "stage_params": {}}),
-    (SPEECH, {"model": "echo", "input": "hi", "voice": {"id": "Ethan"}, "response_format": "pcm", "timeout": 5}),
-]
 SMALL = [
     None,
     True,
@@ -189,10 +164,11 @@ class Case:
         self.chance = random.Random(f"{seed}-{number}")
         self.name = f"case {number} of seed {seed}"
         requests = self.chance.choice((1, 1, 1, 1, 2, 3, 20))
+        self.frames = b""  # sent once a session is accepted
         self.bytes = b"".join(self._request(last=index == requests - 1) for index in range(requests))
 
     def _request(self, last: bool) -> bytes:
-        what = self.chance.randrange(10)
+        what = self.chance.randrange(12)
         if what == 0:
             return self._head(self.chance.choice(METHODS), self.chance.choice(PATHS), last) + b"\r\n"
         if what == 1:
@@ -200,7 +176,9 @@ class Case:
             return self._corrupt(made)
         if what == 2:
             return self.chance.randbytes(self.chance.choice((1, 100, 5000)))
-        path, body, kind = self._form() if what == 3 else self._json()
+        if what == 11 and last:
+            return self._session()
+        path, body, kind = self._form() if what in (3, 4) else self._json()
         return self._framed(path, body, kind, last)
 
     def _json(self) -> tuple[str, bytes, str]:
@@ -235,12 +213,52 @@ class Case:
             container[key] = copy.deepcopy(self.chance.choice(SMALL))
 
     def _form(self) -> tuple[str, bytes, str]:
-        fields = [b'name="purpose"\r\n\r\nuser_data', b'name="file"; filename="a"\r\n\r\n' + b"\r\n--" * 500]
-        fields += [b'name="a"\r\n\r\n' + b"x" * 2000] * self.chance.choice((0, 0, 3, 1200))
-        parts = [b"--B\r\nContent-Disposition: form-data; " + field + b"\r\n" for field in fields]
+        path, fields, files = self.chance.choice(FORMS)
+        parts = [(f'name="{name}"', value.encode()) for name, value in fields.items()]
+        parts += [(f'name="{name}"; filename="a"', data) for name, data in files.items()]
+        if path == FILES:
+            parts += [('name="a"', b"x" * 2000)] * self.chance.choice((0, 0, 3, 1200))
+        for _ in range(self.chance.choice((0, 0, 1, 1, 3))):
+            index = self.chance.randrange(len(parts))
+            value = str(self.chance.choice(self.chance.choice((SMALL, LARGE)))).encode(errors="replace")
+            what = self.chance.randrange(4)
+            if what == 0 and len(parts) > 1:
+                del parts[index]
+            elif what == 1:
+                parts.append(parts[index])
+            else:
+                parts[index] = (parts[index][0], value)
         self.chance.shuffle(parts)
-        data = b"".join(parts) + b"--B--\r\n"
-        return FILES, data if self.chance.random() < 0.3 else self._corrupt(data), "multipart/form-data; boundary=B"
+        head = "--B\r\nContent-Disposition: form-data; {}\r\n\r\n"
+        data = b"".join(head.format(name).encode() + value + b"\r\n" for name, value in parts) + b"--B--\r\n"
+        return path, data if self.chance.random() < 0.7 else self._corrupt(data), "multipart/form-data; boundary=B"
+
+    def _session(self) -> bytes:
+        """The request for a realtime session, at times with its first messages, which should come later."""
+        made = []
+        for valid in self.chance.choices(EVENTS, k=self.chance.choice((1, 3, 8, 30))):
+            event = copy.deepcopy(valid)
+            if self.chance.random() < 0.4:
+                self._change(event)
+            data = json.dumps(event).encode().replace(b'"%s"' % MARK.encode(), self.chance.choice(RAW))
+            made.append(self._message(self._corrupt(data) if self.chance.random() < 0.1 else data))
+        if self.chance.random() < 0.1:
+            return handshake() + b"".join(made)
+        self.frames = b"".join(made)
+        return handshake()
+
+    def _message(self, data: bytes) -> bytes:
+        """A frame of a WebSocket, sometimes of another kind, in two pieces, unmasked, or with a wrong length."""
+        first = self.chance.choice((0x81,) * 12 + (0x01, 0x80, 0x82, 0x88, 0x89, 0x8A, 0xC1, 0xFF))
+        size = len(data) + self.chance.choice((0,) * 15 + (-1, 1, 1 << 40))
+        masked = 0x80 if self.chance.random() < 0.97 else 0
+        if 0 <= size < 126:
+            length = bytes([masked | size])
+        elif 0 <= size < 1 << 16:
+            length = bytes([masked | 126]) + struct.pack(">H", size)
+        else:
+            length = bytes([masked | 127]) + struct.pack(">Q", size & (1 << 64) - 1)
+        return bytes([first]) + length + (bytes(4) if masked else b"") + data  # a mask of zeros changes nothing
 
     def _framed(self, path: str, body: bytes, kind: str, last: bool) -> bytes:
         head = self._head("POST", path, last) + f"Content-Type: {kind}\r\n".encode()
@@ -299,6 +317,14 @@ class Case:
         return bytes(changed)
 
 
+def handshake() -> bytes:
+    """The request for a realtime session."""
+    return (
+        f"GET {REALTIME} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n"
+    ).encode()
+
+
 def spots(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every member and item inside a value, as its container and its key or index."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
@@ -348,6 +374,11 @@ class Fuzzer:
             cut = case.chance.randrange(len(case.bytes) + 1)
             made.sendall(case.bytes[:cut])
             made.sendall(case.bytes[cut:])
+            if case.frames:
+                made.settimeout(QUIET_SECONDS)
+                while ACCEPTED not in received and (piece := made.recv(1 << 16)):
+                    received += piece
+                made.sendall(case.frames)
             way = case.chance.randrange(12)
             if way == 0:
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -393,14 +424,18 @@ class Fuzzer:
     def _logs(self) -> list[Path]:
         return list((self._pipeline.run_dir / "logs").iterdir())
 
-    def _check_the_end(self, before: int) -> None:
-        assert not self.violations, self.violations[0]
+    def check_the_logs(self) -> None:
+        """Raise `AssertionError` for a traceback or an undocumented status that was logged since the beginning."""
         for path in self._logs():
             log = path.read_bytes()[self._logged.get(path, 0) :].decode(errors="replace")
-            found = re.search(r"Traceback|a request failed|Task exception", log)
-            assert not found, f"{path.name}: {log[found.start() - 500 : found.start() + 4000]}"
+            found = re.search(r"Traceback|a request failed|session failed|Task exception", log)
+            assert not found, f"{path.name}: {log[found.start() - 500 : found.start() + 12_000]}"
             wrong = {int(status) for status in LOGGED.findall(log) if int(status) >= 500} - ALLOWED
             assert not wrong, f"{path.name} has requests that were answered with {wrong}"
+
+    def _check_the_end(self, before: int) -> None:
+        assert not self.violations, self.violations[0]
+        self.check_the_logs()
         answer = httpx.post(f"{self._pipeline.url}{CHAT}", json=chat("still here", max_tokens=20)[1], timeout=30)
         assert answer.json()["choices"][0]["message"]["content"].endswith("still here"), answer.text
         self._pipeline.assert_idle()

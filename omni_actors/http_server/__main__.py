@@ -19,7 +19,8 @@ from omni_actors import envs, logs
 from omni_actors.addresses import is_endpoint
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.connections import RESERVED_FILES, BoundedWebSocket, bounded_protocol
+from omni_actors.http_server.bounded_websocket import BoundedWebSocket
+from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol
 from omni_actors.http_server.settings import (
     SPEC_FLAG,
     HttpServerSpec,

@@ -15,11 +15,9 @@ from asyncio.events import TimerHandle
 from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
-import msgspec
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-
-from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.bounded_websocket import EARLY, BoundedWebSocket
 from omni_actors.http_server.pipelining import PipelinedProtocol
+from omni_actors.http_server.refusals import refusal
 from omni_actors.http_server.settings import ServerSettings, tls_context
 from omni_actors.logs import get_logger
 
@@ -28,15 +26,8 @@ T = TypeVar("T")
 
 RESERVED_FILES = 64  # for all but connections: logs, sockets to the pipeline, media that are fetched
 TLS_CLOSE_SECONDS = 2.0  # for the peer to answer the end of its encrypted connection
-CLOSE_SECONDS = 5.0  # for a WebSocket's client to read what was sent to it before its session ended
 LINGER_SECONDS = 1.0  # for which more of a head that is too large is read and discarded, so that its sender sees why
 PIPELINED_REQUESTS = 16  # that may wait for the answer to an earlier one on the same connection
-REASONS = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 
 
 def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio.Protocol]:
@@ -49,15 +40,6 @@ def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio
         "idle": {},
     }
     return type("Protocol", (BoundedProtocol,), limits)  # uvicorn makes one for each connection, without arguments
-
-
-class BoundedWebSocket(WebSocketsSansIOProtocol):
-    """Does not wait for a client that leaves the end of its session unread."""
-
-    def on_task_complete(self, task: asyncio.Task[None]) -> None:
-        """Cut the connection soon after the application is done with it."""
-        super().on_task_complete(task)
-        self.loop.call_later(CLOSE_SECONDS, self.transport.abort)
 
 
 def _begun(coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
@@ -166,11 +148,16 @@ class BoundedProtocol(PipelinedProtocol):
             super().data_received(piece)
             if self._in_head and self._head_bytes >= self.head_limit:
                 self._refuse(431, f"The head of a request is limited to {self.head_limit} bytes.", "head_too_large")
+        if data and isinstance(upgraded := self.transport.get_protocol(), BoundedWebSocket):
+            upgraded.data_received(data)
 
     def handle_websocket_upgrade(self) -> None:
-        """Hand the connection, which still counts, to a WebSocket, unless an answer is being sent on it."""
+        """Hand the connection, which still counts, to a WebSocket, unless it carries something else, too."""
         if self._answering():
             self._refuse(400, "A WebSocket cannot begin before the answer to the request before.", "invalid_http")
+            return
+        if self.parser.behind_upgrade:
+            self._refuse(400, EARLY, "invalid_http")
             return
         self._upgraded = True
         super().handle_websocket_upgrade()
@@ -246,12 +233,7 @@ class BoundedProtocol(PipelinedProtocol):
         if self._answering():  # bytes written now would become part of that answer
             self.transport.close()
             return
-        body = msgspec.json.encode(HttpError(status, message, code=code).body())
-        head = (
-            f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        self.transport.write(refusal(status, message, code))
         if status == 431 and self.transport.can_write_eof():
             # To close while the client still sends would reset the connection, and the answer could be lost.
             self.transport.write_eof()

@@ -6,8 +6,10 @@ would be computed to its end for a client that is gone.
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from omni_actors.logs import get_logger
@@ -17,11 +19,27 @@ logger = get_logger(__name__)
 WAITING_BYTES = 65_536  # of the bodies that wait for the answer to an earlier request
 
 
+class Parser(httptools.HttpRequestParser):
+    """Knows whether something stood behind a request to go on with another protocol, which uvicorn drops."""
+
+    behind_upgrade = False
+
+    def feed_data(self, data: bytes | bytearray | memoryview[int] | array[int]) -> None:
+        """Parse a piece of the connection. Raises httptools' errors."""
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self.behind_upgrade = upgrade.args[0] < len(data)
+            raise
+
+
 class PipelinedProtocol(HttpToolsProtocol):
     """Ends the request that is being answered when the connection ends, whatever has arrived behind it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser: Parser = Parser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         self._answered: RequestResponseCycle | None = None
         self._waiting_bytes = 0
 
@@ -34,11 +52,11 @@ class PipelinedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Run the request or let it wait, and read on in both cases: the end of a connection has to be read, too."""
-        waiting = len(self.pipeline)
+        waiting, newest = len(self.pipeline), self.cycle
         super().on_headers_complete()
         if len(self.pipeline) > waiting:
             self.flow.resume_reading()
-        else:
+        elif self.cycle is not newest:  # it is if this was no request, but the end of all of them: an upgrade
             self._answered = self.cycle
 
     def on_body(self, body: bytes) -> None:

@@ -22,7 +22,8 @@ from websockets.protocol import State
 from websockets.uri import parse_uri
 
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.connections import BoundedWebSocket, bounded_protocol
+from omni_actors.http_server.bounded_websocket import BoundedWebSocket
+from omni_actors.http_server.connections import bounded_protocol
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.realtime import SECOND, speech
 from tests.support.servers import HttpPipeline, serving
