@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omni_actors import envs
 from omni_actors.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
-from omni_actors.config.devices import gpus_of_replica, memory_plan, stage_devices
+from omni_actors.config.devices import gpus_per_host, memory_plan, stage_devices
 from omni_actors.config.dotted_keys import suggest
 from omni_actors.config.http_schema import HttpConfig
 from omni_actors.config.models import check_models
@@ -25,6 +25,7 @@ from omni_actors.config.schema import (
     StageConfig,
     StageKind,
 )
+from omni_actors.config.spread import check_spread
 from omni_actors.config.text_edges import check_text_edges
 from omni_actors.errors import ConfigError
 from omni_actors.paths import check_readable
@@ -77,6 +78,7 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
         raise ConfigError(
             f"cluster.node_rank: there is no node {pipeline.cluster.node_rank}; {_known_nodes(pipeline.cluster)}."
         )
+    check_spread(pipeline)
     _check_memory_shares(pipeline, devices)
     _check_times(pipeline)
     _check_sizes(pipeline)
@@ -204,10 +206,11 @@ def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
     placed = stage_devices(stage, devices)
     if len(set(placed)) != len(placed):
         raise ConfigError(f"{where}.devices names a device twice: {placed}.")
-    size = gpus_of_replica(stage)
+    size = gpus_per_host(stage)
     if len(placed) % size:
         raise ConfigError(
-            f"{where}.devices names {len(placed)} GPUs, but a replica takes {size}.",
+            f"{where}.devices names {len(placed)} GPUs, but a replica takes {size}"
+            f"{' of each of its nodes' if stage.spread is not None else ''}.",
             hint=f"Name {size} GPUs for each replica of a node, or change engine.tensor_parallel_size or "
             "engine.pipeline_parallel_size.",
         )
@@ -218,17 +221,17 @@ def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
 
 
 def _check_nodes(stage: StageConfig, where: str, cluster: ClusterConfig) -> None:
+    key = f"{where}.{'node' if stage.spread is None else 'nodes'}"
     for rank in stage.nodes:
         if rank >= cluster.nnodes:
             raise ConfigError(
-                f"{where}.node: there is no node {rank}; {_known_nodes(cluster)}.",
-                hint="Set cluster.nnodes, or --nnodes.",
+                f"{key}: there is no node {rank}; {_known_nodes(cluster)}.", hint="Set cluster.nnodes, or --nnodes."
             )
     if len(set(stage.nodes)) != len(stage.nodes):
-        raise ConfigError(f"{where}.node names a node twice: {list(stage.nodes)}.")
-    if len(stage.nodes) > stage.processes:
+        raise ConfigError(f"{key} names a node twice: {list(stage.nodes)}.")
+    if stage.spread is None and len(stage.nodes) > stage.processes:
         raise ConfigError(
-            f"{where}.node names {len(stage.nodes)} nodes, but there are {stage.processes} replicas and spares.",
+            f"{key} names {len(stage.nodes)} nodes, but there are {stage.processes} replicas and spares.",
             hint=f"Set {where}.replicas or {where}.spares.",
         )
 

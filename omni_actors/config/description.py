@@ -8,9 +8,18 @@ from typing import Any
 import msgspec
 
 from omni_actors.config.checks import device_name
-from omni_actors.config.devices import host_devices, memory_plan, replica_devices, shared_devices
+from omni_actors.config.devices import (
+    gpus_of_replica,
+    gpus_per_host,
+    host_devices,
+    memory_plan,
+    replica_devices,
+    shared_devices,
+)
 from omni_actors.config.dotted_keys import flatten
 from omni_actors.config.loading import LoadedConfig
+from omni_actors.config.schema import PipelineConfig, StageConfig, StageKind
+from omni_actors.config.spread import meeting_port
 
 
 def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
@@ -35,6 +44,8 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
         where = ", ".join(f"GPU {device}" for device in sorted(taken)) or "CPU"
         if pipeline.cluster.nnodes > 1:
             where += f" of node {', '.join(str(rank) for rank in stage.nodes)}"
+        if stage.spread is not None:
+            where += f", {_ranks(pipeline, stage)}"
         spares = f" and {stage.spares} spare{'s' if stage.spares > 1 else ''}" if stage.spares else ""
         lines.append(
             f"  {stage.name}: {stage.replicas} x {stage.kind}{spares} on {where}, takes input from "
@@ -52,6 +63,14 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
         how = "under CUDA MPS, where that works" if pipeline.mps == "auto" else "in turns (mps: off)"
         lines.append(f"GPU {device} is shared, {how}: {', '.join(f'{stage}/{index}' for stage, index in replicas)}")
     return "\n".join(lines)
+
+
+def _ranks(pipeline: PipelineConfig, stage: StageConfig) -> str:
+    """Say how the replicas of a spread stage are divided, and where their ranks meet."""
+    ports = [meeting_port(pipeline, stage.name, index) for index in range(stage.processes)]
+    of_each = "" if stage.kind is StageKind.ECHO else f", {gpus_per_host(stage)} of its {gpus_of_replica(stage)} ranks"
+    met = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
+    return f"each over all of these{of_each} on each; they meet at {met} of node {stage.nodes[0]}"
 
 
 def _show(value: Any) -> str:

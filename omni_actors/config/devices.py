@@ -36,8 +36,9 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
             where = f"stages.{stage.name}.engine.gpu_memory_utilization"
             raise ConfigError(f"{where} must be a number above 0 and up to 1, got {share!r}.")
         replicas = collections.Counter(
-            (stage.node_of(index), device)
+            (rank, device)
             for index in range(stage.processes)
+            for rank in stage.hosts_of(index)
             for device in replica_devices(stage, index, devices)
         )
         for place, count in replicas.items():
@@ -46,7 +47,7 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
 
 
 def gpus_of_replica(stage: StageConfig) -> int:
-    """Return how many GPUs a replica takes. Raises `ConfigError` if no host has as many."""
+    """Return how many GPUs a replica takes, on all its hosts. Raises `ConfigError` if no host has as many."""
     sizes = {
         f"engine.{how}_parallel_size": stage.engine.get(f"{how}_parallel_size", 1) for how in ("tensor", "pipeline")
     }
@@ -57,12 +58,21 @@ def gpus_of_replica(stage: StageConfig) -> int:
     return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes.values())
 
 
+def gpus_per_host(stage: StageConfig) -> int:
+    """Return how many GPUs a replica takes on each host that it runs on. Raises as `gpus_of_replica`."""
+    return max(1, gpus_of_replica(stage) // len(stage.hosts_of(0)))
+
+
 def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
-    """Return the GPUs of one replica: the replicas of a node take the stage's GPUs in turn, as many as each needs."""
-    placed, size = stage_devices(stage, devices), gpus_of_replica(stage)
+    """Return the GPUs of one replica: the replicas of a node take the stage's GPUs in turn, as many as each needs.
+
+    A replica that is spread takes the same ones on each of its hosts.
+    """
+    placed, size = stage_devices(stage, devices), gpus_per_host(stage)
     if not placed:
         return []
-    before = index // len(stage.nodes)  # replicas on the same node, as its nodes differ
+    # Replicas on the same node before this one, as the stage's nodes differ.
+    before = index if stage.spread is not None else index // len(stage.nodes)
     first = before % max(1, len(placed) // size) * size
     return placed[first : first + size]
 
@@ -72,7 +82,7 @@ def stage_devices(stage: StageConfig, devices: int) -> list[int]:
     if stage.devices is not None:
         return stage.devices
     needs_device = stage.kind in (StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.DIFFUSION)
-    return list(range(gpus_of_replica(stage))) if devices and needs_device else []
+    return list(range(gpus_per_host(stage))) if devices and needs_device else []
 
 
 def shared_devices(pipeline: PipelineConfig, rank: int, devices: int) -> dict[int, list[tuple[str, int]]]:
@@ -84,7 +94,7 @@ def shared_devices(pipeline: PipelineConfig, rank: int, devices: int) -> dict[in
     users: dict[int, list[tuple[str, int]]] = {}
     for stage in pipeline.stages:
         for index in range(stage.processes):
-            if stage.kind in COMPUTING_KINDS and stage.node_of(index) == rank:
+            if stage.kind in COMPUTING_KINDS and rank in stage.hosts_of(index):
                 for device in replica_devices(stage, index, devices):
                     users.setdefault(device, []).append((stage.name, index))
     return {device: replicas for device, replicas in sorted(users.items()) if len(replicas) > 1}

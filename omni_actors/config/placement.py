@@ -7,12 +7,12 @@ from omni_actors.config.models import MODEL_KINDS
 
 
 def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
-    """List the (stage, replica) of one node, in pipeline order."""
+    """List the (stage, replica) that have a process on one node, in pipeline order."""
     return [
         (stage.name, index)
         for stage in pipeline.stages
         for index in range(stage.processes)
-        if stage.node_of(index) == rank
+        if rank in stage.hosts_of(index)
     ]
 
 
@@ -34,9 +34,9 @@ def spans_hosts(pipeline: PipelineConfig) -> bool:
 def is_reached_from_afar(pipeline: PipelineConfig, stage: str, index: int) -> bool:
     """Whether a replica receives input or credit from other nodes, including the coordinator's."""
     config = pipeline.stage(stage)
-    neighbours = {rank for name in pipeline.downstream(stage) for rank in pipeline.stage(name).nodes}
-    neighbours |= {rank for name in config.source_names for rank in pipeline.stage(name).nodes}
-    return bool((neighbours | {0}) - {config.node_of(index)})
+    neighbours = [pipeline.stage(name) for name in (*pipeline.downstream(stage), *config.source_names)]
+    ranks_of_neighbours = {other.node_of(number) for other in neighbours for number in range(other.processes)}
+    return bool((ranks_of_neighbours | {0}) - {config.node_of(index)})
 
 
 def priority_replicas(pipeline: PipelineConfig, stage: str, index: int, devices: int) -> list[tuple[str, int]]:

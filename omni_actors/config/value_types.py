@@ -19,3 +19,4 @@ Origin = Annotated[str, Meta(max_length=512), Meta(pattern=r"^(\*|https?://[^/?#
 Host = Annotated[
     str, Meta(max_length=253), Meta(pattern=r"^[A-Za-z0-9_.:-]+\Z", description="letters, digits and `._:-`")
 ]
+InterfaceName = Annotated[str, Meta(pattern=r"^[^\s/\0]{1,15}\Z", description="1 to 15 characters")]

@@ -27,6 +27,7 @@ GIB = 1 << 30
 RESERVED = frozenset(
     {"model", "worker_cls", "scheduler_cls", "distributed_executor_backend", "hf_overrides", "additional_config"}
 )
+OF_RANKS = frozenset({"nnodes", "node_rank", "master_addr", "master_port"})  # set by the plan of a spread replica
 
 _DEFAULTS: dict[str, Any] = {
     # sampling.py adds the end tokens; "auto" would mix in the checkpoint's sampling defaults.
@@ -99,8 +100,13 @@ class OmniEngineArgs:
     where: str = "engine"
 
     def __post_init__(self) -> None:
-        known = {item.name for item in dataclasses.fields(EngineArgs)} - RESERVED
+        known = {item.name for item in dataclasses.fields(EngineArgs)} - RESERVED - OF_RANKS
         for name in self.engine:
+            if name in OF_RANKS:
+                raise ConfigError(
+                    f"{self.where}.{name} is set by omni_actors itself.",
+                    hint="Remove it; to spread a replica over several hosts, give the stage `nodes` (docs/nodes.md).",
+                )
             if name in RESERVED:
                 raise ConfigError(f"{self.where}.{name} is set by omni_actors itself.", hint="Remove it.")
             if name not in known:

@@ -13,6 +13,7 @@ from omni_actors.addresses import is_loopback
 from omni_actors.config import PipelineConfig, StageKind, placement, suggest
 from omni_actors.config.checkpoint import checkpoint_class
 from omni_actors.config.models import models_of
+from omni_actors.config.spread import check_interface
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.settings import check_listening, media_hosts, parse_address
 from omni_actors.launcher.extras import HTTP_PACKAGES, IMAGE_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
@@ -44,6 +45,7 @@ def check_launch(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
     coordinator, rank = pipeline.coordinator, pipeline.cluster.node_rank
     check_platform()
     load_keys(coordinator.keys_dir)
+    check_interface(pipeline)
     if coordinator.run_dir is not None:
         check_run_directory(coordinator.run_dir)
     if coordinator.record_dir is not None:

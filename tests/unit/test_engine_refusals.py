@@ -64,3 +64,9 @@ def test_wrong_types_within_a_config_json_are_named(tiny_checkpoint: Path, tmp_p
     arguments = OmniEngineArgs(OmniModelConfig(str(tmp_path), "thinker"), "autoregressive")
     with pytest.raises(ConfigError, match=f"(?s)the config.json of {tmp_path}: .*'hidden_size' expected int, got str"):
         arguments.create_engine_config()
+
+
+def test_an_engine_gets_its_hosts_from_the_plan_only() -> None:
+    with pytest.raises(ConfigError, match="nnodes is set by omni_actors itself") as refused:
+        OmniEngineArgs(OmniModelConfig("x", "thinker"), "autoregressive", {"nnodes": 2})
+    assert "give the stage `nodes`" in refused.value.hint

@@ -1,0 +1,107 @@
+"""Replicas that are spread over several hosts: where their ranks meet, and the checks of their placement."""
+
+from __future__ import annotations
+
+from omni_actors.addresses import interface_address, is_loopback, tcp_port
+from omni_actors.config.devices import gpus_of_replica
+from omni_actors.config.schema import PipelineConfig, StageConfig, StageKind
+from omni_actors.errors import ConfigError
+
+# An echo stage has no ranks; on its further hosts a process does nothing but live.
+SPREADABLE = (StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.ECHO)
+
+
+def spread_replicas(pipeline: PipelineConfig) -> list[tuple[str, int]]:
+    """List the (stage, replica) that are spread over several hosts, in pipeline order."""
+    return [
+        (stage.name, index) for stage in pipeline.stages if stage.spread is not None for index in range(stage.processes)
+    ]
+
+
+def meeting_port(pipeline: PipelineConfig, stage: str, index: int) -> int:
+    """Return the port on its first host at which the ranks of a spread replica meet."""
+    return pipeline.cluster.ranks_port + spread_replicas(pipeline).index((stage, index))
+
+
+def has_ranks_on(pipeline: PipelineConfig, rank: int) -> bool:
+    """Whether a node runs ranks of a replica that is spread over several."""
+    return any(rank in pipeline.stage(name).nodes for name, _ in spread_replicas(pipeline))
+
+
+def check_spread(pipeline: PipelineConfig) -> None:
+    """Raise `ConfigError` for the first thing wrong with replicas that are spread over several hosts."""
+    for stage in pipeline.stages:
+        if stage.spread is not None:
+            _check_stage(stage, f"stages.{stage.name}")
+    replicas = spread_replicas(pipeline)
+    if replicas:
+        _check_ports(pipeline, len(replicas))
+        _check_consent(pipeline, replicas[0][0])
+
+
+def _check_stage(stage: StageConfig, where: str) -> None:
+    if stage.node is not None:
+        raise ConfigError(
+            f"{where} has both node and nodes.",
+            hint="`node` places whole replicas, `nodes` spreads each one over several hosts; leave one of them out.",
+        )
+    if stage.kind not in SPREADABLE:
+        raise ConfigError(
+            f"{where}.nodes: a stage of kind {stage.kind} cannot be spread over several hosts.",
+            hint="Give it a `node`, and replicas instead.",
+        )
+    if stage.kind is StageKind.ECHO:
+        return
+    size, hosts = gpus_of_replica(stage), len(stage.nodes)
+    if size % hosts:
+        raise ConfigError(
+            f"{where}.nodes names {hosts} nodes, but engine.tensor_parallel_size times pipeline_parallel_size is "
+            f"{size}, which {hosts} does not divide.",
+            hint="Every node runs the same number of ranks: change the sizes or the nodes.",
+        )
+
+
+def _check_ports(pipeline: PipelineConfig, count: int) -> None:
+    first = pipeline.cluster.ranks_port
+    last = first + count - 1
+    if last > 65535:
+        raise ConfigError(f"cluster.ranks_port: {count} replicas need the ports {first} to {last}; 65535 is the last.")
+    listen = tcp_port(pipeline.coordinator.listen)
+    for key, port in (("cluster.master_port", pipeline.cluster.master_port), ("coordinator.listen", listen)):
+        if port is not None and first <= port <= last:
+            raise ConfigError(
+                f"cluster.ranks_port: the ranks of {count} replicas meet at the ports {first} to {last}, and {key} "
+                f"is {port}.",
+                hint="Choose other ports.",
+            )
+
+
+def _check_consent(pipeline: PipelineConfig, stage: str) -> None:
+    """Require that the YAML accepts what vLLM's own channels are, unless they cannot leave this host."""
+    cluster = pipeline.cluster
+    for address in (cluster.master_addr, cluster.node_addr):
+        if address is not None and not is_loopback(address) and not cluster.allow_unencrypted_ranks:
+            raise _without_consent(stage, address)
+
+
+def check_interface(pipeline: PipelineConfig) -> None:
+    """Check the network interface for ranks, which only its own host knows.
+
+    Raises:
+        ConfigError: there is no such interface, or others can reach it and the YAML does not accept that.
+    """
+    cluster = pipeline.cluster
+    if cluster.interface is None:
+        return
+    address = interface_address(cluster.interface)
+    mine = [stage for stage, _ in spread_replicas(pipeline) if cluster.node_rank in pipeline.stage(stage).nodes]
+    if mine and not is_loopback(address) and not cluster.allow_unencrypted_ranks:
+        raise _without_consent(mine[0], address)
+
+
+def _without_consent(stage: str, address: str) -> ConfigError:
+    return ConfigError(
+        f"stages.{stage}.nodes: the ranks of a replica talk over {address} without encryption and without keys, and "
+        "take pickled messages: whoever can reach their ports can run code on these hosts.",
+        hint="If only trusted hosts can reach them (docs/nodes.md), set cluster.allow_unencrypted_ranks: true.",
+    )
