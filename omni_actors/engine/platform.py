@@ -58,7 +58,10 @@ def _in_cache(name: str) -> str:
 
 
 def preload_modules() -> list[str]:
-    """Names of the modules that `omni_actors.engine.preload` imports. Importing them starts no thread and no device."""
+    """Names of the modules that `omni_actors.engine.preload` imports besides those of models.
+
+    Importing them starts no thread and no device.
+    """
     # vLLM's CPU worker patches torch.cuda when it is imported, so a CUDA process must never import it.
     worker = "omni_actors.engine.cpu" if prepare() is Platform.CPU else "omni_actors.engine.gpu"
     return [
@@ -75,11 +78,8 @@ def preload_modules() -> list[str]:
         "omni_actors.engine.scheduler",
         "omni_actors.engine.prompt",
         "omni_actors.engine.autoregressive",
-        "omni_actors.engine.models.qwen2_5_omni.thinker",
-        "omni_actors.engine.models.qwen2_5_omni.talker_adapter",
         worker,
         "omni_actors.engine.diffusion",
         "omni_actors.engine.diffusion_scheduler",
         "omni_actors.engine.diffusion_worker",
-        "omni_actors.engine.models.qwen2_5_omni.code2wav",
     ]

@@ -13,6 +13,7 @@ import importlib
 import threading
 
 from omni_actors.engine.bytecode import keep_bytecode
+from omni_actors.engine.models.registry import MODULES
 from omni_actors.engine.platform import preload_modules
 from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger
@@ -28,11 +29,20 @@ def import_all() -> None:
         keep_bytecode()
         for name in preload_modules():
             importlib.import_module(name)
+        for name in dict.fromkeys(MODULES.values()):
+            import_model(name)
         name = "the fork server"
         check_forkable()
     except Exception as error:
         logger.exception("preloading %s failed; stages forked from here will not start", name)
         preloaded.FAILURES.append(f"{name}: {type(error).__name__}: {error}")
+
+
+def import_model(name: str) -> None:
+    """Import the module of a model's stage, and what it names by class path."""
+    spec = importlib.import_module(name).SPEC
+    for class_path in filter(None, (spec.adapter, spec.runner)):
+        importlib.import_module(class_path.rpartition(".")[0])
 
 
 def check_forkable() -> None:

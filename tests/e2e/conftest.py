@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from triton.runtime.interpreter import GridExecutor  # noqa: E402
 from tests.support.paths import EXAMPLE_MODULES  # noqa: E402
 from tests.support.qwen3_reference import Qwen3Reference  # noqa: E402
 from tests.support.reference import Reference  # noqa: E402
+from tests.support.servers import HttpPipeline  # noqa: E402
 from tests.support.startup.untraced import untraced  # noqa: E402
 
 # On the CPU, Triton's interpreter runs the kernels of vLLM, which take most of a step.
@@ -41,6 +43,14 @@ def reference(tiny_checkpoint: Path) -> Reference:
 def qwen3_reference(tiny_qwen3_checkpoint: Path) -> Qwen3Reference:
     """transformers with the tiny Qwen3-Omni checkpoint; loaded once, and changed by no test."""
     return Qwen3Reference(tiny_qwen3_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def qwen3_http(tiny_qwen3_checkpoint: Path) -> Iterator[HttpPipeline]:
+    """The tiny Qwen3-Omni pipeline with an HTTP server; few messages may be under way between two of its stages."""
+    overrides = {"model": tiny_qwen3_checkpoint, "flow.edge_messages": 2, "flow.outbox_messages": 2}
+    with HttpPipeline("stage_configs/tiny_qwen3_omni.yaml", overrides) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

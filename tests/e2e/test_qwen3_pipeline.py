@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,8 +12,10 @@ from PIL import Image
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.errors import StageLost
 from tests.support.pipelines import RunningPipeline
 from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
+from tests.support.servers import HttpPipeline
 
 pytestmark = pytest.mark.e2e
 
@@ -30,9 +30,8 @@ SAMPLED = {
 
 
 @pytest.fixture(scope="module")
-def pipeline(tiny_qwen3_checkpoint: Path) -> Iterator[RunningPipeline]:
-    with RunningPipeline("stage_configs/tiny_qwen3_omni.yaml", {"model": tiny_qwen3_checkpoint}) as running:
-        yield running
+def pipeline(qwen3_http: HttpPipeline) -> RunningPipeline:
+    return qwen3_http
 
 
 def greedy(thinker: int, talker: int) -> dict[str, Any]:
@@ -91,11 +90,21 @@ async def test_a_text_only_answer_wakes_no_stage_of_speech(pipeline: RunningPipe
 
 
 async def answer(client: AsyncOmniClient, kill: str = "") -> tuple[list[int], numpy.ndarray]:
-    """A sampled answer; the stage `kill` dies after the third piece of text, the vocoder after its first sound."""
+    """A sampled answer, while whose stage `kill` dies.
+
+    The prompt stage dies with the prompt, the vocoder after its first sound, another one after the third piece of text.
+    """
+    victim = await process_of(client, kill) if kill else psutil.Process()
+    if kill == "prompt":
+        victim.suspend()
     stream = await client.submit(TEXTS[1], seed=11, voice="aiden", params=SAMPLED, timeout=120)
     tokens: list[int] = []
     audio: list[numpy.ndarray] = []
     pieces = 0
+    if kill == "prompt":
+        await holds(client, kill)
+        victim.kill()
+        kill = ""
     async for item in stream:
         if isinstance(item, Text):
             tokens += item.token_ids
@@ -103,10 +112,19 @@ async def answer(client: AsyncOmniClient, kill: str = "") -> tuple[list[int], nu
         elif isinstance(item, Audio):
             audio.append(item.samples)
         if kill and (audio if kill == "code2wav" else pieces == 3):
-            stages = (await client.describe()).stages
-            psutil.Process(next(status.pid for status in stages if status.stage == kill)).kill()
+            victim.kill()
             kill = ""
     return tokens, numpy.concatenate(audio)
+
+
+async def process_of(client: AsyncOmniClient, stage: str) -> psutil.Process:
+    return psutil.Process(next(each.pid for each in (await client.describe()).stages if each.stage == stage))
+
+
+async def holds(client: AsyncOmniClient, stage: str) -> None:
+    """Wait until the coordinator has given a request to the stage."""
+    while not any(each.in_flight for each in (await client.describe()).stages if each.stage == stage):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +157,7 @@ async def test_a_seed_repeats_itself_among_other_answers(
     assert rest[1].token_ids != undisturbed[0], "another seed must matter"
 
 
-@pytest.mark.parametrize("stage", ["code2wav", "talker", "thinker"])
+@pytest.mark.parametrize("stage", ["code2wav", "talker", "thinker", "prompt"])
 async def test_a_stage_that_dies_mid_answer_changes_nothing_of_it(
     pipeline: RunningPipeline, undisturbed: tuple[list[int], numpy.ndarray], stage: str
 ) -> None:
@@ -149,5 +167,24 @@ async def test_a_stage_that_dies_mid_answer_changes_nothing_of_it(
         assert (await client.describe()).counts["replays"] == replays + 1
         while not (await client.describe()).healthy:  # noqa: ASYNC110 - the state is another process's
             await asyncio.sleep(0.1)
+    assert_same(made, undisturbed)
+    pipeline.assert_idle()
+
+
+async def test_a_coordinator_that_dies_ends_the_answer_and_keeps_the_models(
+    pipeline: RunningPipeline, undisturbed: tuple[list[int], numpy.ndarray]
+) -> None:
+    children = psutil.Process(pipeline.process.pid).children()
+    (coordinator,) = (child for child in children if child.cmdline()[0] == "omni:coordinator")
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        pids = [status.pid for status in (await client.describe()).stages]
+        stream = await client.submit(TEXTS[1], seed=11, voice="aiden", params=SAMPLED, timeout=120)
+        await anext(stream)
+        coordinator.kill()
+        with pytest.raises(StageLost):
+            async with asyncio.timeout(30):
+                await stream.result()
+        made = await answer(client)
+        assert [status.pid for status in (await client.describe()).stages] == pids
     assert_same(made, undisturbed)
     pipeline.assert_idle()

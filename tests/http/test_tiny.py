@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -21,11 +20,11 @@ import openai
 import pydantic
 import pytest
 import soundfile
-from openai import AsyncOpenAI
 from openai.types.completion_choice import Logprobs
 
 from omni_actors.client import OmniClient
 from tests.support.paths import REPOSITORY
+from tests.support.realtime import spoken_turn
 from tests.support.servers import HttpPipeline, film, picture, sound, tone
 from tests.support.waiting import until
 
@@ -239,28 +238,11 @@ async def test_a_spoken_turn_equals_that_of_the_client_library(tiny: HttpPipelin
     question = [{"role": "user", "content": [{"type": "audio", "audio": (samples, 24_000)}]}]
     with OmniClient(tiny.endpoint) as client:
         wanted = client.generate(question, voice="Ethan", seed=5, params=STAGES, timeout=120)
-    text, pcm = "", b""
-    async with (
-        AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none") as openai_client,
-        openai_client.realtime.connect(model=MODEL) as connection,
-        asyncio.timeout(120),
-    ):
-        audio = {"input": {"turn_detection": None}, "output": {"voice": "Ethan"}}
-        await connection.session.update(session={"type": "realtime", "audio": audio, "seed": 5, "stage_params": STAGES})
-        await connection.input_audio_buffer.append(audio=base64.b64encode(samples.tobytes()).decode())
-        await connection.input_audio_buffer.commit()
-        await connection.response.create()
-        async for event in connection:
-            if event.type == "response.output_audio_transcript.delta":
-                text += event.delta
-            elif event.type == "response.output_audio.delta":
-                pcm += base64.b64decode(event.delta)
-            elif event.type == "response.done":
-                break
-    assert text == wanted.text
-    numpy.testing.assert_allclose(numpy.frombuffer(pcm, "<i2") / 32767.0, wanted.audio.clip(-1, 1), atol=1e-4)
-    assert event.response.status_details.reason == "max_output_tokens"
-    assert event.response.usage.output_token_details.audio_tokens == wanted.usage["talker"].output_tokens
+    turn = await spoken_turn(tiny.url, MODEL, samples.tobytes(), "Ethan", seed=5, stage_params=STAGES)
+    assert turn.text == wanted.text
+    numpy.testing.assert_allclose(numpy.frombuffer(turn.pcm, "<i2") / 32767.0, wanted.audio.clip(-1, 1), atol=1e-4)
+    assert turn.response.status_details.reason == "max_output_tokens"
+    assert turn.response.usage.output_token_details.audio_tokens == wanted.usage["talker"].output_tokens
 
 
 def test_media_reach_the_model(tiny: HttpPipeline) -> None:

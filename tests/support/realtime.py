@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy
-from openai.types.realtime import RealtimeServerEvent
+from openai import AsyncOpenAI
+from openai.types.realtime import RealtimeResponse, RealtimeServerEvent
 from pydantic import BaseModel, TypeAdapter
 
 from omni_actors.http_server.errors import HttpError
@@ -140,6 +142,42 @@ def error_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     assert event["type"] == "error", event
     found: dict[str, Any] = event["error"]
     return found
+
+
+class Turn(NamedTuple):
+    """What a server said in a turn: the text, the sound as i16 at `RATE`, and the response."""
+
+    text: str
+    pcm: bytes
+    response: RealtimeResponse
+
+
+async def spoken_turn(url: str, model: str, recording: bytes, voice: str, **fields: Any) -> Turn:
+    """Speak to a server, with the `openai` package, and hear its answer.
+
+    Args:
+        recording: i16 at `RATE`.
+        fields: further ones of the session.
+    """
+    text, pcm = "", b""
+    async with (
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        client.realtime.connect(model=model) as connection,
+        asyncio.timeout(120),
+    ):
+        audio = {"input": {"turn_detection": None}, "output": {"voice": voice}}
+        await connection.session.update(session={"type": "realtime", "audio": audio, **fields})
+        await connection.input_audio_buffer.append(audio=base64.b64encode(recording).decode())
+        await connection.input_audio_buffer.commit()
+        await connection.response.create()
+        async for event in connection:
+            if event.type == "response.output_audio_transcript.delta":
+                text += event.delta
+            elif event.type == "response.output_audio.delta":
+                pcm += base64.b64decode(event.delta)
+            elif event.type == "response.done":
+                return Turn(text, pcm, event.response)
+    raise AssertionError("the server ended the session before the response")
 
 
 def known_types(union: Any) -> dict[str, type[BaseModel]]:

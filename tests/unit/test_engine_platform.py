@@ -67,9 +67,20 @@ print(InterpreterOptions().sanitize_overflow, interpreter_builder.options.saniti
     assert run(code) == "True False"
 
 
-def test_preloading_leaves_nothing_that_forbids_a_fork():
+def test_preloading_has_all_models_and_leaves_nothing_that_forbids_a_fork():
     code = """
-import threading, torch, gc, omni_actors.engine.preload
+import sys, threading, torch, gc, omni_actors.engine.preload
+from omni_actors.engine.models.registry import MODULES, find_model_spec
 print(threading.active_count(), torch.cuda.is_initialized(), gc.get_freeze_count() > 100_000)
+before = set(sys.modules)
+for key in MODULES:
+    spec = find_model_spec(*key)
+    for path in filter(None, (spec.adapter, spec.runner)):
+        __import__(path.rpartition('.')[0])
+print(len(MODULES), set(sys.modules) - before)
 """
-    assert run(code).splitlines()[-1] == "1 False True"
+    *_, harmless, models = run(code).splitlines()
+    assert harmless == "1 False True"
+    count, later = models.split(maxsplit=1)
+    assert int(count) > 9
+    assert later == "set()", "every stage of every model is imported before the fork"
