@@ -87,6 +87,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def voices(self) -> Path:
+        """The folder for the voices that HTTP clients make, which the next run in this folder finds again."""
+        return self.path / "voices"
+
+    @property
     def segments(self) -> Path:
         """File with the list of the shared memory that the replicas hold."""
         return self.path / SEGMENTS

@@ -83,6 +83,7 @@ class Reports:
             parameters=parameters,
             max_media=requests.gate.max_media,
             adapters=tuple(self._pipeline.adapters),
+            speech=next((replica.speech for replica in loaded.values() if replica and replica.speech), None),
         )
 
     def _counts(self) -> dict[str, int]:

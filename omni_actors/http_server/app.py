@@ -26,6 +26,7 @@ from omni_actors.http_server import (
     speech,
     status,
     transcriptions,
+    voices,
     web_page,
 )
 from omni_actors.http_server.errors import HttpError, bad_field
@@ -124,7 +125,8 @@ def create_routes(
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_routing)
     app.add_exception_handler(Exception, _on_bug)
-    for module in (chat, responses, completions, speech, transcriptions, images, files, realtime, status, web_page):
+    audio = (speech, voices, transcriptions)
+    for module in (chat, responses, completions, *audio, images, files, realtime, status, web_page):
         app.include_router(module.router)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app

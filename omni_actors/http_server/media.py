@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+
+import numpy
 
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError
 from omni_actors.http_server.chat_messages import (
@@ -116,6 +119,20 @@ class MediaReader:
         items = [(Item(AUDIO_FILE, "The file", len(data)), data)]
         measured = await self._on_decoder(lambda decoder: decoder.measure(items, self._limits()), param)
         return {"type": "audio", "audio": data}, measured.seconds
+
+    async def samples(self, data: bytes, param: str, rate: int, most_seconds: float) -> numpy.ndarray:
+        """Decode an uploaded sound: f32 [samples], mono, at `rate` Hz.
+
+        Raises:
+            HttpError: 400 or 413, as for the media of messages.
+        """
+        if not data:
+            raise bad_field(param, "The file is empty.")
+        self._check_size(len(data), param)
+        limits = dataclasses.replace(self._limits(), audio_seconds=most_seconds, audio_rate=rate)
+        items = [(Item(AUDIO_FILE, "The recording", len(data)), data)]
+        (samples,) = await self._on_decoder(lambda decoder: decoder.decode(items, limits), param)
+        return samples
 
     async def pictures(self, files: Sequence[bytes], param: str, max_media: Mapping[str, int]) -> list[dict[str, Any]]:
         """The parts of a message with uploaded pictures.

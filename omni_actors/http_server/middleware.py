@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no secrets and cause no work
 VALID_TRACEPARENT = re.compile(TRACEPARENT)
-FORMS = ("/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits")
+FORMS = ("/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/voices", "/v1/images/edits")
 BODY_TYPES = dict.fromkeys(FORMS, "multipart/form-data")
 DEFAULT_BODY_TYPE = "application/json"
 WEBSOCKET_PATHS = frozenset({"/v1/realtime"})

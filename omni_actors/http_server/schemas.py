@@ -293,6 +293,7 @@ class SpeechRequest(Submission, frozen=True, kw_only=True):
     stream_format: Literal["audio", "sse"] | None = None
     speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None  # OpenAI's range; only 1 is possible
     instructions: Annotated[str, Meta(max_length=MAX_SPEECH_TEXT)] | None = None
+    language: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
 
 
 def voice_name(voice: str | VoiceId | None) -> str | None:

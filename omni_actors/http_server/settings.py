@@ -18,7 +18,7 @@ from omni_actors.config import HttpConfig
 from omni_actors.config.checks import check_http_sizes
 from omni_actors.config.wording import explain, sentence
 from omni_actors.errors import ConfigError
-from omni_actors.paths import check_readable, expanded
+from omni_actors.paths import check_folder_can_be_made, check_readable, expanded
 
 BACKLOG = 2048
 MAX_PEM_BYTES = 1 << 20
@@ -177,6 +177,8 @@ def check_listening(address: str, config: HttpConfig, api_key: str | None, insec
     host, port = parse_address(address)
     check_exposure(host, api_key, insecure)
     tls_context(config)
+    if config.voices_dir is not None:
+        check_folder_can_be_made(expanded(config.voices_dir, "http.voices_dir"), "http.voices_dir")
     _resolve(host, port)
     return host, port
 

@@ -1,7 +1,8 @@
-"""The route /v1/audio/speech: an omni model reads a text aloud.
+"""The route /v1/audio/speech: a model speaks a text.
 
-The pipeline has no stage that speaks a given text. The model is asked to repeat the text and speaks its own answer,
-which is nearly always the same. The events of `stream_format: "sse"` contain the text that was really spoken.
+A pipeline of a speech model speaks the text that it is given (`Description.speech`). One that answers has no stage for
+that: its model is asked to repeat the text and speaks its own answer, which is nearly always the same. The events of
+`stream_format: "sse"` contain the text that was really spoken.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Audio, Text
+from omni_actors.config import suggest
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.audio_formats import MEDIA_TYPES, encoded, feed, make_encoder
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.schemas import SpeechRequest, voice_name
-from omni_actors.http_server.state import State
+from omni_actors.http_server.state import ServerState, State
+from omni_actors.http_server.voices import recording_of
 from omni_actors.protocol.client import Description
+from omni_actors.protocol.speech import AUTO, CLIP, CLIP_RATE, INSTRUCTIONS, LANGUAGE, TRANSCRIPT, SpeechAbility
 
 router = APIRouter()
 BODY = JsonBody(SpeechRequest)
@@ -35,6 +39,8 @@ FIELDS: dict[str, str] = {
     ErrorCode.UNKNOWN_VOICE: "voice",
     ErrorCode.UNKNOWN_MODALITY: "model",
     ErrorCode.PROMPT_TOO_LONG: "input",
+    # The clip and what is said in it belong to the voice that the request names.
+    **dict.fromkeys((CLIP, CLIP_RATE, TRANSCRIPT), "voice"),
 }
 
 
@@ -46,14 +52,13 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
         raise bad_field("speed", message, "unsupported_value")
     description = await state.facts()
     state.model_name(body.model, description)
-    style = f" Speak like this: {body.instructions}." if body.instructions else ""
+    prompt, options = await (_spoken if description.speech else _read_aloud)(body, state, description)
     answer = await Answer.begin(
         request,
         state,
-        READ_ALOUD.format(style=style, text=body.input),
+        prompt,
         FIELDS,
-        modalities=["text", "audio"],
-        voice=state.voice(voice_name(body.voice), description, "voice"),
+        **options,
         params=state.stage_params(body.params_by_stage(), description, state.adapted(body.model, description, {})),
         seed=body.seed,
         timeout=body.timeout,
@@ -61,7 +66,9 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
     )
     timeout = state.settings.write_timeout
     if body.stream_format == "sse":
-        return AnswerResponse(answer, _events(answer, body.response_format, description), "text/event-stream", timeout)
+        given = body.input if description.speech else None
+        events = _events(answer, body.response_format, description, given)
+        return AnswerResponse(answer, events, "text/event-stream", timeout)
     if body.response_format == "flac" and body.stream_format is None:
         # FLAC states its length at the beginning. A stream cannot, so readers such as libsndfile fail at its end;
         # therefore FLAC is streamed only on explicit request.
@@ -71,6 +78,48 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
             return Response(await encoded(samples, "flac", description.sample_rate), media_type=MEDIA_TYPES["flac"])
     pieces = _encoded(answer, body.response_format, description)
     return AnswerResponse(answer, pieces, MEDIA_TYPES[body.response_format], timeout)
+
+
+async def _read_aloud(body: SpeechRequest, state: ServerState, description: Description) -> tuple[str, dict[str, Any]]:
+    """What a model that answers is asked, and options for the pipeline."""
+    if body.language is not None:
+        message = "This model finds the language of a text out by itself: leave language out."
+        raise bad_field("language", message, "unsupported_parameter")
+    style = f" Speak like this: {body.instructions}." if body.instructions else ""
+    voice = state.voice(voice_name(body.voice), description, "voice")
+    return READ_ALOUD.format(style=style, text=body.input), {"modalities": ["text", "audio"], "voice": voice}
+
+
+async def _spoken(body: SpeechRequest, state: ServerState, description: Description) -> tuple[str, dict[str, Any]]:
+    """The text for a model that speaks it, and options for the pipeline.
+
+    Raises:
+        HttpError: 400 for what this model does not take, or takes and does not get.
+    """
+    ability = description.speech or SpeechAbility()
+    information: dict[str, Any] = {}
+    if body.language is not None:
+        languages = {name.casefold(): name for name in (*ability.languages, AUTO)}
+        if body.language.casefold() not in languages:
+            nearest = suggest(body.language, list(languages.values()))
+            raise bad_field("language", f"language must be one of {', '.join(languages.values())}.{nearest}")
+        information[LANGUAGE] = languages[body.language.casefold()]
+    if body.instructions and ability.instructions == "none":
+        message = "This model takes no instructions: it speaks in the manner of its voice."
+        raise bad_field("instructions", message, "unsupported_parameter")
+    if body.instructions:
+        information[INSTRUCTIONS] = body.instructions
+    elif ability.instructions == "required":
+        message = "instructions: this model makes up a voice: describe it, and how it speaks."
+        raise bad_field("instructions", message, "missing_required_parameter")
+    if ability.clip == "none":
+        voice = state.voice(voice_name(body.voice), description, "voice")
+        return body.input, {"modalities": ["audio"], "voice": voice, "additional_information": information}
+    recorded, samples = await recording_of(voice_name(body.voice), state)
+    information |= {CLIP: samples, CLIP_RATE: recorded.rate}
+    if recorded.transcript is not None:
+        information[TRANSCRIPT] = recorded.transcript
+    return body.input, {"modalities": ["audio"], "additional_information": information}
 
 
 async def _encoded(answer: Answer, name: str, description: Description) -> AsyncIterator[bytes]:
@@ -84,8 +133,12 @@ async def _encoded(answer: Answer, name: str, description: Description) -> Async
         yield data
 
 
-async def _events(answer: Answer, name: str, description: Description) -> AsyncIterator[bytes]:
-    """Stream OpenAI's speech.audio.delta and speech.audio.done events, the latter with the spoken text."""
+async def _events(answer: Answer, name: str, description: Description, given: str | None) -> AsyncIterator[bytes]:
+    """Stream OpenAI's speech.audio.delta and speech.audio.done events, the latter with the spoken text.
+
+    Args:
+        given: that text, if the model speaks what it is given; `None` if it answers.
+    """
     encoder = make_encoder(name, description.sample_rate)
     texts: list[str] = []
 
@@ -108,6 +161,6 @@ async def _events(answer: Answer, name: str, description: Description) -> AsyncI
     done: dict[str, Any] = {
         "type": "speech.audio.done",
         "usage": token_counts(usage_of(answer.usage, description)),
-        "transcript": "".join(texts),
+        "transcript": "".join(texts) if given is None else given,
     }
     yield event(done)

@@ -23,6 +23,7 @@ from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Responses, Transcripts
 from omni_actors.http_server.tenants import TenantNames
 from omni_actors.http_server.turns import Turns
+from omni_actors.http_server.voice_store import VoiceStore
 from omni_actors.logs import get_logger
 from omni_actors.media.decoders import DecoderThreads
 from omni_actors.protocol.client import Description
@@ -45,6 +46,7 @@ class ServerState:
         self.files = FileStore(settings.files_bytes, settings.file_seconds)
         self.transcripts = Transcripts()
         self.responses = Responses()
+        self.voices = VoiceStore(settings.voices_dir, settings.voices)
         self._decoders = DecoderThreads()
         fetcher = fetcher or Fetcher(settings.media_hosts, settings.media_bytes)
         self.media = MediaReader(settings, fetcher, self.files, self.transcripts, self._decoders)

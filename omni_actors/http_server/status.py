@@ -1,7 +1,8 @@
-"""Routes about the server and its pipeline: health, models, voices, status, metrics, timelines."""
+"""Routes about the server and its pipeline: health, models, status, metrics, timelines."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
@@ -58,14 +59,6 @@ def _model(name: str, state: State, parent: str | None = None) -> dict[str, Any]
     }
 
 
-@router.get("/v1/audio/voices", response_class=Response)
-async def voices(state: State) -> Response:
-    """The values of `audio.voice` and `voice`: voices, and further names for some of them."""
-    voices = list((await state.describe()).voices)
-    aliases = {name: voice for name, voice in state.settings.voice_aliases.items() if name not in voices}
-    return json_response({"voices": voices, "aliases": aliases})
-
-
 @router.get("/v1/status", response_class=Response)
 async def status(state: State) -> Response:
     """The state of the pipeline and its replicas, as the web page shows it."""
@@ -76,7 +69,8 @@ async def status(state: State) -> Response:
             "models": state.model_names(description),
             "modalities": description.modalities,
             "parameters": description.parameters,
-            "voices": description.voices,
+            "voices": [*description.voices, *(voice.name for voice in await asyncio.to_thread(state.voices.all))],
+            "speech": description.speech,
             "outputs": description.outputs,
             "sample_rate": description.sample_rate,
             "healthy": description.healthy,

@@ -12,6 +12,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from omni_actors.addresses import resolve, resolve_eventually, source_address
 from omni_actors.client import AsyncOmniClient
 from omni_actors.config import PipelineConfig, placement
@@ -163,6 +165,8 @@ class Launcher:
         """
         keys = self._pipeline.coordinator.keys_dir
         settings = server_settings(self._pipeline.http, self.endpoint, keys, options)
+        if settings.voices_dir is None:
+            settings = replace(settings, voices_dir=str(self._run_directory.voices))
         log_file = self._run_directory.log_file("http")
         self._http = HttpChild(options.http, settings, options.http_insecure, log_file, self._on_http_failure)
         await self._http.start()

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_actors.errors import Aborted, EngineError, InvalidRequest, MalformedMedia, OmniError
-from omni_actors.media.limits import AUDIO_RATE, PIXEL_BYTES, MediaLimits, MediaTooLarge
+from omni_actors.media.limits import PIXEL_BYTES, MediaLimits, MediaTooLarge
 from omni_actors.media.messages import (
     AUDIO_ARRAY,
     AUDIO_FILE,
@@ -204,7 +204,7 @@ def _room_for(shape: tuple[int, ...], item: Item, limits: MediaLimits, pixels: i
     sound = item.kind in (AUDIO_ARRAY, AUDIO_FILE)
     dimensions = 1 if sound else 3 if item.kind == IMAGE_FILE else 4
     size = math.prod(shape)
-    most = int((limits.audio_seconds + 1) * AUDIO_RATE) if sound else pixels
+    most = int((limits.audio_seconds + 1) * limits.audio_rate) if sound else pixels
     if len(shape) != dimensions or not 0 < size <= most or (not sound and shape[-1] != PIXEL_BYTES) or min(shape) < 1:
         raise ValueError(f"it answered the shape {shape}")
     return np.empty(shape, np.float32 if sound else np.uint8)

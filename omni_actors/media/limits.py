@@ -38,6 +38,7 @@ class MediaLimits:
         min_side: smallest width or height of an image or a frame.
         channels: audio channels in a file, which are averaged.
         rate: highest sample rate in Hz.
+        audio_rate: what decoded audio is resampled to, in Hz.
     """
 
     decoded_bytes: int = 256 << 20
@@ -51,6 +52,7 @@ class MediaLimits:
     min_side: int = 4
     channels: int = 16
     rate: int = 768_000
+    audio_rate: int = AUDIO_RATE
 
 
 class Budget:

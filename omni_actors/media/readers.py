@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from omni_actors.errors import EngineError, InvalidRequest, MalformedMedia, OmniError
 from omni_actors.media import containers
 from omni_actors.media.limits import (
-    AUDIO_RATE,
     PIXEL_BYTES,
     SAMPLE_BYTES,
     Budget,
@@ -75,7 +74,7 @@ def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> Announced
 
 
 def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budget, what: str) -> Decoded:
-    """Decode a medium to f32 [samples] at 16 kHz, u8 [height, width, 3] or u8 [frames, height, width, 3].
+    """Decode a medium to f32 [samples] at `limits.audio_rate`, u8 [height, width, 3] or u8 [frames, height, width, 3].
 
     Args:
         rate: of an array of samples, in Hz.
@@ -88,7 +87,7 @@ def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budge
         samples = np.frombuffer(data, dtype=np.float32)
         step = BLOCK_BYTES // SAMPLE_BYTES
         blocks = (samples[at : at + step] for at in range(0, len(samples), step))
-        return _read(lambda: to_model_rate(blocks, rate, what), what)
+        return _read(lambda: resampled(blocks, rate, limits.audio_rate, what), what)
     if kind == AUDIO_FILE:
         return _read(lambda: _decode_audio(data, limits, what, budget), what)
     if kind == IMAGE_FILE:
@@ -185,13 +184,13 @@ def _check_audio_header(file: soundfile.SoundFile, limits: MediaLimits, what: st
 
 
 def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Samples:
-    """Mono f32 [samples] at 16 kHz from a file that libsndfile (WAV, FLAC, Ogg, MP3) or FFmpeg knows."""
+    """Mono f32 [samples] at `limits.audio_rate` from a file that libsndfile (WAV, FLAC, Ogg, MP3) or FFmpeg knows."""
     if not _is_known(data):
         rate = containers.sound_rate(data, limits, what)
-        return to_model_rate(containers.sound_blocks(data, limits, what, budget), rate, what)
+        return resampled(containers.sound_blocks(data, limits, what, budget), rate, limits.audio_rate, what)
     with _Stream(io.BytesIO(data)) as file:
         _check_audio_header(file, limits, what)
-        return to_model_rate(_mono_blocks(file, limits, what, budget), file.samplerate, what)
+        return resampled(_mono_blocks(file, limits, what, budget), file.samplerate, limits.audio_rate, what)
 
 
 def _mono_blocks(file: soundfile.SoundFile, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
@@ -206,15 +205,15 @@ def _mono_blocks(file: soundfile.SoundFile, limits: MediaLimits, what: str, budg
         raise MalformedMedia(f"{what} holds no samples.")
 
 
-def to_model_rate(blocks: Iterable[Samples], rate: int, what: str) -> Samples:
-    """Join blocks of mono samples at `rate` Hz, resampled to 16 kHz one by one.
+def resampled(blocks: Iterable[Samples], rate: int, wanted: int, what: str) -> Samples:
+    """Join blocks of mono samples at `rate` Hz, resampled to `wanted` Hz one by one.
 
     The result has the same bits as if all of them were resampled at once.
 
     Raises:
         MalformedMedia: a sample is not finite, or there are too few.
     """
-    resampler = soxr.ResampleStream(rate, AUDIO_RATE, 1, dtype="float32") if rate != AUDIO_RATE else None
+    resampler = soxr.ResampleStream(rate, wanted, 1, dtype="float32") if rate != wanted else None
     pieces: list[Samples] = []
     for block in blocks:
         check_finite(bool(np.isfinite(block).all()), what)

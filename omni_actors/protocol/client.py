@@ -14,6 +14,7 @@ from omni_actors.protocol.header import Body
 from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, StageParams
 from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Progress, StageUsage, TextDelta
+from omni_actors.protocol.speech import SpeechAbility
 from omni_actors.protocol.telemetry import RequestTimeline
 from omni_actors.protocol.tensors import TensorRef
 
@@ -97,6 +98,7 @@ class Description(Body, tag="description", frozen=True):
         adapters: names of LoRA adapters, each of which is also the name of a model.
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
         parameters: those that a stage's model declares, by stage; stages whose model declares none are missing.
+        speech: what the pipeline can do if it speaks the text that it is given; `None` if it answers.
     """
 
     pipeline: str
@@ -119,6 +121,7 @@ class Description(Body, tag="description", frozen=True):
     speech_running: int = 0
     speech_places: int = 0
     parameters: dict[str, tuple[Parameter, ...]] = {}
+    speech: SpeechAbility | None = None
 
 
 class Operation(enum.StrEnum):

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from omni_actors.protocol.fields import Count, Endpoint, Moment, Name
 from omni_actors.protocol.header import Body, ReplicaId
 from omni_actors.protocol.parameters import MAX_PARAMETERS, Parameter
+from omni_actors.protocol.speech import SpeechAbility
 from omni_actors.protocol.telemetry import Snapshot
 
 
@@ -54,7 +55,8 @@ class Ready(Body, tag="ready", frozen=True):
 
     `phases` are the parts of that time by name. The rest are facts about the model, empty or 0 where they do not apply:
     voices, `sample_rate` in Hz, the longest input in tokens, the names of the additional information that this stage
-    wants, how many media a prompt may have, by modality, and the parameters that the model declares.
+    wants, how many media a prompt may have, by modality, the parameters that the model declares, and what a stage that
+    speaks a given text can do.
     """
 
     seconds: float
@@ -65,6 +67,7 @@ class Ready(Body, tag="ready", frozen=True):
     phases: Annotated[dict[Name, float], Meta(max_length=64)] = {}
     max_media: dict[Name, Count] = {}
     parameters: Annotated[tuple[Parameter, ...], Meta(max_length=MAX_PARAMETERS)] | None = None
+    speech: SpeechAbility | None = None
 
 
 class Peer(Struct, frozen=True, array_like=True):

@@ -3,7 +3,8 @@
 It lets tests and benchmarks load sockets, coordinator and actors with thousands of requests in seconds. Its `outputs`
 decide what it makes: one character per token for `text`, `samples_per_token` samples per token for `audio`. It streams
 every token to the next stage, with a row of `row_width` values whose bytes repeat the token; the next stage checks
-those of the last row. For pictures see `echo_pictures.py`.
+those of the last row. With `speech` it is a stage that speaks its prompt, after the additional information of the
+request, as `name=value`. For pictures see `echo_pictures.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from omni_actors.config.wording import reworded, sentence
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.protocol.fields import Name, unpack_token_ids
 from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.speech import SPEECH_INFORMATION, SpeechAbility
 from omni_actors.protocol.stage import LATENTS
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.echo_pictures import PARAMETERS, SCALE, Drawing, decoded
@@ -68,6 +70,7 @@ class EchoOptions:
     samples_per_token: Annotated[int, Meta(ge=0, le=10_000_000)] = 480
     voices: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ("Chelsie", "Ethan")
     latents: bool = False  # make those of a picture, for the stages after it
+    speech: SpeechAbility | None = None  # that it declares
     sound: bool = False  # make audio although it is no output of the stage; it then goes to the stages after it
     fail_start: Text = ""  # with which loading fails
     fail_start_if: Text = ""  # a file: while it exists loading fails
@@ -134,10 +137,12 @@ class EchoEngine(StageEngine):
     def facts(self) -> EngineFacts:
         """Voices and sample rate if the stage makes sound, and the limit of the options."""
         return EngineFacts(
-            voices=tuple(self._options.voices) if self._sounds else (),
+            voices=tuple(self._options.voices) if self._sounds or self._options.speech else (),
             sample_rate=SAMPLE_RATE if self._sounds else 0,
             max_input_tokens=self._options.max_input_tokens,
             parameters=PARAMETERS if self._draws else None,
+            wants_information=SPEECH_INFORMATION if self._options.speech else (),
+            speech=self._options.speech,
         )
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
@@ -151,7 +156,7 @@ class EchoEngine(StageEngine):
         if inputs.prompt is not None:
             if inputs.prompt.tools is not None:
                 raise InvalidRequest("tools: an echo stage calls none.", field="tools")
-            tokens = unpack_token_ids(inputs.prompt.token_ids)
+            tokens = [*_told(request), *unpack_token_ids(inputs.prompt.token_ids)]
             for message in inputs.prompt.messages:
                 for part in message.content:
                     tokens += (part.text or "").encode()
@@ -262,6 +267,16 @@ class EchoEngine(StageEngine):
         self._active.clear()
         if self._options.fail_shutdown:
             raise EngineError(self._options.fail_shutdown)
+
+
+def _told(request: StageRequest) -> bytes:
+    """Voice and additional information of a request to a stage with `speech`; size and highest value of a tensor."""
+    told = ""
+    for name, value in sorted({**request.information, **({"voice": request.voice} if request.voice else {})}.items()):
+        if isinstance(value, HostTensor):
+            value = f"{value.shape[0]}@{max(memoryview(value.data).cast('f')):.2f}"
+        told += f"{name}={value} "
+    return told.encode()
 
 
 def _row(token: int, width: int) -> bytes:

@@ -16,6 +16,7 @@ from omni_actors.protocol.logprobs import PositionLogprobs
 from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.payloads import InformationValue, Prompt, StageParams
 from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.speech import SpeechAbility
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.protocol.tools import ToolCallPiece
 
@@ -208,6 +209,7 @@ class EngineFacts:
         wants_information: names of the additional information that a client may send to it.
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
         parameters: what requests may set for this stage besides `seed`; `None` for the parameters of its kind.
+        speech: what it can do if it is an entry stage that speaks the text it is given.
     """
 
     voices: tuple[str, ...] = ()
@@ -217,6 +219,7 @@ class EngineFacts:
     wants_information: tuple[str, ...] = ()
     max_media: Mapping[str, int] = field(default_factory=dict)
     parameters: tuple[Parameter, ...] | None = None
+    speech: SpeechAbility | None = None
 
 
 class StageEngine(ABC):

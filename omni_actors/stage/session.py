@@ -185,6 +185,7 @@ class Session:
                 phases=dict(phases),
                 max_media=dict(facts.max_media),
                 parameters=with_defaults(facts.parameters, self._stage.sampling),
+                speech=facts.speech,
             )
         )
         loop = EngineLoop(

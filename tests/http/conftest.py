@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from playwright.sync_api import Browser, Page
 
@@ -43,6 +44,22 @@ def pictures(picture_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
     """Echo stages that make pictures; idle again after each test."""
     yield picture_pipeline
     picture_pipeline.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def cloning_pipeline() -> Iterator[HttpPipeline]:
+    overrides = {"stages.code2wav.engine.samples_per_token": 1, "http.voices": 3, "http.voice_aliases.alloy": "Mara"}
+    with HttpPipeline(REPOSITORY / "stage_configs" / "echo_speech.yaml", overrides) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def cloning(cloning_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """A pipeline that speaks with the voice of a recording; idle and without voices after each test."""
+    yield cloning_pipeline
+    cloning_pipeline.assert_idle()
+    for name in httpx.get(f"{cloning_pipeline.url}/v1/audio/voices").json()["voices"]:
+        assert httpx.delete(f"{cloning_pipeline.url}/v1/audio/voices/{name}").status_code == 200
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,9 @@ BLOCKS = [
 def test_example(request: pytest.FixtureRequest, tmp_path: Path, language: str, block: str) -> None:
     needs_model = "structured_outputs" in block  # an echo stage writes what it is given
     draws = "/v1/images/" in block or "images.generate" in block
-    pipeline: HttpPipeline = request.getfixturevalue("tiny_http" if needs_model else "pictures" if draws else "echo")
+    clones = "/v1/audio/voices" in block
+    kind = "tiny_http" if needs_model else "pictures" if draws else "cloning" if clones else "echo"
+    pipeline: HttpPipeline = request.getfixturevalue(kind)
     model = "tiny-qwen2.5-omni" if needs_model else "echo"
     (tmp_path / "sea.png").write_bytes(picture())
     (tmp_path / "question.wav").write_bytes(sound())

@@ -87,6 +87,7 @@ from omni_actors.protocol.results import (
     TextDelta,
     Unreachable,
 )
+from omni_actors.protocol.speech import SpeechAbility
 from omni_actors.protocol.stage import Begin, Chunk, Ended, IntoStage, OpenRequest, Resend
 from omni_actors.protocol.telemetry import (
     EndedWork,
@@ -301,6 +302,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     (Progress(step=3, steps=8, stage="dit"), []),
     (OpenRequest(route=(REPLICA,), params=PICTURE_PARAMS, seed=9), []),
     (Ready(seconds=1.5, parameters=PARAMETERS), []),
+    (Ready(seconds=1.5, speech=SpeechAbility(("German",), "optional", "required", 1.0, 20.0)), []),
     (Description("p", "m", ("image",), (), 0, True, 1, 9, (), parameters={"dit": PARAMETERS}), []),
 ]
 HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)

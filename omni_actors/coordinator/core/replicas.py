@@ -12,6 +12,7 @@ from omni_actors.protocol.client import StageStatus
 from omni_actors.protocol.control import ArenaAddress, Peer, Ready
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.protocol.parameters import Parameter
+from omni_actors.protocol.speech import SpeechAbility
 from omni_actors.transitions import advance
 
 STALE_ENTRIES = 64  # that a stage's heap may hold in addition to twice its replicas
@@ -74,6 +75,7 @@ class Replica:
     wants_information: tuple[str, ...] = ()
     max_media: Mapping[str, int] = field(default_factory=dict)
     parameters: tuple[Parameter, ...] | None = None  # that its model declares
+    speech: SpeechAbility | None = None
     loaded: bool = False  # its model has told these facts
     progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
@@ -156,7 +158,7 @@ class Replica:
         self.max_input_tokens = facts.max_input_tokens
         self.wants_information = facts.wants_information
         self.max_media = facts.max_media
-        self.parameters, self.loaded = facts.parameters, True
+        self.parameters, self.speech, self.loaded = facts.parameters, facts.speech, True
 
     def hold(self, request_id: str) -> None:
         """Bind a request to it."""

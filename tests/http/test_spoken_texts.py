@@ -1,0 +1,246 @@
+"""Pipelines that speak the text they are given: /v1/audio/speech, and voices that clients make of recordings.
+
+The echo stages speak what they are told as `name=value`, and then the text, a sample for each character.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy
+import openai
+import psutil
+import pytest
+import soundfile
+
+from omni_actors.client import OmniClient
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.settings import ServerSettings
+from tests.support.paths import REPOSITORY
+from tests.support.processes import processes_titled
+from tests.support.servers import HttpPipeline, serving, sound, tone, wait_healthy
+from tests.support.waiting import until
+
+ONE_SAMPLE = {"stages.code2wav.engine.samples_per_token": 1}
+TEXT = "The tide is full."
+RECORDING = sound(2.0)
+TOLD = "clip=48000@0.30 clip_rate=24000 "  # of RECORDING, at the pipeline's rate
+
+
+@pytest.fixture(scope="session")
+def preset_pipeline() -> Iterator[HttpPipeline]:
+    speech = {"languages": ["English", "German"], "instructions": "none", "clip": "none"}
+    overrides = {
+        **ONE_SAMPLE,
+        "stages.talker.engine.speech": json.dumps(speech),
+        "stages.talker.engine.voices": json.dumps(["vivian", "ryan"]),
+    }
+    with HttpPipeline(REPOSITORY / "stage_configs" / "echo_speech.yaml", overrides) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def preset(preset_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """A pipeline with voices of its own; idle again after each test."""
+    yield preset_pipeline
+    preset_pipeline.assert_idle()
+
+
+def said(pcm: bytes) -> str:
+    """What the echo stages said, from its samples."""
+    return bytes((numpy.frombuffer(pcm, "<i2") / 32767 * 256).round().astype(numpy.uint8)).decode()
+
+
+def voices(url: str) -> dict:
+    return httpx.get(f"{url}/v1/audio/voices").json()
+
+
+def create(url: str, recording: bytes = RECORDING, **fields: object) -> httpx.Response:
+    files = {"audio_sample": ("a", recording)}
+    return httpx.post(f"{url}/v1/audio/voices", files=files, data={"name": "Mara", **fields}, timeout=30)
+
+
+def speak(pipeline: HttpPipeline, **fields: object) -> str:
+    known = {name: fields.pop(name) for name in ("voice", "instructions") if name in fields}
+    options = {"model": pipeline_model(pipeline), "input": TEXT, "response_format": "pcm", **known}
+    options.setdefault("voice", "default")
+    return said(pipeline.openai().audio.speech.create(**options, extra_body=fields).content)
+
+
+def pipeline_model(pipeline: HttpPipeline) -> str:
+    return str(pipeline.openai().models.list().data[0].id)
+
+
+def refusal(response: httpx.Response) -> tuple[int, str, str]:
+    error = response.json()["error"]
+    return response.status_code, error["param"], error["code"]
+
+
+def test_the_text_that_is_given_is_spoken(preset: HttpPipeline) -> None:
+    assert speak(preset) == TEXT
+    assert speak(preset, voice="ryan", language="german") == f"language=German voice=ryan {TEXT}"
+    assert speak(preset, language="Auto") == f"language=auto {TEXT}"
+    wav = preset.openai().audio.speech.create(model="echo-speech", input=TEXT, voice="vivian", response_format="wav")
+    samples, rate = soundfile.read(io.BytesIO(wav.content), dtype="int16")
+    assert rate == 24_000
+    assert said(samples.astype("<i2").tobytes()) == f"voice=vivian {TEXT}"
+
+
+def test_events_have_the_sound_and_the_text(preset: HttpPipeline) -> None:
+    body = {"input": TEXT, "response_format": "pcm", "stream_format": "sse"}
+    lines = httpx.post(f"{preset.url}/v1/audio/speech", json=body).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert said(b"".join(base64.b64decode(event["audio"]) for event in events[:-1])) == TEXT
+    assert events[-1]["type"] == "speech.audio.done"
+    assert events[-1]["transcript"] == TEXT
+    assert events[-1]["usage"]["output_tokens"] == len(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"voice": "alice"}, "voice", "unknown_voice"),
+        ({"language": "Klingon"}, "language", "invalid_value"),
+        ({"instructions": "Slowly."}, "instructions", "unsupported_parameter"),
+        ({"speed": 1.5}, "speed", "unsupported_value"),
+        ({"input": ""}, "input", "invalid_value"),
+    ],
+)
+def test_what_a_model_with_voices_of_its_own_does_not_take(preset: HttpPipeline, fields, param, code) -> None:
+    answer = httpx.post(f"{preset.url}/v1/audio/speech", json={"input": TEXT, **fields})
+    assert refusal(answer) == (400, param, code)
+
+
+def test_a_model_with_voices_of_its_own_takes_no_recordings(preset: HttpPipeline) -> None:
+    assert refusal(create(preset.url)) == (400, "audio_sample", "unsupported_parameter")
+    assert voices(preset.url) == {"voices": ["vivian", "ryan"], "aliases": {}, "created": []}
+
+
+def test_a_voice_is_made_of_a_recording_used_and_deleted(cloning: HttpPipeline) -> None:
+    """By name in any case, by id and by alias; with the recording, at the pipeline's rate, and what is said in it."""
+    url = cloning.url
+    assert voices(url) == {"voices": [], "aliases": {"alloy": "Mara"}, "created": []}
+    client = cloning.openai()
+    voice = client.audio.voices.create(
+        name="Mara",
+        audio_sample=("a.wav", RECORDING),
+        consent="cons_1",
+        model="auto",
+        type="audio_sample",
+        extra_body={"transcript": "One, two."},
+    )
+    made = voice.to_dict()
+    assert made.items() >= {"object": "audio.voice", "name": "Mara", "seconds": 2.0, "transcript": "One, two."}.items()
+    assert voices(url) == {"voices": ["Mara"], "aliases": {"alloy": "Mara"}, "created": [made]}
+    assert httpx.get(f"{url}/v1/status").json()["voices"] == ["Mara"]
+    assert httpx.get(f"{url}/v1/audio/voices/{made['id']}").json() == made
+    told = f"{TOLD}transcript=One, two. "
+    for name in ("Mara", "mara", {"id": voice.id}, "alloy"):
+        assert speak(cloning, voice=name) == f"{told}{TEXT}"
+    wanted = f"{TOLD}instructions=Slowly. language=English transcript=One, two. {TEXT}"
+    assert speak(cloning, voice="Mara", instructions="Slowly.", language="English") == wanted
+    assert refusal(create(url, name="MARA")) == (400, "name", "invalid_value")
+    deleted = httpx.delete(f"{url}/v1/audio/voices/mara").json()
+    assert deleted == {"id": made["id"], "object": "audio.voice", "name": "Mara", "deleted": True}
+    assert refusal(httpx.delete(f"{url}/v1/audio/voices/mara")) == (404, "voice", "voice_not_found")
+    answer = httpx.post(f"{url}/v1/audio/speech", json={"input": TEXT, "voice": "Mara"})
+    assert refusal(answer) == (400, "voice", "unknown_voice")
+    answer = httpx.post(f"{url}/v1/audio/speech", json={"input": TEXT})
+    assert refusal(answer) == (400, "voice", "missing_required_parameter")
+
+
+@pytest.mark.parametrize("format", ["FLAC", "MP3", "OGG"])
+def test_a_recording_has_any_format_that_is_read(cloning: HttpPipeline, format: str) -> None:
+    assert create(cloning.url, sound(1.0, 44_100, format)).json()["seconds"] == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("recording", "fields", "wanted"),
+    [
+        (b"", {}, (400, "audio_sample", "invalid_value")),
+        (b"no sound at all", {}, (400, "audio_sample", "malformed_media")),
+        (RECORDING[: len(RECORDING) // 2], {"name": ""}, (400, "name", "invalid_value")),
+        (sound(30.5, 8000), {}, (413, "audio_sample", "media_too_large")),
+        (sound(0.4), {}, (400, "audio_sample", "invalid_value")),
+        (RECORDING, {"name": "a/b"}, (400, "name", "invalid_value")),
+        (RECORDING, {"name": " a"}, (400, "name", "invalid_value")),
+        (RECORDING, {"name": "x" * 65}, (400, "name", "invalid_value")),
+        (RECORDING, {"name": "Default"}, (400, "name", "invalid_value")),
+        (RECORDING, {"name": "Alloy"}, (400, "name", "invalid_value")),
+        (RECORDING, {"name": "voice_0123"}, (400, "name", "invalid_value")),
+        (RECORDING, {"transcript": "x" * 2049}, (400, "transcript", "invalid_value")),
+        (RECORDING, {"rate": 3}, (400, "rate", "unknown_parameter")),
+        (RECORDING, {"model": "another"}, (404, "model", "model_not_found")),
+        (RECORDING, {"type": "prompt"}, (400, "type", "invalid_value")),
+    ],
+)
+def test_recordings_and_names_that_are_refused(cloning: HttpPipeline, recording, fields, wanted) -> None:
+    assert refusal(create(cloning.url, recording, **fields)) == wanted
+    assert voices(cloning.url)["created"] == []
+
+
+@pytest.mark.parametrize("level", [0.0, 0.001])
+def test_a_silent_recording_is_no_voice(cloning: HttpPipeline, level: float) -> None:
+    sink = io.BytesIO()
+    soundfile.write(sink, level * tone(2.0), 16_000, format="WAV")
+    assert refusal(create(cloning.url, sink.getvalue())) == (400, "audio_sample", "invalid_value")
+
+
+def test_there_are_only_so_many_voices(cloning: HttpPipeline) -> None:
+    for name in ("a", "b", "c"):
+        assert create(cloning.url, name=name).status_code == 200
+    assert refusal(create(cloning.url, name="d")) == (400, "name", "too_many_voices")
+    httpx.delete(f"{cloning.url}/v1/audio/voices/b")
+    assert create(cloning.url, name="d").status_code == 200
+    assert voices(cloning.url)["voices"] == ["a", "c", "d"]
+
+
+def test_voices_outlive_the_server_and_other_servers_have_them(cloning: HttpPipeline) -> None:
+    create(cloning.url)
+    folder = str(cloning.run_dir / "voices")
+    with serving(create_app(ServerSettings(endpoint=cloning.endpoint, voices_dir=folder))) as other:
+        assert voices(other)["voices"] == ["Mara"]
+        create(other, name="Ben")
+    assert speak(cloning, voice="ben") == f"{TOLD}{TEXT}"
+    (server,) = processes_titled("omni:http", cloning.process.pid)
+    psutil.Process(server).kill()
+    until(lambda: not psutil.pid_exists(server), what="the end of the server")
+    wait_healthy(cloning.url)
+    assert speak(cloning, voice="Ben") == f"{TOLD}{TEXT}"
+
+
+def test_a_damaged_voice_is_left_out_and_can_be_replaced(cloning: HttpPipeline) -> None:
+    made = create(cloning.url).json()
+    (path,) = Path(cloning.run_dir / "voices").glob(f"{made['id']}*")
+    assert path.stat().st_mode & 0o777 == 0o600
+    os.truncate(path, path.stat().st_size - 4)
+    assert voices(cloning.url)["created"] == []
+    assert create(cloning.url).json()["name"] == "Mara"
+
+
+def test_a_server_without_a_folder_makes_no_voices(cloning: HttpPipeline) -> None:
+    with serving(create_app(ServerSettings(endpoint=cloning.endpoint))) as other:
+        answer = create(other)
+    assert answer.status_code == 400
+    assert "--http-voices-dir" in answer.json()["error"]["message"]
+
+
+def test_the_client_library_speaks_with_a_recording(cloning: HttpPipeline) -> None:
+    with OmniClient(cloning.endpoint) as client:
+        ability = client.describe().speech
+        assert ability.clip == "required"
+        assert ability.languages == ("English", "German")
+
+
+def test_a_model_that_answers_reads_aloud_as_ever(echo: HttpPipeline) -> None:
+    body = {"input": TEXT, "voice": "Ethan", "language": "German"}
+    assert refusal(httpx.post(f"{echo.url}/v1/audio/speech", json=body)) == (400, "language", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError) as caught:
+        echo.openai().audio.speech.create(model="echo", input=TEXT, voice="Mara")
+    assert caught.value.code == "unknown_voice"
