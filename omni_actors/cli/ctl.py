@@ -1,4 +1,4 @@
-"""Inspects and operates a running pipeline: `omni-actors ctl [ENDPOINT] status|drain|restart|shutdown`."""
+"""Inspects and operates a running pipeline: `omni-actors ctl [ENDPOINT] status|drain|restart|scale|shutdown`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from collections.abc import Sequence
 
 from omni_actors import flags
 from omni_actors.cli.connection import Connection, add_connection, connection, with_flag
+from omni_actors.cli.formatting import state
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout
+from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout, StageUnavailable
 from omni_actors.processes import EXIT_FAILED, EXIT_OK
-from omni_actors.protocol.client import Operation, Report
+from omni_actors.protocol.client import Operate, Operation, Report, StageStatus
 
 POLL_SECONDS = 0.1
+LARGEST = 65535  # number of a replica, of replicas or of a node that the protocol has room for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
     options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
     try:
-        stage, replica = _target(options.replica) if "replica" in options else ("", 0)
-        return asyncio.run(_run(connection(options), options, Operation(options.operation), stage, replica))
+        return asyncio.run(_run(connection(options), options, _order(options)))
     except OmniError as error:
         print(f"error ({error.code.value}): {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
-    usage = "omni-actors ctl [ENDPOINT] status | drain STAGE/REPLICA | restart STAGE/REPLICA | shutdown"
+    usage = "omni-actors ctl [ENDPOINT] status | drain STAGE/REPLICA | restart STAGE/REPLICA | scale STAGE N | shutdown"
     parser = flags.CommandParser(prog="omni-actors ctl", usage=usage, description=__doc__)
     add_connection(parser)
     operations = parser.add_subparsers(dest="operation", required=True)
@@ -41,51 +42,99 @@ def parser() -> argparse.ArgumentParser:
     ):
         command = operations.add_parser(name, help=text)
         command.add_argument("replica", metavar="STAGE/REPLICA", help="for instance talker/0")
-        command.add_argument(
-            "--wait", type=flags.seconds_or_none, default=0.0, metavar="SECONDS", help="wait until it is done"
-        )
+        _add_wait(command)
+    scale = operations.add_parser("scale", help="give a stage N replicas, without failing a request")
+    scale.add_argument("stage", metavar="STAGE", help="for instance talker")
+    scale.add_argument("count", type=_count, metavar="N", help="its replicas from now on, without its spares")
+    scale.add_argument("--node", type=_count, metavar="RANK", help="add them on this node, or remove them from it")
+    _add_wait(scale)
     operations.add_parser("shutdown", help="end the pipeline, as SIGTERM does")
     return parser
 
 
+def _add_wait(command: argparse.ArgumentParser) -> None:
+    text = "wait until it is done"
+    command.add_argument("--wait", type=flags.seconds_or_none, default=0.0, metavar="SECONDS", help=text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to {LARGEST}")
+    return int(text)
+
+
 def _target(text: str) -> tuple[str, int]:
     stage, separator, number = text.partition("/")
-    if not stage or not separator or not number.isdecimal() or int(number) > 65535:
+    if not stage or not separator or not number.isdecimal() or int(number) > LARGEST:
         raise InvalidRequest(f"{text!r} does not name a replica.", hint="Write STAGE/REPLICA, for instance talker/0.")
     return stage, int(number)
 
 
-async def _run(
-    pipeline: Connection, options: argparse.Namespace, operation: Operation, stage: str, replica: int
-) -> int:
+def _order(options: argparse.Namespace) -> Operate:
+    """The command as the coordinator takes it."""
+    operation = Operation(options.operation)
+    if operation is Operation.SCALE:
+        if not options.stage:
+            raise InvalidRequest("The name of the stage is empty.", hint="Write scale STAGE N, for instance talker 3.")
+        return Operate(operation, options.stage, count=options.count, node=options.node)
+    stage, replica = _target(options.replica) if "replica" in options else ("", 0)
+    return Operate(operation, stage, replica)
+
+
+async def _run(pipeline: Connection, options: argparse.Namespace, order: Operate) -> int:
     async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
         before = await client.operate(Operation.STATUS)
-        report = await client.operate(operation, stage, replica)
-        if operation is Operation.STATUS:
+        report = await client.operate(order.operation, order.stage, order.replica, count=order.count, node=order.node)
+        if order.operation is Operation.STATUS:
             print(render(report))
             return EXIT_OK
         print(report.text)
-        if stage and options.wait:
-            await _wait(client, operation, before, stage, replica, options.wait)
+        if order.stage and options.wait:
+            await _wait(client, order, _epoch(before, order.stage, order.replica), options.wait)
             print("done")
     return EXIT_OK
 
 
-async def _wait(
-    client: AsyncOmniClient, operation: Operation, before: Report, stage: str, replica: int, seconds: float
-) -> None:
-    former = _epoch(before, stage, replica)
+async def _wait(client: AsyncOmniClient, order: Operate, former: int, seconds: float) -> None:
+    """Wait until an order is carried out. `former`: the epoch that the replica had before.
+
+    Raises:
+        StageUnavailable: a replica that was added is given up.
+        RequestTimeout: it takes more than `seconds`.
+    """
     deadline = asyncio.get_running_loop().time() + seconds
     while True:
-        description = await client.describe()
-        status = next(item for item in description.stages if (item.stage, item.replica) == (stage, replica))
-        if operation is Operation.DRAIN and not status.in_flight:
-            return
-        if operation is Operation.RESTART and status.epoch != former and status.state == "ready":
+        stages = (await client.describe()).stages
+        if order.operation is Operation.SCALE:
+            pending = _changing([status for status in stages if status.stage == order.stage])
+        else:
+            place = (order.stage, order.replica)
+            pending = _unfinished(next(item for item in stages if (item.stage, item.replica) == place), order, former)
+        if not pending:
             return
         if asyncio.get_running_loop().time() > deadline:
-            raise RequestTimeout(f"{stage}/{replica} is {status.state} with {status.in_flight} requests.", hint="")
+            raise RequestTimeout(f"{pending}.", hint="It goes on; look at it with `omni-actors ctl status`.")
         await asyncio.sleep(POLL_SECONDS)
+
+
+def _changing(replicas: Sequence[StageStatus]) -> str:
+    """The replicas of a stage that still come or go, "" for none."""
+    dead = [f"{item.stage}/{item.replica}" for item in replicas if item.joining and item.state == "dead"]
+    if dead:
+        raise StageUnavailable(
+            f"{', '.join(dead)} did not start and is given up.",
+            hint="Its log says why. Restart it with `omni-actors ctl restart`, or scale the stage down again.",
+        )
+    changing = [item for item in replicas if item.joining or item.leaving]
+    return ", ".join(f"{item.stage}/{item.replica} is {state(item)}" for item in changing)
+
+
+def _unfinished(status: StageStatus, order: Operate, former: int) -> str:
+    """What is left of a drain or a restart, "" for nothing."""
+    drained = order.operation is Operation.DRAIN and not status.in_flight
+    restarted = order.operation is Operation.RESTART and status.epoch != former and status.state == "ready"
+    what = f"{status.stage}/{status.replica} is {status.state} with {status.in_flight} requests"
+    return "" if drained or restarted else what
 
 
 def _epoch(report: Report, stage: str, replica: int) -> int:
@@ -100,9 +149,10 @@ def render(report: Report) -> str:
     if shown.speech_places:
         requests += f", {shown.speech_running} of {shown.speech_places} speaking, {shown.speech_waiting} waiting to"
     lines = [f"{shown.pipeline}: {health}, {requests}"]
+    hosts = any(stage.node for stage in shown.stages)
     edges = {(edge.stage, edge.replica): edge for edge in report.edges}
     for stage in shown.stages:
-        text = f"  {stage.stage}/{stage.replica}: {stage.state}{' (spare)' if stage.spare else ''}"
+        text = f"  {stage.stage}/{stage.replica}: {state(stage)}{f' on node {stage.node}' if hosts else ''}"
         text += f", epoch {stage.epoch}, pid {stage.pid}"
         text += f", {stage.in_flight} requests"
         edge = edges.get((stage.stage, stage.replica))

@@ -1,6 +1,8 @@
-"""Durations and sizes as people read them in the terminal."""
+"""Durations, sizes and states as people read them in the terminal."""
 
 from __future__ import annotations
+
+from omni_actors.protocol.client import StageStatus
 
 
 def duration(seconds: float) -> str:
@@ -21,3 +23,10 @@ def size(n_bytes: float) -> str:
         if n_bytes < 1024:
             return f"{n_bytes:.1f} {unit}"
     return f"{n_bytes / 1024:.1f} GiB"
+
+
+def state(status: StageStatus) -> str:
+    """A replica's state, with what an operator made of it: `ready (spare)`, `draining (leaving)`."""
+    marks = {"spare": status.spare, "joining": status.joining, "leaving": status.leaving}
+    shown = ", ".join(name for name, applies in marks.items() if applies)
+    return f"{status.state} ({shown})" if shown else status.state

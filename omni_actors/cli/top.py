@@ -17,7 +17,7 @@ from rich.text import Text
 
 from omni_actors import flags
 from omni_actors.cli.connection import Connection, add_connection, connection, with_flag
-from omni_actors.cli.formatting import duration, size
+from omni_actors.cli.formatting import duration, size, state
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
 from omni_actors.processes import EXIT_FAILED, EXIT_OK
@@ -169,7 +169,7 @@ def _replicas(rates: Rates) -> list[Row]:
         rows.append(
             {
                 "replica": "/".join(labels),
-                "state": Text(status.state + " (spare)" * status.spare, STATE_COLOURS.get(status.state, "yellow")),
+                "state": Text(state(status), STATE_COLOURS.get(status.state, "yellow")),
                 "pid": str(status.pid or "-"),
                 "requests": str(status.in_flight),
                 "waiting": f"{now.value(metrics.VLLM_WAITING, *labels):.0f}",

@@ -234,16 +234,29 @@ class AsyncOmniClient:
         return description
 
     async def operate(
-        self, operation: Operation, stage: str = "", replica: int = 0, timeout: float = ANSWER_SECONDS
+        self,
+        operation: Operation,
+        stage: str = "",
+        replica: int = 0,
+        timeout: float = ANSWER_SECONDS,
+        count: int | None = None,
+        node: int | None = None,
     ) -> Report:
-        """Inspect the pipeline, drain or restart a replica, or shut down, as an operator.
+        """Inspect the pipeline, drain or restart a replica, scale a stage, or shut down, as an operator.
+
+        Args:
+            count: for `scale`: the replicas that the stage is to have.
+            node: for `scale`: rank of the node on which to add or remove them; the coordinator's choice if `None`.
 
         Raises:
-            InvalidRequest, ProtocolError: there is no such replica, or its state does not permit the operation.
+            InvalidRequest, ProtocolError: there is no such stage, replica or node, its state does not permit the
+                operation, or there is no room.
+            StageUnavailable: the pipeline still starts, or stops.
             Unauthorized: the operation changes something, which requires an operator's key.
             RequestTimeout: no answer comes.
         """
-        return await self._ask(Operate(operation=operation, stage=stage, replica=replica), Report, timeout)
+        order = Operate(operation=operation, stage=stage, replica=replica, count=count, node=node)
+        return await self._ask(order, Report, timeout)
 
     async def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
         """Return all metrics of the pipeline as Prometheus text. Raises `RequestTimeout` if no answer comes."""

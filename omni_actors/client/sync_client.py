@@ -62,9 +62,11 @@ class OmniClient:
         """See `AsyncOmniClient.describe`."""
         return self.run(lambda client: client.describe(timeout))
 
-    def operate(self, operation: Operation, stage: str = "", replica: int = 0) -> Report:
+    def operate(
+        self, operation: Operation, stage: str = "", replica: int = 0, count: int | None = None, node: int | None = None
+    ) -> Report:
         """See `AsyncOmniClient.operate`."""
-        return self.run(lambda client: client.operate(operation, stage, replica))
+        return self.run(lambda client: client.operate(operation, stage, replica, count=count, node=node))
 
     def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
         """See `AsyncOmniClient.metrics`."""

@@ -29,12 +29,9 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
     """
     plan: dict[tuple[int, int], list[tuple[str, float]]] = {}
     for stage in pipeline.stages:
-        if stage.kind not in (StageKind.AUTOREGRESSIVE, StageKind.ENCODER) or "kv_cache_memory_bytes" in stage.engine:
+        share = memory_share(stage)
+        if share is None:
             continue
-        share = stage.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION)
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            where = f"stages.{stage.name}.engine.gpu_memory_utilization"
-            raise ConfigError(f"{where} must be a number above 0 and up to 1, got {share!r}.")
         replicas = collections.Counter(
             (rank, device)
             for index in range(stage.processes)
@@ -44,6 +41,17 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
         for place, count in replicas.items():
             plan.setdefault(place, []).append((stage.name, share * count))
     return plan
+
+
+def memory_share(stage: StageConfig) -> float | None:
+    """Return the share of a GPU's memory that a replica takes; `None` if vLLM does not size the stage by a share."""
+    if stage.kind not in (StageKind.AUTOREGRESSIVE, StageKind.ENCODER) or "kv_cache_memory_bytes" in stage.engine:
+        return None
+    share = stage.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        where = f"stages.{stage.name}.engine.gpu_memory_utilization"
+        raise ConfigError(f"{where} must be a number above 0 and up to 1, got {share!r}.")
+    return float(share)
 
 
 def gpus_of_replica(stage: StageConfig) -> int:
@@ -64,17 +72,28 @@ def gpus_per_host(stage: StageConfig) -> int:
 
 
 def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
-    """Return the GPUs of one replica: the replicas of a node take the stage's GPUs in turn, as many as each needs.
+    """Return the GPUs of one replica as configured: the replicas of a node take the stage's GPUs in turn.
 
     A replica that is spread takes the same ones on each of its hosts.
     """
-    placed, size = stage_devices(stage, devices), gpus_per_host(stage)
-    if not placed:
-        return []
-    # Replicas on the same node before this one, as the stage's nodes differ.
-    before = index if stage.spread is not None else index // len(stage.nodes)
-    first = before % max(1, len(placed) // size) * size
-    return placed[first : first + size]
+    return slot_devices(stage, slot_of(stage, index), devices)
+
+
+def slot_of(stage: StageConfig, index: int) -> int:
+    """Return how many replicas of the stage are before this one on its node, as configured."""
+    return index if stage.spread is not None else index // len(stage.nodes)  # its nodes differ
+
+
+def slots(stage: StageConfig, devices: int) -> int:
+    """Return how many replicas a node with so many GPUs holds before two of them share one; 1 without GPUs."""
+    return max(1, len(stage_devices(stage, devices)) // gpus_per_host(stage))
+
+
+def slot_devices(stage: StageConfig, slot: int, devices: int) -> list[int]:
+    """Return the GPUs of a slot of a node: as many of the stage's as a replica needs, from the first ones again."""
+    size = gpus_per_host(stage)
+    first = slot % slots(stage, devices) * size
+    return stage_devices(stage, devices)[first : first + size]
 
 
 def stage_devices(stage: StageConfig, devices: int) -> list[int]:

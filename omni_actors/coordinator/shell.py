@@ -32,6 +32,7 @@ from omni_actors.coordinator.core.instructions import (
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
+    ReplicaRemoved,
     ReplicaSpawned,
     TellNode,
     TellReplica,
@@ -339,6 +340,8 @@ class Coordinator:
                 self._stages.close(replica.replica_id)
                 self._collector.replica_ended(replica.stage, replica.index)
                 self._do(self._requests.replica_lost(replica, STEADY(), why, evidence))
+            case ReplicaRemoved(stage, index):
+                self._collector.replica_removed(stage, index)
             case Measured(replica, Heartbeat() as beat):
                 self._collector.requests.message_received(replica.name, beat.sent)
             case Measured(replica, Snapshot() as snapshot):

@@ -195,5 +195,7 @@ async def readiness(state: ServerState) -> tuple[Description | None, list[str]]:
     except OmniError as error:
         return None, [error.message]
     return description, [
-        f"{status.stage}/{status.replica} ({status.state})" for status in description.stages if status.state != "ready"
+        f"{status.stage}/{status.replica} ({status.state})"
+        for status in description.stages
+        if status.state != "ready" and not status.leaving and not (status.joining and status.state != "dead")
     ]

@@ -81,6 +81,8 @@ async def status(state: State) -> Response:
                     "replica": stage.replica,
                     "state": stage.state,
                     "spare": stage.spare,
+                    "joining": stage.joining,
+                    "leaving": stage.leaving,
                     "in_flight": stage.in_flight,
                     "counts": stage.counts,
                 }

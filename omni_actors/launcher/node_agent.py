@@ -14,7 +14,7 @@ import msgspec
 
 import omni_actors
 from omni_actors import logs
-from omni_actors.config import PipelineConfig
+from omni_actors.config import PipelineConfig, host_devices
 from omni_actors.errors import OmniError
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.logs import say
@@ -76,7 +76,7 @@ class NodeAgent:
         self._welcomed = self._ever_welcomed = False
         self._ended = False  # the pipeline has ended, or this agent has given up
         self._decoder: Decoder[CoordinatorToNode] = Decoder(CoordinatorToNode, pipeline.limits)
-        self._starts: asyncio.Queue[ReplicaId | None] = asyncio.Queue()
+        self._starts: asyncio.Queue[tuple[ReplicaId, int] | None] = asyncio.Queue()
         self._starting: set[ReplicaId] = set()
         keys = load_keys(pipeline.coordinator.keys_dir)
         self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes, keys=keys)
@@ -115,6 +115,7 @@ class NodeAgent:
             config=self._pipeline.digest(),
             replicas=tuple(RunningReplica(one.stage, one.replica, one.epoch, pid) for one, pid in running.items()),
             launched=self.launched.is_set(),
+            devices=host_devices(),
         )
         self._send(hello)
 
@@ -198,9 +199,9 @@ class NodeAgent:
                 asyncio.get_running_loop().call_soon(self._reconnect, "it does not know this node")
             case Launched():
                 self.launched.set()
-            case StartReplica(stage=stage, replica=replica, spawn_epoch=epoch):
+            case StartReplica(stage=stage, replica=replica, spawn_epoch=epoch, slot=slot):
                 self._starting.add(ReplicaId(stage, replica, epoch))
-                self._starts.put_nowait(ReplicaId(stage, replica, epoch))
+                self._starts.put_nowait((ReplicaId(stage, replica, epoch), slot))
             case KillReplica(stage=stage, replica=replica, spawn_epoch=epoch):
                 self._processes.kill_replica(ReplicaId(stage, replica, epoch))
             case Shutdown():
@@ -211,10 +212,11 @@ class NodeAgent:
 
     async def _start_replicas(self) -> None:
         """Start replicas one after the other. Never cancelled: that could leave a process that no one owns."""
-        while (replica_id := await self._starts.get()) is not None:
+        while (start := await self._starts.get()) is not None:
+            replica_id, slot = start
             await self._processes.kill_former(replica_id)
             try:
-                await self._processes.start(replica_id)
+                await self._processes.start(replica_id, slot)
             except (OSError, EOFError, OmniError) as error:  # EOFError: the fork server has ended
                 self._report(replica_id, f"cannot start a process: {error}", "")
             self._starting.discard(replica_id)

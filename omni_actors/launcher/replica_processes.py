@@ -18,7 +18,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 import msgspec
 import psutil
 
-from omni_actors.config import PipelineConfig, host_devices, replica_devices, visible_devices
+from omni_actors.config import PipelineConfig, host_devices, visible_devices
+from omni_actors.config.devices import slot_devices
 from omni_actors.config.models import MODEL_KINDS
 from omni_actors.config.placement import is_reached_from_afar, priority_replicas, replicas_of, runs_models, threads_of
 from omni_actors.errors import StartupError
@@ -91,9 +92,10 @@ class ReplicaProcesses:
                     break
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def start(self, identity: ReplicaId) -> None:
-        """Start one replica. Returns once its process exists; the first call waits for the fork server's imports.
+    async def start(self, identity: ReplicaId, slot: int) -> None:
+        """Start one replica on the GPUs of a slot. Returns once its process exists.
 
+        The first call waits for the fork server's imports.
         Never cancel it, as that could leave a process that no one owns; `refuse_starts` can interrupt the wait.
         """
         if self._stopping:
@@ -101,7 +103,7 @@ class ReplicaProcesses:
         if self._ledger is None:
             self._ledger = SegmentLedger(self._run_directory.segments)
             self._looking = asyncio.create_task(self._watch_segments(self._ledger), name="shared memory")
-        process = self._context.Process(target=main, args=(self.spec(identity),), name=f"omni:{identity.stage}")
+        process = self._context.Process(target=main, args=(self.spec(identity, slot),), name=f"omni:{identity.stage}")
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, process.start)
         self._processes[identity] = process
@@ -132,11 +134,15 @@ class ReplicaProcesses:
                 if "multiprocessing.forkserver" in " ".join(child.cmdline()):
                     child.kill()
 
-    def spec(self, identity: ReplicaId) -> ReplicaSpec:
-        """Gather all that a replica's process needs: its devices, threads, endpoints and environment."""
+    def spec(self, identity: ReplicaId, slot: int) -> ReplicaSpec:
+        """Gather all that a replica's process needs: its devices, threads, endpoints and environment.
+
+        Args:
+            slot: which of its stage's GPUs it takes (`config.devices.slot_devices`).
+        """
         stage = self._pipeline.stage(identity.stage)
         devices = host_devices()
-        placed = replica_devices(stage, identity.replica, devices)
+        placed = slot_devices(stage, slot, devices)
         model_replicas = sum(self._pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here)
         afar = is_reached_from_afar(self._pipeline, identity.stage, identity.replica)
         inbox = self._run_directory.endpoint(f"{identity.stage}-{identity.replica}")

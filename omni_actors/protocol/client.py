@@ -67,7 +67,8 @@ class Describe(Body, tag="describe", frozen=True):
 class StageStatus(Struct, frozen=True):
     """State of one replica as the coordinator sees it. A `spare` takes requests only in the place of another.
 
-    `start` are the seconds that the phases of its process's start took, empty until it is ready.
+    `start` are the seconds that the phases of its process's start took, empty until it is ready. `node` is the rank of
+    its node. It is `joining` from a `scale` until it is first ready, and `leaving` from one until it is gone.
     """
 
     stage: str
@@ -79,6 +80,9 @@ class StageStatus(Struct, frozen=True):
     counts: dict[str, int] = {}
     spare: bool = False
     start: dict[str, float] = {}
+    node: int = 0
+    joining: bool = False
+    leaving: bool = False
 
 
 class Description(Body, tag="description", frozen=True):
@@ -130,22 +134,37 @@ class Operation(enum.StrEnum):
     STATUS = "status"
     DRAIN = "drain"  # the replica takes no new requests and finishes those it holds
     RESTART = "restart"  # drain it, then start it again
+    SCALE = "scale"  # give a stage another number of replicas; those that are too many drain first
     SHUTDOWN = "shutdown"  # like SIGTERM to the launcher
 
 
 class Operate(Body, tag="operate", frozen=True):
-    """Client -> coordinator: an operator's command, to one replica if it is `drain` or `restart`."""
+    """Client -> coordinator: an operator's command, to a replica if it is `drain` or `restart`, to a stage if `scale`.
+
+    Attributes:
+        count: the replicas that the stage is to have, without its spares.
+        node: rank of the node on which to add or remove them; the coordinator's choice if `None`.
+    """
 
     operation: Operation
     stage: StageNameOrEmpty = ""
     replica: ReplicaIndex = 0
+    count: ReplicaIndex | None = None
+    node: ReplicaIndex | None = None
 
     def __post_init__(self) -> None:
-        needs_stage = self.operation in (Operation.DRAIN, Operation.RESTART)
+        scales = self.operation is Operation.SCALE
+        needs_stage = scales or self.operation in (Operation.DRAIN, Operation.RESTART)
         if needs_stage != bool(self.stage):
             raise InvalidPayload(
                 f"The operation {self.operation} {'needs a' if needs_stage else 'does not take a'} stage."
             )
+        if scales != (self.count is not None):
+            raise InvalidPayload(
+                f"The operation {self.operation} {'needs a' if scales else 'does not take a'} count.", field="count"
+            )
+        if self.node is not None and not scales:
+            raise InvalidPayload(f"The operation {self.operation} does not take a node.", field="node")
 
 
 class EdgeStatus(Struct, frozen=True):

@@ -27,7 +27,8 @@ class RunningReplica(Struct, frozen=True, array_like=True):
 class NodeHello(Body, tag="node_hello", frozen=True):
     """Node -> coordinator, first message: the processes that run here. `launched`: every replica was ready before.
 
-    A mismatch of protocol version, package version or configuration hash fails the start.
+    `devices` is the number of GPUs of this host. A mismatch of protocol version, package version or configuration hash
+    fails the start.
     """
 
     protocol: int
@@ -35,6 +36,7 @@ class NodeHello(Body, tag="node_hello", frozen=True):
     config: str
     replicas: Annotated[tuple[RunningReplica, ...], Meta(max_length=4096)] = ()
     launched: bool = False
+    devices: Count = 0
 
 
 class NodeWelcome(Body, tag="node_welcome", frozen=True):
@@ -52,11 +54,12 @@ class NodeLeaving(Body, tag="node_leaving", frozen=True):
 
 
 class StartReplica(Body, tag="start_replica", frozen=True):
-    """Coordinator -> node: start a process."""
+    """Coordinator -> node: start a process. `slot` says which of the stage's GPUs it takes there."""
 
     stage: StageName
     replica: ReplicaIndex
     spawn_epoch: Annotated[int, Meta(ge=1)]
+    slot: ReplicaIndex = 0
 
 
 class KillReplica(Body, tag="kill_replica", frozen=True):

@@ -97,6 +97,12 @@ class TelemetryCollector:
         """Note that a replica's process has ended."""
         self._stages.process_ended(f"{stage}/{replica}")
 
+    def replica_removed(self, stage: str, replica: int) -> None:
+        """Note that a replica is gone for good: one that gets its number later is another one."""
+        self._restarts.pop((stage, replica), None)
+        self._spawn_epochs.pop((stage, replica), None)
+        self.requests.forget_clock(f"{stage}/{replica}")
+
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def answer(self, question: Observe) -> Observation:
@@ -139,6 +145,8 @@ class TelemetryCollector:
         ):
             own.set(metric, to=value)
         own.set(table.RETAINED, to=retained_bytes)
+        for metric in (table.READY, table.SPARE, table.BOUND, table.RESTARTS):  # of those that have left
+            own.forget(metric)
         for (stage, replica), (ready, spare, bound) in replicas.items():
             own.set(table.READY, stage, str(replica), to=ready and not spare)
             own.set(table.SPARE, stage, str(replica), to=ready and spare)

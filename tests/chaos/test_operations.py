@@ -17,7 +17,7 @@ from omni_actors.client import AsyncOmniClient, OmniClient, SyncRequestStream
 from omni_actors.errors import OmniError, StageUnavailable
 from omni_actors.launcher.launcher import SAME_STOP_SECONDS
 from tests.support.launcher import EchoLauncher
-from tests.support.load import Load, ask_and_check, disturbed_chain, replicas, text_of, until_in_flight
+from tests.support.load import Load, ask_and_check, disturbed_chain, replicas, text_of, until_busy, until_in_flight
 from tests.support.paths import REPOSITORY
 from tests.support.processes import assert_nothing_left
 from tests.support.waiting import until
@@ -80,6 +80,46 @@ async def test_a_rolling_restart_fails_no_request(launch: Launch) -> None:
     assert "died" not in launcher.output
 
 
+async def test_a_stage_is_scaled_up_and_down_under_load_and_fails_no_request(launch: Launch) -> None:
+    launcher = launch(disturbed_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as other:
+        before = await replicas(other)
+        scaled = asyncio.Event()
+        healthy: list[bool] = []
+
+        async def ask() -> None:
+            """Keep 50 streams open for as long as the scaling takes, and once more after it."""
+            last = False
+            while not last:
+                last = scaled.is_set()
+                await Load(client, total=150, width=50).run()
+
+        async def watch() -> None:
+            while not scaled.is_set():
+                healthy.append((await other.describe()).healthy)
+                await asyncio.sleep(0.02)
+
+        asking, watching = asyncio.create_task(ask()), asyncio.create_task(watch())
+        for count, words in (("3", "talker/2 starts on node 0"), ("1", "talker/2 leaves")):
+            done = await later(lambda count=count: ctl(launcher, "scale", "talker", count, "--wait", "30"))
+            assert done.returncode == 0, done.stderr
+            assert words in done.stdout
+            assert done.stdout.endswith("done\n")
+            if count == "3":
+                await until_busy(other, "talker/1", "talker/2")
+        scaled.set()
+        await asyncio.gather(asking, watching)
+        after = await replicas(other)
+        counts = (await other.describe()).counts
+        metrics = await other.metrics()
+    assert {name: item.pid for name, item in after.items()} == {name: item.pid for name, item in before.items()}
+    assert all(healthy), "neither the start of a replica nor its end is a fault"
+    assert counts["replays"] == 0, "they finished what they held"
+    assert 'omni_replica_ready{replica="0",stage="talker"} 1' in metrics
+    assert 'omni_replica_ready{replica="1",stage="talker"}' not in metrics
+    assert "died" not in launcher.output
+
+
 async def test_a_drained_replica_takes_nothing_new(launch: Launch) -> None:
     data = disturbed_chain(0.01)
     data["stages"][2]["replicas"] = 2
@@ -118,6 +158,10 @@ MISTAKES = [
     (("drain", "talker/7"), 1, "there are prompt/0, thinker/0"),
     (("drain", "talker"), 1, "does not name a replica"),
     (("explode",), 2, "invalid choice"),
+    (("scale", "talkr", "2"), 1, "Did you mean 'talker'?"),
+    (("scale", "talker", "0"), 1, "a stage has 1 to 1024"),
+    (("scale", "talker", "many"), 2, "no whole number from 0 to 65535"),
+    (("scale", "talker", "2", "--node", "1"), 1, "Node 1 does not belong to this pipeline; present are: 0"),
 ]
 
 

@@ -64,6 +64,7 @@ class World:
             self.pipeline, ReplicaTable(), "ipc:///client", "ipc:///results", lambda: next(epochs), T - 1, T
         )
         self.in_flight = 0
+        self.wanted = {stage.name: stage.replicas for stage in self.pipeline.stages}  # as configured, then as scaled
         self.was_ending = False
         self.started: dict[tuple[str, int], int] = {}  # the newest epoch that a node was asked to start
         self.killed: set[tuple[str, int, int]] = set()
@@ -86,9 +87,11 @@ class World:
     def node(self, body: NodeToCoordinator, rank: int = 0) -> list[FleetInstruction]:
         return self.take(self.fleet.from_node(rank, body, self.now))
 
-    def node_hello(self, *running: RunningReplica, rank: int = 0, launched: bool = False) -> list[FleetInstruction]:
-        hello = NodeHello(PROTOCOL_VERSION, omni_actors.__version__, self.pipeline.digest(), running, launched)
-        return self.node(hello, rank)
+    def node_hello(
+        self, *running: RunningReplica, rank: int = 0, launched: bool = False, devices: int = 0
+    ) -> list[FleetInstruction]:
+        version, digest = omni_actors.__version__, self.pipeline.digest()
+        return self.node(NodeHello(PROTOCOL_VERSION, version, digest, running, launched, devices), rank)
 
     def stage(self, replica_id: ReplicaId, body: StageToCoordinator) -> list[FleetInstruction]:
         return self.take(self.fleet.from_stage(replica_id, body, self.now))
@@ -147,16 +150,26 @@ class World:
         self.take(instructions)
         return text
 
-    def launch(self) -> World:
+    def scale(self, stage: str, count: int, node: int | None = None) -> str:
+        order = Operate(Operation.SCALE, stage, count=count, node=node)
+        text, instructions = self.fleet.operate(order, self.now)
+        self.wanted[stage] = count
+        self.take(instructions)
+        return text
+
+    def launch(self, devices: int = 0) -> World:
         """Until every replica is ready."""
         for rank in sorted({replica.node for replica in self.fleet.replicas}):
-            self.node_hello(rank=rank)
+            self.node_hello(rank=rank, devices=devices)
         for replica in list(self.fleet.replicas):
             self.ready(replica.stage, replica.index)
         assert self.fleet.launch.state is LaunchState.LAUNCHED
         return self
 
     # -- what is known ------------------------------------------------------------------------------------------------
+
+    def has(self, stage: str, index: int) -> bool:
+        return self.fleet.replicas.current(stage, index) is not None
 
     def replica(self, stage: str, index: int = 0) -> Replica:
         replica = self.fleet.replicas.current(stage, index)
@@ -173,7 +186,8 @@ class World:
             case TellNode(rank, StartReplica() as start):
                 place = start.stage, start.replica
                 replica = self.replica(*place)
-                assert replica.node == rank
+                assert (replica.node, replica.slot) == (rank, start.slot)
+                assert not replica.leaving, "what leaves does not start again"
                 assert replica.spawn_epoch == start.spawn_epoch, "the process that is expected"
                 assert start.spawn_epoch > self.started.get(place, 0), "no epoch occurs twice"
                 assert self.fleet.nodes.of(replica).state is NodeState.PRESENT
@@ -201,10 +215,12 @@ class World:
                 assert told.peers == fleet.replicas.peers(self.pipeline.downstream(replica.stage), replica.node)
         for stage in self.pipeline.stages:
             replicas = fleet.replicas.of(stage.name)
-            assert sum(not replica.spare for replica in replicas) == stage.replicas, "a spare for each place it takes"
+            places = fleet.replicas.places(stage.name)
+            assert len(places) == self.wanted[stage.name], "a spare for each place it takes"
+            assert all(replica.alive for replica in replicas if replica.leaving), "what has left is forgotten"
             if launch.serving:
                 idle = any(replica.spare and replica.ready for replica in replicas)
-                assert not idle or all(replica.serves for replica in replicas if not replica.spare), "no spare idles"
+                assert not idle or all(replica.serves for replica in places), "no spare idles"
 
 
 def announced(instructions: list[FleetInstruction]) -> list[str]:

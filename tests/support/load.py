@@ -17,6 +17,7 @@ from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import StageStatus
 from tests.support.builders import chain
+from tests.support.waiting import PATIENCE
 
 SAMPLES = 480
 STAGES = ("prompt", "thinker", "talker", "code2wav")
@@ -157,4 +158,13 @@ async def until_in_flight(client: AsyncOmniClient, requests: int) -> None:
     """Wait until so many requests are in flight at once."""
     async with asyncio.timeout(10):
         while (await client.describe()).in_flight < requests:  # noqa: ASYNC110 - the state is another process's
+            await asyncio.sleep(0.01)
+
+
+async def until_busy(client: AsyncOmniClient, *names: str) -> None:
+    """Wait until each of these replicas holds a request."""
+    left = set(names)
+    async with asyncio.timeout(20 * PATIENCE):
+        while left:
+            left -= {name for name, item in (await replicas(client)).items() if item.in_flight}
             await asyncio.sleep(0.01)

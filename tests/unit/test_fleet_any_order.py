@@ -13,7 +13,7 @@ from omni_actors.protocol.control import Fatal, Heartbeat, Loading, Ready, Stage
 from omni_actors.protocol.nodes import NodeLeaving, RunningReplica
 from tests.support.fleet import World, two_hosts
 
-places = st.sampled_from([("prompt", 0), ("talker", 0), ("talker", 1)])
+places = st.sampled_from([("prompt", 0), ("talker", 0), ("talker", 1), ("talker", 2)])
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -38,23 +38,44 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(place=places, newer=st.integers(0, 1))
     def hello(self, place: tuple[str, int], newer: int) -> None:
+        if not self.world.has(*place):
+            return
         replica = self.world.replica(*place)
         self.world.hello(*place, epoch=replica.epoch + newer, spawn_epoch=replica.spawn_epoch)
 
     @rule(place=places, body=st.sampled_from([Ready(seconds=1.0), Loading("x"), Heartbeat(progress=1), Fatal("x")]))
     def says(self, place: tuple[str, int], body: StageToCoordinator) -> None:
-        self.world.says(place[0], body, place[1])
+        if self.world.has(*place):
+            self.world.says(place[0], body, place[1])
 
     @rule(place=places)
     def ended(self, place: tuple[str, int]) -> None:
-        self.world.ended(*place)
+        if self.world.has(*place):
+            self.world.ended(*place)
 
     @rule(place=places, operation=st.sampled_from([Operation.DRAIN, Operation.RESTART]))
     def operate(self, place: tuple[str, int], operation: Operation) -> None:
         try:
             self.world.operate(operation, *place)
         except InvalidRequest:
-            assert self.world.state(*place) not in (ReplicaState.READY, ReplicaState.DRAINING)
+            may_drain = self.world.has(*place) and not self.world.replica(*place).leaving
+            assert not (may_drain and self.world.state(*place) in (ReplicaState.READY, ReplicaState.DRAINING))
+
+    @rule(count=st.integers(0, 4), node=st.sampled_from([None, 0, 1]))
+    def scale(self, count: int, node: int | None) -> None:
+        before = self.world.wanted["talker"]
+        try:
+            self.world.scale("talker", count, node)
+        except InvalidRequest:
+            assert self.world.wanted["talker"] == before, "a refused command changes nothing"
+
+    @rule(place=places, busy=st.booleans())
+    def is_busy(self, place: tuple[str, int], busy: bool) -> None:
+        replica = self.world.replica(*place) if self.world.has(*place) else None
+        if replica is not None and busy and replica.takes_requests:
+            replica.hold("r")
+        elif replica is not None and not busy:
+            replica.release_all()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]), silent=st.sampled_from(["", "talker/0", "talker/1", "node 1"]))
     def time_passes(self, seconds: float, silent: str) -> None:
@@ -67,12 +88,18 @@ class AnyOrder(RuleBasedStateMachine):
         for replica in list(world.fleet.replicas):
             if replica.state is ReplicaState.DEAD:
                 world.operate(Operation.RESTART, replica.stage, replica.index)
+        for replica in world.fleet.replicas:
+            replica.release_all()
         world.wait(5.0)
+        for replica in list(world.fleet.replicas):
+            if replica.leaving:
+                world.ended(replica.stage, replica.index)
         for replica in list(world.fleet.replicas):
             if world.state(replica.stage, replica.index) is ReplicaState.STARTING:
                 world.ready(replica.stage, replica.index)
         states = {replica.state for replica in world.fleet.replicas}
         assert states <= {ReplicaState.READY, ReplicaState.DRAINING}
+        assert not any(replica.leaving for replica in world.fleet.replicas), "what was to leave has left"
 
 
 class AnyOrderWithASpare(AnyOrder):

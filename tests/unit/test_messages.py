@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -227,6 +227,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     (Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x", arena=ARENA), []),
     (Peers(peers=(), sources=(Peer("prompt", 0, 1, "ipc:///p", ARENA),)), []),
     (Operate(operation=Operation.RESTART, stage="talker", replica=1), []),
+    (Operate(operation=Operation.SCALE, stage="talker", count=3, node=1), []),
     (
         Report(
             text="x",
@@ -528,10 +529,25 @@ def test_token_ids_travel_as_bytes() -> None:
             unpack(b"abc")
 
 
-@pytest.mark.parametrize(("operation", "stage"), [("drain", ""), ("restart", ""), ("status", "x"), ("shutdown", "x")])
+@pytest.mark.parametrize(
+    ("operation", "stage"), [("drain", ""), ("restart", ""), ("scale", ""), ("status", "x"), ("shutdown", "x")]
+)
 def test_an_operation_names_a_stage_if_it_needs_one(operation: str, stage: str) -> None:
     with pytest.raises(InvalidPayload, match="stage"):
         Operate(operation=Operation(operation), stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("operation", "fields", "word"),
+    [
+        ("scale", {"stage": "talker"}, "needs a count"),
+        ("drain", {"stage": "talker", "count": 2}, "does not take a count"),
+        ("restart", {"stage": "talker", "node": 1}, "does not take a node"),
+    ],
+)
+def test_only_scaling_takes_a_count_and_a_node(operation: str, fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(InvalidPayload, match=word):
+        Operate(operation=Operation(operation), **fields)
 
 
 def test_host_tensor_validates() -> None:

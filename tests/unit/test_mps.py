@@ -119,9 +119,9 @@ def test_only_replicas_that_share_a_gpu_get_the_pipes(short_path: Path, monkeypa
     with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
         processes = ReplicaProcesses(pipeline, run, "ipc:///control")
         assert processes.mps == NO_MPS
-        assert processes.spec(ReplicaId("talker", 0, 7)).devices == ("4",)
+        assert processes.spec(ReplicaId("talker", 0, 7), 0).devices == ("4",)
         processes.mps = MpsClients(frozenset({("talker", 0)}), "/run/pipes", {"4": "GPU-d"})
-        talker, code2wav = (processes.spec(ReplicaId(stage, 0, 7)) for stage in ("talker", "code2wav"))
+        talker, code2wav = (processes.spec(ReplicaId(stage, 0, 7), 0) for stage in ("talker", "code2wav"))
     assert talker.devices == ("GPU-d",)
     expected = {"CUDA_MPS_PIPE_DIRECTORY": "/run/pipes", "CUDA_MPS_CLIENT_PRIORITY": "1"}
     assert dict(talker.environment) == expected

@@ -184,7 +184,7 @@ def test_a_process_sees_its_gpu_among_those_that_were_left_to_us(
     data["stages"][2] |= {"devices": [1]}
     config = load(short_path, data, devices=2).pipeline
     with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
-        spec = ReplicaProcesses(config, run, "ipc:///control").spec(ReplicaId("talker", 0, 7))
+        spec = ReplicaProcesses(config, run, "ipc:///control").spec(ReplicaId("talker", 0, 7), 0)
     assert spec.devices == ("5",)
 
 
@@ -194,7 +194,7 @@ def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
     data["stages"][2] |= {"yields_to": ["thinker"], "environment": environment}
     config = load(short_path, data).pipeline
     with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
-        spec = ReplicaProcesses(config, run, "ipc:///control").spec(ReplicaId("talker", 0, 7))
+        spec = ReplicaProcesses(config, run, "ipc:///control").spec(ReplicaId("talker", 0, 7), 0)
     assert spec.environment == (("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_SHARE", "80"))
     talker = StageProcess(spec)
     assert not talker.device_priority.yields()

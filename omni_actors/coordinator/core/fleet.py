@@ -17,18 +17,15 @@ from omni_actors.coordinator.core.instructions import (
     Level,
     Log,
     Measured,
-    ReplicaReady,
     ReplicaRegistered,
     TellNode,
     TellReplica,
 )
 from omni_actors.coordinator.core.launch import Culprit, StartHistory, explain_end
 from omni_actors.coordinator.core.nodes import HelloKind, Node, classify_hello
+from omni_actors.coordinator.core.operations import Operations
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import LaunchEvent, NodeEvent, ReplicaEvent, ReplicaState
-from omni_actors.coordinator.core.supervision import Supervision
-from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.client import Operate, Operation
 from omni_actors.protocol.control import (
     Fatal,
     Heartbeat,
@@ -59,7 +56,7 @@ ABSENT_SECONDS = 10.0  # for a node to come back to a coordinator that was resta
 LAST_LOG_SECONDS = 1.0  # for a node to report the log of the replica that fails the launch
 
 
-class Fleet(Supervision):
+class Fleet(Operations):
     """The replicas and nodes of a pipeline, from the first hello to the end. Every event returns instructions.
 
     Args:
@@ -192,6 +189,7 @@ class Fleet(Supervision):
             self._fail(text)
             return
         node.on(NodeEvent.HELLO)
+        node.devices = hello.devices
         if hello.launched and node.rank == 0 and self.launch.starting:
             self.launch.on(LaunchEvent.ALL_READY)  # under a coordinator before this one
         self._tell_node(node, NodeWelcome())
@@ -235,6 +233,8 @@ class Fleet(Supervision):
                 replica.left_with_node = True
                 self._log(Level.ERROR, f"lost: {away}", replica)
                 self._lose(replica, away, restart=False)
+                if replica.leaving:
+                    self._forget(replica)
         self._fail(f"Node {node.rank} was lost while the pipeline started: {why}")
 
     # -- stage processes ----------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class Fleet(Supervision):
         elif kind is HelloKind.RENEWED:
             if current.registered:
                 self._lose(current, "it has registered again", restart=True)
-            renewed = self.replicas.add(*place, replica_id.epoch, current.spawn_epoch, current.node)
+            renewed = self.replicas.add(*place, replica_id.epoch, current.spawn_epoch, current.node, current.slot)
             renewed.phase = "registering again"
             self.health.spawned(renewed, now)
             self._welcome(renewed, hello)
@@ -331,43 +331,9 @@ class Fleet(Supervision):
             self._drain(replica)
         else:
             self._announce(f"{replica.name} ready in {facts.seconds:.1f} s")
-        self._fill_places(replica.stage)
-        self._instructions.append(ReplicaReady(replica))
+        self._ready_again(replica)
         if self.launch.starting:
             self._check_launch(now)
-
-    # -- operators ----------------------------------------------------------------------------------------------------
-
-    def operate(self, order: Operate, now: float) -> tuple[str, list[FleetInstruction]]:
-        """Drain or restart a replica. Returns the answer for the operator.
-
-        Raises:
-            InvalidRequest: there is no such replica, or it is in no state for that.
-        """
-        replica = self.replicas.current(order.stage, order.replica)
-        if replica is None:
-            known = ", ".join(replica.name for replica in self.replicas)
-            raise InvalidRequest(f"There is no replica {order.stage}/{order.replica}; there are {known}.")
-        if order.operation is Operation.RESTART and replica.state is ReplicaState.DEAD:
-            self.health.revive(replica, now)
-            if self.launch.wanted:
-                self._restart_due(now)
-            return f"{replica.name} restarts.", self._taken()
-        if replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
-            text = f"{replica.name} is {replica.state}; only a ready one drains."
-            raise InvalidRequest(text, hint="Try again later.")
-        replica.orders.drain = True
-        if order.operation is Operation.RESTART:
-            replica.orders.restart = True
-            replica.orders.drain_until = now + self._settings.default_timeout
-        self._drain(replica)
-        self._stop_drained(now)
-        return f"{replica.name} drains; it holds {len(replica.requests)} requests.", self._taken()
-
-    def _drain(self, replica: Replica) -> None:
-        replica.on(ReplicaEvent.DRAIN)
-        self._announce(f"{replica.name} drains")
-        self._fill_places(replica.stage)
 
     # -- instructions -------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,10 @@ class HealthPolicy:
         replica.on(ReplicaEvent.REVIVED)
         replica.restart_at = now
 
+    def forget(self, replica: Replica) -> None:
+        """Forget the restarts of a replica that is gone for good."""
+        self._histories.pop((replica.stage, replica.index), None)
+
     def restarts(self, replica: Replica) -> int:
         """Restarts of a replica that count towards its limit."""
         history = self._histories.get((replica.stage, replica.index))
@@ -96,12 +100,12 @@ class HealthPolicy:
         ]
 
     def drained(self, now: float) -> list[Replica]:
-        """Replicas that drain for a restart and are empty, or have drained for too long."""
+        """Replicas that drain for a restart or to leave, and are empty or have drained for too long."""
         return [
             replica
             for replica in self._replicas
             if replica.state is ReplicaState.DRAINING
-            and replica.orders.restart
+            and (replica.orders.restart or replica.leaving)
             and not replica.stopping
             and (not replica.requests or replica.orders.drain_until <= now)
         ]

@@ -130,6 +130,14 @@ class ReplicaLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaRemoved:
+    """Leave a replica out of metrics: its stage was scaled, and it is gone for good."""
+
+    stage: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Pass on what a living stage process measured."""
 
@@ -154,6 +162,7 @@ FleetInstruction = (
     | ReplicaRegistered
     | ReplicaReady
     | ReplicaLost
+    | ReplicaRemoved
     | Measured
     | GiveUp
 )

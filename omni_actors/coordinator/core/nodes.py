@@ -40,11 +40,12 @@ def classify_hello(current: Replica | None, epoch: int, spawn_epoch: int) -> Hel
 
 @dataclass
 class Node:
-    """A host with an agent. `heard` is when its agent was last heard of."""
+    """A host with an agent. `heard` is when its agent was last heard of, `devices` the number of its GPUs."""
 
     rank: int
     state: NodeState = NodeState.EXPECTED
     heard: float = 0.0
+    devices: int = 0
 
     @property
     def present(self) -> bool:

@@ -28,10 +28,16 @@ class ProcessOrders:
 
     drain: bool = False
     restart: bool = False
+    leave: bool = False  # its stage is to have fewer replicas: it ends once it is empty, and no other process follows
     drain_until: float = math.inf
     stop_until: float = math.inf  # it was asked to stop, and is killed if it has not ended by then
     kill_until: float = math.inf  # it was killed, and its node should have reported its end by then
     kill_reason: str = ""
+
+    def stay(self) -> None:
+        """Take back that it is to leave."""
+        self.leave = self.drain = False
+        self.drain_until = math.inf
 
     @property
     def killed(self) -> bool:
@@ -62,7 +68,9 @@ class Replica:
     epoch: int
     spawn_epoch: int = 0
     node: int = 0  # rank of the node that runs it
+    slot: int = 0  # which of its stage's GPUs it takes there
     spare: bool = False  # takes no requests until it is given the place of another
+    joining: bool = False  # its stage was given one more replica, and this one has not been ready yet
     state: ReplicaState = ReplicaState.STARTING
     inbox: str = ""
     arena: ArenaAddress | None = None
@@ -122,6 +130,11 @@ class Replica:
         return self.state not in (ReplicaState.WAITING, ReplicaState.DEAD)
 
     @property
+    def recovers(self) -> bool:
+        """Whether its process runs or another one will."""
+        return self.state is not ReplicaState.DEAD
+
+    @property
     def registered(self) -> bool:
         """Whether its process has said hello and runs."""
         return self.alive and self.state is not ReplicaState.STARTING
@@ -142,6 +155,11 @@ class Replica:
         return self.serves and not self.reserved
 
     @property
+    def leaving(self) -> bool:
+        """Whether it ends for good as soon as it is empty."""
+        return self.orders.leave
+
+    @property
     def preference(self) -> tuple[bool, int, int]:
         """The smallest is chosen: those that take input first, then the fewest requests."""
         return (self.congested, len(self.requests), self.index)
@@ -153,6 +171,7 @@ class Replica:
     def become_ready(self, facts: Ready) -> None:
         """Take what a replica reports when its model is loaded."""
         self.on(ReplicaEvent.READY)
+        self.joining = False
         self.phase, self.start = "ready", facts.phases
         self.voices, self.sample_rate = facts.voices, facts.sample_rate
         self.max_input_tokens = facts.max_input_tokens
@@ -195,6 +214,9 @@ class Replica:
             dict(self.counts),
             self.spare,
             self.start,
+            self.node,
+            self.joining,
+            self.leaving,
         )
 
 
@@ -213,24 +235,36 @@ class ReplicaTable:
         self._sample_rate = 0
 
     def __iter__(self) -> Iterator[Replica]:
-        return iter(self._replicas.values())
+        """Iterate in order of the stages, those of a stage in order of their numbers."""
+        return (replica for replicas in self._by_stage.values() for replica in replicas.values())
 
-    def add(self, stage: str, index: int, epoch: int, spawn_epoch: int | None = None, node: int = 0) -> Replica:
+    def add(
+        self, stage: str, index: int, epoch: int, spawn_epoch: int | None = None, node: int = 0, slot: int = 0
+    ) -> Replica:
         """Add a new registration of a replica, in place of the one before. `spawn_epoch`: `epoch` unless given."""
         before = self._replicas.get((stage, index))
         if before is not None:
             before.on_change = None
         spawn_epoch = epoch if spawn_epoch is None else spawn_epoch
-        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, spawn_epoch, node)
+        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, spawn_epoch, node, slot)
         if before is not None:
-            replica.spare = before.spare
+            replica.spare, replica.joining = before.spare, before.joining
         if before is not None and before.spawn_epoch == spawn_epoch:  # the same process
             replica.orders, replica.productive = before.orders, before.productive
-        self._by_stage.setdefault(stage, {})[index] = replica
+        others = self._by_stage.setdefault(stage, {})
+        others[index] = replica
+        if before is None:
+            self._by_stage[stage] = dict(sorted(others.items()))
         self._heaps.setdefault(stage, [])
         replica.on_change = self._note
         self._note(replica, facts=True)
         return replica
+
+    def remove(self, replica: Replica) -> None:
+        """Forget a replica that is gone for good."""
+        replica.on_change = None
+        del self._replicas[(replica.stage, replica.index)], self._by_stage[replica.stage][replica.index]
+        self._voices = None
 
     def _note(self, replica: Replica, facts: bool) -> None:
         if facts:
@@ -274,18 +308,24 @@ class ReplicaTable:
         heap, replicas = self._heaps.get(stage, []), self._by_stage.get(stage, {})
         while heap:
             preference, epoch = heap[0]
-            replica = replicas[preference[2]]
-            if replica.takes_requests and (replica.preference, replica.epoch) == (preference, epoch):
+            replica = replicas.get(preference[2])
+            current = replica is not None and (replica.preference, replica.epoch) == (preference, epoch)
+            if replica is not None and current and replica.takes_requests:
                 return replica
             heapq.heappop(heap)
         return None
 
     def recoverable(self, stage: str) -> bool:
-        """Whether some replica of a stage is ready or will be. The others are dead, or drain without a restart."""
+        """Whether some replica of a stage is ready or will be: others are dead, drain without a restart, or leave."""
         return any(
-            replica.state not in (ReplicaState.DEAD, ReplicaState.DRAINING) or replica.orders.restart
+            not replica.leaving
+            and (replica.state not in (ReplicaState.DEAD, ReplicaState.DRAINING) or replica.orders.restart)
             for replica in self._by_stage.get(stage, {}).values()
         )
+
+    def places(self, stage: str) -> list[Replica]:
+        """The replicas that a stage is to have, in order of their numbers: without spares and those that leave."""
+        return [replica for replica in self.of(stage) if not replica.spare and not replica.leaving]
 
     def fill_places(self, stage: str) -> list[tuple[Replica, Replica]]:
         """Let ready spares take the places of replicas that are not ready, which become spares. Returns these pairs.
@@ -294,7 +334,7 @@ class ReplicaTable:
         """
         replicas = self.of(stage)
         spares = [replica for replica in replicas if replica.spare and replica.ready]
-        absent = [replica for replica in replicas if not replica.spare and not replica.ready]
+        absent = [replica for replica in self.places(stage) if not replica.ready]
         pairs = list(zip(spares, absent, strict=False))
         for spare, replaced in pairs:
             spare.spare, replaced.spare = False, True
@@ -302,8 +342,11 @@ class ReplicaTable:
 
     @property
     def healthy(self) -> bool:
-        """Whether every replica that is no spare takes requests."""
-        return all(replica.ready for replica in self if not replica.spare)
+        """Whether every replica takes requests that is no spare, does not leave and is not still to come."""
+        return all(
+            replica.ready or replica.spare or replica.leaving or (replica.joining and replica.recovers)
+            for replica in self
+        )
 
     @property
     def voices(self) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ class ReplicaEvent(enum.StrEnum):
     HELLO = "hello"
     READY = "ready"
     DRAIN = "drain"
+    STAY = "stay"  # an operator wants it after all
     LOST = "lost"  # a restart follows
     GIVEN_UP = "given_up"  # lost, and no restart follows
     REVIVED = "revived"  # an operator asked for a restart
@@ -38,6 +39,7 @@ REPLICA_TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
     (ReplicaState.LOADING, ReplicaEvent.READY): ReplicaState.READY,
     (ReplicaState.READY, ReplicaEvent.DRAIN): ReplicaState.DRAINING,
     (ReplicaState.DRAINING, ReplicaEvent.DRAIN): ReplicaState.DRAINING,
+    (ReplicaState.DRAINING, ReplicaEvent.STAY): ReplicaState.READY,
     **{(state, ReplicaEvent.LOST): ReplicaState.WAITING for state in _ALIVE},
     **{(state, ReplicaEvent.GIVEN_UP): ReplicaState.DEAD for state in (*_ALIVE, ReplicaState.WAITING)},
     (ReplicaState.WAITING, ReplicaEvent.SPAWNED): ReplicaState.STARTING,

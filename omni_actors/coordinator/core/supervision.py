@@ -10,12 +10,20 @@ from collections.abc import Callable
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.health import HealthPolicy
-from omni_actors.coordinator.core.instructions import GiveUp, Level, ReplicaLost, ReplicaReady, ReplicaSpawned
+from omni_actors.coordinator.core.instructions import (
+    GiveUp,
+    Level,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaRemoved,
+    ReplicaSpawned,
+)
 from omni_actors.coordinator.core.launch import Launch, StartHistory, explain_end
 from omni_actors.coordinator.core.nodes import NodeTable
 from omni_actors.coordinator.core.outbox import Outbox
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.restart_scope import StageGraph
+from omni_actors.coordinator.core.seats import Seats
 from omni_actors.coordinator.core.states import ReplicaEvent
 from omni_actors.protocol.control import Peers, Shutdown
 from omni_actors.protocol.nodes import KillReplica, StartReplica
@@ -53,17 +61,20 @@ class Supervision(Outbox):
         self.replicas = replicas
         self.health = HealthPolicy(pipeline, replicas)
         self.nodes = NodeTable(pipeline, replicas, now)
+        self.seats = Seats(pipeline)
         self.launch = Launch(replicas, self.nodes, self.health, began, now, history)
 
     def _died(self, replica: Replica, how: str, log: str, now: float, evidence: Evidence) -> None:
         """Plan a restart. While the pipeline starts, a stage that is left without any replica ends the launch."""
         killed = replica.orders.clear_kill()
         cause, evidence = (f"{killed}; {how}", Evidence.CRASHED) if killed else (how, evidence)
-        asked = replica.orders.restart
-        restart = not self.launch.ending and self.health.plan(replica, now)
+        asked = replica.orders.restart or replica.leaving
+        restart = not self.launch.ending and not replica.leaving and self.health.plan(replica, now)
         self._log(Level.DEBUG if asked or self.launch.ending else Level.ERROR, f"ended: {cause}", replica)
         self._lose(replica, cause, restart, Evidence.NONE if asked else evidence)
-        if not self.launch.wanted:
+        if replica.leaving:
+            self._forget(replica)
+        if not self.launch.wanted or replica.leaving:
             return
         text, culprit = explain_end(replica, f"died ({cause})", log), self.launch.culprit
         if asked:
@@ -86,6 +97,24 @@ class Supervision(Outbox):
         if not self.launch.ending:
             self._announce_peers()
 
+    def _forget(self, replica: Replica) -> None:
+        """Take a replica that has left out of the pipeline. What it held was replayed before."""
+        self.replicas.remove(replica)
+        self.health.forget(replica)
+        self.seats.leave(replica.stage, replica.index)
+        self._instructions.append(ReplicaRemoved(replica.stage, replica.index))
+        self._announce(f"{replica.name} has left")
+
+    def _drain(self, replica: Replica) -> None:
+        replica.on(ReplicaEvent.DRAIN)
+        self._announce(f"{replica.name} drains")
+        self._fill_places(replica.stage)
+
+    def _ready_again(self, replica: Replica) -> None:
+        """Let a replica take requests."""
+        self._fill_places(replica.stage)
+        self._instructions.append(ReplicaReady(replica))
+
     def _fill_places(self, stage: str) -> None:
         """Let spares take the places of replicas that take no requests; during the launch each has its own place."""
         for spare, replaced in self.replicas.fill_places(stage) if self.launch.serving else ():
@@ -98,15 +127,18 @@ class Supervision(Outbox):
                 self._announce(f"starting {dead.name} again")
                 self._start(dead.stage, dead.index, now)
 
-    def _start(self, stage: str, index: int, now: float) -> None:
+    def _start(self, stage: str, index: int, now: float) -> Replica:
         former = self.replicas.current(stage, index)
         spawn_epoch = max(former.epoch + 1 if former is not None else 1, self._new_epoch())
         replica = self._expect(stage, index, spawn_epoch, now)
-        self._tell_node(self.nodes.of(replica), StartReplica(stage=stage, replica=index, spawn_epoch=spawn_epoch))
+        start = StartReplica(stage=stage, replica=index, spawn_epoch=spawn_epoch, slot=replica.slot)
+        self._tell_node(self.nodes.of(replica), start)
+        return replica
 
     def _expect(self, stage: str, index: int, spawn_epoch: int, now: float) -> Replica:
         """Expect the hello of a process; `spawn_epoch` 0: none is known yet."""
-        replica = self.replicas.add(stage, index, spawn_epoch, node=self._pipeline.stage(stage).node_of(index))
+        node, slot = self.seats[(stage, index)]
+        replica = self.replicas.add(stage, index, spawn_epoch, node=node, slot=slot)
         self._instructions.append(ReplicaSpawned(stage, index, spawn_epoch))
         self.health.spawned(replica, now)
         return replica
@@ -132,7 +164,7 @@ class Supervision(Outbox):
         for replica in self.health.drained(now):
             replica.stopping = True
             replica.orders.stop_until = now + STOP_SECONDS
-            self._tell(replica, Shutdown(reason="it is restarted"))
+            self._tell(replica, Shutdown(reason="it leaves" if replica.leaving else "it is restarted"))
 
     def _enforce_ends(self, now: float) -> None:
         """Kill what did not stop, and count as dead what did not end when killed."""

@@ -58,7 +58,7 @@ function show(status) {
   $("stages").replaceChildren(...status.stages.map((stage) => {
     const several = status.stages.filter((other) => other.stage === stage.stage).length > 1;
     const working = stage.state === "ready" && stage.in_flight > 0;
-    const idle = stage.spare && stage.state === "ready" ? "spare" : stage.state;
+    const idle = stage.leaving ? "leaving" : stage.spare && stage.state === "ready" ? "spare" : stage.state;
     return stageItem(several ? `${stage.stage}/${stage.replica}` : stage.stage, working ? "busy" : stage.state,
                      working ? `${stage.in_flight} working` : idle);
   }));
