@@ -22,7 +22,7 @@ HELP_HAS = {
     "launch": "Start a pipeline of stages",
     "check": "Start a pipeline of stages",
     "chat": "/save   FILE",
-    "ctl": "{status,drain,restart,shutdown}",
+    "ctl": "{status,drain,restart,scale,shutdown}",
     "top": "omni-actors top",
     "trace": "omni-actors trace",
     "replay": "a file that a stage wrote under --record",
