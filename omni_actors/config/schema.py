@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from omni_actors.config.http_schema import HttpConfig
+from omni_actors.config.routing import RoutingConfig
 from omni_actors.config.value_types import (
     IN_ONE_LINE,
     LARGEST,
@@ -265,6 +266,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
             fails when a replica that holds it is lost.
         max_attempts: how often one request may run, after losses that are not its fault; one that crashes its stage is
             found sooner.
+        routing: how requests are spread over the replicas of a stage.
         default_timeout: seconds until the deadline of requests that set none.
         max_timeout: the latest deadline that a request may ask for, in seconds from now.
         tombstone_ttl: seconds for which an ended request is remembered, to absorb late messages.
@@ -291,6 +293,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     reconnect_timeout: Seconds = 300.0
     retain_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 256 << 20
     max_attempts: Annotated[int, Meta(ge=1, le=255)] = 64
+    routing: RoutingConfig = RoutingConfig()
     default_timeout: Seconds = 600.0
     max_timeout: Seconds = 86_400.0
     tombstone_ttl: Seconds = 60.0

@@ -89,6 +89,7 @@ class Reports:
     def _counts(self) -> dict[str, int]:
         counts = {"replays": self._requests.replays, "retained_bytes": self._requests.retained_bytes}
         counts |= {f"dropped_{reason}": count for reason, count in self._all_dropped().items()}
+        counts |= {f"routed_{by}": count for by, count in self._requests.planner.router.chosen.items()}
         for channel, decoder in self._decoders.items():
             counts |= {f"rejected_{channel}_{reason}": count for reason, count in decoder.rejected.items()}
         return counts
@@ -145,4 +146,5 @@ class Reports:
             edges,
             {channel: decoder.rejected for channel, decoder in self._decoders.items()},
             self._all_dropped(),
+            self._requests.planner.router.chosen,
         )

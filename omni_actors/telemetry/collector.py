@@ -127,6 +127,7 @@ class TelemetryCollector:
         edges: Mapping[str, EdgeMetrics],
         rejected: Mapping[str, Mapping[str, int]],
         dropped: Mapping[str, int],
+        routed: Mapping[str, int],
     ) -> Meters:
         """All values of the whole pipeline, as of the stages' last snapshots.
 
@@ -136,6 +137,7 @@ class TelemetryCollector:
             edges: the coordinator's own, by receiver.
             rejected: counts of messages that did not decode, by channel and reason.
             dropped: counts of other messages of no use, by reason.
+            routed: counts of choices of a replica, by what decided.
         """
         own = self._meters
         own.set(table.IN_FLIGHT, to=in_flight)
@@ -158,6 +160,7 @@ class TelemetryCollector:
         if self._rejected_snapshots:
             own.set(table.REJECTED, *table.COORDINATOR, "control", "wrong_snapshot", to=self._rejected_snapshots)
         own.set_all(table.DROPPED, table.COORDINATOR, dropped)
+        own.set_all(table.ROUTED, (), routed)
         edge_metrics(own, table.COORDINATOR[0], edges)
         process_metrics(own, table.COORDINATOR, time.process_time())
         everything = Meters()

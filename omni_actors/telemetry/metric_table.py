@@ -104,6 +104,11 @@ FIRST_PICTURE = _histogram(
 AUDIO_SECONDS = _counter("omni_audio_seconds_total", (), "Length of all audio sent to clients.")
 PICTURES = _counter("omni_pictures_total", (), "Pictures sent to clients, without previews.")
 TEXT_TOKENS = _counter("omni_text_tokens_total", (), "Text tokens sent to clients.")
+ROUTED = _counter(
+    "omni_routed_total",
+    ("by",),
+    "Choices of a replica, by what decided: load, a conversation in its prefix cache (prefix), or the same host.",
+)
 REPLAYS = _counter("omni_replays_total", (), "Attempts made after the loss of a replica.")
 RETAINED = _gauge("omni_retained_bytes", (), "Prompts and media kept to run requests again.")
 READY = _gauge("omni_replica_ready", _REPLICA, "1 while a replica takes requests, else 0.")

@@ -59,9 +59,8 @@ def pipeline(**coordinator: Any) -> PipelineConfig:
 
 
 def submit(*modalities: str, **fields: Any) -> Submit:
-    return Submit(
-        prompt=Prompt(token_ids=pack_token_ids([1, 2, 3])), modalities=modalities or ("text", "audio"), **fields
-    )
+    fields.setdefault("prompt", Prompt(token_ids=pack_token_ids([1, 2, 3])))
+    return Submit(modalities=modalities or ("text", "audio"), **fields)
 
 
 def header_from(replica_id: ReplicaId, request_id: str, seq: int = 0, attempt: int = 0) -> Header:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from omni_actors.protocol.client import Done, Submit
 from omni_actors.protocol.common import Abort, Failed
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.protocol.payloads import Prompt
 from omni_actors.protocol.results import AudioChunk, StageDone, TextDelta
 from omni_actors.protocol.stage import OpenRequest, Resend
 from omni_actors.protocol.tensors import DType, TensorRef
@@ -207,6 +209,8 @@ def replica_id(stage: str, index: int = 0, epoch: int = 1) -> ReplicaId:
 def ask(
     state: RequestMachine, request_id: str = "r1", client: bytes = ALICE, *modalities: str, **fields: object
 ) -> list:
+    """Submit a request, with a prompt of its own unless one is given."""
+    fields.setdefault("prompt", Prompt(token_ids=pack_token_ids([1, 2, zlib.crc32(request_id.encode()) >> 1])))
     return state.submit(client, Header("", request_id), submit(*modalities, **fields), [b"media"], NOW)
 
 

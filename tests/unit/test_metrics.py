@@ -155,13 +155,14 @@ def test_a_wrong_snapshot_is_counted_and_does_not_hide_the_others() -> None:
     collector.replica_spawned("talker", 0, 7)
     collector.replica_spawned("talker", 0, 8)
     everything = collector.gather(
-        3, 2, (5, 6, 7), 4, {("talker", 0): (False, True, 2)}, {}, {"client": {"magic": 6}}, {"late": 7}
+        3, 2, (5, 6, 7), 4, {("talker", 0): (False, True, 2)}, {}, {"client": {"magic": 6}}, {"late": 7}, {"load": 8}
     )
     value = everything.values
     assert value[(table.OUTPUT_TOKENS.name, LABELS)] == 5
     assert value[(table.REJECTED.name, ("coordinator", "0", "control", "wrong_snapshot"))] == 1
     assert value[(table.REJECTED.name, ("coordinator", "0", "client", "magic"))] == 6
     assert value[(table.DROPPED.name, ("coordinator", "0", "late"))] == 7
+    assert value[(table.ROUTED.name, ("load",))] == 8
     assert value[(table.IN_FLIGHT.name, ())] == 3
     assert value[(table.QUEUED.name, ())] == 2
     assert value[(table.RETAINED.name, ())] == 4

@@ -87,6 +87,7 @@ class Gate:
             voice=submit.voice,
             priority=submit.priority,
             retained=Retained(submit.prompt, buffers, size, submit.information),
+            parts=self._planner.router.parts(submit.prompt, buffers, admitted.params),
             information=frozenset(submit.information.entries) if submit.information is not None else frozenset(),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from omni_actors.config import LossPolicy, PipelineConfig
@@ -10,6 +10,7 @@ from omni_actors.coordinator.core.admission import unwanted_information
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.requests import ActiveRequest
 from omni_actors.coordinator.core.restart_scope import StageGraph
+from omni_actors.coordinator.core.routing import Router
 from omni_actors.coordinator.core.suspects import IsolationRuns
 from omni_actors.errors import OmniError, StageLost, StageUnavailable
 from omni_actors.protocol.fields import MAX_ATTEMPT
@@ -47,22 +48,35 @@ class Planner:
         self._speaks = {stage.name: bool(stage.outputs) for stage in pipeline.stages}
         self.graph = StageGraph(pipeline)
         self.isolation_runs = IsolationRuns(replicas)
+        self.router = Router(pipeline, replicas)
 
     def plan(self, request: ActiveRequest, now: float) -> Route | Wait | Unavailable:
-        """Choose the least loaded replica of every stage that the request still needs."""
+        """Choose a replica for every stage that the request still needs."""
         missing = request.missing
         if self._entry in missing and request.retained is None:
             return Unavailable(_not_kept())
-        chosen = []
+        chosen: dict[str, Replica] = {}
         # The stage that suspects it last: no replica is emptied for a request that has to wait for another one.
         for stage in sorted(missing, key=lambda stage: stage == request.suspected_by):
             suspected = request.suspected_by == stage
-            replica = self.isolation_runs.replica_for(request, now) if suspected else self._replicas.choose(stage)
+            if suspected:
+                replica = self.isolation_runs.replica_for(request, now)
+            else:
+                replica = self.router.choose(stage, request, self._sources(request, stage, chosen))
             if replica is None:
                 return Wait(stage) if self._replicas.recoverable(stage) else Unavailable(_unavailable(request, stage))
-            chosen.append(replica)
-        error = self._information_error(request, chosen)
-        return Route(tuple(chosen)) if error is None else Unavailable(error)
+            chosen[stage] = replica
+        replicas = tuple(chosen.values())
+        error = self._information_error(request, replicas)
+        return Route(replicas) if error is None else Unavailable(error)
+
+    def _sources(self, request: ActiveRequest, stage: str, chosen: Mapping[str, Replica]) -> Iterator[Replica]:
+        """The replicas that feed a stage, as far as they are known."""
+        for source in self.graph.sources[stage]:
+            replica_id = request.bound.get(source)
+            replica = self._replicas.at(replica_id) if replica_id is not None else chosen.get(source)
+            if replica is not None:
+                yield replica
 
     @staticmethod
     def _information_error(request: ActiveRequest, chosen: Sequence[Replica]) -> OmniError | None:

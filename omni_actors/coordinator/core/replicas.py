@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 
+from omni_actors.coordinator.core.forecast import AVERAGE, Pace
 from omni_actors.coordinator.core.states import REPLICA_TRANSITIONS, ReplicaEvent, ReplicaState
 from omni_actors.protocol.client import StageStatus
 from omni_actors.protocol.control import ArenaAddress, Peer, Ready
@@ -19,7 +20,8 @@ STALE_ENTRIES = 64  # that a stage's heap may hold in addition to twice its repl
 
 # A change of these is reported to the table: the choice of a replica, or what clients learn, depends on them.
 _FACTS = frozenset({"voices", "sample_rate"})
-_REPORTED = _FACTS | {"state", "congested", "reserved", "requests", "spare"}
+_REPORTED = _FACTS | {"state", "congested", "reserved", "requests", "spare", "slowness"}
+Preference = tuple[bool, int, int, int]
 
 
 @dataclass
@@ -88,7 +90,11 @@ class Replica:
     progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
-    computing: set[str] = field(default_factory=set)  # those of them that this stage has not finished
+    ahead: dict[str, int] = field(default_factory=dict)  # work of those of them that this stage has not finished
+    load: int = 0  # the sum of it
+    pace: Pace = field(default_factory=Pace)
+    slowness: float = 1.0  # seconds that it takes, compared with others of its stage
+    by_requests: bool = False  # it is chosen by how many requests it holds
     productive: bool = False  # this process has finished a request
     congested: bool = False  # it has granted no credit for more input
     reserved: bool = False  # kept for suspects
@@ -160,9 +166,21 @@ class Replica:
         return self.orders.leave
 
     @property
-    def preference(self) -> tuple[bool, int, int]:
-        """The smallest is chosen: those that take input first, then the fewest requests."""
-        return (self.congested, len(self.requests), self.index)
+    def computing(self) -> KeysView[str]:
+        """The requests bound to it that this stage has not finished."""
+        return self.ahead.keys()
+
+    @property
+    def cost(self) -> int:
+        """How long an average request would take here, with what is ahead: 100 for one alone on a usual replica."""
+        if self.by_requests:
+            return AVERAGE * (1 + len(self.requests))
+        return round(self.slowness * (AVERAGE + self.load))
+
+    @property
+    def preference(self) -> Preference:
+        """The smallest is chosen: those that take input first, then the least cost, then the fewest requests."""
+        return (self.congested, self.cost, len(self.requests), self.index)
 
     def on(self, event: ReplicaEvent) -> None:
         """Enter the state that follows."""
@@ -179,27 +197,38 @@ class Replica:
         self.max_media = facts.max_media
         self.parameters, self.speech, self.loaded = facts.parameters, facts.speech, True
 
-    def hold(self, request_id: str) -> None:
-        """Bind a request to it."""
+    def hold(self, request_id: str, ahead: int = AVERAGE) -> None:
+        """Bind a request to it; `ahead` is its work."""
         self.requests.add(request_id)
-        self.computing.add(request_id)
+        self.ahead[request_id] = ahead
+        self.load += ahead
         self._changed()
+
+    def expect(self, request_id: str, ahead: int) -> None:
+        """Correct the work of a request that it computes. Others are ignored."""
+        before = self.ahead.get(request_id)
+        if before is not None and before != ahead:
+            self.ahead[request_id] = ahead
+            self.load += ahead - before
+            self._changed()
 
     def finished(self, request_id: str) -> None:
         """This stage has computed a request, which may still need it."""
-        self.computing.discard(request_id)
+        self.load -= self.ahead.pop(request_id, 0)
         self.productive = True
+        self._changed()
 
     def release(self, request_id: str) -> None:
         """Unbind a request. Unknown ids are ignored."""
         self.requests.discard(request_id)
-        self.computing.discard(request_id)
+        self.load -= self.ahead.pop(request_id, 0)
         self._changed()
 
     def release_all(self) -> None:
         """Unbind all requests."""
         self.requests.clear()
-        self.computing.clear()
+        self.ahead.clear()
+        self.load = 0
         self._changed()
 
     def status(self) -> StageStatus:
@@ -225,12 +254,17 @@ class ReplicaTable:
 
     The least loaded one of a stage comes from a heap. Every change of a replica puts a new entry on it, and outdated
     entries are skipped, so that a choice among a thousand costs no search.
+
+    Args:
+        by_requests: whether the least loaded is the one with the fewest requests; else that with the least work ahead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_requests: bool = False) -> None:
+        self._by_requests = by_requests
         self._replicas: dict[tuple[str, int], Replica] = {}
         self._by_stage: dict[str, dict[int, Replica]] = {}
-        self._heaps: dict[str, list[tuple[tuple[bool, int, int], int]]] = {}  # (preference, epoch)
+        self._by_host: dict[tuple[str, int], dict[int, Replica]] = {}
+        self._heaps: dict[str, list[tuple[Preference, int]]] = {}  # with the epoch
         self._voices: tuple[str, ...] | None = None
         self._sample_rate = 0
 
@@ -251,10 +285,14 @@ class ReplicaTable:
             replica.spare, replica.joining = before.spare, before.joining
         if before is not None and before.spawn_epoch == spawn_epoch:  # the same process
             replica.orders, replica.productive = before.orders, before.productive
+        replica.by_requests = self._by_requests
         others = self._by_stage.setdefault(stage, {})
         others[index] = replica
         if before is None:
             self._by_stage[stage] = dict(sorted(others.items()))
+        if before is not None and before.node != node:
+            del self._by_host[stage, before.node][index]
+        self._by_host.setdefault((stage, node), {})[index] = replica
         self._heaps.setdefault(stage, [])
         replica.on_change = self._note
         self._note(replica, facts=True)
@@ -264,6 +302,7 @@ class ReplicaTable:
         """Forget a replica that is gone for good."""
         replica.on_change = None
         del self._replicas[(replica.stage, replica.index)], self._by_stage[replica.stage][replica.index]
+        del self._by_host[replica.stage, replica.node][replica.index]
         self._voices = None
 
     def _note(self, replica: Replica, facts: bool) -> None:
@@ -281,6 +320,14 @@ class ReplicaTable:
     def of(self, stage: str) -> list[Replica]:
         """The replicas of a stage."""
         return list(self._by_stage.get(stage, {}).values())
+
+    def count(self, stage: str) -> int:
+        """How many replicas a stage has, in whatever state."""
+        return len(self._by_stage.get(stage, ()))
+
+    def on_host(self, stage: str, node: int) -> Iterator[Replica]:
+        """The replicas of a stage on a node, in whatever state."""
+        return iter(self._by_host.get((stage, node), {}).values())
 
     def current(self, stage: str, index: int) -> Replica | None:
         """The replica in its present epoch."""
@@ -304,11 +351,11 @@ class ReplicaTable:
         return self.find(replica_id.stage, replica_id.replica, replica_id.epoch)
 
     def choose(self, stage: str) -> Replica | None:
-        """The ready replica of a stage with the fewest requests, those that take input first; `None`: none is ready."""
+        """The least loaded ready replica of a stage, those that take input first; `None`: none is ready."""
         heap, replicas = self._heaps.get(stage, []), self._by_stage.get(stage, {})
         while heap:
             preference, epoch = heap[0]
-            replica = replicas.get(preference[2])
+            replica = replicas.get(preference[-1])
             current = replica is not None and (replica.preference, replica.epoch) == (preference, epoch)
             if replica is not None and current and replica.takes_requests:
                 return replica
