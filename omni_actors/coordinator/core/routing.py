@@ -31,7 +31,7 @@ class Router:
     """The choice among the replicas of each stage, with what it takes to make it.
 
     Attributes:
-        chosen: how many choices went to the least loaded one ("load"), to the holder of a prefix ("prefix"), to the
+        chosen: how many choices went to the holder of a prefix ("prefix"), to the least loaded one ("load"), to the
             host of the stage before ("host").
     """
 
@@ -39,6 +39,7 @@ class Router:
         self._settings = pipeline.coordinator.routing
         self._replicas = replicas
         self._stages = {stage.name: stage for stage in pipeline.stages}
+        self._devices: dict[tuple[str, int], frozenset[int]] = {}
         self._caches = frozenset(stage.name for stage in pipeline.stages if _caches_prefixes(stage))
         self._text_stages = tuple(stage.name for stage in pipeline.stages if Modality.TEXT in stage.outputs)
         self.forecast = Forecast(pipeline)
@@ -61,14 +62,15 @@ class Router:
             return None
         holder, prefix = self._holder(stage, request)
         sources = tuple(sources) if self._settings.host_lead else ()
-        best, price, why = least, math.inf, ""
-        for replica in itertools.chain((least, holder), *(self._on_host(stage, source) for source in sources)):
+        best, price = least, math.inf
+        away = [source for source in sources if self._nearness(least, (source,)) < self._nearest(source)]
+        for replica in itertools.chain((least, holder), *(self._on_host(stage, source) for source in away)):
             if replica is None or not replica.takes_requests or (replica.congested and not least.congested):
                 continue
             held, near = prefix if replica is holder else 0.0, self._nearness(replica, sources)
             if (paid := replica.cost - AVERAGE * (held + near)) < price:
-                best, price, why = replica, paid, "prefix" if held else "host"
-        self.chosen["load" if best is least else why] += 1
+                best, price = replica, paid
+        self.chosen["prefix" if best is holder and prefix else "load" if best is least else "host"] += 1
         return best
 
     def _holder(self, stage: str, request: ActiveRequest) -> tuple[Replica | None, float]:
@@ -84,19 +86,27 @@ class Router:
     def _on_host(self, stage: str, source: Replica) -> Iterator[Replica]:
         return itertools.islice(self._replicas.on_host(stage, source.node), NEIGHBOURS)
 
+    def _nearest(self, source: Replica) -> float:
+        """The lead of a replica that could not be nearer to one that feeds it."""
+        return self._settings.host_lead * (SAME_GPU if self._gpus(source) else 1.0)
+
     def _nearness(self, replica: Replica, sources: Iterable[Replica]) -> float:
         """The lead of a replica on the host, or the GPU, of one that feeds it."""
         lead = 0.0
         for source in sources:
             if source.node == replica.node:
-                same_gpu = not self._gpus(source).isdisjoint(self._gpus(replica))
+                gpus = self._gpus(source)
+                same_gpu = bool(gpus) and not gpus.isdisjoint(self._gpus(replica))
                 lead = max(lead, self._settings.host_lead * (SAME_GPU if same_gpu else 1.0))
         return lead
 
     def _gpus(self, replica: Replica) -> frozenset[int]:
         """The GPUs that the YAML gives a replica; none if it does not say."""
-        stage = self._stages[replica.stage]
-        return frozenset(replica_devices(stage, replica.index, 0)) if stage.devices else frozenset()
+        place = replica.stage, replica.index
+        if place not in self._devices:
+            stage = self._stages[replica.stage]
+            self._devices[place] = frozenset(replica_devices(stage, replica.index, 0) if stage.devices else ())
+        return self._devices[place]
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
