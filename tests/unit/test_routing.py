@@ -45,7 +45,7 @@ def on_two_hosts(per_host: int, **routing: Any) -> RequestMachine:
     state = CheckedRequestMachine(msgspec.convert(made, PipelineConfig), new_seed=lambda: 1)
     for stage in STAGES:
         for index in range(2 * per_host):
-            state.replicas.add(stage, index, 1, node=index % 2).state = ReplicaState.READY
+            state.replicas.add(stage, index, 1, node=index % 2, slot=index // 2).state = ReplicaState.READY
     return state
 
 

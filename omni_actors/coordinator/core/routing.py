@@ -13,7 +13,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from omni_actors.config import Modality, PipelineConfig, StageConfig, StageKind, replica_devices
+from omni_actors.config import Modality, PipelineConfig, StageConfig, StageKind
+from omni_actors.config.devices import slot_devices
 from omni_actors.coordinator.core.conversations import Conversations, Part, parts_of
 from omni_actors.coordinator.core.forecast import AVERAGE, Forecast
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
@@ -102,10 +103,10 @@ class Router:
 
     def _gpus(self, replica: Replica) -> frozenset[int]:
         """The GPUs that the YAML gives a replica; none if it does not say."""
-        place = replica.stage, replica.index
+        place = replica.stage, replica.slot
         if place not in self._devices:
             stage = self._stages[replica.stage]
-            self._devices[place] = frozenset(replica_devices(stage, replica.index, 0) if stage.devices else ())
+            self._devices[place] = frozenset(slot_devices(stage, replica.slot, 0) if stage.devices else ())
         return self._devices[place]
 
     # -- what follows -------------------------------------------------------------------------------------------------
