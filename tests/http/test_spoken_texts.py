@@ -9,6 +9,9 @@ import base64
 import io
 import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +22,8 @@ import psutil
 import pytest
 import soundfile
 
-from omni_actors.client import OmniClient
+from omni_actors.client import OmniClient, spoken
+from omni_actors.errors import InvalidRequest, MalformedMedia
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.paths import REPOSITORY
@@ -231,11 +235,73 @@ def test_a_server_without_a_folder_makes_no_voices(cloning: HttpPipeline) -> Non
     assert "--http-voices-dir" in answer.json()["error"]["message"]
 
 
-def test_the_client_library_speaks_with_a_recording(cloning: HttpPipeline) -> None:
+def test_the_client_library_speaks_with_a_recording(cloning: HttpPipeline, tmp_path: Path) -> None:
+    """Of samples, or of a file; the engine is told what is given and nothing else."""
+    path = tmp_path / "clip.wav"
+    path.write_bytes(RECORDING)
+    told = "clip=32000@0.30 clip_rate=16000 "
     with OmniClient(cloning.endpoint) as client:
         ability = client.describe().speech
         assert ability.clip == "required"
         assert ability.languages == ("English", "German")
+        of_file = client.generate(spoken(TEXT, clip=path, transcript="One.", language="English"))
+        assert heard(of_file.audio) == f"{told}language=English transcript=One. {TEXT}"
+        of_samples = client.generate(spoken(TEXT, clip=(tone(2.0), 16_000), instructions="Slowly."))
+        assert heard(of_samples.audio) == f"{told}instructions=Slowly. {TEXT}"
+    path.write_bytes(b"no sound")
+    for wrong, error in [({"transcript": "One."}, InvalidRequest), ({"clip": path}, MalformedMedia)]:
+        with pytest.raises(error):
+            spoken(TEXT, **wrong)
+
+
+def heard(samples: numpy.ndarray) -> str:
+    return said((samples * 32767).astype("<i2").tobytes())
+
+
+def test_the_documented_client_speaks(cloning: HttpPipeline, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
+    (block,) = [block for block in blocks if "spoken(" in block]
+    (tmp_path / "mara.wav").write_bytes(RECORDING)
+    code = block.replace("ipc:///tmp/omni-x/client", cloning.endpoint)
+    text = run(tmp_path, sys.executable, "-c", code)
+    assert text == "English, German\n"
+    assert soundfile.info(tmp_path / "tide.wav").frames > len(TEXT)
+
+
+def run(folder: Path, *command: object, code: int = 0) -> str:
+    arguments = [str(part) for part in command]
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=60, env=None)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_command_line_speaks(
+    cloning: HttpPipeline, preset: HttpPipeline, echo: HttpPipeline, tmp_path: Path
+) -> None:
+    (tmp_path / "mara.wav").write_bytes(RECORDING)
+    say = (sys.executable, "-m", "omni_actors.cli.main", "say", TEXT, "--save", "tide.wav")
+    told = "clip=32000@0.30 clip_rate=16000 instructions=Low. language=German transcript=One. "
+    more = ("--instructions", "Low.", "--language", "German", "--transcript", "One.")
+    for pipeline, given, wanted in (
+        (cloning, ("--clip", "mara.wav", *more), told),
+        (preset, ("--voice", "ryan"), "voice=ryan "),
+    ):
+        run(tmp_path, *say, *given, pipeline.endpoint)
+        assert (
+            said(soundfile.read(tmp_path / "tide.wav", dtype="int16")[0].astype("<i2").tobytes()) == f"{wanted}{TEXT}"
+        )
+    assert "unknown_voice" in run(tmp_path, *say, "--voice", "alice", preset.endpoint, code=1)
+    assert "Use omni-actors chat" in run(tmp_path, *say, echo.endpoint, code=1)
+
+
+def test_the_example_makes_a_voice_and_speaks_with_it(cloning: HttpPipeline, tmp_path: Path) -> None:
+    example = REPOSITORY / "examples" / "openai_speech.py"
+    recording = REPOSITORY / "examples" / "question.wav"
+    text = run(tmp_path, sys.executable, example, "--url", cloning.url, "--recording", recording)
+    assert "made the voice example, voice_" in text
+    assert text.endswith("deleted the voice example\n")
+    samples, _ = soundfile.read(tmp_path / "speech.wav", dtype="int16")
+    assert said(samples.astype("<i2").tobytes()).endswith(f"language=auto {TEXT}")
 
 
 def test_a_model_that_answers_reads_aloud_as_ever(echo: HttpPipeline) -> None:

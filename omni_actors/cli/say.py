@@ -1,0 +1,72 @@
+"""Has a running pipeline speak a text: `omni-actors say TEXT --save WAV [ENDPOINT]`.
+
+It needs a speech model, which speaks the text that it is given; ask an omni model with `omni-actors chat --voice NAME`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import numpy
+from numpy.typing import NDArray
+
+from omni_actors import flags
+from omni_actors.cli.connection import add_connection, connection, with_flag
+from omni_actors.client import Audio, OmniClient, spoken
+from omni_actors.errors import InvalidRequest, OmniError
+from omni_actors.launcher.one_request import save
+from omni_actors.processes import EXIT_FAILED, EXIT_OK
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0 if the text was spoken, 1 if not)."""
+    options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
+    try:
+        pipeline = connection(options)
+        with OmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
+            say_text(client, options)
+    except OmniError as error:
+        print(f"error ({error.code.value}): {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    parser = flags.CommandParser(
+        prog="omni-actors say", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_connection(parser)
+    parser.add_argument("text", type=flags.text, help="what to speak")
+    parser.add_argument("--save", type=flags.path, metavar="WAV", required=True, help="write the sound here")
+    parser.add_argument("--voice", type=flags.line, help="one of the model's voices")
+    parser.add_argument("--language", type=flags.line, help="of the text (default: the model finds it out)")
+    parser.add_argument("--instructions", type=flags.text, help="how to speak, in words")
+    parser.add_argument("--clip", type=flags.path, metavar="FILE", help="a recording of the voice to speak with")
+    parser.add_argument("--transcript", type=flags.text, metavar="TEXT", help="what is said in the recording")
+    parser.add_argument("--seed", type=flags.seed, help="seed of sampling")
+    parser.add_argument("--timeout", type=flags.seconds, help="seconds until all of it must be spoken")
+    return parser
+
+
+def say_text(client: OmniClient, options: argparse.Namespace) -> None:
+    """Write the sound of a text to a file. Raises `InvalidRequest` if the pipeline does not speak what it is given."""
+    if client.describe().speech is None:
+        raise InvalidRequest("This pipeline answers; it does not speak what it is given.", hint="Use omni-actors chat.")
+    prompt = spoken(
+        options.text,
+        language=options.language,
+        instructions=options.instructions,
+        clip=options.clip,
+        transcript=options.transcript,
+    )
+    pieces: list[NDArray[numpy.float32]] = []
+    rate = 0
+    stream = client.submit(prompt, voice=options.voice, seed=options.seed, timeout=options.timeout)
+    for item in stream:
+        if isinstance(item, Audio):
+            pieces.append(item.samples)
+            rate = item.sample_rate
+    save(options.save.expanduser(), pieces, rate)
