@@ -1,6 +1,9 @@
 """Sends many requests through echo stages that are killed again and again: nothing may be left over, nothing may grow.
 
     python scripts/soak.py [--requests 10000] [--kills 0.01] [--slow 0.1] [--concurrency 64] [--seed 0]
+    python scripts/soak.py --config stage_configs/tiny_qwen3_omni.yaml --model FOLDER --requests 1000 --concurrency 8
+
+With `--config` the stages are those of a model, whose answers are short.
 
 Some requests are aborted, some have little time, and a part of them comes from a client that does not read for a third
 of a second at a time. For every 100th request a stage gets SIGKILL. Exits with 1 unless every request ended exactly
@@ -25,10 +28,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from omni_actors.client import AsyncOmniClient
+from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import Aborted, DeadlineExceeded, OmniError
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
@@ -36,6 +41,7 @@ from tests.support.processes import processes_of
 from tests.support.waiting import until
 
 ANSWERED = 0.99  # of the requests that are neither aborted nor short of time, if stages are killed
+START_SECONDS = 120.0
 WARM = 100  # requests after which the memory of a process counts
 SLOW_SECONDS = 0.3  # for which the slow client does not read
 ENOUGH_SECONDS = 120.0  # until the deadline of the requests that should complete
@@ -45,7 +51,9 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "16384
 Ends = collections.Counter[str]
 
 
-def configuration() -> dict:
+def configuration(options: argparse.Namespace) -> dict:
+    if options.config is not None:
+        return {**yaml.safe_load(options.config.read_text()), "model": str(options.model.absolute())}
     data = chain()
     for stage in data["stages"]:
         # Rows of 40 kB: they go through the arena.
@@ -54,7 +62,26 @@ def configuration() -> dict:
     return data
 
 
-async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends) -> None:
+class Load:
+    """The requests for a pipeline, and whether an answer is one."""
+
+    def __init__(self, data: dict, *, echoes: bool) -> None:
+        self._writers = [stage["name"] for stage in data["stages"] if stage["kind"] == "autoregressive"]
+        self._echoes = echoes
+
+    def params(self, chance: random.Random) -> dict:
+        """Lengths, for the stages of a model that have them."""
+        return {stage: {"max_tokens": chance.randrange(3, 16)} for stage in self._writers}
+
+    def is_answer(self, text: str, modalities: Sequence[str], output: OmniRequestOutput) -> bool:
+        """Whether an output has what was asked for, and nothing else."""
+        if self._echoes:
+            return output.text == (text if "text" in modalities else "")
+        parts = {"text": bool(output.text), "audio": output.audio is not None and len(output.audio) > 0}
+        return [name for name, there in parts.items() if there] == [name for name in parts if name in modalities]
+
+
+async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends, load: Load) -> None:
     """Run a request that completes, is aborted on its way, or has little time."""
     text = "x" * chance.randrange(1, 40)
     kind = chance.choice(("whole", "whole", "abort", "deadline"))
@@ -62,14 +89,13 @@ async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends) -> Non
     modalities = chance.choice((["text"], ["audio"], ["text", "audio"]))
     expected = {"abort": Aborted, "deadline": DeadlineExceeded}.get(kind, ())
     try:
-        stream = await client.submit(text, modalities=modalities, timeout=timeout)
+        stream = await client.submit(text, modalities=modalities, params=load.params(chance), timeout=timeout)
         if kind == "abort":
             await asyncio.sleep(chance.uniform(0, 0.2))
             await stream.abort()
         async with asyncio.timeout(2 * ENOUGH_SECONDS):
             output = await stream.result()
-        good = output.text == (text if "text" in modalities else "")
-        ends["finished" if good else "wrong answer"] += 1
+        ends["finished" if load.is_answer(text, modalities, output) else "wrong answer"] += 1
     except TimeoutError:
         ends["no end"] += 1
     except OmniError as error:
@@ -79,8 +105,9 @@ async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends) -> Non
 class Soak:
     """Counts what the clients of one pipeline got. The slow client has a thread, and so a loop, of its own."""
 
-    def __init__(self, launcher: EchoLauncher, options: argparse.Namespace) -> None:
+    def __init__(self, launcher: EchoLauncher, load: Load, options: argparse.Namespace) -> None:
         self._launcher = launcher
+        self._load = load
         self._options = options
         self._chance = random.Random(options.seed)
         self._of_client: dict[bool, Ends] = {False: collections.Counter(), True: collections.Counter()}  # by `slow`
@@ -109,7 +136,7 @@ class Soak:
 
         async def limited() -> None:
             async with slots:
-                await one(client, chance, self._of_client[slow])
+                await one(client, chance, self._of_client[slow], self._load)
 
         async def pause() -> None:
             while slow:
@@ -176,9 +203,11 @@ def main(options: argparse.Namespace) -> int:
     failures = []
     os.environ |= ALLOCATOR
     with tempfile.TemporaryDirectory(prefix="sk-", dir="/tmp") as name:
-        launcher = EchoLauncher(Path(name), configuration()).wait_ready()
+        data = configuration(options)
+        launcher = EchoLauncher(Path(name), data).wait_ready(START_SECONDS)
         try:
-            soak, readings, began = Soak(launcher, options), [], time.monotonic()
+            load = Load(data, echoes=options.config is None)
+            soak, readings, began = Soak(launcher, load, options), [], time.monotonic()
             for part in range(options.readings):
                 begin, end = (options.requests * number // options.readings for number in (part, part + 1))
                 asyncio.run(soak.run(end - begin))
@@ -198,10 +227,15 @@ def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--config", type=Path, help="YAML of a model, in place of the echo stages")
+    parser.add_argument("--model", type=Path, help="folder of the checkpoint, with --config")
     parser.add_argument("--kills", type=float, default=0.01, help="kills of stages per request")
     parser.add_argument("--slow", type=float, default=0.1, help="share of the requests of the slow client")
     parser.add_argument("--concurrency", type=int, default=64, help="requests at a time, of each of the two clients")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--readings", type=int, default=20)
     parser.add_argument("--growth", type=float, default=1.05, help="allowed growth of memory; larger for short runs")
-    sys.exit(main(parser.parse_args()))
+    given = parser.parse_args()
+    if (given.config is None) != (given.model is None):
+        parser.error("--config and --model go together")
+    sys.exit(main(given))

@@ -21,11 +21,13 @@ import openai
 import psutil
 import pytest
 import soundfile
+from playwright.sync_api import expect
 
 from omni_actors.client import OmniClient, spoken
 from omni_actors.errors import InvalidRequest, MalformedMedia
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
+from tests.support.browser import ask, chromium, data, needs_chromium, open_page, watched_page
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_titled
 from tests.support.servers import HttpPipeline, serving, sound, tone, wait_healthy
@@ -302,6 +304,32 @@ def test_the_example_makes_a_voice_and_speaks_with_it(cloning: HttpPipeline, tmp
     assert text.endswith("deleted the voice example\n")
     samples, _ = soundfile.read(tmp_path / "speech.wav", dtype="int16")
     assert said(samples.astype("<i2").tobytes()).endswith(f"language=auto {TEXT}")
+
+
+@needs_chromium
+def test_the_web_page_has_what_is_written_spoken_with_a_voice_of_a_recording(cloning: HttpPipeline) -> None:
+    with chromium() as browser, watched_page(browser) as page:
+        open_page(page, cloning)
+        expect(page.locator("#voice option")).to_have_count(0)
+        ask(page, TEXT)
+        expect(page.locator("#error")).to_contain_text("POST /v1/audio/voices makes one")
+        create(cloning.url)
+        expect(page.locator("#voice option")).to_have_text("Mara")
+        expect(page.locator("#record")).to_be_hidden()
+        page.locator("#system").evaluate("box => { box.value = 'Slowly.'; }")
+        with page.expect_request("**/v1/audio/speech") as request:
+            ask(page, "The tide is low.")
+        assert request.value.post_data_json == {
+            "model": "echo-speech",
+            "input": "The tide is low.",
+            "voice": "Mara",
+            "instructions": "Slowly.",
+            "response_format": "pcm",
+            "stream_format": "sse",
+        }
+        expect(page.locator("li.assistant .say").last).to_have_text("The tide is low.")
+        samples = len(f"{TOLD}instructions=Slowly. The tide is low.")
+        assert data(page, "audio-seconds") == pytest.approx(samples / 24_000, abs=0.001)
 
 
 def test_a_model_that_answers_reads_aloud_as_ever(echo: HttpPipeline) -> None:

@@ -100,6 +100,24 @@ export async function* draw(fields, pictures, signal) {
   }
 }
 
+/** Has a text spoken; yields {id} once it begins, then {sound} (base64 of PCM, 16 bit), and at the end {text} and {usage}. */
+export async function* speak(fields, signal) {
+  const response = await request("/v1/audio/speech", {
+    method: "POST", headers: { "Content-Type": "application/json" }, signal,
+    body: JSON.stringify({ ...fields, response_format: "pcm", stream_format: "sse" }),
+  });
+  yield { id: response.headers.get("x-request-id") };
+  for await (const data of events(response)) {
+    const event = JSON.parse(data);
+    if (event.error) throw PageError.of(event.error);
+    if (event.type === "speech.audio.delta") yield { sound: event.audio };
+    if (event.type === "speech.audio.done") {
+      yield { text: event.transcript, usage: { prompt_tokens: event.usage.input_tokens, completion_tokens: event.usage.output_tokens } };
+      return;
+    }
+  }
+}
+
 /** Asks for an answer; yields {id} once it begins, then {text}, {sound} (base64 of PCM, 16 bit) and {usage}. */
 export async function* ask(body, signal) {
   const response = await request("/v1/chat/completions", {

@@ -1,7 +1,7 @@
 "use strict";
 // The conversation: questions, the request that runs, and asking again. `voice.js` adds what is spoken.
 
-import { PageError, ask, draw } from "./api.js";
+import { PageError, ask, draw, speak } from "./api.js";
 import { $, announce, make } from "./common.js";
 import * as messages from "./messages.js";
 import { PictureView } from "./picture.js";
@@ -174,7 +174,8 @@ async function converse(turn, view, clip, signal, seen) {
     model: status.current?.models[0] ?? "", stream: true, stream_options: { include_usage: true }, ...settings.parameters(),
     messages: [...settings.preamble(), ...historyOf(turn), messageOf(turn)],
   };
-  for await (const item of ask(body, signal)) {
+  const reading = { model: body.model, input: turn.text, ...(settings.reads() ? settings.speech() : {}) };
+  for await (const item of settings.reads() ? speak(reading, signal) : ask(body, signal)) {
     if (item.id) seen.id = item.id;
     if (item.usage) seen.usage = item.usage;
     if (item.text) {

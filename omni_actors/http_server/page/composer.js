@@ -42,6 +42,7 @@ export function attach(files) {
     $("progress").textContent = `reading ${file.name} …`;
     try {
       const made = await attachmentOf(file, file.name);
+      if (settings.reads()) throw new PageError(`${file.name}: this model speaks what is written, and takes no files.`);
       if (settings.draws() && made.kind !== "image") throw new PageError(`${file.name}: only pictures can be changed.`);
       attachments.push(made);
       showAttachments();

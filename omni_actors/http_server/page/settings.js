@@ -12,6 +12,7 @@ const MOST_PREVIEWS = 3;  // that the route shows of a picture
 let showPanel = null;
 let declared = {};  // that the pipeline's models declare, by name
 let drawing = false;
+let ability = null;     // of a pipeline that speaks the text it is given
 
 /** Restores the fields, and keeps what is changed in them. `onKey` is called when the API key has changed, `show` shows them. */
 export function setUp({ onKey, show }) {
@@ -41,17 +42,21 @@ function setValue(field, value) {
 
 /** Offers what the pipeline can do. */
 export function offer(status) {
-  const voices = ["default", ...status.voices], list = $("voice");
-  if (list.length !== voices.length) {
+  ability = status.speech;
+  const voices = [...(ability?.clip === "required" ? [] : ["default"]), ...status.voices], list = $("voice");
+  if (voices.join("\n") !== [...list.options].map((option) => option.value).join("\n")) {
     const wanted = list.value || list.dataset.wanted;
     list.replaceChildren(...voices.map((voice) => new Option(voice)));
-    list.value = voices.includes(wanted) ? wanted : "default";
+    list.value = voices.includes(wanted) ? wanted : voices[0] ?? "";
   }
   $("speak").disabled = !status.modalities.includes("audio");
   drawing = status.modalities.includes("image") && !status.modalities.includes("text");
   document.querySelectorAll(".for-talk").forEach((element) => { element.hidden = drawing; });
   document.querySelectorAll(".for-pictures").forEach((element) => { element.hidden = !drawing; });
-  $("text").placeholder = drawing ? "Describe a picture" : "Message";
+  if (ability) document.querySelectorAll(".for-answers").forEach((element) => { element.hidden = true; });
+  $("manner").hidden = ability?.instructions === "none";
+  $("system-label").textContent = ability ? "How to speak" : "System prompt";
+  $("text").placeholder = drawing ? "Describe a picture" : ability ? "A text to speak" : "Message";
   $("file").accept = drawing ? "image/*" : "image/*,audio/*,video/*";
   $("attach").title = drawing ? "Attach pictures to change" : "Attach pictures, sounds or videos";
   declared = Object.fromEntries(Object.values(status.parameters).flat().map((parameter) => [parameter.name, parameter]));
@@ -76,6 +81,19 @@ function fit(field, parameter) {
 /** Whether the pipeline answers with pictures. */
 export const draws = () => drawing;
 
+/** Whether the pipeline speaks what is written, and does not answer. */
+export const reads = () => ability !== null;
+
+/** The fields of a request that has a text spoken. The box of the system prompt says how. */
+export function speech() {
+  const instructions = $("system").value.trim();
+  return {
+    ...($("voice").value ? { voice: $("voice").value } : {}),
+    ...(instructions && ability.instructions !== "none" ? { instructions } : {}),
+    ...($("seed").value ? { seed: Number($("seed").value) } : {}),
+  };
+}
+
 /** The fields of a request for a picture; what is left out is as the model has it. */
 export function picture() {
   const fields = { stream: true, progress: true };
@@ -90,7 +108,7 @@ export function picture() {
   return fields;
 }
 
-export const speaks = () => $("speak").checked && !$("speak").disabled;
+export const speaks = () => ability !== null || ($("speak").checked && !$("speak").disabled);
 
 /** Whether every field can be used; shows the first one that cannot. */
 export function valid() {
