@@ -22,6 +22,7 @@ HELP_HAS = {
     "launch": "Start a pipeline of stages",
     "check": "Start a pipeline of stages",
     "chat": "/save   FILE",
+    "say": "--transcript TEXT",
     "ctl": "{status,drain,restart,scale,shutdown}",
     "top": "omni-actors top",
     "trace": "omni-actors trace",
