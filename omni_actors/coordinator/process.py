@@ -23,6 +23,7 @@ from msgspec import Struct
 from omni_actors import logs
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.launch import StartHistory
+from omni_actors.coordinator.memory_file import MemoryFile
 from omni_actors.coordinator.shell import Coordinator, Endpoints
 from omni_actors.errors import OmniError
 from omni_actors.processes import EXIT_OK
@@ -94,6 +95,7 @@ async def _run(spec: CoordinatorSpec) -> int:
             spec.began,
             span_exporter(spec.pipeline),
             StartHistory(spec.started, spec.last_start),
+            MemoryFile(spec.run_dir),
         )
     except OSError:  # it died before us
         return EXIT_REFUSED

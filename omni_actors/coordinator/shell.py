@@ -29,6 +29,7 @@ from omni_actors.coordinator.core.instructions import (
     Log,
     Measured,
     Progress,
+    Remember,
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
@@ -40,6 +41,7 @@ from omni_actors.coordinator.core.instructions import (
 )
 from omni_actors.coordinator.core.launch import StartHistory
 from omni_actors.coordinator.core.lifecycle import RequestMachine
+from omni_actors.coordinator.memory_file import MemoryFile
 from omni_actors.coordinator.reports import Reports
 from omni_actors.coordinator.stage_links import StageLinks
 from omni_actors.errors import OmniError, Unauthorized
@@ -82,6 +84,10 @@ class Coordinator:
         began: when the launch began, on the monotonic clock.
         history: of starts, for what is shown.
         exporter: receives the timelines of requests that have ended.
+        memory: where what a restarted coordinator must know is kept.
+
+    Raises:
+        StartupError: what was kept cannot be read.
     """
 
     def __init__(
@@ -91,8 +97,11 @@ class Coordinator:
         began: float,
         exporter: Exporter | None = None,
         history: StartHistory | None = None,
+        memory: MemoryFile | None = None,
     ) -> None:
         self._pipeline = pipeline
+        self._memory = memory
+        remembered = memory.read(pipeline) if memory is not None else None
         limits = pipeline.limits
         keys = load_keys(pipeline.coordinator.keys_dir)
         self._key_owners = KeyOwners(keys)
@@ -124,6 +133,7 @@ class Coordinator:
             began=began,
             now=time.monotonic(),
             history=history,
+            memory=remembered,
         )
         self._client_links = ClientLinks(
             self._clients, pipeline, self._requests, self._do, self._traffic[CLIENTS], self._dropped
@@ -342,6 +352,9 @@ class Coordinator:
                 self._do(self._requests.replica_lost(replica, STEADY(), why, evidence))
             case ReplicaRemoved(stage, index):
                 self._collector.replica_removed(stage, index)
+            case Remember(state):
+                if self._memory is not None:
+                    self._memory.write(state)
             case Measured(replica, Heartbeat() as beat):
                 self._collector.requests.message_received(replica.name, beat.sent)
             case Measured(replica, Snapshot() as snapshot):

@@ -114,6 +114,7 @@ class CoordinatorChild:
 
     async def _watch(self) -> None:
         """Restart the coordinator until it ends in order or has died too often."""
+        refused = ""  # why the last one could not start
         while self._process is not None:
             code = await self._process.wait()
             if self._stopping.is_set() or code == EXIT_OK:
@@ -122,7 +123,7 @@ class CoordinatorChild:
             how = describe_exit(code)
             delay = self._backoff.next(time.monotonic())
             if delay is None:
-                self._on_end(f"The coordinator died ({how}), after {self._backoff.restarts} restarts.")
+                self._on_end(f"The coordinator died ({how}), after {self._backoff.restarts} restarts.{refused}")
                 return
             self._on_restart(f"the coordinator died ({how}) and is started again; requests in flight are lost")
             with contextlib.suppress(TimeoutError):
@@ -132,7 +133,9 @@ class CoordinatorChild:
                 continue
             try:
                 await self._spawn()
+                refused = ""
             except (OSError, OmniError) as error:
+                refused = f" {error}"
                 logger.error("cannot start the coordinator: %s", error)
 
     async def _reported_failure(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import psutil
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
+from omni_actors.protocol.client import Operation
+from omni_actors.run_directory import FLEET
 from tests.support.launcher import EchoLauncher
 from tests.support.load import ask_and_check, disturbed_chain, replicas, text_of, until_healthy
 from tests.support.processes import assert_nothing_left, processes_of
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 Launch = Callable[..., EchoLauncher]
 CALM = {"heartbeat_interval": 0.5, "heartbeat_timeout": 4.0}  # on a busy machine, too, no stage counts as stuck here
@@ -136,3 +139,40 @@ def test_a_coordinator_that_keeps_dying_ends_the_launch(launch: Launch, short_pa
     assert launcher.wait_end(15) == 1
     assert "The coordinator died (killed by signal 9), after 1 restarts." in launcher.output
     assert_nothing_left(short_path, 1.0)
+
+
+async def test_scale_and_drains_outlive_the_coordinator_and_a_broken_memory_is_no_silent_reset(
+    launch: Launch, short_path: Path
+) -> None:
+    launcher = launch(calm_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        await client.operate(Operation.SCALE, "talker", count=2)
+        await until_talkers(client, {"talker/0": "ready", "talker/1": "ready"})
+        await client.operate(Operation.DRAIN, "talker", 0)
+        before = await pids(client)
+        former = coordinator_of(short_path)
+        psutil.Process(former).kill()
+        next_coordinator(short_path, former)
+        await until_talkers(client, {"talker/0": "draining", "talker/1": "ready"})
+        assert await pids(client) == before, "no process was started or killed"
+        await ask_and_check(client, "both remembered")
+
+        memory = Path(launcher.endpoint.removeprefix("ipc://")).with_name(FLEET)
+        memory.write_bytes(memory.read_bytes()[:-10])
+        psutil.Process(coordinator_of(short_path)).kill()
+        await asyncio.to_thread(until, lambda: f"Cannot read {memory}" in launcher.output, 20, "the refusal")
+        assert "remove it, and the pipeline goes on" in launcher.output
+        memory.unlink()
+        await until_talkers(client, {"talker/0": "ready"})
+        await ask_and_check(client, "as configured")
+
+
+async def until_talkers(client: AsyncOmniClient, wanted: dict[str, str]) -> None:
+    """Wait until the talkers are these, in these states, also while there is no coordinator."""
+    async with asyncio.timeout(20 * PATIENCE):
+        while True:
+            with contextlib.suppress(OmniError):
+                stages = (await client.describe(1.0)).stages
+                if {f"talker/{item.replica}": item.state for item in stages if item.stage == "talker"} == wanted:
+                    return
+            await asyncio.sleep(0.05)

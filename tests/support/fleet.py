@@ -15,10 +15,12 @@ from omni_actors.coordinator.core.instructions import (
     FleetInstruction,
     GiveUp,
     Progress,
+    Remember,
     ReplicaLost,
     TellNode,
     TellReplica,
 )
+from omni_actors.coordinator.core.memory import FleetMemory, decode
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import LaunchState, NodeState, ReplicaState
 from omni_actors.protocol.client import Operate, Operation
@@ -59,10 +61,9 @@ class World:
     def __init__(self, data: dict[str, Any] | None = None, **coordinator: Any) -> None:
         self.pipeline = msgspec.convert({**(data or one_host()), "coordinator": coordinator}, PipelineConfig)
         self.now = T
-        epochs = itertools.count(FIRST_EPOCH)
-        self.fleet = Fleet(
-            self.pipeline, ReplicaTable(), "ipc:///client", "ipc:///results", lambda: next(epochs), T - 1, T
-        )
+        self.epochs = itertools.count(FIRST_EPOCH)
+        self.memory: FleetMemory | None = None  # what a restarted coordinator finds
+        self.fleet = self.new_fleet()
         self.in_flight = 0
         self.wanted = {stage.name: stage.replicas for stage in self.pipeline.stages}  # as configured, then as scaled
         self.was_ending = False
@@ -72,6 +73,32 @@ class World:
         self.peers: dict[ReplicaId, Peers] = {}
         self.seen: list[FleetInstruction] = []
         self.take(self.fleet.start(self.now))
+
+    def new_fleet(self) -> Fleet:
+        new_epoch = lambda: next(self.epochs)  # noqa: E731
+        return Fleet(
+            self.pipeline,
+            ReplicaTable(),
+            "ipc:///client",
+            "ipc:///results",
+            new_epoch,
+            T - 1,
+            self.now,
+            memory=self.memory,
+        )
+
+    def restart_coordinator(self) -> None:
+        """Another coordinator takes over what runs on the nodes; the stages have not registered with it yet."""
+        running = {rank: self.running(rank) for rank in sorted({replica.node for replica in self.fleet.replicas} | {0})}
+        self.fleet, self.dead, self.peers, self.killed = self.new_fleet(), [], {}, set()
+        self.take(self.fleet.start(self.now))
+        for rank, listed in running.items():
+            self.node_hello(*listed, rank=rank, launched=True)
+
+    def running(self, rank: int) -> list[RunningReplica]:
+        """What the agent of a node lists."""
+        there = [replica for replica in self.fleet.replicas if replica.node == rank and replica.alive]
+        return [RunningReplica(one.stage, one.index, one.spawn_epoch, 1) for one in there if one.spawn_epoch]
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -197,6 +224,8 @@ class World:
                 process = kill.stage, kill.replica, kill.spawn_epoch
                 assert process not in self.killed, "killed once"
                 self.killed.add(process)
+            case Remember(memory):
+                self.memory = decode(msgspec.json.encode(memory), self.pipeline)
             case TellReplica(replica_id, Peers() as peers):
                 assert not self.was_ending
                 self.peers[replica_id] = peers

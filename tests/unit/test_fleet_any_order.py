@@ -69,6 +69,10 @@ class AnyOrder(RuleBasedStateMachine):
         except InvalidRequest:
             assert self.world.wanted["talker"] == before, "a refused command changes nothing"
 
+    @rule()
+    def the_coordinator_is_killed(self) -> None:
+        self.world.restart_coordinator()
+
     @rule(place=places, busy=st.booleans())
     def is_busy(self, place: tuple[str, int], busy: bool) -> None:
         replica = self.world.replica(*place) if self.world.has(*place) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from omni_actors.config import PipelineConfig
+from omni_actors.config import PipelineConfig, placement
 from omni_actors.coordinator.core.nodes import HelloKind, NodeTable, classify_hello
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import NodeEvent, ReplicaEvent, ReplicaState
@@ -20,7 +20,7 @@ class World:
 
     def __init__(self, spawn_epoch: int = 7) -> None:
         self.replicas = ReplicaTable()
-        self.nodes = NodeTable(pipeline(), self.replicas, T)
+        self.nodes = NodeTable(self.replicas, placement.ranks(pipeline()), T)
         self.node = self.nodes.find(0)
         for stage in ("prompt", "thinker", "talker", "code2wav"):
             self.replicas.add(stage, 0, spawn_epoch).heard = T
@@ -115,7 +115,7 @@ def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
     data = {**chain(), "cluster": {"nnodes": 2}}
     data["stages"][2]["node"] = 1
     replicas = ReplicaTable()
-    nodes = NodeTable(msgspec.convert(data, PipelineConfig), replicas, T)
+    nodes = NodeTable(replicas, placement.ranks(msgspec.convert(data, PipelineConfig)), T)
     master, node = nodes.find(0), nodes.find(1)
     master.on(NodeEvent.HELLO)
     node.on(NodeEvent.HELLO)

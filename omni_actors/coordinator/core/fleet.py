@@ -1,7 +1,8 @@
 """Decides when each node starts, kills or restarts a replica. Events in, instructions out: no sockets, no clocks.
 
 The fleet starts no process itself: node agents do, and report. What it must know after the coordinator was restarted
-comes from the nodes, too: the hello of each lists the processes that run there.
+comes from the nodes, too: the hello of each lists the processes that run there. What no node knows, which is how stages
+were scaled and what was drained, the coordinator keeps in a file (`core/memory.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from omni_actors.coordinator.core.instructions import (
     TellReplica,
 )
 from omni_actors.coordinator.core.launch import Culprit, StartHistory, explain_end
+from omni_actors.coordinator.core.memory import FleetMemory
 from omni_actors.coordinator.core.nodes import HelloKind, Node, classify_hello
 from omni_actors.coordinator.core.operations import Operations
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
@@ -68,6 +70,7 @@ class Fleet(Operations):
         began: when the launch began.
         history: of starts, for what is shown.
         now: as of all events, in seconds of one monotonic clock.
+        memory: what the coordinator before this one has left, if there was one and it had changed anything.
     """
 
     def __init__(
@@ -80,8 +83,9 @@ class Fleet(Operations):
         began: float,
         now: float,
         history: StartHistory | None = None,
+        memory: FleetMemory | None = None,
     ) -> None:
-        super().__init__(pipeline, replicas, new_epoch, began, now, history)
+        super().__init__(pipeline, replicas, new_epoch, began, now, history, memory)
         self._client = client
         self._results = results
         self._created = self._ticked = now
@@ -92,11 +96,7 @@ class Fleet(Operations):
 
     def start(self, now: float) -> list[FleetInstruction]:
         """Expect all replicas of the pipeline. The hellos of the nodes say which of them run already."""
-        for stage in self._pipeline.stages:
-            for index in range(stage.processes):
-                replica = self._expect(stage.name, index, 0, now)
-                replica.spare = index >= stage.replicas
-                replica.phase = f"waiting for node {replica.node}"
+        self._expect_all(now)
         return self._taken()
 
     def stop(self) -> None:
@@ -199,9 +199,7 @@ class Fleet(Operations):
         for item in takeover.kill:
             self._tell_node(node, KillReplica(item.stage, item.replica, item.spawn_epoch))
         for item in takeover.adopt:
-            replica = self._expect(item.stage, item.replica, item.spawn_epoch, now)
-            if replica.state is ReplicaState.STARTING:  # its hello may have been here before its node's
-                replica.phase = "registering again"
+            self._adopt(item.stage, item.replica, item.spawn_epoch, now)
         where = f" on node {node.rank}" if len(self.nodes) > 1 else ""
         if takeover.adopt:
             names = ", ".join(f"{item.stage}/{item.replica}" for item in takeover.adopt)

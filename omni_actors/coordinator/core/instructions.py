@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omni_actors.coordinator.core.evidence import Evidence
+from omni_actors.coordinator.core.memory import FleetMemory
 from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.control import CoordinatorToStage, Heartbeat
@@ -138,6 +139,13 @@ class ReplicaRemoved:
 
 
 @dataclass(frozen=True, slots=True)
+class Remember:
+    """Keep this for the coordinator after this one, in place of what was kept before."""
+
+    memory: FleetMemory
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Pass on what a living stage process measured."""
 
@@ -163,6 +171,7 @@ FleetInstruction = (
     | ReplicaReady
     | ReplicaLost
     | ReplicaRemoved
+    | Remember
     | Measured
     | GiveUp
 )

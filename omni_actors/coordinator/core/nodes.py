@@ -6,7 +6,6 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from omni_actors.config import PipelineConfig, placement
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import NODE_TRANSITIONS, NodeEvent, NodeState, ReplicaState
 from omni_actors.protocol.nodes import RunningReplica
@@ -70,9 +69,9 @@ class Takeover:
 class NodeTable:
     """All nodes of a pipeline."""
 
-    def __init__(self, pipeline: PipelineConfig, replicas: ReplicaTable, now: float) -> None:
+    def __init__(self, replicas: ReplicaTable, ranks: Iterable[int], now: float) -> None:
         self._replicas = replicas
-        self._nodes = {rank: Node(rank, heard=now) for rank in placement.ranks(pipeline)}
+        self._nodes = {rank: Node(rank, heard=now) for rank in sorted(ranks)}
 
     def find(self, rank: int) -> Node | None:
         """The node of this rank; None if the pipeline has none."""

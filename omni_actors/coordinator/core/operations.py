@@ -39,6 +39,7 @@ class Operations(Supervision):
             text = self._scale(order.stage, order.count, order.node, now)
         else:
             text = self._drain_or_restart(order, now)
+        self._remember()
         return text, self._taken()
 
     def _drain_or_restart(self, order: Operate, now: float) -> str:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.config.devices import memory_share, slot_devices, slot_of, slots, stage_devices
+from omni_actors.coordinator.core.memory import FleetMemory
 from omni_actors.coordinator.core.nodes import Node
 from omni_actors.errors import InvalidRequest
 
@@ -23,18 +24,26 @@ class Seat(NamedTuple):
 
 
 class Seats:
-    """The seats of all replicas and spares, by stage and number."""
+    """The seats of all replicas and spares, by stage and number: as remembered, else as configured."""
 
-    def __init__(self, pipeline: PipelineConfig) -> None:
+    def __init__(self, pipeline: PipelineConfig, memory: FleetMemory | None = None) -> None:
         self._pipeline = pipeline
-        self._seats = {
-            (stage.name, index): Seat(stage.node_of(index), slot_of(stage, index))
-            for stage in pipeline.stages
-            for index in range(stage.processes)
-        }
+        self._seats = (
+            {(item.stage, item.index): Seat(item.node, item.slot) for item in memory.replicas}
+            if memory is not None
+            else {
+                (stage.name, index): Seat(stage.node_of(index), slot_of(stage, index))
+                for stage in pipeline.stages
+                for index in range(stage.processes)
+            }
+        )
 
     def __getitem__(self, place: tuple[str, int]) -> Seat:
         return self._seats[place]
+
+    def nodes(self) -> set[int]:
+        """Ranks of the nodes on which replicas are placed."""
+        return {seat.node for seat in self._seats.values()}
 
     def take(self, stage: str, nodes: Iterable[Node]) -> int:
         """Seat one more replica of a stage on one of these nodes, which are present, and return its number.

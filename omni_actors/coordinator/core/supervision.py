@@ -7,24 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from omni_actors.config import PipelineConfig
+from omni_actors.config import PipelineConfig, placement
 from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.health import HealthPolicy
 from omni_actors.coordinator.core.instructions import (
     GiveUp,
     Level,
+    Remember,
     ReplicaLost,
     ReplicaReady,
     ReplicaRemoved,
     ReplicaSpawned,
 )
 from omni_actors.coordinator.core.launch import Launch, StartHistory, explain_end
+from omni_actors.coordinator.core.memory import VERSION, FleetMemory, RememberedReplica
 from omni_actors.coordinator.core.nodes import NodeTable
 from omni_actors.coordinator.core.outbox import Outbox
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.restart_scope import StageGraph
 from omni_actors.coordinator.core.seats import Seats
-from omni_actors.coordinator.core.states import ReplicaEvent
+from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
 from omni_actors.protocol.control import Peers, Shutdown
 from omni_actors.protocol.nodes import KillReplica, StartReplica
 
@@ -42,6 +44,7 @@ class Supervision(Outbox):
         began: when the launch began.
         now: as of all events, in seconds of one monotonic clock.
         history: of starts, for what is shown.
+        memory: what the coordinator before this one has left, if there was one and it had changed anything.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Supervision(Outbox):
         began: float,
         now: float,
         history: StartHistory | None = None,
+        memory: FleetMemory | None = None,
     ) -> None:
         super().__init__()
         self._pipeline = pipeline
@@ -60,9 +64,57 @@ class Supervision(Outbox):
         self._new_epoch = new_epoch
         self.replicas = replicas
         self.health = HealthPolicy(pipeline, replicas)
-        self.nodes = NodeTable(pipeline, replicas, now)
-        self.seats = Seats(pipeline)
+        self._memory = memory
+        self._ordered = {(item.stage, item.index): item for item in memory.replicas} if memory is not None else {}
+        self.seats = Seats(pipeline, memory)
+        self.nodes = NodeTable(replicas, self.seats.nodes() | {*placement.ranks(pipeline)}, now)
         self.launch = Launch(replicas, self.nodes, self.health, began, now, history)
+
+    # -- over a restart of the coordinator ----------------------------------------------------------------------------
+
+    def _remember(self) -> None:
+        """Have the next coordinator know of scale, seats and orders. Those that leave it does not need."""
+        kept = [
+            RememberedReplica(
+                replica.stage,
+                replica.index,
+                replica.node,
+                replica.slot,
+                replica.spawn_epoch,
+                replica.spare,
+                replica.joining,
+                replica.orders.drain,
+                replica.orders.restart,
+            )
+            for replica in self.replicas
+            if not replica.leaving
+        ]
+        self._instructions.append(Remember(FleetMemory(VERSION, self._pipeline.digest(), tuple(kept))))
+
+    def _expect_all(self, now: float) -> None:
+        """Expect all replicas, as remembered or else as configured."""
+        if self._memory is not None:
+            parts = [(item.stage, item.index, item.spare, item.joining) for item in self._memory.replicas]
+        else:
+            stages = self._pipeline.stages
+            parts = [(stage.name, i, i >= stage.replicas, False) for stage in stages for i in range(stage.processes)]
+        for stage, index, spare, joining in parts:
+            replica = self._expect(stage, index, 0, now)
+            replica.spare, replica.joining = spare, joining
+            replica.phase = f"waiting for node {replica.node}"
+
+    def _adopt(self, stage: str, index: int, spawn_epoch: int, now: float) -> None:
+        """Expect the registration of a process that runs. What was ordered of it holds."""
+        replica = self._expect(stage, index, spawn_epoch, now)
+        if replica.state is ReplicaState.STARTING:  # its hello may have been here before its node's
+            replica.phase = "registering again"
+        item = self._ordered.pop((stage, index), None)
+        if item is not None and item.spawn_epoch == spawn_epoch:
+            replica.orders.drain, replica.orders.restart = item.drain, item.restart
+            if item.restart:
+                replica.orders.drain_until = now + self._settings.default_timeout
+
+    # -- ends and restarts --------------------------------------------------------------------------------------------
 
     def _died(self, replica: Replica, how: str, log: str, now: float, evidence: Evidence) -> None:
         """Plan a restart. While the pipeline starts, a stage that is left without any replica ends the launch."""

@@ -1,0 +1,171 @@
+"""A restarted coordinator knows how stages were scaled and what was drained; a broken memory is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from omni_actors.coordinator.core.memory import FleetMemory
+from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.coordinator.memory_file import MemoryFile
+from omni_actors.errors import StartupError
+from omni_actors.protocol.client import Operation
+from omni_actors.protocol.control import Shutdown
+from omni_actors.protocol.nodes import KillReplica, StartReplica
+from omni_actors.run_directory import FLEET, RunDirectory
+from tests.support.fleet import World, one_host, starts, to_node, to_stage
+
+
+def names(world: World) -> list[str]:
+    return [replica.name for replica in world.fleet.replicas.of("talker")]
+
+
+def scaled(count: int = 3, **talker: Any) -> World:
+    world = World(one_host(talker=talker)).launch()
+    world.scale("talker", count)
+    for replica in world.fleet.replicas.of("talker"):
+        if not replica.registered:
+            world.ready("talker", replica.index)
+    return world
+
+
+def test_a_restarted_coordinator_takes_over_the_replicas_that_were_added() -> None:
+    world = scaled()
+    world.seen.clear()
+    world.restart_coordinator()
+    assert names(world) == ["talker/0", "talker/1", "talker/2"]
+    assert starts(world.seen) == []
+    assert to_node(world.seen, KillReplica) == []
+    for replica in list(world.fleet.replicas):
+        world.ready(replica.stage, replica.index)
+    assert world.fleet.replicas.healthy
+
+
+def test_a_replica_that_left_does_not_come_back_and_one_that_was_leaving_ends() -> None:
+    world = scaled()
+    for index in (1, 2):
+        world.replica("talker", index).hold("r")
+    world.scale("talker", 1)
+    world.replica("talker", 2).release("r")
+    world.tick()
+    world.ended("talker", 2)
+    world.seen.clear()
+    world.restart_coordinator()
+    assert names(world) == ["talker/0"]
+    assert [kill.replica for kill in to_node(world.seen, KillReplica)] == [1], "its requests are lost anyway"
+
+
+def test_what_died_with_the_coordinator_starts_again_in_its_place() -> None:
+    world = scaled(2, kind="autoregressive", engine={"gpu_memory_utilization": 0.4})
+    slots = [replica.slot for replica in world.fleet.replicas.of("talker")]
+    world.replica("talker", 1).spawn_epoch = 0  # its node does not list it
+    world.seen.clear()
+    world.restart_coordinator()
+    assert starts(world.seen) == ["talker/1"]
+    assert [start.slot for start in to_node(world.seen, StartReplica)] == slots[1:]
+
+
+@pytest.mark.parametrize("operation", [Operation.DRAIN, Operation.RESTART])
+def test_a_drain_and_a_restart_are_remembered(operation: Operation) -> None:
+    world = scaled(2)
+    world.replica("talker", 1).hold("r")
+    world.operate(operation, "talker", 1)
+    world.restart_coordinator()
+    ready = world.ready("talker", 1)
+    assert world.state("talker", 1) is ReplicaState.DRAINING
+    stops = to_stage(ready + world.tick(), Shutdown)
+    assert stops == (["talker/1"] if operation is Operation.RESTART else [])
+
+
+def test_an_order_ends_with_its_process() -> None:
+    world = scaled(2)
+    world.operate(Operation.RESTART, "talker", 1)
+    world.ended("talker", 1)
+    world.ready("talker", 1)
+    world.restart_coordinator()
+    world.ready("talker", 1)
+    assert world.state("talker", 1) is ReplicaState.READY
+
+
+def test_spares_stay_spares() -> None:
+    world = scaled(2, spares=1)
+    world.restart_coordinator()
+    assert sum(replica.spare for replica in world.fleet.replicas.of("talker")) == 1
+
+
+def test_without_an_operator_nothing_is_remembered() -> None:
+    world = World().launch()
+    world.ended("talker", 0)
+    world.ready("talker", 0)
+    assert world.memory is None
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def memory_of(world: World) -> FleetMemory:
+    assert world.memory is not None
+    return world.memory
+
+
+def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    world = scaled()
+    file = MemoryFile(str(tmp_path))
+    assert file.read(world.pipeline) is None
+    file.write(memory_of(world))
+    assert file.read(world.pipeline) == memory_of(world)
+    assert [path.name for path in tmp_path.iterdir()] == [FLEET]
+
+
+def broken_files() -> dict[str, tuple[bytes, str]]:
+    memory = memory_of(scaled())
+    first, *others = memory.replicas
+    changed = {
+        "a newer version": ({"version": 2}, "it has version 2, and this coordinator reads 1"),
+        "another pipeline": ({"config": "x"}, "it belongs to another configuration"),
+        "one twice": ({"replicas": (*memory.replicas, first)}, "it has prompt/0 twice"),
+        "none of a stage": ({"replicas": tuple(others)}, "it has no replica of prompt"),
+        "an unknown stage": (
+            {"replicas": (*memory.replicas, msgspec.structs.replace(first, stage="elsewhere"))},
+            "there is no stage elsewhere",
+        ),
+    }
+    found = {
+        name: (msgspec.json.encode(msgspec.structs.replace(memory, **change)), words)
+        for name, (change, words) in changed.items()
+    }
+    whole = msgspec.json.encode(memory)
+    return found | {
+        "half of it": (whole[: len(whole) // 2], "truncated"),
+        "nothing": (b"", "truncated"),
+        "no text": (b"\xff\x00", "malformed"),
+        "an unknown key": (whole.replace(b'"version"', b'"versions"'), "unknown field"),
+        "a node that cannot be": (whole.replace(b'"node":0', b'"node":-1', 1), ">= 0"),
+    }
+
+
+@pytest.mark.parametrize("name", list(broken_files()))
+def test_a_broken_file_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
+    content, words = broken_files()[name]
+    (tmp_path / FLEET).write_bytes(content)
+    with pytest.raises(StartupError) as refused:
+        MemoryFile(str(tmp_path)).read(World().pipeline)
+    assert words in str(refused.value)
+    assert str(tmp_path / FLEET) in str(refused.value)
+    assert "remove it, and the pipeline goes on with the replicas of its configuration" in str(refused.value)
+    assert (tmp_path / FLEET).read_bytes() == content
+
+
+def test_a_disk_without_room_is_logged_with_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    MemoryFile(str(tmp_path / "gone")).write(memory_of(scaled()))
+    assert "make room, and give the command again" in caplog.text
+
+
+def test_the_next_launch_in_the_same_folder_forgets(short_path: Path) -> None:
+    (short_path / FLEET).write_bytes(b"{}")
+    run_directory = RunDirectory(str(short_path))
+    assert not (short_path / FLEET).exists()
+    run_directory.close()
