@@ -17,6 +17,7 @@ if [[ "${1:-}" == "--venv" ]]; then
 fi
 scripts/setup.sh --venv "$venv"
 scripts/install_chromium.sh
+scripts/install_helm.sh "$venv"
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 unset PYTHONDONTWRITEBYTECODE  # a thousand processes would each compile the package
 PATH="$(cd "$venv" && pwd)/bin:$PATH"

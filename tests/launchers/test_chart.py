@@ -1,0 +1,297 @@
+"""The Helm chart renders what Kubernetes takes, refuses what makes no sense, and its shell parts run."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import omni_actors
+from omni_actors.cli.keys import main as make_keys
+from omni_actors.launch import parser
+from omni_actors.transport.curve import load_keys
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import PATIENCE
+
+CHART = REPOSITORY / "launch" / "chart"
+VERSIONS = ("1.31", "1.35")  # of Kubernetes: from the oldest that was maintained when this was written
+PIPELINE = "name: x\nmodel: y\nstages: []\n"
+ROLES = [
+    {"name": "head", "pods": 1, "gpus": 0, "cpu": "2", "memory": "8Gi"},
+    {"name": "talkers", "pods": 2, "gpus": 4, "cpu": "16", "memory": "64Gi", "sharedMemory": "8Gi"},
+]
+FULL: dict[str, Any] = {
+    "pipeline": PIPELINE,
+    "roles": [
+        ROLES[0],
+        {**ROLES[1], "nodeSelector": {"gpu": "h200"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+    ],
+    "image": {"tag": "test", "pullSecrets": ["registry"]},
+    "runtimeClassName": "nvidia",
+    "http": {"tlsSecret": "omni-tls", "serviceType": "LoadBalancer"},
+    "models": {"claim": "weights"},
+    "cacheHostPath": "/var/cache/vllm",
+    "env": {"OMNI_ACTORS_MPS": "off", "OMP_NUM_THREADS": 4},
+    "arguments": ["--voice-alias", "alloy=Chelsie"],
+    "termination": {"serviceSeconds": 3, "drainSeconds": 40, "stopSeconds": 9},
+    "disruption": {"maxUnavailable": "50%"},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+}
+SMALL: dict[str, Any] = {"pipelineConfigMap": "made", "roles": [{**ROLES[0], "name": "all"}], "keys": {"secret": ""}}
+
+
+def helm(*arguments: str, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run helm with these values on standard input."""
+    found = shutil.which("helm", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert found is not None, "helm is missing; scripts/install_helm.sh brings it"
+    command = [found, *arguments, "--values", "-"]
+    text = json.dumps(values or {})
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+
+
+def rendered(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    done = helm("template", "omni", str(CHART), values=values)
+    assert done.returncode == 0, done.stderr
+    return [item for item in yaml.safe_load_all(done.stdout) if item is not None]
+
+
+def of_kind(items: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [item for item in items if item["kind"] == kind]
+
+
+def container_of(item: dict[str, Any]) -> dict[str, Any]:
+    (container,) = item["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def environment_of(item: dict[str, Any], pod: int = 0) -> dict[str, str]:
+    """The variables of a pod of a set, with the name that Kubernetes gives it."""
+    variables = {entry["name"]: entry["value"] for entry in container_of(item)["env"] if "value" in entry}
+    return {**variables, "HOSTNAME": f"{item['metadata']['name']}-{pod}"}
+
+
+@pytest.fixture(scope="module")
+def full() -> list[dict[str, Any]]:
+    return rendered(FULL)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[dict[str, Any]]:
+    return rendered({"pipeline": PIPELINE})
+
+
+# -- what is rendered -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [{"pipeline": PIPELINE}, FULL, SMALL], ids=["plain", "full", "small"])
+def test_kubernetes_takes_what_is_rendered(values: dict[str, Any]) -> None:
+    items = rendered(values)
+    for item in items:
+        if item["kind"] == "ServiceMonitor":  # no part of Kubernetes
+            continue
+        for version in VERSIONS:
+            kubernetes_validate.validate(item, version, strict=True)
+    (pods, *_) = of_kind(items, "StatefulSet")
+    with pytest.raises(kubernetes_validate.ValidationError):  # the check is one
+        kubernetes_validate.validate({**pods, "spec": {**pods["spec"], "replica": 2}}, VERSIONS[0], strict=True)
+    names = [(item["kind"], item["metadata"]["name"]) for item in items]
+    assert len(set(names)) == len(names)
+
+
+def test_helm_finds_no_fault() -> None:
+    done = helm("lint", "--strict", str(CHART), values=FULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_chart_is_of_this_version() -> None:
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == omni_actors.__version__
+
+
+@pytest.mark.parametrize("which", ["plain", "full"])
+def test_the_parts_fit_together(which: str, request: pytest.FixtureRequest) -> None:
+    items = request.getfixturevalue(which)
+    nodes, web = sorted(of_kind(items, "Service"), key=lambda item: item["metadata"]["name"])
+    sets = of_kind(items, "StatefulSet")
+    pods = [(item, number) for item in sets for number in range(item["spec"]["replicas"])]
+    first = f"{sets[0]['metadata']['name']}-0"
+    assert nodes["spec"]["publishNotReadyAddresses"] is True
+    assert web["spec"]["selector"]["statefulset.kubernetes.io/pod-name"] == first
+    ranks = []
+    for item, number in pods:
+        spec, labels = item["spec"]["template"]["spec"], item["spec"]["template"]["metadata"]["labels"]
+        environment = environment_of(item, number)
+        ranks.append(int(environment["FIRST_RANK"]) + number)
+        assert environment["NODES"] == str(len(pods))
+        assert environment["HEAD"] == f"{first}.{nodes['metadata']['name']}"
+        assert item["spec"]["serviceName"] == nodes["metadata"]["name"]
+        assert item["spec"]["updateStrategy"] == {"type": "OnDelete"}, "nodes must agree on the pipeline"
+        (budget,) = of_kind(items, "PodDisruptionBudget")
+        for selector in (
+            nodes["spec"]["selector"],
+            *(each["spec"]["selector"]["matchLabels"] for each in (item, budget)),
+        ):
+            assert selector.items() <= labels.items()
+        assert {m["name"] for m in container_of(item)["volumeMounts"]} == {v["name"] for v in spec["volumes"]}
+    assert ranks == list(range(len(pods))), "each rank once"
+
+
+def test_each_role_has_its_gpus_and_memory(full: list[dict[str, Any]]) -> None:
+    limits = [container_of(item)["resources"]["limits"] for item in of_kind(full, "StatefulSet")]
+    assert limits == [{"cpu": "2", "memory": "8Gi"}, {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "4"}]
+    volumes = [item["spec"]["template"]["spec"]["volumes"] for item in of_kind(full, "StatefulSet")]
+    assert [{"shm"} & {volume["name"] for volume in each} for each in volumes] == [set(), {"shm"}]
+
+
+def test_keys_come_from_secrets_alone(full: list[dict[str, Any]]) -> None:
+    assert not of_kind(full, "Secret")
+    for item in of_kind(full, "StatefulSet"):
+        (key,) = [entry for entry in container_of(item)["env"] if entry["name"] == "OMNI_ACTORS_API_KEY"]
+        assert key["valueFrom"] == {"secretKeyRef": {"name": "omni-http", "key": "api-key"}}
+
+
+def test_a_pod_has_the_time_that_its_end_takes(full: list[dict[str, Any]]) -> None:
+    for item in of_kind(full, "StatefulSet"):
+        assert item["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 3 + 40 + 9
+        assert "coordinator.drain_timeout=40" in container_of(item)["args"][0]
+
+
+def test_prometheus_asks_the_web_server_with_its_key(full: list[dict[str, Any]]) -> None:
+    (monitor,) = of_kind(full, "ServiceMonitor")
+    (endpoint,) = monitor["spec"]["endpoints"]
+    (web,) = [item for item in of_kind(full, "Service") if item["metadata"]["name"].endswith("-http")]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= web["metadata"]["labels"].items()
+    assert endpoint["port"] in [port["name"] for port in web["spec"]["ports"]]
+    assert (endpoint["path"], endpoint["scheme"]) == ("/metrics", "https")
+    assert endpoint["authorization"] == {"credentials": {"name": "omni-http", "key": "api-key"}}
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "unknown key": ({"replicas": 2}, "replicas"),
+    "unknown key below": ({"roles": [{**ROLES[0], "gpu": 1}]}, "gpu"),
+    "wrong type": ({"roles": [{**ROLES[0], "pods": "two"}]}, "/roles/0/pods"),
+    "no pods": ({"roles": []}, "/roles"),
+    "a name that no pod can have": ({"roles": [{**ROLES[0], "name": "Head_1"}]}, "/roles/0/name"),
+    "a role without memory": ({"roles": [{"name": "a", "pods": 1, "gpus": 0, "cpu": "1"}]}, "memory"),
+    "two roles of one name": ({"roles": [ROLES[0], ROLES[0]]}, "two are called"),
+    "no keys between pods": ({"keys": {"secret": ""}}, "keys.secret"),
+    "no pipeline": ({"pipeline": ""}, "--set-file pipeline"),
+    "two pipelines": ({"pipelineConfigMap": "made"}, "both given"),
+    "a variable of the chart's own": ({"env": {"HEAD": "x"}}, "env.HEAD"),
+    "a variable that is none": ({"env": {"a-b": "x"}}, "a-b"),
+    "no time to stop": ({"termination": {"stopSeconds": 0}}, "/termination/stopSeconds"),
+    "no secret for the API key": ({"http": {"apiKeySecret": ""}}, "/http/apiKeySecret"),
+    "an unknown type of service": ({"http": {"serviceType": "ExternalName"}}, "/http/serviceType"),
+    "a relative path": ({"models": {"hostPath": "models"}}, "/models/hostPath"),
+}
+
+
+@pytest.mark.parametrize(("values", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_wrong_values_are_refused_by_name(values: dict[str, Any], said: str) -> None:
+    done = helm("template", "omni", str(CHART), values={"pipeline": PIPELINE, **values})
+    assert done.returncode != 0
+    assert said.replace("/", ".") in done.stderr.replace("/", "."), done.stderr
+
+
+# -- what runs --------------------------------------------------------------------------------------------------------
+
+
+def run(command: list[str], environment: Mapping[str, str], path: str = "") -> subprocess.CompletedProcess[str]:
+    variables = {"PATH": f"{path}:{os.environ['PATH']}", **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=20 * PATIENCE, check=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_pod_starts_its_node(tmp_path: Path, full: list[dict[str, Any]], rank: int) -> None:
+    """The container's own script, with a secret mounted as Kubernetes does it: flat, links, readable by others."""
+    assert make_keys([str(tmp_path / "made"), "--client", "web"]) == 0
+    mounted = tmp_path / "secrets"
+    (mounted / "keys" / "..data").mkdir(parents=True)
+    for source in [*(tmp_path / "made").glob("cluster.*"), *(tmp_path / "made" / "allowed").iterdir()]:
+        (mounted / "keys" / "..data" / source.name).write_bytes(source.read_bytes())
+        (mounted / "keys" / "..data" / source.name).chmod(0o444)
+        (mounted / "keys" / source.name).symlink_to(f"..data/{source.name}")
+    (mounted / "tls").mkdir()
+    (mounted / "tls" / "tls.key").write_text("the key")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/usr/bin/env bash\nprintf "<%s>" "$@"\n')
+    python.chmod(0o755)
+    pods = of_kind(full, "StatefulSet")[rank > 0]
+    container = container_of(pods)
+    script, *arguments = container["args"]
+    script = script.replace("/tmp/", f"{tmp_path}/").replace("/secrets/", f"{mounted}/")
+    done = run([*container["command"], script, *arguments], environment_of(pods, max(0, rank - 1)), str(python.parent))
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.strip("<>").split("><")
+    assert said[:2] == ["-m", "omni_actors.launch"]
+    given = parser().parse_args(said[2:])  # which has all of these flags
+    assert (given.nnodes, given.node_rank, given.master_port) == (3, rank, 29600)
+    assert given.master_addr == "omni-omni-actors-head-0.omni-omni-actors"
+    assert given.headless is (rank > 0)
+    assert given.http == ("0.0.0.0:8000" if rank == 0 else None)
+    assert said[-2:] == ["--voice-alias", "alloy=Chelsie"]
+    if rank == 0:
+        assert (tmp_path / "tls.key").stat().st_mode & 0o077 == 0
+    keys = load_keys(tmp_path / "keys")  # which refuses what others can read
+    assert keys is not None
+    assert keys.is_member
+    assert [path.name for path in (tmp_path / "keys" / "allowed").iterdir()] == ["web.key"]
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_the_first_pod_is_ready_when_its_server_says_so(plain: list[dict[str, Any]], status: int) -> None:
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    (pods,) = of_kind(plain, "StatefulSet")
+    probe = container_of(pods)["readinessProbe"]["exec"]["command"]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = [part.replace(":8000", f":{server.server_port}") for part in probe]
+        codes = [run(command, environment_of(pods, pod), str(Path(sys.executable).parent)).returncode for pod in (0, 1)]
+        server.shutdown()
+    assert codes == [0 if status == 200 else 1, 0], "the other pod serves no HTTP"
+
+
+def test_a_pod_lives_as_long_as_its_server_listens(plain: list[dict[str, Any]]) -> None:
+    (pods,) = of_kind(plain, "StatefulSet")
+    probe = container_of(pods)["livenessProbe"]["exec"]["command"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [part.replace("/8000", f"/{server.getsockname()[1]}") for part in probe]
+        assert run(command, environment_of(pods)).returncode == 0
+    assert run(command, environment_of(pods)).returncode != 0
+    assert run(command, environment_of(pods, 1)).returncode == 0
+
+
+def test_the_other_pods_serve_until_the_first_is_gone(plain: list[dict[str, Any]]) -> None:
+    (pods,) = of_kind(plain, "StatefulSet")
+    command = container_of(pods)["lifecycle"]["preStop"]["exec"]["command"]
+    assert "exec sleep 5" in command[-1]
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        script = command[-1].replace("/29600", f"/{head.getsockname()[1]}")
+        environment = {"PATH": os.environ["PATH"], **environment_of(pods, 1), "HEAD": "127.0.0.1"}
+        waiting = subprocess.Popen([*command[:-1], script], env=environment)
+        head.settimeout(10 * PATIENCE)
+        head.accept()[0].close()  # it has looked
+        assert waiting.poll() is None
+    assert waiting.wait(20 * PATIENCE) == 0
