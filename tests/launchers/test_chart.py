@@ -283,15 +283,20 @@ def test_a_pod_lives_as_long_as_its_server_listens(plain: list[dict[str, Any]]) 
     assert run(command, environment_of(pods, 1)).returncode == 0
 
 
-def test_the_other_pods_serve_until_the_first_is_gone(plain: list[dict[str, Any]]) -> None:
-    (pods,) = of_kind(plain, "StatefulSet")
+def test_the_other_pods_serve_until_the_first_is_gone() -> None:
+    (pods,) = of_kind(rendered({"pipeline": PIPELINE, "termination": {"drainSeconds": 3600}}), "StatefulSet")
     command = container_of(pods)["lifecycle"]["preStop"]["exec"]["command"]
     assert "exec sleep 5" in command[-1]
     with socket.create_server(("127.0.0.1", 0)) as head:
         script = command[-1].replace("/29600", f"/{head.getsockname()[1]}")
         environment = {"PATH": os.environ["PATH"], **environment_of(pods, 1), "HEAD": "127.0.0.1"}
         waiting = subprocess.Popen([*command[:-1], script], env=environment)
-        head.settimeout(10 * PATIENCE)
-        head.accept()[0].close()  # it has looked
-        assert waiting.poll() is None
-    assert waiting.wait(20 * PATIENCE) == 0
+        try:
+            head.settimeout(10 * PATIENCE)
+            head.accept()[0].close()  # it has looked
+            assert waiting.poll() is None
+            head.close()
+            assert waiting.wait(10 * PATIENCE) == 0
+        finally:
+            waiting.kill()
+            waiting.wait()
