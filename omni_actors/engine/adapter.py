@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -41,12 +41,14 @@ class Admission:
         stream: set if it takes rows while it runs.
         row_per_position: it is to be given a row of each position (`start` and `rows` of the attachments), also of
             those that come from the prefix cache.
+        work: what has to be done before the core may have the request, and takes long; it runs on another thread.
     """
 
     request: EngineCoreRequest
     outputs: RequestOutputs
     stream: RowStream | None = None
     row_per_position: bool = False
+    work: Callable[[], None] | None = None
 
 
 class AutoregressiveAdapter(ABC):

@@ -131,9 +131,9 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             self._scheduler.open_stream(request_id, stream)
         prompt_tokens = len(admission.request.prompt_token_ids or ())
         running = _Running(admission.outputs, prompt_tokens, admission.row_per_position)
-        if needs_grammar(admission.request):
+        if needs_grammar(admission.request) or admission.work is not None:
             self._compiling[request_id] = admission.request
-            self._grammars.start(admission.request)
+            self._grammars.start(admission.request, admission.work)
         else:
             self._add(admission.request, running)
         self._requests[request_id] = running
@@ -193,7 +193,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         return super().runnable() or self._grammars.ready
 
     def busy(self) -> bool:
-        """Whether grammars are being compiled."""
+        """Whether grammars are being compiled, or other work is done for requests."""
         return bool(self._compiling)
 
     def on_progress(self, wake: Callable[[], None]) -> None:
@@ -201,7 +201,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         self._grammars.on_progress(wake)
 
     def counts(self) -> dict[str, int]:
-        """Requests whose grammar is being compiled, and those of the core."""
+        """Requests for which work is done on another thread, and those of the core."""
         return {"compiling": len(self._compiling), **super().counts()}
 
     def shutdown(self) -> None:

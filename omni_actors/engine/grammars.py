@@ -1,4 +1,7 @@
-"""Compiles the grammars of structured outputs outside the engine's loop, where they would stall every other request."""
+"""Compiles the grammars of structured outputs outside the engine's loop, where they would stall every other request.
+
+Other work that a request needs before vLLM can have it, such as encoding a clip, is done there, too.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,9 @@ class GrammarCompiler:
         """Have `wake` called whenever a compilation ends, on some thread."""
         self._wake = wake
 
-    def start(self, request: EngineCoreRequest) -> None:
-        """Check and compile; `take` returns the result."""
-        self._thread.submit(self._run, request)
+    def start(self, request: EngineCoreRequest, work: Callable[[], None] | None = None) -> None:
+        """Do the work, check and compile; `take` returns the result."""
+        self._thread.submit(self._run, request, work)
 
     @property
     def ready(self) -> bool:
@@ -78,12 +81,15 @@ class GrammarCompiler:
         """End the thread once it has checked what it is at."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, request: EngineCoreRequest) -> None:
+    def _run(self, request: EngineCoreRequest, work: Callable[[], None] | None) -> None:
         params = request.sampling_params
         try:
             if params is None:
                 raise EngineError("A request without sampling parameters has no grammar.")
-            self._verify(params)
+            if work is not None:
+                work()
+            if needs_grammar(request):
+                self._verify(params)
             prepared = self._prepare(request)
             structured = prepared[0].structured_output_request
             grammar = structured._grammar if structured is not None else None
@@ -113,8 +119,8 @@ def _as_error(request: EngineCoreRequest, error: BaseException) -> OmniError:
     structured: Any = request.sampling_params.structured_outputs if request.sampling_params is not None else None
     form = next((name for name in STRUCTURES if getattr(structured, name, None) is not None), "")
     # What vLLM's backends raise for a grammar that they cannot take.
-    if isinstance(error, ValueError | TypeError | RuntimeError | KeyError | VLLMClientError):
+    if form and isinstance(error, ValueError | TypeError | RuntimeError | KeyError | VLLMClientError):
         return InvalidRequest(
             f"structured_outputs.{form} cannot be used: {str(error)[:2000]}", field=f"structured_outputs.{form}"
         )
-    return EngineError(f"The grammar of the request failed: {type(error).__name__}: {error}")
+    return EngineError(f"The request could not be prepared: {type(error).__name__}: {error}")
