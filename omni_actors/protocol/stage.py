@@ -18,6 +18,7 @@ SAMPLES = "samples"  # name of sound, f32 [samples], on its way from a stage to 
 SAMPLE_RATE = "sample_rate"  # the scalar that goes with it, in Hz
 PIXELS = "pixels"  # name of a picture, u8 [height, width, 3 or 4], on its way from a stage to a later one
 TEXT = "text"  # the scalar with a piece of text, on its way from a stage to a later one
+UNHEARD = "unheard"  # the scalar with the number of tokens, from the first, whose sound is not to be heard
 LATENTS = "latents"  # the same of latents; those before a request's last are previews
 MAX_ENDED = 4096
 

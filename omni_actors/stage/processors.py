@@ -15,7 +15,7 @@ from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import Scalar, unpack_token_ids
 from omni_actors.protocol.payloads import PROMPT_EMBEDS, ChatMessage, ContentPart, InformationValue, Prompt
-from omni_actors.protocol.stage import LATENTS, ROWS, TEXT, Chunk
+from omni_actors.protocol.stage import LATENTS, ROWS, TEXT, UNHEARD, Chunk
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
@@ -230,12 +230,13 @@ class Talker2Code2Wav(StreamProcessor):
     """Streams the talker's codec tokens, which do not include its end token, to the vocoder.
 
     The vocoder starts with the first `start_after` tokens and gets the others as they come. It decides itself where to
-    cut the utterance for decoding. A frame of several codes is as many tokens.
+    cut the utterance for decoding. A frame of several codes is as many tokens. `UNHEARD` comes with the first piece.
     """
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
         super().__init__(start_after, sources)
         self._waiting: list[int] = []
+        self._scalars: dict[str, Scalar] = {}
         self._received = 0
         self._started = False
 
@@ -246,12 +247,14 @@ class Talker2Code2Wav(StreamProcessor):
         if self._started:
             return [Extend(None, piece.final, tokens)] if tokens or piece.final else []
         self._waiting.extend(tokens)
+        if UNHEARD in piece.scalars:
+            self._scalars[UNHEARD] = _whole_number(piece.scalars[UNHEARD], UNHEARD)
         if piece.final and not self._waiting:
             return [Skip()]
         if not piece.final and not 0 < self.start_after <= self._received:
             return []
         self._started = True
-        return [Start(StageInputs(token_ids=self._waiting, complete=piece.final))]
+        return [Start(StageInputs(token_ids=self._waiting, scalars=self._scalars, complete=piece.final))]
 
 
 class Latents2Image(StreamProcessor):

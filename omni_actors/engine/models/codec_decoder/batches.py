@@ -69,7 +69,7 @@ class BatchedDecoder:
         # Copies: views would keep the whole batch's states alive, and a graph writes them again.
         kept = [torch.empty(self._state_size, dtype=self._dtype, device=self._device) for _ in chunks]
         torch._foreach_copy_(kept, list(after))
-        return [samples[index, : chunk.samples] for index, chunk in enumerate(chunks)], kept
+        return [samples[index, chunk.unheard : chunk.samples] for index, chunk in enumerate(chunks)], kept
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy through pinned memory: any other copy would wait for all the work queued on the device."""

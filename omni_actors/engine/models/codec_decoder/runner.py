@@ -16,8 +16,9 @@ from omni_actors.engine.models.codec_decoder.batches import BatchedDecoder
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
 from omni_actors.engine.models.codec_decoder.stream import Carry, CodecChunk, CodecStream, Cutting
 from omni_actors.engine.worker_base import omni_options
-from omni_actors.errors import ConfigError, InvalidRequest, StartupError
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, StartupError
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.stage import UNHEARD
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 if TYPE_CHECKING:
@@ -136,9 +137,16 @@ class CodecRunner(DiffusionModelRunner):
             )
         carry = Carry()
         self._carries.add(carry)
-        stream = CodecStream(self.cutting, carry)
+        stream = CodecStream(self.cutting, carry, self._unheard(inputs))
         stream.extend(tuple(inputs.token_ids), complete=inputs.complete)
         return stream
+
+    def _unheard(self, inputs: StageInputs) -> int:
+        unheard = inputs.scalars.get(UNHEARD, 0)
+        width = self.decoder.sizes.num_quantizers
+        if isinstance(unheard, bool) or not isinstance(unheard, int) or unheard < 0 or unheard % width:
+            raise InvalidPayload(f"{UNHEARD}: must be the number of codes in whole frames of {width}; got {unheard!r}.")
+        return unheard
 
     def add(self, request_id: str, job: DiffusionJob) -> None:
         """Take a chunk; it comes to the device with its step."""
@@ -175,7 +183,8 @@ class CodecRunner(DiffusionModelRunner):
         for request_id in request_ids:
             chunk = self._requests[request_id]
             chunk.carry.state = None if chunk.last else states[request_id]
+        heard = {request_id for request_id, waveform in waveforms.items() if waveform.numel()}
         return {
-            request_id: StepResult({"audio": waveforms[request_id]} if request_id in waveforms else {})
+            request_id: StepResult({"audio": waveforms[request_id]} if request_id in heard else {})
             for request_id in request_ids
         }

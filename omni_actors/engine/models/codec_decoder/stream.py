@@ -38,6 +38,7 @@ class CodecChunk:
         samples: samples of it to send; more would be those of the padding.
         last: whether the utterance ends with it.
         carry: of the request; written when the chunk is complete.
+        unheard: samples of it, from the first, that are not sent.
     """
 
     codes: torch.Tensor = field(repr=False)
@@ -45,6 +46,7 @@ class CodecChunk:
     samples: int
     last: bool
     carry: Carry = field(repr=False)
+    unheard: int = 0
 
     @property
     def frames(self) -> int:
@@ -87,11 +89,13 @@ class CodecStream(DiffusionStream):
 
     Args:
         carry: shared by all chunks of the request.
+        unheard: codes, from the first, whose sound is left out: they are what the others continue.
     """
 
-    def __init__(self, cutting: Cutting, carry: Carry) -> None:
+    def __init__(self, cutting: Cutting, carry: Carry, unheard: int = 0) -> None:
         self._cutting = cutting
         self._carry = carry
+        self._silent = unheard // cutting.sizes.num_quantizers  # frames
         self._codes: list[int] = []
         self._complete = False
         self._frame = 0  # where the next chunk begins
@@ -175,5 +179,6 @@ class CodecStream(DiffusionStream):
         length = next((length for length in self._cutting.lengths() if length >= end - begin), end - begin)
         if begin < end < begin + length:
             codes = torch.cat([codes, codes.new_zeros(width, begin + length - end)], dim=1)
-        samples = sizes.samples(end) - sizes.samples(begin)
-        return CodecChunk(codes.contiguous(), begin, samples, last, self._carry)
+        first = sizes.samples(begin)
+        unheard = max(0, sizes.samples(min(self._silent, end)) - first)
+        return CodecChunk(codes.contiguous(), begin, sizes.samples(end) - first, last, self._carry, unheard)
