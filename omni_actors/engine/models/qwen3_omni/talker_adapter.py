@@ -6,53 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.v1.engine import EngineCoreOutput
 
-from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
+from omni_actors.engine.adapter import Admission, AutoregressiveAdapter
 from omni_actors.engine.core import make_request
+from omni_actors.engine.models.frame_talker.outputs import FrameOutputs
 from omni_actors.engine.models.qwen3_omni.talker_state import HEADER, OPENING, TalkerPayload
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.engine.tensors import check_rows, to_torch
-from omni_actors.engine.worker_base import attachment_of
-from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest, UnknownVoice
+from omni_actors.errors import InvalidPayload, InvalidRequest, UnknownVoice
 from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageInputs, StageRequest, StreamEvent
+from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 DEFAULT_VOICE = "ethan"  # of transformers' generate, where the checkpoint has it
-# A message per frame and request would cost the engine's thread more time than the step that makes the frame; the first
-# ones are sent at once.
-FRAMES_PER_EVENT = (1, 1, 2, 4)
-
-
-class FrameOutputs(RequestOutputs):
-    """Frames of one request as a stream of codes, those of a frame one after the other.
-
-    The last code that the talker samples has no frame: it ends the speech, or no step follows that would hear it.
-    """
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-        self._sent = 0  # codes
-        self._events = 0
-        self._held: list[list[int]] = []
-
-    def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
-        """An event for every group of frames, and the rest with the last."""
-        finished = output.finish_reason is not None
-        if output.new_token_ids and not finished:
-            frame = attachment_of(output).get("codes")
-            if frame is None or frame[0] != output.new_token_ids[-1]:
-                raise EngineError(f"The frame of code {output.new_token_ids[-1]} is missing.")
-            self._held.append(frame)
-        if len(self._held) < FRAMES_PER_EVENT[min(self._events, len(FRAMES_PER_EVENT) - 1)] and not finished:
-            return ()
-        codes = [code for frame in self._held for code in frame]
-        event = StreamEvent(self._request_id, token_ids=codes, start=self._sent, final=finished)
-        self._sent += len(codes)
-        self._events += 1
-        self._held = []
-        return (event,)
 
 
 class TalkerAdapter(AutoregressiveAdapter):
@@ -88,10 +54,13 @@ class TalkerAdapter(AutoregressiveAdapter):
         begin = self._reply_turn(token_ids[:n_prompt])
         kept = self._users_turns(token_ids[:n_prompt])
         media, places = self._media(inputs.tensors.get("media_rows"), token_ids[:n_prompt], kept)
+        reply = token_ids[begin + HEADER :]
         payload = TalkerPayload(
             prompt=[*(token_ids[index] for index in kept), *token_ids[begin : begin + HEADER]],
-            reply=token_ids[begin + HEADER :],
+            first=reply[0],
+            text=reply[1:],
             complete=inputs.complete,
+            ending=(self._config.text_eos,),
             voice=voice,
             media=media,
             places=places,
@@ -110,7 +79,7 @@ class TalkerAdapter(AutoregressiveAdapter):
         core_request = make_request(request.request_id, pads, sampling, priority=request.priority)
         held_bytes = payload.length * self._config.hidden_size * self.model_dtype.itemsize
         held_bytes += media.nbytes if media is not None else 0
-        stream = RowStream(len(payload.reply) - 1, inputs.complete, held_bytes)
+        stream = RowStream(len(payload.text), inputs.complete, held_bytes)
         return Admission(core_request, FrameOutputs(request.request_id), stream)
 
     def read_tokens(self, token_ids: Sequence[int]) -> torch.Tensor:

@@ -1,20 +1,16 @@
-"""What the talker of Qwen3-Omni does around a step: the inputs of its positions, and the other codes of each frame."""
+"""What the talker of Qwen3-Omni is given: the user's turns, and the text of the reply as it comes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.models.code_predictor import GraphedPredictor, batch_sizes
-from omni_actors.engine.scheduler import RowUpdate
-from omni_actors.engine.step_output import Attachments, Emission, EmittingState, Step, StreamedInputState, payload_of
+from omni_actors.engine.models.frame_talker.state import FramePayload, FrameTalkerState
+from omni_actors.engine.step_output import payload_of
 
 if TYPE_CHECKING:
     from omni_actors.engine.models.qwen3_omni.talker import Qwen3OmniTalker
@@ -24,12 +20,12 @@ OPENING = 6  # positions between them and the first frame
 
 
 @dataclass(slots=True)
-class TalkerPayload:
+class TalkerPayload(FramePayload):
     """The worker's part of a new request.
 
     Args:
         prompt: text ids of the user's turns (U of them) and of the three tokens that open the reply.
-        reply: text ids of the reply known at the start, at least one.
+        first: text id that the reply begins with; `text` has the others.
         voice: the code that stands for the voice.
         media: the thinker's states [n, thinker's width] at the places of media.
         places: their positions, below U.
@@ -37,8 +33,7 @@ class TalkerPayload:
     """
 
     prompt: list[int]
-    reply: list[int]
-    complete: bool
+    first: int
     voice: int
     media: torch.Tensor | None = field(default=None, repr=False)  # vLLM prints requests when a step fails
     places: list[int] = field(default_factory=list)
@@ -46,80 +41,30 @@ class TalkerPayload:
 
     @property
     def length(self) -> int:
-        """How many positions the talker's prompt has."""
+        """See `FramePayload.length`."""
         return len(self.prompt) + OPENING
 
 
-@dataclass(slots=True)
-class _Speech:
-    """A request: its text from the second token of the reply on, and the residual codes of its frames."""
+class TalkerState(FrameTalkerState):
+    """Adds Qwen3-Omni's prompt, and its positions."""
 
-    length: int
-    text: list[int]
-    complete: bool
-    prompt: torch.Tensor | None = None  # inputs [length, width], until they are computed
-    frames: list[torch.Tensor] = field(default_factory=list)  # each [G - 1], on the device
-    summed: bool = False  # whether the slot has the sum of the last frame
-
-
-class TalkerState(DefaultModelState, StreamedInputState, EmittingState):
-    """Completes frames right after sampling, so that the first leaves with the step that computes the prompt.
-
-    The sum of a frame's embeddings waits in a slot for the next step, which adds the text's row: two look-ups. A
-    preempted request embeds the frames that it has; the predictor never runs twice for one.
-    """
-
-    supports_prompt_embeds = True
     model: Qwen3OmniTalker
-    dtype: torch.dtype  # declared as a name, too; vLLM has resolved it
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._speeches: dict[str, _Speech] = {}
-        slots, width = self.max_num_reqs, self.model.config.hidden_size
-        self._sums = torch.zeros(slots, width, dtype=self.dtype, device=self.device)
-        self._seeds = torch.zeros(slots, dtype=torch.int64, device=self.device)
-        self._greedy = torch.zeros(slots, dtype=torch.bool, device=self.device)
-        self._predictor = GraphedPredictor(self.model.code_predictor, slots, self.dtype, self.device)
-        tts_ids: list[int] = self.model.config.tts_ids
-        self._bos, self._eos, self._pad = tts_ids
-
-    def capture_inner_cudagraphs(self, *args: Any, **kwargs: Any) -> None:
-        """Capture the predictor's graphs after the model's own."""
-        super().capture_inner_cudagraphs(*args, **kwargs)
-        self._predictor.capture(batch_sizes(self.max_num_reqs))
-
-    # -- requests
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Take a new request, or one that resumes after preemption, into slot `req_index`."""
+        """See `FrameTalkerState.add_request`."""
         payload = payload_of(new_req_data)
-        if not isinstance(payload, TalkerPayload):  # vLLM's own warm-up requests carry none
-            super().add_request(req_index, new_req_data)
-            return
-        speech = self._speeches.get(new_req_data.req_id)
-        if speech is None:
-            speech = _Speech(payload.length, payload.reply[1:], payload.complete)
-            self._speeches[new_req_data.req_id] = speech
-        speech.prompt, speech.summed = self._prompt(payload), False
-        # A frame whose first code vLLM has dropped with the preemption is sampled again.
-        del speech.frames[len(new_req_data.prefill_token_ids or ()) - speech.length :]
-        sampling = new_req_data.sampling_params
-        if sampling is not None:
-            self._seeds[req_index] = sampling.seed or 0
-            self._greedy[req_index] = sampling.temperature == 0
         # vLLM passes only token ids when it asks the model for positions, so the request's own are left with the model.
-        self.model.next_positions = payload.positions
+        self.model.next_positions = payload.positions if isinstance(payload, TalkerPayload) else None
         try:
             super().add_request(req_index, new_req_data)
         finally:
             self.model.next_positions = None
 
     @torch.inference_mode()
-    def _prompt(self, payload: TalkerPayload) -> torch.Tensor:
+    def prompt_inputs(self, payload: TalkerPayload) -> torch.Tensor:
         """The inputs of the prompt's positions [length, width], as the table in `talker.py` says."""
         model, config = self.model, self.model.config
-        ids = [*payload.prompt, *[self._pad] * 4, self._bos, payload.reply[0]]
+        ids = [*payload.prompt, *[config.text_pad] * 4, config.text_bos, payload.first]
         rows = model.text_table[async_tensor_h2d(ids, device=self.device, dtype=torch.int64)]
         if payload.media is not None:
             places = async_tensor_h2d(payload.places, device=self.device, dtype=torch.int64)
@@ -128,110 +73,3 @@ class TalkerState(DefaultModelState, StreamedInputState, EmittingState):
         opening = async_tensor_h2d(codes, device=self.device, dtype=torch.int64)
         rows[-OPENING:] += model.embed_input_ids(opening)
         return rows
-
-    def push_rows(self, request_id: str, update: RowUpdate) -> None:
-        """Append text ids, which come as rows of one number. Ignores unknown ids."""
-        speech = self._speeches.get(request_id)
-        if speech is None:
-            return
-        for rows in update.rows:
-            speech.text.extend(rows.flatten().tolist())
-        speech.complete = update.complete
-
-    def drop_request(self, request_id: str) -> None:
-        """Forget a request that has ended."""
-        self._speeches.pop(request_id, None)
-
-    def omni_counts(self) -> dict[str, int]:
-        """Requests that speak, and text ids held for them."""
-        texts = sum(len(speech.text) for speech in self._speeches.values())
-        return {"speeches": len(self._speeches), "worker_rows": texts}
-
-    # -- before the model
-
-    def prepare_inputs_embeds(
-        self, scheduled_encoder_inputs: dict[str, list[int]], input_batch: InputBatch, req_states: Any
-    ) -> torch.Tensor:
-        """The inputs of the step's positions [tokens of the step, width]."""
-        count = input_batch.num_reqs
-        starts = input_batch.num_computed_tokens_np[:count].tolist()
-        offsets = input_batch.query_start_loc_np[: count + 1].tolist()
-        embeddings = self.inputs_embeds
-        one_each = offsets[-1] == count  # the usual step: every request feeds its last frame
-        if one_each:
-            torch.index_select(self._sums, 0, input_batch.idx_mapping[:count].long(), out=embeddings[:count])
-        texts: list[int] = []
-        places: list[int] = []
-        for index, request_id in enumerate(input_batch.req_ids):
-            speech = self._speeches.get(request_id)
-            if speech is None:
-                continue
-            start, row, last = starts[index], offsets[index], offsets[index + 1]
-            end = start + last - row
-            if speech.prompt is not None and start < speech.length:
-                rows = speech.prompt[start:end]
-                embeddings[row : row + len(rows)] = rows
-                start, row = start + len(rows), row + len(rows)
-            if start == end:
-                continue
-            if not (speech.summed and end - start == 1):
-                frames = torch.stack(speech.frames[start - speech.length : end - speech.length])
-                first = self.model.embed_input_ids(input_batch.input_ids[row:last])
-                embeddings[row:last] = self.model.code_predictor.embed(frames, first)
-            elif not one_each:
-                embeddings[row] = self._sums[int(input_batch.idx_mapping_np[index])]
-            texts += [self._text(speech, position - speech.length) for position in range(start, end)]
-            places += range(row, last)
-        if texts:
-            rows = self.model.text_table[async_tensor_h2d(texts, device=self.device, dtype=torch.int64)]
-            if len(texts) == offsets[-1]:
-                embeddings[: offsets[-1]] += rows
-            else:
-                embeddings.index_add_(0, async_tensor_h2d(places, device=self.device, dtype=torch.int64), rows)
-        return embeddings[: input_batch.num_tokens_after_padding]
-
-    def _text(self, speech: _Speech, frame: int) -> int:
-        """The text id that goes with a frame."""
-        if frame < len(speech.text):
-            return speech.text[frame]
-        if not speech.complete:
-            # The scheduler holds such a request back, so this is an internal error; padding would only hide it.
-            raise RuntimeError(f"Text of frame {frame} is needed, but only that of {len(speech.text)} has arrived.")
-        return self._eos if frame == len(speech.text) else self._pad
-
-    # -- after sampling
-
-    def emit(self, step: Step) -> Emission | None:
-        """Complete the frames whose first codes were sampled; all codes of a frame go to the host together."""
-        batch = step.batch
-        ends = [start + step.offsets[index + 1] - step.offsets[index] for index, start in enumerate(step.starts)]
-        complete: dict[int, _Speech] = {}  # by place in the batch
-        for index, request_id in enumerate(batch.req_ids):
-            speech = self._speeches.get(request_id)
-            if speech is not None and ends[index] >= batch.prefill_len_np[index]:  # else more of its prompt follows
-                speech.prompt = None
-                complete[index] = speech
-        if not complete:
-            return None
-        slots, rows = batch.idx_mapping[: batch.num_reqs].long(), batch.logits_indices[: batch.num_reqs].long()
-        if len(complete) < batch.num_reqs:
-            chosen = async_tensor_h2d(list(complete), device=self.device, dtype=torch.int64)
-            slots, rows = slots[chosen], rows[chosen]
-        numbers = [ends[index] - speech.length for index, speech in complete.items()]
-        frames = async_tensor_h2d(numbers, device=self.device, dtype=torch.int64)
-        tokens = step.sampled[slots].reshape(-1).long()
-        first = self.model.embed_input_ids(tokens)
-        codes, sums = self._predictor(step.hidden[rows], first, self._seeds[slots], frames, self._greedy[slots])
-        self._sums[slots] = sums
-        whole = torch.cat((tokens.unsqueeze(1), codes), dim=1)
-        for speech, residual in zip(complete.values(), whole[:, 1:].unbind(), strict=True):
-            speech.frames.append(residual)
-            speech.summed = True
-
-        def split(host: Mapping[str, torch.Tensor]) -> Attachments:
-            parts: Attachments = [None] * batch.num_reqs
-            for index, frame in zip(complete, host["codes"].tolist(), strict=True):
-                parts[index] = {"codes": frame}
-            return parts
-
-        return Emission({"codes": whole}, split)
