@@ -106,6 +106,24 @@ def tiny_qwen3_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen3_tts_kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny Qwen3-TTS checkpoints by kind, built for this run."""
+    from tools.checkpoints import qwen3_tts
+    from tools.checkpoints.qwen3_tts.configuration import KINDS
+
+    folders = {kind: tmp_path_factory.mktemp("checkpoint") / f"tiny_qwen3_tts_{kind}" for kind in KINDS}
+    for kind, folder in folders.items():
+        qwen3_tts.write_tiny(folder, kind)
+    return folders
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_tts(tiny_qwen3_tts_kinds: dict[str, Path]) -> Path:
+    """The one with voices of its own."""
+    return tiny_qwen3_tts_kinds["custom_voice"]
+
+
+@pytest.fixture(scope="session")
 def tiny_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Z-Image checkpoint, built for this run."""
     from tools.checkpoints.z_image import write_tiny_z_image

@@ -54,6 +54,13 @@ def qwen3_http(tiny_qwen3_checkpoint: Path) -> Iterator[HttpPipeline]:
 
 
 @pytest.fixture(scope="session")
+def qwen3_tts_http(tiny_qwen3_tts: Path) -> Iterator[HttpPipeline]:
+    """The tiny Qwen3-TTS pipeline, with voices of its own, and an HTTP server."""
+    with HttpPipeline("stage_configs/tiny_qwen3_tts.yaml", {"model": tiny_qwen3_tts}) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def tiny_llama(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with the tokenizer of the tiny Qwen2.5-Omni checkpoint, built for this run."""
     checkpoint = tmp_path_factory.mktemp("llama") / "tiny_llama"

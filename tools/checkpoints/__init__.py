@@ -3,6 +3,7 @@
     python -m tools.checkpoints tiny|tiny-qwen3|tiny-z-image OUT_DIR [--seed N]
     python -m tools.checkpoints full OUT_DIR [--weights]
     python -m tools.checkpoints full-qwen3|full-z-image OUT_DIR
+    python -m tools.checkpoints tiny-qwen3-tts|full-qwen3-tts OUT_DIR [--kind KIND] [--size 1b7|0b6]
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
 tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not clipped
@@ -11,7 +12,8 @@ tokens vary with the prompt and do not fall into a cycle, the waveform has ampli
 `full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`. With
 `--weights` it has random ones, 21.5 GB, for measurements of loading; their answers are not checked.
 
-`tiny-qwen3` and `full-qwen3` (tools/checkpoints/qwen3_omni) are the same for Qwen3-Omni, `tiny-z-image` and
+`tiny-qwen3` and `full-qwen3` (tools/checkpoints/qwen3_omni) are the same for Qwen3-Omni, `tiny-qwen3-tts` and
+`full-qwen3-tts` (tools/checkpoints/qwen3_tts) for the three kinds of Qwen3-TTS, `tiny-z-image` and
 `full-z-image` (tools/checkpoints/z_image.py) for Z-Image; these need the extra `image`.
 
 All use the layout of the published checkpoint, so the same code loads either.

@@ -68,15 +68,18 @@ class ModelSpec:
     media: PromptMedia | None = None
 
 
-_FAMILIES = {  # architecture -> folder, which has a module for each stage
-    "Qwen2_5OmniModel": "qwen2_5_omni",  # as published
-    "Qwen2_5OmniForConditionalGeneration": "qwen2_5_omni",  # as transformers saves it
-    "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni",
+_SPEECH = ("talker", "code2wav")
+_OMNI = ("thinker", *_SPEECH)
+_FAMILIES = {  # architecture -> folder, which has a module for each stage, and the stages
+    "Qwen2_5OmniModel": ("qwen2_5_omni", _OMNI),  # as published
+    "Qwen2_5OmniForConditionalGeneration": ("qwen2_5_omni", _OMNI),  # as transformers saves it
+    "Qwen3OmniMoeForConditionalGeneration": ("qwen3_omni", _OMNI),
+    "Qwen3TTSForConditionalGeneration": ("qwen3_tts", _SPEECH),
 }
 MODULES: dict[tuple[str, str], str] = {
     (architecture, stage): f"omni_actors.engine.models.{family}.{stage}"
-    for architecture, family in _FAMILIES.items()
-    for stage in ("thinker", "talker", "code2wav")
+    for architecture, (family, stages) in _FAMILIES.items()
+    for stage in stages
 }
 MODULES |= {
     ("ZImagePipeline", stage): f"omni_actors.engine.models.z_image.{stage}_stage"

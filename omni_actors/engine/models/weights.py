@@ -12,16 +12,20 @@ from transformers.utils import cached_file
 from omni_actors.errors import StartupError
 
 
-def read_tensors(model: str, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(model: str, prefix: str, folder: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors whose names start with `prefix`, under their names without it. Shards without such tensors stay closed.
 
     Args:
         model: folder or hub name of the checkpoint.
+        folder: of the checkpoint, where the files are.
 
     Raises:
         StartupError: a shard is missing, or no tensor has this prefix.
     """
-    index_file = cached_file(model, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    within = f"{folder}/" if folder else ""
+    index_file = cached_file(
+        model, f"{within}model.safetensors.index.json", _raise_exceptions_for_missing_entries=False
+    )
     if index_file is not None:
         with open(index_file, encoding="utf-8") as file:
             weight_map: dict[str, str] = json.load(file)["weight_map"]
@@ -30,9 +34,11 @@ def read_tensors(model: str, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         shards = ["model.safetensors"]
     found = False
     for shard in shards:
-        path = cached_file(model, shard, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(model, within + shard, _raise_exceptions_for_missing_entries=False)
         if path is None:
-            raise StartupError(f"The checkpoint {model!r} has no file {shard!r}.", hint="Download it completely.")
+            raise StartupError(
+                f"The checkpoint {model!r} has no file {within + shard!r}.", hint="Download it completely."
+            )
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                 if name.startswith(prefix):

@@ -1,0 +1,112 @@
+"""The decoder of Qwen3-TTS's codec (code2wav): frames of 16 codes to sound, 80 ms a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.codec_decoder.context import Context
+from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder, CodecSizes
+from omni_actors.engine.models.codec_decoder.layers import CausalConv
+from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED, CodecRunner
+from omni_actors.engine.models.codec_decoder.transformer import TransformerSizes
+from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
+from omni_actors.engine.models.qwen3_tts.checkpoint import CODEC_FOLDER, codec_part, read_json
+from omni_actors.engine.models.weights import read_tensors
+
+WEIGHT_PREFIX = "decoder."
+LEAST_USAGE = 1e-5  # of an entry of a codebook, as in the codec's training
+PARTS = ("rvq_first", "rvq_rest")
+
+
+class SummedCodebooks(nn.Module):
+    """A frame is the sum of its codes' vectors, which a convolution joins with the frames before."""
+
+    def __init__(self, quantizers: int, codebook_size: int, size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(quantizers * codebook_size, size))
+        self.pre_conv = CausalConv(size, width, 3)
+        self._codebook_size = codebook_size
+
+    def forward(self, codes: torch.Tensor, context: Context) -> torch.Tensor:
+        """Codes [batch, quantizers, frames] to [batch, frames, width]."""
+        books = torch.arange(codes.shape[1], device=codes.device)[:, None] * self._codebook_size
+        vectors = F.embedding(codes + books, self.weight).sum(1)
+        joined: torch.Tensor = self.pre_conv(vectors.transpose(1, 2), context)
+        return joined.transpose(1, 2)
+
+
+def codebook_vectors(weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The vectors of all codebooks, one after the other, [quantizers x entries, size], of the quantizer's tensors.
+
+    A codebook is kept as sums and counts of what its entries stand for; each part has a projection after it.
+    """
+    vectors = []
+    for part in PARTS:
+        projection = weights[f"{part}.output_proj.weight"][..., 0].float()
+        for index in range(sum(name.startswith(f"{part}.vq.") and name.endswith("_sum") for name in weights)):
+            codebook = f"{part}.vq.layers.{index}._codebook"
+            usage = weights[f"{codebook}.cluster_usage"].float().clamp(min=LEAST_USAGE)
+            entries = weights[f"{codebook}.embedding_sum"].float() / usage[:, None]
+            vectors.append(entries @ projection.T)
+    return torch.cat(vectors)
+
+
+class Qwen3TtsCode2Wav(CodecRunner):
+    """Codes to a waveform at 24 kHz: n frames become 1920 n samples."""
+
+    def make_decoder(self) -> CodecDecoder:
+        """See `CodecRunner.make_decoder`."""
+        config = codec_part(self.model_name, "decoder_config")
+        codec = read_json(self.model_name, f"{CODEC_FOLDER}/config.json")
+        sizes = CodecSizes(
+            num_quantizers=config.num_quantizers,
+            codebook_size=config.codebook_size,
+            upsampling_ratios=tuple(config.upsampling_ratios),
+            upsample_rates=tuple(config.upsample_rates),
+            decoder_dim=config.decoder_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            transformer=TransformerSizes(
+                hidden_size=config.hidden_size,
+                num_hidden_layers=config.num_hidden_layers,
+                num_attention_heads=config.num_attention_heads,
+                num_key_value_heads=config.num_key_value_heads,
+                head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+                intermediate_size=config.intermediate_size,
+                hidden_act=config.hidden_act,
+                attention_bias=config.attention_bias,
+                rms_norm_eps=config.rms_norm_eps,
+                sliding_window=config.sliding_window,
+                rope_theta=float(config.rope_theta),
+                latent_dim=config.latent_dim,
+            ),
+            trims_start=False,
+            sample_rate=codec["output_sample_rate"],
+        )
+        front = SummedCodebooks(sizes.num_quantizers, sizes.codebook_size, config.codebook_dim, config.latent_dim)
+        return CodecDecoder(sizes, front, "front")
+
+    def read_weights(self) -> Mapping[str, torch.Tensor]:
+        """See `CodecRunner.read_weights`."""
+        weights = dict(read_tensors(self.model_name, WEIGHT_PREFIX, CODEC_FOLDER))
+        quantizer = {
+            name.removeprefix("quantizer."): weights.pop(name)
+            for name in list(weights)
+            if name.startswith("quantizer.")
+        }
+        joined = {f"front.{name}": weights.pop(name) for name in list(weights) if name.startswith("pre_conv.")}
+        return weights | joined | {"front.weight": codebook_vectors(quantizer)}
+
+
+SPEC = ModelSpec(
+    kind="diffusion",
+    hf_overrides=placeholder_overrides("talker_config", MAX_STEPS),
+    vllm_models={ARCHITECTURE: PlaceholderModel},
+    engine={"max_num_seqs": 16},
+    required=REQUIRED,
+    runner="omni_actors.engine.models.qwen3_tts.code2wav.Qwen3TtsCode2Wav",
+)

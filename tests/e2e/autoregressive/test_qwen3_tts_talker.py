@@ -1,0 +1,227 @@
+"""The talker of Qwen3-TTS in a real vLLM engine core, against Qwen's package: all codes of every frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_actors.errors import InvalidRequest, OmniError, PromptTooLong, UnknownVoice
+from omni_actors.protocol.results import FinishReason
+from omni_actors.stage.engine_interface import StageInputs
+from tests.support.qwen3_tts_reference import Qwen3TtsReference, TtsResult
+from tests.support.spoken_texts import RATE, clip_information, frames_of, speak, text_inputs
+from tests.support.stage_driver import Driver, count_preemptions, make_engine
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+FRAMES = 20
+TEXTS = ("The tide is full.", "\n\nHello there: you are the one, they have it. \n And this is to be at one with it.")
+CLIP = (0.1 * np.random.default_rng(0).standard_normal(30_001)).astype(np.float32)  # 16 frames
+LONG_TRANSCRIPT = "They have one of the " * 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a text is spoken, for us and for the reference."""
+
+    asked: dict[str, Any]
+    voice: str | None = None
+    information: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "custom_voice": {
+        "language": Case({"speaker": "vivian", "language": "english"}, "vivian", {"language": "English"}),
+        "dialect": Case({"speaker": "eric"}, "eric"),
+        "instructions": Case({"speaker": "ryan", "instruct": "Softly."}, "ryan", {"instructions": "Softly."}),
+    },
+    "voice_design": {
+        "described": Case({"instruct": "A low voice."}, None, {"instructions": "A low voice.", "language": "auto"}),
+        "language": Case(
+            {"instruct": "A child.", "language": "french"}, None, {"instructions": "A child.", "language": "french"}
+        ),
+    },
+    "base": {
+        "voice": Case({"ref_audio": (CLIP, RATE), "x_vector_only_mode": True}, None, clip_information(CLIP)),
+        "continued": Case(
+            {"ref_audio": (CLIP, RATE), "ref_text": "One."}, None, clip_information(CLIP, transcript="One.")
+        ),
+        "continued, more text than frames": Case(
+            {"ref_audio": (CLIP, RATE), "ref_text": LONG_TRANSCRIPT, "language": "korean"},
+            None,
+            {**clip_information(CLIP, transcript=LONG_TRANSCRIPT), "language": "korean"},
+        ),
+    },
+}
+
+
+class Kind:
+    """A checkpoint's talker, and what the reference says with it."""
+
+    def __init__(self, name: str, folder: Path, engine: Any) -> None:
+        self.name, self.engine = name, engine
+        self.cases = CASES[name]
+        self._reference = Qwen3TtsReference(folder)
+        self._answers: dict[tuple[str, int], TtsResult] = {}
+
+    def answer(self, case: str, text: int) -> TtsResult:
+        if (case, text) not in self._answers:
+            spoken = self._reference.speak(TEXTS[text], frames=FRAMES, **self.cases[case].asked)
+            self._answers[case, text] = spoken
+        return self._answers[case, text]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def kind(request, tiny_qwen3_tts_kinds: dict[str, Path]) -> Iterator[Kind]:
+    folder = tiny_qwen3_tts_kinds[request.param]
+    engine = make_engine(folder, "talker", asynchronous=request.param != "custom_voice")
+    yield Kind(request.param, folder, engine)
+    engine.shutdown()
+
+
+@pytest.fixture
+def talker(kind: Kind) -> Iterator[Driver]:
+    """Every test finds the engine idle and leaves it idle."""
+    driver = Driver(kind.engine)
+    yield driver
+    driver.assert_idle()
+
+
+def start(kind: Kind, talker: Driver, name: str, case: str, text: int, **params: Any) -> None:
+    chosen = kind.cases[case]
+    given = {"max_tokens": FRAMES + 1, "temperature": 0.0, **params}
+    speak(talker, name, TEXTS[text], voice=chosen.voice, information=chosen.information, **given)
+
+
+def test_requests_that_join_and_leave_get_the_codes_of_the_reference(kind: Kind, talker: Driver) -> None:
+    """The first is alone, each other one joins while the ones before it run; they end at different times."""
+    wanted = [(case, text) for case in kind.cases for text in range(len(TEXTS))]
+    waiting = list(enumerate(wanted))
+
+    def join(step: int) -> None:
+        if waiting and (step % 3 == 2 or not talker.engine.runnable()):
+            number, (case, text) = waiting.pop(0)
+            start(kind, talker, f"r{number}", case, text, max_tokens=FRAMES + 1 - number % 3)
+
+    while waiting:
+        join(2)
+        talker.run(join)
+    for number, (case, text) in enumerate(wanted):
+        answer = kind.answer(case, text).codes
+        assert answer.shape == (FRAMES, 16)
+        assert len(answer.unique()) > 60
+        assert frames_of(talker, f"r{number}").equal(answer[: FRAMES - number % 3]), (case, text)
+        assert talker.finished(f"r{number}").reason is FinishReason.LENGTH
+
+
+def test_a_seed_repeats_itself_alone_and_in_a_batch(kind: Kind, talker: Driver) -> None:
+    case = next(iter(kind.cases))
+    sampled = {"temperature": 0.9, "top_k": 50, "max_tokens": 12}
+    for name, seed in (("alone", 5), ("other", 6)):
+        start(kind, talker, name, case, 0, seed=seed, **sampled)
+        talker.run()
+    for number in range(4):
+        start(kind, talker, f"more{number}", case, 1, seed=number, **sampled)
+    start(kind, talker, "batched", case, 0, seed=5, **sampled)
+    talker.run()
+    assert frames_of(talker, "batched").equal(frames_of(talker, "alone"))
+    assert not frames_of(talker, "other").equal(frames_of(talker, "alone"))
+
+
+def refused(talker: Driver, text: str, voice: str | None, information: dict[str, Any]) -> OmniError:
+    with pytest.raises(OmniError) as caught:
+        speak(talker, "r", text, voice=voice, information=information)
+    assert caught.value.hint
+    return caught.value
+
+
+REFUSALS = {
+    "custom_voice": [
+        ({"voice": "nobody"}, UnknownVoice, "voice", "vivian, ryan, eric"),
+        ({"language": "klingon"}, InvalidRequest, "language", "english"),
+        ({"language": 7}, InvalidRequest, "language", "text"),
+        ({"instructions": " "}, InvalidRequest, "instructions", "empty"),
+        (clip_information(CLIP), InvalidRequest, "clip", "Base"),
+        ({"text": " \n"}, InvalidRequest, "input", "empty"),
+        ({"text": "one " * 600}, PromptTooLong, None, "512"),
+        ({"text": "one " * 6000}, PromptTooLong, "input", "512"),
+    ],
+    "voice_design": [
+        ({}, InvalidRequest, "instructions", "description of the voice"),
+        ({"instructions": "A child.", "voice": "vivian"}, UnknownVoice, "voice", "none"),
+    ],
+    "base": [
+        ({}, InvalidRequest, "clip", "none was sent"),
+        ({"voice": "vivian", **clip_information(CLIP)}, UnknownVoice, "voice", "clip"),
+        ({"instructions": "A child.", **clip_information(CLIP)}, InvalidRequest, "instructions", "none"),
+        (clip_information(CLIP[:11_000]), InvalidRequest, "clip", "0.5 s"),
+        (clip_information(np.tile(CLIP, 25)), InvalidRequest, "clip", "30 s"),
+        (clip_information(CLIP * 100), InvalidRequest, "clip", "-1..1"),
+        (clip_information(CLIP * np.float32("nan")), InvalidRequest, "clip", "finite"),
+        (clip_information(CLIP * 0), InvalidRequest, "clip", "silent"),
+        (clip_information(CLIP[None]), InvalidRequest, "clip", "f32"),
+        (clip_information(CLIP, rate=0), InvalidRequest, "clip_rate", "8000"),
+    ],
+}
+
+
+def test_what_a_checkpoint_cannot_speak_is_refused_by_the_name_of_the_field(kind: Kind, talker: Driver) -> None:
+    for given, error, name, words in REFUSALS[kind.name]:
+        information = {key: value for key, value in given.items() if key not in ("text", "voice")}
+        told = refused(talker, given.get("text", "Hello."), given.get("voice"), information)
+        assert isinstance(told, error), told
+        assert told.field == name, told
+        assert words in str(told)
+
+
+@pytest.mark.parametrize("kind", ["custom_voice"], indirect=True)
+class TestOneKind:
+    """What does not hang on the kind."""
+
+    def test_an_end_has_no_frame_and_none_comes_before_two_codes(self, kind: Kind, talker: Driver) -> None:
+        first = kind.answer("dialect", 0).codes[:, 0].tolist()
+        end = first[6]
+        assert end not in first[:6]
+        start(kind, talker, "ended", "dialect", 0, stop_token_ids=[end])
+        start(kind, talker, "early", "dialect", 0, stop_token_ids=[first[0]], max_tokens=4)
+        talker.run()
+        assert frames_of(talker, "ended").equal(kind.answer("dialect", 0).codes[:6])
+        assert talker.finished("ended").reason is FinishReason.STOP
+        assert frames_of(talker, "early")[0, 0] != first[0]
+
+    def test_the_checkpoint_says_how_to_sample_and_how_long(self, kind: Kind, talker: Driver) -> None:
+        case = kind.cases["dialect"]
+        speak(talker, "r", TEXTS[0], voice=case.voice, information={}, temperature=0.0)
+        talker.run()
+        assert talker.finished("r").output_tokens == 64, "max_new_tokens of generation_config.json"
+
+    def test_preempted_requests_go_on_with_the_same_codes(self, kind: Kind, tiny_qwen3_tts: Path) -> None:
+        size = 10 * 32 * 2 * 3 * 2 * 32 * 4  # blocks, positions, keys and values, layers, heads, width, bytes
+        small = {"kv_cache_memory_bytes": size, "max_model_len": 128, "block_size": 32}
+        engine = make_engine(tiny_qwen3_tts, "talker", **small)
+        talker = Driver(engine)
+        preempted = count_preemptions(engine)
+        try:
+            for number in range(6):
+                start(kind, talker, f"r{number}", "language", number % 2)
+            talker.run()
+            for number in range(6):
+                assert frames_of(talker, f"r{number}").equal(kind.answer("language", number % 2).codes)
+            assert preempted
+            talker.assert_idle()
+        finally:
+            engine.shutdown()
+
+    def test_messages_tokens_and_media_are_no_text_to_speak(self, talker: Driver) -> None:
+        prompt = text_inputs("Hello.").prompt
+        assert prompt is not None
+        several = StageInputs(prompt=type(prompt)(messages=prompt.messages * 2))
+        tokens = StageInputs(prompt=type(prompt)(token_ids=b"\x01\x00\x00\x00"))
+        for inputs in (several, tokens):
+            with pytest.raises(InvalidRequest, match="one message"):
+                talker.start("r", inputs)
