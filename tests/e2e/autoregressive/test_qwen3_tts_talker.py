@@ -119,20 +119,6 @@ def test_requests_that_join_and_leave_get_the_codes_of_the_reference(kind: Kind,
         assert talker.finished(f"r{number}").reason is FinishReason.LENGTH
 
 
-def test_a_seed_repeats_itself_alone_and_in_a_batch(kind: Kind, talker: Driver) -> None:
-    case = next(iter(kind.cases))
-    sampled = {"temperature": 0.9, "top_k": 50, "max_tokens": 12}
-    for name, seed in (("alone", 5), ("other", 6)):
-        start(kind, talker, name, case, 0, seed=seed, **sampled)
-        talker.run()
-    for number in range(4):
-        start(kind, talker, f"more{number}", case, 1, seed=number, **sampled)
-    start(kind, talker, "batched", case, 0, seed=5, **sampled)
-    talker.run()
-    assert frames_of(talker, "batched").equal(frames_of(talker, "alone"))
-    assert not frames_of(talker, "other").equal(frames_of(talker, "alone"))
-
-
 def refused(talker: Driver, text: str, voice: str | None, information: dict[str, Any]) -> OmniError:
     with pytest.raises(OmniError) as caught:
         speak(talker, "r", text, voice=voice, information=information)
@@ -182,6 +168,19 @@ def test_what_a_checkpoint_cannot_speak_is_refused_by_the_name_of_the_field(kind
 @pytest.mark.parametrize("kind", ["custom_voice"], indirect=True)
 class TestOneKind:
     """What does not hang on the kind."""
+
+    def test_a_seed_repeats_itself_alone_and_in_a_batch(self, kind: Kind, talker: Driver) -> None:
+        case = next(iter(kind.cases))
+        sampled = {"temperature": 0.9, "top_k": 50, "max_tokens": 12}
+        for name, seed in (("alone", 5), ("other", 6)):
+            start(kind, talker, name, case, 0, seed=seed, **sampled)
+            talker.run()
+        for number in range(4):
+            start(kind, talker, f"more{number}", case, 1, seed=number, **sampled)
+        start(kind, talker, "batched", case, 0, seed=5, **sampled)
+        talker.run()
+        assert frames_of(talker, "batched").equal(frames_of(talker, "alone"))
+        assert not frames_of(talker, "other").equal(frames_of(talker, "alone"))
 
     def test_an_end_has_no_frame_and_none_comes_before_two_codes(self, kind: Kind, talker: Driver) -> None:
         first = kind.answer("dialect", 0).codes[:, 0].tolist()
