@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from omni_actors.addresses import interface_address, is_loopback, tcp_port
 from omni_actors.config.devices import gpus_of_replica
 from omni_actors.config.schema import PipelineConfig, StageConfig, StageKind
@@ -9,6 +11,40 @@ from omni_actors.errors import ConfigError
 
 # An echo stage has no ranks; on its further hosts a process does nothing but live.
 SPREADABLE = (StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.ECHO)
+
+
+class RankPlan(NamedTuple):
+    """One host's part of a replica that is spread over several.
+
+    Args:
+        host: its place in the stage's `nodes`. The first one runs the engine core, too; the others only ranks.
+        hosts: number of hosts.
+        leader: address of the first host.
+        port: where all ranks meet there.
+        address: address of this host for the others.
+        interface: network interface that has it.
+    """
+
+    host: int
+    hosts: int
+    leader: str
+    port: int
+    address: str
+    interface: str
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        """vLLM's engine arguments for it, by name."""
+        return {"nnodes": self.hosts, "node_rank": self.host, "master_addr": self.leader, "master_port": self.port}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables by which vLLM, gloo and NCCL listen where the plan says; the system would choose otherwise."""
+        return {
+            "VLLM_HOST_IP": self.address,
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "NCCL_SOCKET_IFNAME": f"={self.interface}",  # without "=" NCCL takes it for the beginning of a name
+        }
 
 
 def spread_replicas(pipeline: PipelineConfig) -> list[tuple[str, int]]:
@@ -36,7 +72,7 @@ def check_spread(pipeline: PipelineConfig) -> None:
     replicas = spread_replicas(pipeline)
     if replicas:
         _check_ports(pipeline, len(replicas))
-        _check_consent(pipeline, replicas[0][0])
+        check_consent(pipeline, pipeline.cluster.master_addr, pipeline.cluster.node_addr)
 
 
 def _check_stage(stage: StageConfig, where: str) -> None:
@@ -76,32 +112,24 @@ def _check_ports(pipeline: PipelineConfig, count: int) -> None:
             )
 
 
-def _check_consent(pipeline: PipelineConfig, stage: str) -> None:
-    """Require that the YAML accepts what vLLM's own channels are, unless they cannot leave this host."""
-    cluster = pipeline.cluster
-    for address in (cluster.master_addr, cluster.node_addr):
-        if address is not None and not is_loopback(address) and not cluster.allow_unencrypted_ranks:
-            raise _without_consent(stage, address)
+def check_consent(pipeline: PipelineConfig, *addresses: str | None) -> None:
+    """Require that the YAML accepts what vLLM's own channels are, if it has ranks that talk off loopback."""
+    replicas = spread_replicas(pipeline)
+    for address in addresses if replicas and not pipeline.cluster.allow_unencrypted_ranks else ():
+        if address is not None and not is_loopback(address):
+            raise ConfigError(
+                f"stages.{replicas[0][0]}.nodes: the ranks of a replica talk over {address} without encryption and "
+                "without keys, and take pickled messages: whoever can reach their ports can run code on these hosts.",
+                hint="If only trusted hosts can reach them (docs/nodes.md), set cluster.allow_unencrypted_ranks: true.",
+            )
 
 
 def check_interface(pipeline: PipelineConfig) -> None:
     """Check the network interface for ranks, which only its own host knows.
 
     Raises:
-        ConfigError: there is no such interface, or others can reach it and the YAML does not accept that.
+        ConfigError: there is no such interface, or others can reach its ranks and the YAML does not accept that.
     """
-    cluster = pipeline.cluster
-    if cluster.interface is None:
-        return
-    address = interface_address(cluster.interface)
-    mine = [stage for stage, _ in spread_replicas(pipeline) if cluster.node_rank in pipeline.stage(stage).nodes]
-    if mine and not is_loopback(address) and not cluster.allow_unencrypted_ranks:
-        raise _without_consent(mine[0], address)
-
-
-def _without_consent(stage: str, address: str) -> ConfigError:
-    return ConfigError(
-        f"stages.{stage}.nodes: the ranks of a replica talk over {address} without encryption and without keys, and "
-        "take pickled messages: whoever can reach their ports can run code on these hosts.",
-        hint="If only trusted hosts can reach them (docs/nodes.md), set cluster.allow_unencrypted_ranks: true.",
-    )
+    if pipeline.cluster.interface is not None:
+        address = interface_address(pipeline.cluster.interface)
+        check_consent(pipeline, address if has_ranks_on(pipeline, pipeline.cluster.node_rank) else None)

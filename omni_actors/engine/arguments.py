@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from omni_actors.config.spread import RankPlan
 from omni_actors.engine.argument_checks import problem_of
 from omni_actors.engine.executor import executor_backend
 from omni_actors.engine.lora import engine_arguments
@@ -88,6 +89,7 @@ class OmniEngineArgs:
         engine: fields of vLLM's EngineArgs by name.
         asynchronous: schedule one step ahead of the device; `None` leaves it to vLLM (on for CUDA, off for CPU).
         where: path of `engine` in the YAML, for messages.
+        ranks: this host's part, if the replica is spread over several.
 
     Raises:
         ConfigError: `engine` has an unknown or a reserved field.
@@ -98,6 +100,7 @@ class OmniEngineArgs:
     engine: dict[str, Any] = field(default_factory=dict)
     asynchronous: bool | None = None
     where: str = "engine"
+    ranks: RankPlan | None = None
 
     def __post_init__(self) -> None:
         known = {item.name for item in dataclasses.fields(EngineArgs)} - RESERVED - OF_RANKS
@@ -154,6 +157,7 @@ class OmniEngineArgs:
             "hf_overrides": spec.hf_overrides,
             "distributed_executor_backend": executor_backend(math.prod(parallel.values())),
             **parallel,
+            **(self.ranks.engine_arguments if self.ranks is not None else {}),
             "additional_config": {
                 "omni": {**dataclasses.asdict(self.model_config), "kind": self.kind, "runner": spec.runner}
             },

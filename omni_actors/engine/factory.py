@@ -11,6 +11,7 @@ import msgspec
 
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
 from omni_actors.config.models import model_of
+from omni_actors.config.spread import RankPlan
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.models import ModelKind, load_plugins
 from omni_actors.stage.engine_interface import StageEngine
@@ -27,14 +28,43 @@ WARM_UP_BATCHES = (1, 2, 9, 16, 17)
 
 
 def build_stage_engine(
-    pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None], sizes: Mapping[str, int] | None = None
+    pipeline: PipelineConfig,
+    stage: StageConfig,
+    report: Callable[[str], None],
+    sizes: Mapping[str, int] | None = None,
+    ranks: RankPlan | None = None,
 ) -> StageEngine:
     """The engine of a pipeline's stage.
 
     Args:
         report: called with the start-up phase.
         sizes: what `StageEngine.sizes` of the replica's last process returned, not to be measured again.
+        ranks: the first host's part of a replica that is spread over several; its other hosts `run_ranks`.
     """
+    _prepare(pipeline)
+    report(f"loading {stage.part}")
+    arguments = dataclasses.replace(stage_arguments(pipeline, stage), ranks=ranks)
+    if sizes and stage.kind is StageKind.AUTOREGRESSIVE:
+        arguments = with_known_sizes(arguments, sizes)
+    return build_engine(arguments)
+
+
+def run_ranks(pipeline: PipelineConfig, stage: StageConfig, ranks: RankPlan) -> None:
+    """Run the ranks of a spread replica on a host that is not its first one. Returns when one of them has ended.
+
+    Raises:
+        ConfigError: the arguments are wrong.
+        StartupError: a rank does not start.
+    """
+    _prepare(pipeline)
+    arguments = dataclasses.replace(stage_arguments(pipeline, stage), ranks=ranks)
+    from omni_actors.engine.further_ranks import run
+
+    run(arguments.create_engine_config())
+
+
+def _prepare(pipeline: PipelineConfig) -> None:
+    """Prepare this process for vLLM and for the user's own models."""
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM then logs through our handlers (logs.py), in one format
     if threads := os.environ.get("OMP_NUM_THREADS"):
         # The fork server has read the variable already; this process may have another share of the cores.
@@ -42,11 +72,6 @@ def build_stage_engine(
 
         torch.set_num_threads(int(threads))
     load_plugins(pipeline.plugins)
-    report(f"loading {stage.part}")
-    arguments = stage_arguments(pipeline, stage)
-    if sizes and stage.kind is StageKind.AUTOREGRESSIVE:
-        arguments = with_known_sizes(arguments, sizes)
-    return build_engine(arguments)
 
 
 def with_known_sizes(arguments: OmniEngineArgs, sizes: Mapping[str, int]) -> OmniEngineArgs:

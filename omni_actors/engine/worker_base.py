@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -62,7 +64,9 @@ class OmniWorkerBase(VllmWorker):
 
     @phase("device")
     def init_device(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's `init_device`, timed."""
+        """vLLM's `init_device`, timed, where ranks wait for one another."""
+        if self.vllm_config.parallel_config.world_size > 1:
+            _die_with_engine()
         return super().init_device(*args, **kwargs)
 
     @phase("kernels")
@@ -73,8 +77,6 @@ class OmniWorkerBase(VllmWorker):
     @phase("weights")
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's `load_model`, after our models are registered: with several workers, each has its own process."""
-        if self.vllm_config.parallel_config.world_size > 1:
-            die_with_parent(signal.SIGKILL)  # by themselves vLLM's workers take ten seconds to leave the GPU
         options = omni_options(self.vllm_config)
         register_models(find_model_spec(checkpoint_architecture(options["model"]), options["model_stage"]))
         return super().load_model(*args, **kwargs)
@@ -86,6 +88,17 @@ class OmniWorkerBase(VllmWorker):
     def omni_reset(self) -> None:
         """Forget a step that failed halfway."""
         self._omni_runner.omni_reset()
+
+
+def _die_with_engine() -> None:
+    """Have a worker that has a process of its own end with the process that started it, also while it loads.
+
+    By themselves vLLM's workers take ten seconds to leave the GPU, and those that still wait for others do not end.
+    """
+    die_with_parent(signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():  # it died before
+        os._exit(1)
 
 
 class HostCopy:

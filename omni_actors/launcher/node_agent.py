@@ -76,7 +76,7 @@ class NodeAgent:
         self._welcomed = self._ever_welcomed = False
         self._ended = False  # the pipeline has ended, or this agent has given up
         self._decoder: Decoder[CoordinatorToNode] = Decoder(CoordinatorToNode, pipeline.limits)
-        self._starts: asyncio.Queue[tuple[ReplicaId, int] | None] = asyncio.Queue()
+        self._starts: asyncio.Queue[tuple[ReplicaId, StartReplica] | None] = asyncio.Queue()
         self._starting: set[ReplicaId] = set()
         keys = load_keys(pipeline.coordinator.keys_dir)
         self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes, keys=keys)
@@ -116,6 +116,7 @@ class NodeAgent:
             replicas=tuple(RunningReplica(one.stage, one.replica, one.epoch, pid) for one, pid in running.items()),
             launched=self.launched.is_set(),
             devices=host_devices(),
+            ranks_addr=self._processes.rank_host.address,
         )
         self._send(hello)
 
@@ -199,9 +200,9 @@ class NodeAgent:
                 asyncio.get_running_loop().call_soon(self._reconnect, "it does not know this node")
             case Launched():
                 self.launched.set()
-            case StartReplica(stage=stage, replica=replica, spawn_epoch=epoch, slot=slot):
+            case StartReplica(stage=stage, replica=replica, spawn_epoch=epoch):
                 self._starting.add(ReplicaId(stage, replica, epoch))
-                self._starts.put_nowait((ReplicaId(stage, replica, epoch), slot))
+                self._starts.put_nowait((ReplicaId(stage, replica, epoch), body))
             case KillReplica(stage=stage, replica=replica, spawn_epoch=epoch):
                 self._processes.kill_replica(ReplicaId(stage, replica, epoch))
             case Shutdown():
@@ -213,10 +214,10 @@ class NodeAgent:
     async def _start_replicas(self) -> None:
         """Start replicas one after the other. Never cancelled: that could leave a process that no one owns."""
         while (start := await self._starts.get()) is not None:
-            replica_id, slot = start
+            replica_id, order = start
             await self._processes.kill_former(replica_id)
             try:
-                await self._processes.start(replica_id, slot)
+                await self._processes.start(replica_id, order.slot, order.leader)
             except (OSError, EOFError, OmniError) as error:  # EOFError: the fork server has ended
                 self._report(replica_id, f"cannot start a process: {error}", "")
             self._starting.discard(replica_id)

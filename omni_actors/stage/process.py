@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from omni_actors import logs
 from omni_actors.addresses import is_tcp
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, check_parameters, resolve_class
 from omni_actors.config.devices import gpus_of_replica
+from omni_actors.config.models import MODEL_KINDS
+from omni_actors.config.spread import RankPlan
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, StartupError
 from omni_actors.processes import die_with_parent
 from omni_actors.protocol.control import Fatal, Loading
@@ -55,6 +58,7 @@ class ReplicaSpec(NamedTuple):
     run_dir_is_temporary: bool
     yields_to: tuple[tuple[str, int], ...] = ()  # replicas to which it leaves a shared device
     environment: tuple[tuple[str, str], ...] = ()
+    ranks: RankPlan | None = None  # this host's part, if the replica is spread over several
 
     @property
     def name(self) -> str:
@@ -68,7 +72,7 @@ def main(spec: ReplicaSpec) -> None:
     _prepare_process(spec)
     code = 1
     try:
-        code = StageProcess(spec).run()
+        code = run_further_host(spec) if spec.ranks is not None and spec.ranks.host else StageProcess(spec).run()
     except BaseException:
         logger.exception("the stage process failed")
         raise
@@ -90,6 +94,8 @@ def _prepare_process(spec: ReplicaSpec) -> None:
     logs.redirect_output(spec.log_file)
     # vLLM's sockets, which it leaves if it is killed, go where they are swept.
     os.environ["VLLM_RPC_BASE_PATH"] = spec.run_dir
+    if spec.ranks is not None:
+        os.environ.update(spec.ranks.environment)
     os.environ.update(spec.environment)
     if spec.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
@@ -111,10 +117,7 @@ class StageProcess:
         self._pipeline = msgspec.json.decode(spec.pipeline_json, type=PipelineConfig)
         self._stage = self._pipeline.stage(spec.stage)
         run_dir = Path(spec.run_dir)
-        if gpus_of_replica(self._stage) > 1:
-            # vLLM's workers meet through a temporary file that this process names and none of them removes. Their own
-            # files, such as kernel caches, stay where they are.
-            tempfile.tempdir = str(scratch_folder(run_dir, spec.name))
+        _prepare_for_workers(spec, self._stage)
         self._demand_flag = DemandFlag(run_dir, spec.stage, spec.replica)
         self.device_priority = DevicePriority(run_dir, spec.yields_to)
         self._engine: StageEngine | None = None
@@ -187,7 +190,7 @@ class StageProcess:
         sizes = remembered_sizes.take(self._spec.run_dir, self._spec.name)
         try:
             with start_phases.phase("engine"):
-                engine = build_engine(self._pipeline, self._stage, report, sizes)
+                engine = build_engine(self._pipeline, self._stage, report, sizes, self._spec.ranks)
                 check_defaults(self._stage, engine.facts)
         finally:
             self._loading = False
@@ -221,6 +224,54 @@ class StageProcess:
         os._exit(1)
 
 
+def _prepare_for_workers(spec: ReplicaSpec, stage: StageConfig) -> None:
+    """Prepare the process of a stage whose workers have processes of their own."""
+    if stage.kind not in MODEL_KINDS or gpus_of_replica(stage) == 1:
+        return
+    # They meet through a temporary file that this process names and none of them removes. Their own files, such as
+    # kernel caches, stay where they are.
+    tempfile.tempdir = str(scratch_folder(Path(spec.run_dir), spec.name))
+    # A new process begins with the main module of the one that started it, which is the launcher's here.
+    sys.modules["__main__"] = importlib.import_module("omni_actors.engine.worker_main")
+
+
+def run_further_host(spec: ReplicaSpec) -> int:
+    """Run the ranks of a spread replica on a host that is not its first one; return the exit code.
+
+    No session belongs to it: the coordinator has its node agent start and kill it, and learns its end from there.
+    """
+
+    def end(number: int, frame: object) -> None:
+        _leave_no_files(spec)
+        os._exit(128 + number)  # its ranks die with it
+
+    signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by the fork server until here
+    pipeline = msgspec.json.decode(spec.pipeline_json, type=PipelineConfig)
+    stage = pipeline.stage(spec.stage)
+    _prepare_for_workers(spec, stage)
+    try:
+        _run_ranks(spec, pipeline, stage)
+    except OmniError as error:
+        logger.error("%s", error)
+        return 1
+    logger.error("a rank on this host has ended")
+    return 1
+
+
+def _run_ranks(spec: ReplicaSpec, pipeline: PipelineConfig, stage: StageConfig) -> None:
+    if stage.kind is StageKind.ECHO:  # has no ranks
+        logger.info("waiting for the end")
+        signal.pause()
+        return
+    if preloaded.FAILURES:
+        raise StartupError(f"The fork server could not import what stages need: {'; '.join(preloaded.FAILURES)}.")
+    from omni_actors.engine.factory import run_ranks
+
+    if spec.ranks is not None:
+        run_ranks(pipeline, stage, spec.ranks)
+
+
 def _describe(error: BaseException) -> str:
     """Return a typed error's own text, or the last lines of the traceback; the launcher shows it."""
     if isinstance(error, OmniError):
@@ -245,9 +296,17 @@ def check_defaults(stage: StageConfig, facts: EngineFacts) -> None:
 
 
 def build_engine(
-    pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None], sizes: Mapping[str, int] | None = None
+    pipeline: PipelineConfig,
+    stage: StageConfig,
+    report: Callable[[str], None],
+    sizes: Mapping[str, int] | None = None,
+    ranks: RankPlan | None = None,
 ) -> StageEngine:
-    """Make the engine of a stage. Only the model kinds import torch and vLLM. `sizes`: see `StageEngine.sizes`.
+    """Make the engine of a stage. Only the model kinds import torch and vLLM.
+
+    Args:
+        sizes: see `StageEngine.sizes`.
+        ranks: this host's part of a replica that is spread over several.
 
     Raises:
         ConfigError: `engine_class` is no importable `StageEngine`, or the engine's options are wrong.
@@ -268,5 +327,5 @@ def build_engine(
     with start_phases.phase("imports"):
         from omni_actors.engine.factory import build_stage_engine
 
-    engine: StageEngine = build_stage_engine(pipeline, stage, report, sizes)
+    engine: StageEngine = build_stage_engine(pipeline, stage, report, sizes, ranks)
     return engine

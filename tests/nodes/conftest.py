@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.cluster import Cluster
 from tests.support.network import Network, Unavailable
+from tests.support.processes import end_all
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +28,20 @@ def network(shared_network: Network) -> Iterator[Network]:
     """Two hosts; the cable is whole again after each test."""
     yield shared_network
     shared_network.heal()
+
+
+@pytest.fixture
+def cluster(network: Network, short_path: Path) -> Iterator[Callable[[Any], Cluster]]:
+    made: list[Cluster] = []
+
+    def make(data: Any) -> Cluster:
+        made.append(Cluster(network, short_path, data))
+        return made[-1]
+
+    try:
+        yield make
+        network.heal()
+        for one in made:
+            one.end()
+    finally:
+        end_all(short_path)

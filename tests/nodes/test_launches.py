@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,104 +21,14 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
 from omni_actors.transport.curve import make_cluster
 from tests.support.builders import chain
-from tests.support.launcher import READY
+from tests.support.cluster import Cluster
 from tests.support.load import ask_and_check, replicas, text_of
 from tests.support.network import Network
-from tests.support.paths import REPOSITORY, import_path
+from tests.support.paths import REPOSITORY
 from tests.support.processes import end_all, processes_of
 from tests.support.waiting import eventually, until
 
-PORT = 29600
 TYPED_SECONDS = 20.0  # by which a request over a broken network must have failed with a reason or been answered
-
-
-class Cluster:
-    """The launchers of one pipeline, one on each host. Clients connect through the first one's socket file."""
-
-    def __init__(self, network: Network, folder: Path, data: Any) -> None:
-        self._network = network
-        self._folder = folder
-        self._config = folder / "pipeline.yaml"
-        self._config.write_text(yaml.safe_dump(data, sort_keys=False))
-        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, rank: int, keys: Path, *arguments: str) -> None:
-        host = self._network.hosts[rank]
-        folder = self._folder / f"host{rank}"
-        folder.mkdir(exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "omni_actors.launch",
-            str(self._config),
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(rank),
-            "--master-addr",
-            self._network.hosts[0].address,
-            "--master-port",
-            str(PORT),
-            "--run-dir",
-            str(folder / "run"),
-            "--keys",
-            str(keys),
-            *arguments,
-        ]
-        with (folder / "output").open("wb") as output:
-            self.launchers[rank] = subprocess.Popen(
-                host.command(*command),
-                cwd=REPOSITORY,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": import_path()},
-            )
-
-    def output(self, rank: int) -> str:
-        return (self._folder / f"host{rank}" / "output").read_text(errors="replace")
-
-    def wait_ready(self, seconds: float = 60.0) -> None:
-        def ready() -> bool:
-            assert all(launcher.poll() is None for launcher in self.launchers.values()), self.outputs()
-            return READY.search(self.output(0)) is not None
-
-        until(ready, seconds, self.outputs)
-
-    def outputs(self) -> str:
-        return "\n".join(f"--- host {rank}\n{self.output(rank)[-3000:]}" for rank in self.launchers)
-
-    @property
-    def endpoint(self) -> str:
-        found = READY.search(self.output(0))
-        assert found is not None
-        return found[1]
-
-    def end(self) -> None:
-        for rank in sorted(self.launchers, reverse=True):
-            if self.launchers[rank].poll() is None:
-                os.killpg(self.launchers[rank].pid, signal.SIGTERM)
-        for launcher in self.launchers.values():
-            launcher.wait(15)
-        until(lambda: not processes_of(self._folder), 5, lambda: f"left behind: {processes_of(self._folder)}")
-
-
-@pytest.fixture
-def cluster(network: Network, short_path: Path) -> Iterator[Callable[[Any], Cluster]]:
-    made: list[Cluster] = []
-
-    def make(data: Any) -> Cluster:
-        made.append(Cluster(network, short_path, data))
-        return made[-1]
-
-    try:
-        yield make
-        network.heal()
-        for one in made:
-            one.end()
-    finally:
-        end_all(short_path)
 
 
 def on_two_hosts(data: dict[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def test_a_process_gets_the_sizes_of_the_one_before_unless_that_failed_with_them
         def sizes(self) -> dict[str, int]:
             return {"kv_cache_bytes": 5}
 
-    def build(pipeline: Any, stage: Any, report: Any, sizes: dict[str, int]) -> EchoEngine:
+    def build(pipeline: Any, stage: Any, report: Any, sizes: dict[str, int], ranks: None) -> EchoEngine:
         given.append(sizes)
         if len(given) == 2:
             raise StartupError("There is no room.")

@@ -133,6 +133,7 @@ class Fleet(Operations):
         self._enforce_ends(now)
         if self.launch.wanted or (self.launch.serving and in_flight):
             self._restart_due(now)
+            self._start_spread(now)
         if self.launch.starting:
             self._check_launch(now)
         return self._taken()
@@ -175,9 +176,11 @@ class Fleet(Operations):
         elif isinstance(body, NodeLeaving):
             self._lose_node(node, f"it leaves: {body.reason}")
         elif isinstance(body, ReplicaEnded):
+            self.ranks.ended(body.stage, body.replica, body.spawn_epoch, rank)
             replica = self.replicas.current(body.stage, body.replica)
             if replica is not None and replica.spawn_epoch == body.spawn_epoch and replica.alive:
-                self._died(replica, body.how, body.log, now, evidence_of(body.exit_code))
+                where = "" if rank == replica.node else f"its ranks on node {rank}: "
+                self._died(replica, f"{where}{body.how}", body.log, now, evidence_of(body.exit_code))
         return self._taken()
 
     def _node_hello(self, node: Node, hello: NodeHello, now: float) -> None:
@@ -189,13 +192,13 @@ class Fleet(Operations):
             self._fail(text)
             return
         node.on(NodeEvent.HELLO)
-        node.devices = hello.devices
+        node.devices, node.ranks_addr = hello.devices, hello.ranks_addr
         if hello.launched and node.rank == 0 and self.launch.starting:
             self.launch.on(LaunchEvent.ALL_READY)  # under a coordinator before this one
         self._tell_node(node, NodeWelcome())
         if self.launch.serving:
             self._tell_node(node, Launched())
-        takeover = self.nodes.take_over(node, hello.replicas)
+        takeover = self.nodes.take_over(node, self.ranks.listed(node.rank, hello.replicas), self.ranks.stages)
         for item in takeover.kill:
             self._tell_node(node, KillReplica(item.stage, item.replica, item.spawn_epoch))
         for item in takeover.adopt:
@@ -211,13 +214,51 @@ class Fleet(Operations):
                 self._start(stage, index, now)
         for replica in takeover.ended:  # last: a death restarts all that is due
             self._died(replica, "its node knows nothing of it", "", now, Evidence.KILLED)
+        self._take_ranks(node, now)
+
+    def _take_ranks(self, node: Node, now: float) -> None:
+        """Decide about the spread replicas of a node that has come or come back."""
+        for replica in self._with_ranks_on(node):
+            if not replica.alive:
+                self._kill_ranks(replica)
+            elif replica.spawn_epoch:
+                if self._is_torn(replica):
+                    self._died(replica, f"node {node.rank} knows nothing of it", "", now, Evidence.KILLED)
+            elif all(host.present for host in self._hosts(replica)):  # it may be older than this coordinator
+                epoch = self.ranks.common_epoch(replica.stage, replica.index)
+                if epoch is None:
+                    self._kill_ranks(replica)
+                else:
+                    self._adopt(replica.stage, replica.index, epoch, now)
+        self._start_spread(now)
+
+    def _is_torn(self, replica: Replica) -> bool:
+        """Whether a spread replica has lost one of its processes, so that the others must not go on."""
+        place = replica.stage, replica.index
+        known = bool(replica.spawn_epoch and self.ranks.hosts(replica.stage))
+        return known and self.ranks.common_epoch(*place) != replica.spawn_epoch
+
+    def _with_ranks_on(self, node: Node) -> list[Replica]:
+        """The spread replicas that have a process on a node."""
+        stages = [stage for stage in self.ranks.stages if node.rank in self.ranks.hosts(stage)]
+        return [replica for stage in stages for replica in self.replicas.of(stage)]
+
+    def _start_spread(self, now: float) -> None:
+        """Start spread replicas that waited for a node: for the first time, or since it was away."""
+        spread = [replica for stage in self.ranks.stages for replica in self.replicas.of(stage)]
+        for replica in spread if not self.launch.ending else ():
+            waits = replica.left_with_node if not replica.alive else not replica.spawn_epoch
+            if waits and self._may_start(replica):
+                hosts = ", ".join(str(host.rank) for host in self._hosts(replica))
+                self._announce(f"starting {replica.name} on node {hosts}")
+                self._start(replica.stage, replica.index, now)
 
     def _give_up_nodes(self, now: float) -> None:
         for node in self.nodes.silent(now, self._settings.heartbeat_timeout):
             self._lose_node(node, f"silent for {now - node.heard:.1f} s")
         if self.launch.serving and now > self._created + ABSENT_SECONDS:
             for node in self.nodes.absent():
-                if any(replica.alive for replica in self.nodes.on(node)):
+                if any(replica.alive for replica in (*self.nodes.on(node), *self._with_ranks_on(node))):
                     self._lose_node(node, "it has not come back to the restarted coordinator")
 
     def _lose_node(self, node: Node, why: str) -> None:
@@ -225,12 +266,15 @@ class Fleet(Operations):
         node.on(NodeEvent.LOST)
         away = f"node {node.rank} is away: {why}"
         self._announce(away)
-        for replica in self.nodes.on(node):
+        self.ranks.forget(node.rank)
+        whole = [replica for replica in self.nodes.on(node) if not self.ranks.hosts(replica.stage)]
+        for replica in (*whole, *self._with_ranks_on(node)):
             if replica.alive or replica.state is ReplicaState.WAITING:
                 replica.orders.clear_kill()
                 replica.left_with_node = True
                 self._log(Level.ERROR, f"lost: {away}", replica)
                 self._lose(replica, away, restart=False)
+                self._kill_ranks(replica)
                 if replica.leaving:
                     self._forget(replica)
         self._fail(f"Node {node.rank} was lost while the pipeline started: {why}")
@@ -273,7 +317,7 @@ class Fleet(Operations):
         place = replica_id.stage, replica_id.replica
         current = self.replicas.current(*place)
         kind = classify_hello(current, replica_id.epoch, hello.spawn_epoch or replica_id.epoch)
-        if current is None or kind is HelloKind.FOREIGN:
+        if current is None or kind is HelloKind.FOREIGN or self._is_torn(current):
             self._drop_unknown(replica_id, "hello")
             self._instructions.append(TellReplica(replica_id, Shutdown("the pipeline does not need this process")))
         elif kind is HelloKind.EARLY:

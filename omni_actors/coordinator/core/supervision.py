@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.health import HealthPolicy
@@ -21,8 +23,9 @@ from omni_actors.coordinator.core.instructions import (
 )
 from omni_actors.coordinator.core.launch import Launch, StartHistory, explain_end
 from omni_actors.coordinator.core.memory import VERSION, FleetMemory, RememberedReplica
-from omni_actors.coordinator.core.nodes import NodeTable
+from omni_actors.coordinator.core.nodes import Node, NodeTable
 from omni_actors.coordinator.core.outbox import Outbox
+from omni_actors.coordinator.core.ranks import RankTable
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.restart_scope import StageGraph
 from omni_actors.coordinator.core.seats import Seats
@@ -68,6 +71,7 @@ class Supervision(Outbox):
         self._ordered = {(item.stage, item.index): item for item in memory.replicas} if memory is not None else {}
         self.seats = Seats(pipeline, memory)
         self.nodes = NodeTable(replicas, self.seats.nodes() | {*placement.ranks(pipeline)}, now)
+        self.ranks = RankTable(pipeline)
         self.launch = Launch(replicas, self.nodes, self.health, began, now, history)
 
     # -- over a restart of the coordinator ----------------------------------------------------------------------------
@@ -101,7 +105,7 @@ class Supervision(Outbox):
         for stage, index, spare, joining in parts:
             replica = self._expect(stage, index, 0, now)
             replica.spare, replica.joining = spare, joining
-            replica.phase = f"waiting for node {replica.node}"
+            replica.phase = f"waiting for node {', '.join(str(node.rank) for node in self._hosts(replica))}"
 
     def _adopt(self, stage: str, index: int, spawn_epoch: int, now: float) -> None:
         """Expect the registration of a process that runs. What was ordered of it holds."""
@@ -124,6 +128,7 @@ class Supervision(Outbox):
         restart = not self.launch.ending and not replica.leaving and self.health.plan(replica, now)
         self._log(Level.DEBUG if asked or self.launch.ending else Level.ERROR, f"ended: {cause}", replica)
         self._lose(replica, cause, restart, Evidence.NONE if asked else evidence)
+        self._kill_ranks(replica)
         if replica.leaving:
             self._forget(replica)
         if not self.launch.wanted or replica.leaving:
@@ -175,16 +180,32 @@ class Supervision(Outbox):
 
     def _restart_due(self, now: float) -> None:
         for dead in self.health.due(now):
-            if self.nodes.of(dead).present:
+            if self._may_start(dead):
                 self._announce(f"starting {dead.name} again")
                 self._start(dead.stage, dead.index, now)
+
+    def _may_start(self, replica: Replica) -> bool:
+        """Whether its hosts are there and, if it is spread over several, run nothing of it any more."""
+        return all(node.present for node in self._hosts(replica)) and not (
+            self.ranks.hosts(replica.stage) and self.ranks.running(replica.stage, replica.index)
+        )
+
+    def _hosts(self, replica: Replica) -> list[Node]:
+        """The nodes that run processes of a replica, the first host first."""
+        found = [self.nodes.find(rank) for rank in self.ranks.hosts(replica.stage)]
+        return [node for node in found if node is not None] or [self.nodes.of(replica)]
 
     def _start(self, stage: str, index: int, now: float) -> Replica:
         former = self.replicas.current(stage, index)
         spawn_epoch = max(former.epoch + 1 if former is not None else 1, self._new_epoch())
         replica = self._expect(stage, index, spawn_epoch, now)
         start = StartReplica(stage=stage, replica=index, spawn_epoch=spawn_epoch, slot=replica.slot)
-        self._tell_node(self.nodes.of(replica), start)
+        hosts = self._hosts(replica)
+        if self.ranks.hosts(stage):
+            self.ranks.started(stage, index, spawn_epoch)
+            start = msgspec.structs.replace(start, leader=hosts[0].ranks_addr)
+        for node in hosts:
+            self._tell_node(node, start)
         return replica
 
     def _expect(self, stage: str, index: int, spawn_epoch: int, now: float) -> Replica:
@@ -200,7 +221,8 @@ class Supervision(Outbox):
         if not self.launch.serving:
             return
         for replica, why in self.health.stuck(now):
-            node_silent = self.nodes.of(replica).heard + 3 * self._settings.heartbeat_interval < now
+            heard = min(node.heard for node in self._hosts(replica))
+            node_silent = heard + 3 * self._settings.heartbeat_interval < now
             if node_silent and now < replica.heard + self._settings.heartbeat_timeout + KILL_SECONDS:
                 continue  # it may be the link: the order would reach a healthy process once the link is back
             if not replica.orders.killed:
@@ -209,8 +231,18 @@ class Supervision(Outbox):
 
     def _kill(self, replica: Replica, why: str, now: float) -> None:
         replica.orders.kill(why, until=now + KILL_SECONDS)
-        kill = KillReplica(replica.stage, replica.index, replica.spawn_epoch)
-        self._tell_node(self.nodes.of(replica), kill)
+        if self.ranks.hosts(replica.stage):
+            self._kill_ranks(replica)
+        else:
+            kill = KillReplica(replica.stage, replica.index, replica.spawn_epoch)
+            self._tell_node(self.nodes.of(replica), kill)
+
+    def _kill_ranks(self, replica: Replica) -> None:
+        """Kill what still runs of a replica that is spread over several hosts: without each other its ranks hang."""
+        for rank, epoch in self.ranks.to_kill(replica.stage, replica.index):
+            node = self.nodes.find(rank)
+            if node is not None:
+                self._tell_node(node, KillReplica(replica.stage, replica.index, epoch))
 
     def _stop_drained(self, now: float) -> None:
         for replica in self.health.drained(now):
