@@ -131,6 +131,39 @@ job() {
     kill -TERM "$launcher"
     ends_with 0
     times 2 "stops in order"
+    [[ $(< scontrol) != *requeue* ]]
+}
+
+@test "Slurm: a preempted job ends in order and is queued again" {
+    job
+    PREEMPTED=2026-11-22T12:00:00 SLURM_RESTART_COUNT=1 launch slurm.sbatch c.yaml
+    said "started again, for the 1. time"
+    said "called with" 2
+    kill -TERM "$launcher"
+    ends_with 0
+    times 2 "stops in order" && times 1 "preempted; it is queued again"
+    grep -qx "requeue 1234567" scontrol
+}
+
+@test "Slurm: a preempted job that cannot be queued again says so" {
+    job
+    PREEMPTED=2026-11-22T12:00:00 REFUSES=1 launch slurm.sbatch c.yaml
+    said "called with" 2
+    kill -TERM "$launcher"
+    ends_with 2
+    times 1 "Job violates policy" && times 1 "submit job 1234567 once more"
+}
+
+@test "Slurm: each task of an array has its own pipeline; elsewhere %a is left alone" {
+    job
+    SLURM_ARRAY_TASK_ID=3 launch slurm.sbatch "p%a.yaml" --http "127.0.0.1:800%a" --set "name=%a%a"
+    said "called with <p3.yaml> <--master-port> <24567> <--http> <127.0.0.1:8003> <--set> <name=33>" 2
+    kill -TERM "$launcher"
+    ends_with 0
+    launch slurm.sbatch "p%a.yaml"
+    said "called with <p%a.yaml>" 2
+    kill -TERM "$launcher"
+    ends_with 0
 }
 
 @test "Slurm: a failure is handed on" {
