@@ -153,8 +153,7 @@ def overrides(options: argparse.Namespace) -> dict[str, str]:
 async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
     rank = pipeline.cluster.node_rank
     if rank not in placement.ranks(pipeline):
-        say(f"nothing is placed on node {rank}")
-        return EXIT_OK
+        say(f"nothing is placed on node {rank} yet; it takes replicas by `ctl scale` and of nodes that are lost")
     if placement.runs_models(pipeline, rank) and (download := await asyncio.to_thread(pending_download, pipeline)):
         say(download)
     launcher = Launcher(pipeline, await host_addresses(pipeline), process_start())

@@ -119,6 +119,11 @@ def shared_devices(pipeline: PipelineConfig, rank: int, devices: int) -> dict[in
     return {device: replicas for device, replicas in sorted(users.items()) if len(replicas) > 1}
 
 
+def node_devices(devices: int) -> str:
+    """Say how many GPUs a node has."""
+    return {0: "no GPU", 1: "1 GPU"}.get(devices, f"{devices} GPUs")
+
+
 def host_devices() -> int:
     """Count the NVIDIA GPUs that this process may use, without initialising CUDA."""
     present = len(list(DEVICE_FILES.glob("nvidia[0-9]*")))

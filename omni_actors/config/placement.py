@@ -1,4 +1,4 @@
-"""Places replicas on nodes, and finds those that other nodes must reach."""
+"""Places replicas on nodes, as configured."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
 
 
 def runs_models(pipeline: PipelineConfig, rank: int) -> bool:
-    """Whether one node runs a stage whose engine uses vLLM."""
-    return any(pipeline.stage(name).kind in MODEL_KINDS for name, _ in replicas_of(pipeline, rank))
+    """Whether one node runs a stage whose engine uses vLLM, or may come to: a node on which nothing is placed yet."""
+    placed = {name for name, _ in replicas_of(pipeline, rank)} or {stage.name for stage in pipeline.stages}
+    return any(pipeline.stage(name).kind in MODEL_KINDS for name in placed)
 
 
 def ranks(pipeline: PipelineConfig) -> list[int]:
@@ -27,16 +28,8 @@ def ranks(pipeline: PipelineConfig) -> list[int]:
 
 
 def spans_hosts(pipeline: PipelineConfig) -> bool:
-    """Whether anything runs on a host other than the coordinator's."""
-    return len(ranks(pipeline)) > 1
-
-
-def is_reached_from_afar(pipeline: PipelineConfig, stage: str, index: int) -> bool:
-    """Whether a replica receives input or credit from other nodes, including the coordinator's."""
-    config = pipeline.stage(stage)
-    neighbours = [pipeline.stage(name) for name in (*pipeline.downstream(stage), *config.source_names)]
-    ranks_of_neighbours = {other.node_of(number) for other in neighbours for number in range(other.processes)}
-    return bool((ranks_of_neighbours | {0}) - {config.node_of(index)})
+    """Whether anything may run on a host other than the coordinator's."""
+    return pipeline.cluster.nnodes > 1
 
 
 def priority_replicas(pipeline: PipelineConfig, stage: str, index: int, devices: int) -> list[tuple[str, int]]:

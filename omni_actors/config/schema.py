@@ -267,6 +267,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         max_attempts: how often one request may run, after losses that are not its fault; one that crashes its stage is
             found sooner.
         routing: how requests are spread over the replicas of a stage.
+        move_after: seconds for which a node must be away before its replicas move to other nodes that have room.
         default_timeout: seconds until the deadline of requests that set none.
         max_timeout: the latest deadline that a request may ask for, in seconds from now.
         tombstone_ttl: seconds for which an ended request is remembered, to absorb late messages.
@@ -294,6 +295,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     retain_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 256 << 20
     max_attempts: Annotated[int, Meta(ge=1, le=255)] = 64
     routing: RoutingConfig = RoutingConfig()
+    move_after: Seconds = 300.0  # a node that can reach no coordinator has ended by then, as `reconnect_timeout` says
     default_timeout: Seconds = 600.0
     max_timeout: Seconds = 86_400.0
     tombstone_ttl: Seconds = 60.0
@@ -309,7 +311,7 @@ class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `node_addr`: by default the address from which it reaches node 0.
 
     Args:
-        nnodes: number of hosts.
+        nnodes: number of hosts; with 2 or more, further ones may join while the pipeline runs.
         node_rank: rank of this host, from 0.
         master_addr: address or name of node 0.
         master_port: node 0's port for the other nodes; clients use another.
@@ -446,7 +448,9 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         coordinator = msgspec.structs.replace(
             self.coordinator, run_dir=None, record_dir=None, keys_dir=None, listen="ipc"
         )
-        cluster = msgspec.structs.replace(self.cluster, node_rank=0, node_addr=None, interface=None, master_addr="-")
+        cluster = msgspec.structs.replace(
+            self.cluster, nnodes=1, node_rank=0, node_addr=None, interface=None, master_addr="-"
+        )
         template = "-" if self.tool_chat_template is not None else None
         shared = msgspec.structs.replace(
             self, coordinator=coordinator, cluster=cluster, mps="auto", tool_chat_template=template

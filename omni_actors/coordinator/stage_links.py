@@ -52,13 +52,14 @@ class StageLinks:
 
     def open(self, replica: Replica) -> None:
         """Connect to the inbox of a replica that has registered."""
+        inbox = replica.inbox_for(0)  # the coordinator's node
         link = self._links[replica.replica_id] = Link(
-            self._sockets.push(replica.inbox),
+            self._sockets.push(inbox),
             time.monotonic,
             window=Window(self._flow.edge_messages, self._flow.edge_bytes),
             traffic=self._traffic.setdefault(replica.name, Traffic()),
         )
-        self._disconnects.watch(replica.replica_id, link.socket, replica.inbox)
+        self._disconnects.watch(replica.replica_id, link.socket, inbox)
         # What waited for the connection or for a slow stage leaves at once, not on the next tick.
         asyncio.get_running_loop().add_reader(link.descriptor, link.wake)
 

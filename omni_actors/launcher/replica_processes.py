@@ -22,7 +22,7 @@ import psutil
 from omni_actors.config import PipelineConfig, host_devices, visible_devices
 from omni_actors.config.devices import slot_devices
 from omni_actors.config.models import MODEL_KINDS
-from omni_actors.config.placement import is_reached_from_afar, priority_replicas, replicas_of, runs_models, threads_of
+from omni_actors.config.placement import priority_replicas, replicas_of, runs_models, spans_hosts, threads_of
 from omni_actors.config.spread import RankPlan, meeting_port
 from omni_actors.errors import StartupError
 from omni_actors.launcher.mps import NO_MPS
@@ -161,8 +161,7 @@ class ReplicaProcesses:
         stage = self._pipeline.stage(identity.stage)
         devices = host_devices()
         placed = slot_devices(stage, slot, devices)
-        model_replicas = sum(self._pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here)
-        afar = is_reached_from_afar(self._pipeline, identity.stage, identity.replica)
+        sharing = max(1, sum(self._pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here))
         inbox = self._run_directory.endpoint(f"{identity.stage}-{identity.replica}")
         environment = {name: str(value) for name, value in stage.environment.items()}
         visible, environment = self.mps.apply((identity.stage, identity.replica), visible_devices(placed), environment)
@@ -173,9 +172,10 @@ class ReplicaProcesses:
             epoch=identity.epoch,
             ordered=time.monotonic(),
             control_endpoint=self._control_endpoint,
-            inbox_endpoint=f"tcp://{self._address}:0" if afar else inbox,
+            inbox_endpoint=inbox,
+            remote_endpoint=f"tcp://{self._address}:0" if spans_hosts(self._pipeline) else "",
             devices=tuple(visible),
-            threads=threads_of(bool(placed), model_replicas, os.cpu_count() or 1) if stage.kind in MODEL_KINDS else 0,
+            threads=threads_of(bool(placed), sharing, os.cpu_count() or 1) if stage.kind in MODEL_KINDS else 0,
             launcher_pid=os.getpid(),
             log_file=str(self._run_directory.log_file(identity.name)),
             run_dir=str(self._run_directory.path),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from omni_actors.protocol.fields import Count, Endpoint, Moment, Name
+from omni_actors.protocol.fields import Count, Endpoint, EndpointOrEmpty, Moment, Name
 from omni_actors.protocol.header import Body, ReplicaId
 from omni_actors.protocol.parameters import MAX_PARAMETERS, Parameter
 from omni_actors.protocol.speech import SpeechAbility
@@ -26,7 +26,8 @@ class Hello(Body, tag="hello", frozen=True):
     """Stage -> coordinator, first message: registers a replica, whose id is in the header.
 
     A mismatch of protocol version, package version or configuration hash fails the start. A process that has lost its
-    coordinator says hello again with the next epoch; `spawn_epoch` stays the epoch that it was started with.
+    coordinator says hello again with the next epoch; `spawn_epoch` stays the epoch that it was started with. `remote`
+    is the inbox for other nodes, "" if none can reach it.
     """
 
     protocol: int
@@ -36,6 +37,7 @@ class Hello(Body, tag="hello", frozen=True):
     inbox: Endpoint
     arena: ArenaAddress | None = None
     spawn_epoch: Count = 0
+    remote: EndpointOrEmpty = ""
 
 
 class Welcome(Body, tag="welcome", frozen=True):

@@ -23,6 +23,7 @@ ReplicaIndex = Annotated[int, Meta(ge=0, le=65535)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
 Endpoint = Annotated[str, Meta(min_length=1, max_length=256)]
+EndpointOrEmpty = Annotated[str, Meta(max_length=256)]
 Moment = Annotated[float, Meta(ge=0.0, le=1e11)]  # Unix time in seconds by the sender's clock; 0: it did not happen
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]  # lower values come first

@@ -50,7 +50,7 @@ class Inbound(threading.Thread):
         identity: ReplicaId,
         control_endpoint: str,
         inbox_endpoint: str,
-        hello: Callable[[str], Hello],
+        hello: Callable[[str, str], Hello],
         inbox: Inbox,
         limits: Limits,
         heartbeat_interval: float,
@@ -59,6 +59,7 @@ class Inbound(threading.Thread):
         arenas: ArenaReader,
         on_credit: Callable[[ReplicaId | None, Credit], None],
         clock: Callable[[], float] = time.time,
+        remote_endpoint: str = "",
     ) -> None:
         super().__init__(name="inbound", daemon=True)
         self._clock = clock
@@ -67,7 +68,7 @@ class Inbound(threading.Thread):
         self._sockets = sockets
         self._identity = identity
         self._control_endpoint = control_endpoint
-        self._inbox_endpoint = inbox_endpoint
+        self._inbox_endpoint, self._remote_endpoint = inbox_endpoint, remote_endpoint
         self._hello = hello
         self._inbox = inbox
         self._limits = limits
@@ -115,8 +116,9 @@ class Inbound(threading.Thread):
         try:
             launcher = os.pidfd_open(self._launcher_pid)
             socket, endpoint = self._sockets.pull(self._inbox_endpoint)
+            remote = self._sockets.bind(socket, self._remote_endpoint) if self._remote_endpoint else ""
             self._inbox.open(socket, self._decode)
-            self._send(control, self._hello(endpoint))
+            self._send(control, self._hello(endpoint, remote))
             self._loop(control, handshake, launcher)
         finally:
             if launcher >= 0:

@@ -17,7 +17,6 @@ import msgspec
 import setproctitle
 
 from omni_actors import logs
-from omni_actors.addresses import is_tcp
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, check_parameters, resolve_class
 from omni_actors.config.devices import gpus_of_replica
 from omni_actors.config.models import MODEL_KINDS
@@ -49,7 +48,7 @@ class ReplicaSpec(NamedTuple):
     epoch: int
     ordered: float  # when the process was ordered, on the monotonic clock
     control_endpoint: str
-    inbox_endpoint: str  # tcp with port 0, or a path to which the epoch is added
+    inbox_endpoint: str  # for this host: a path, to which the epoch is added
     devices: tuple[str, ...]  # all GPUs that it may see, as CUDA_VISIBLE_DEVICES names them
     threads: int  # CPU threads for torch, 0 to leave it alone
     launcher_pid: int
@@ -59,6 +58,7 @@ class ReplicaSpec(NamedTuple):
     yields_to: tuple[tuple[str, int], ...] = ()  # replicas to which it leaves a shared device
     environment: tuple[tuple[str, str], ...] = ()
     ranks: RankPlan | None = None  # this host's part, if the replica is spread over several
+    remote_endpoint: str = ""  # for other nodes: tcp with port 0, "" if there are none
 
     @property
     def name(self) -> str:
@@ -174,9 +174,10 @@ class StageProcess:
             ReplicaId(spec.stage, spec.replica, epoch),
             spec.epoch,
             spec.control_endpoint,
-            spec.inbox_endpoint if is_tcp(spec.inbox_endpoint) else f"{spec.inbox_endpoint}-{epoch}",
+            f"{spec.inbox_endpoint}-{epoch}",
             spec.launcher_pid,
             on_orphaned=lambda: _leave_no_files(spec),
+            remote_endpoint=spec.remote_endpoint,
         )
 
     def _load(self, session: Session) -> StageEngine:

@@ -48,6 +48,7 @@ class Session:
         spawn_epoch: the epoch of the process's first session.
         inbox_endpoint: where to bind the inbox.
         on_orphaned: called before the process ends because its launcher is gone and its main thread hangs.
+        remote_endpoint: where to bind the inbox for other nodes, "" if there are none.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Session:
         inbox_endpoint: str,
         launcher_pid: int,
         on_orphaned: Callable[[], None],
+        remote_endpoint: str = "",
     ) -> None:
         self._pipeline = pipeline
         self._stage = pipeline.stage(identity.stage)
@@ -87,6 +89,7 @@ class Session:
             arenas=self._arenas,
             on_credit=self._on_credit,
             clock=clock,
+            remote_endpoint=remote_endpoint,
         )
         self._outbound: Outbound | None = None
         self._actor: StageActor | None = None
@@ -134,7 +137,7 @@ class Session:
                 return None
         raise StartupError(f"The coordinator did not answer within {seconds:g} s.")
 
-    def _hello(self, inbox: str) -> Hello:
+    def _hello(self, inbox: str, remote: str) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,
             package=omni_actors.__version__,
@@ -143,6 +146,7 @@ class Session:
             inbox=inbox,
             arena=self._arena.address if self._arena is not None else None,
             spawn_epoch=self._spawn_epoch,
+            remote=remote,
         )
 
     def _on_credit(self, receiver: ReplicaId | None, credit: Credit) -> None:

@@ -250,6 +250,7 @@ class Sockets:
         self._files = [file for file in self._files if not file.socket.closed]
         for socket, path, folder in self._files:
             if not path.exists() and path.parent.exists() and path.parent.stat().st_ino == folder:
+                self._secure(socket, f"{IPC}{path}", MEMBERS)  # it may be bound to TCP, too, which is encrypted
                 socket.bind(f"{IPC}{path}")
                 restored.append(str(path))
         return restored

@@ -17,9 +17,10 @@ import psutil
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Operation, StageStatus
+from tests.support.builders import chain
 from tests.support.hosts import Hosts, spread_chain
 from tests.support.launcher import EchoLauncher
-from tests.support.load import ask_and_check, replicas, text_of
+from tests.support.load import ask_and_check, replicas, text_of, until_busy
 from tests.support.processes import assert_nothing_left
 from tests.support.waiting import eventually, until
 
@@ -98,6 +99,37 @@ async def test_replicas_on_two_nodes_share_the_work(launch: Launch, short_path: 
         await ask_many(client, 8)
     assert first.end() == 0
     assert other.wait_end(5) == 0
+
+
+async def test_a_node_joins_and_leaves_under_load_and_its_replica_moves(launch: Launch, short_path: Path) -> None:
+    hosts = Hosts(launch, short_path, {**chain(), "coordinator": {"heartbeat_interval": 0.2, "move_after": 1.0}})
+    first = hosts.start(0).wait_ready()
+    async with AsyncOmniClient(first.endpoint) as client, AsyncOmniClient(first.endpoint) as operator:
+        over = asyncio.Event()
+
+        async def ask() -> int:
+            answered = 0
+            while not over.is_set():
+                await ask_many(client, 10)
+                answered += 10
+            return answered
+
+        asking = asyncio.create_task(ask())
+        other = hosts.start(1)
+        await asyncio.to_thread(until, lambda: "node 1 has joined with no GPU" in first.output, 20, "joined")
+        assert "nothing is placed on node 1 yet; it takes replicas" in other.output
+        await operator.operate(Operation.SCALE, "talker", count=2, node=1)
+        await wait_states(operator, 20, talker_0="ready", talker_1="ready")
+        assert (await pids(operator))["talker/1"] in hosts.processes(1)
+        await until_busy(operator, "talker/1")
+        assert (await asyncio.to_thread(other.end)) == 0
+        await asyncio.to_thread(until, lambda: "talker/1 moves from node 1 to node 0" in first.output, 20, "moved")
+        await wait_states(operator, 20, talker_0="ready", talker_1="ready")
+        assert (await pids(operator))["talker/1"] in hosts.processes(0)
+        await until_busy(operator, "talker/1")
+        over.set()
+        assert await asking, "and none failed"
+    assert first.end() == 0
 
 
 async def test_a_node_that_is_out_of_reach_comes_back_without_loading(launch: Launch, short_path: Path) -> None:

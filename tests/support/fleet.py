@@ -94,7 +94,8 @@ class World:
 
     def restart_coordinator(self) -> None:
         """Another coordinator takes over what runs on the nodes; the stages have not registered with it yet."""
-        running = {rank: self.running(rank) for rank in sorted({replica.node for replica in self.fleet.replicas} | {0})}
+        ranks = {node.rank for node in self.fleet.nodes.present()} | {replica.node for replica in self.fleet.replicas}
+        running = {rank: self.running(rank) for rank in sorted(ranks | {0})}
         self.fleet, self.dead, self.peers, self.killed = self.new_fleet(), [], {}, set()
         self.take(self.fleet.start(self.now))
         for rank, listed in running.items():
@@ -141,6 +142,7 @@ class World:
             pid=7,
             inbox=f"ipc:///{stage}/{index}/{epoch}",
             spawn_epoch=spawn_epoch,
+            remote=f"tcp://10.0.0.{self.replica(stage, index).node}:{1 + index}",
         )
         return self.stage(ReplicaId(stage, index, epoch), body)
 

@@ -13,6 +13,7 @@ from omni_actors.protocol.control import Fatal, Heartbeat, Loading, Ready, Stage
 from omni_actors.protocol.nodes import NodeLeaving, RunningReplica
 from tests.support.fleet import World, two_hosts
 
+silents = ("talker/0", "talker/1", "node 1", "node 2")
 places = st.sampled_from([("prompt", 0), ("talker", 0), ("talker", 1), ("talker", 2)])
 
 
@@ -24,15 +25,15 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         data = two_hosts(restarts=2, replicas=2 - self.spares, spares=self.spares)
-        self.world = World(data, heartbeat_timeout=2.0, startup_timeout=60.0).launch()
+        self.world = World(data, heartbeat_timeout=2.0, startup_timeout=60.0, move_after=3.0).launch()
 
-    @rule(rank=st.integers(0, 1), knows=st.booleans())
+    @rule(rank=st.integers(0, 2), knows=st.booleans())
     def node_hello(self, rank: int, knows: bool) -> None:
         replicas = [replica for replica in self.world.fleet.replicas if replica.node == rank and replica.spawn_epoch]
         listed = [RunningReplica(item.stage, item.index, item.spawn_epoch, 1) for item in replicas if knows]
         self.world.node_hello(*listed, rank=rank, launched=True)
 
-    @rule(rank=st.integers(0, 1))
+    @rule(rank=st.integers(0, 2))
     def node_leaves(self, rank: int) -> None:
         self.world.node(NodeLeaving("a test"), rank)
 
@@ -61,7 +62,7 @@ class AnyOrder(RuleBasedStateMachine):
             may_drain = self.world.has(*place) and not self.world.replica(*place).leaving
             assert not (may_drain and self.world.state(*place) in (ReplicaState.READY, ReplicaState.DRAINING))
 
-    @rule(count=st.integers(0, 4), node=st.sampled_from([None, 0, 1]))
+    @rule(count=st.integers(0, 4), node=st.sampled_from([None, 0, 1, 2]))
     def scale(self, count: int, node: int | None) -> None:
         before = self.world.wanted["talker"]
         try:
@@ -81,13 +82,13 @@ class AnyOrder(RuleBasedStateMachine):
         elif replica is not None and not busy:
             replica.release_all()
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]), silent=st.sampled_from(["", "talker/0", "talker/1", "node 1"]))
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]), silent=st.sampled_from(["", *silents]))
     def time_passes(self, seconds: float, silent: str) -> None:
         self.world.wait(seconds, silent)
 
     def teardown(self) -> None:
         world = self.world
-        for rank in (0, 1):
+        for rank in (0, 1, 2):
             world.node_hello(rank=rank)
         for replica in list(world.fleet.replicas):
             if replica.state is ReplicaState.DEAD:

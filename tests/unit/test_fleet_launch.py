@@ -169,12 +169,6 @@ def test_a_node_with_another_configuration_is_refused() -> None:
         assert gives_up(refused) == ([] if launched else [told.reason])
 
 
-def test_a_node_that_the_configuration_does_not_name_is_refused() -> None:
-    world = World()
-    (told,) = to_node(world.node_hello(rank=5), Shutdown, 5)
-    assert told == Shutdown(reason="The configuration places no stage on node 5.", failed=True)
-
-
 def test_a_stage_process_of_another_version_is_refused_and_named() -> None:
     world = World()
     world.node_hello()

@@ -58,7 +58,7 @@ class Harness:
             IDENTITY,
             endpoint,
             f"ipc://{folder}/{inbox}",
-            lambda inbox: Hello(1, "p", "c", 1, inbox),
+            lambda inbox, remote: Hello(1, "p", "c", 1, inbox, remote=remote),
             self.inbox,
             limits or Limits(),
             0.05,

@@ -35,12 +35,6 @@ def test_every_host_of_a_spread_replica_runs_it_and_the_first_one_is_reached(tmp
     assert thinker.node_of(1) == 2
     assert placement.ranks(pipeline) == [0, 1, 2]
     assert placement.replicas_of(pipeline, 1) == placement.replicas_of(pipeline, 2) == [("thinker", 0), ("thinker", 1)]
-    assert placement.is_reached_from_afar(pipeline, "thinker", 0)
-
-
-def test_stages_beside_a_spread_one_stay_off_the_network_if_its_first_host_is_theirs(tmp_path: Path) -> None:
-    pipeline = load(tmp_path, spread(engine=sizes())).pipeline
-    assert not any(placement.is_reached_from_afar(pipeline, name, 0) for name in ("prompt", "thinker", "talker"))
 
 
 def test_a_spread_replica_takes_its_share_of_gpus_on_every_host(tmp_path: Path) -> None:

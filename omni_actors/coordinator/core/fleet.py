@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import omni_actors
 from omni_actors.config import PipelineConfig
+from omni_actors.config.devices import node_devices
 from omni_actors.coordinator.core.evidence import Evidence, evidence_of
 from omni_actors.coordinator.core.instructions import (
     FleetInstruction,
@@ -129,6 +130,7 @@ class Fleet(Operations):
         else:
             self._give_up_nodes(now)
             self._kill_stuck(now)
+            self._move_lost(now)
         self._stop_drained(now)
         self._enforce_ends(now)
         if self.launch.wanted or (self.launch.serving and in_flight):
@@ -165,7 +167,9 @@ class Fleet(Operations):
         """Take a message of a node's agent."""
         node = self.nodes.find(rank)
         if node is None:
-            return [TellNode(rank, Shutdown(f"The configuration places no stage on node {rank}.", failed=True))]
+            if not isinstance(body, NodeHello):
+                return [TellNode(rank, Reregister())]
+            node = self.nodes.join(rank, now)
         node.heard = now
         if isinstance(body, NodeHello):
             self._node_hello(node, body, now)
@@ -174,7 +178,7 @@ class Fleet(Operations):
         elif isinstance(body, NodeBeat):
             self._tell_node(node, NodeBeat())
         elif isinstance(body, NodeLeaving):
-            self._lose_node(node, f"it leaves: {body.reason}")
+            self._lose_node(node, f"it leaves: {body.reason}", now)
         elif isinstance(body, ReplicaEnded):
             self.ranks.ended(body.stage, body.replica, body.spawn_epoch, rank)
             replica = self.replicas.current(body.stage, body.replica)
@@ -189,8 +193,12 @@ class Fleet(Operations):
             text = f"Node {node.rank} is refused: {difference}."
             self._announce(text)
             self._tell_node(node, Shutdown(reason=text, failed=True))
-            self._fail(text)
+            if self._is_needed(node):
+                self._fail(text)
+            self._forget_node(node)
             return
+        if not node.present and not self._is_needed(node) and self.launch.serving:
+            self._announce(f"node {node.rank} has joined with {node_devices(hello.devices)}")
         node.on(NodeEvent.HELLO)
         node.devices, node.ranks_addr = hello.devices, hello.ranks_addr
         if hello.launched and node.rank == 0 and self.launch.starting:
@@ -255,15 +263,16 @@ class Fleet(Operations):
 
     def _give_up_nodes(self, now: float) -> None:
         for node in self.nodes.silent(now, self._settings.heartbeat_timeout):
-            self._lose_node(node, f"silent for {now - node.heard:.1f} s")
+            self._lose_node(node, f"silent for {now - node.heard:.1f} s", now)
         if self.launch.serving and now > self._created + ABSENT_SECONDS:
             for node in self.nodes.absent():
                 if any(replica.alive for replica in (*self.nodes.on(node), *self._with_ranks_on(node))):
-                    self._lose_node(node, "it has not come back to the restarted coordinator")
+                    self._lose_node(node, "it has not come back to the restarted coordinator", now)
 
-    def _lose_node(self, node: Node, why: str) -> None:
-        """Count the replicas of a node as dead until it is back."""
+    def _lose_node(self, node: Node, why: str, now: float) -> None:
+        """Count the replicas of a node as dead until it is back or they have moved."""
         node.on(NodeEvent.LOST)
+        node.away_since = now
         away = f"node {node.rank} is away: {why}"
         self._announce(away)
         self.ranks.forget(node.rank)
@@ -277,7 +286,9 @@ class Fleet(Operations):
                 self._kill_ranks(replica)
                 if replica.leaving:
                     self._forget(replica)
-        self._fail(f"Node {node.rank} was lost while the pipeline started: {why}")
+        if self._is_needed(node):
+            self._fail(f"Node {node.rank} was lost while the pipeline started: {why}")
+        self._forget_node(node)
 
     # -- stage processes ----------------------------------------------------------------------------------------------
 
@@ -341,7 +352,7 @@ class Fleet(Operations):
             self._tell(replica, Shutdown(reason=difference))
             return
         replica.on(ReplicaEvent.HELLO)
-        replica.pid, replica.inbox, replica.arena = hello.pid, hello.inbox, hello.arena
+        replica.pid, replica.inbox, replica.remote, replica.arena = hello.pid, hello.inbox, hello.remote, hello.arena
         self._instructions.append(ReplicaRegistered(replica))
         self._tell(replica, Welcome(results=self._results))
         self._announce_peers()

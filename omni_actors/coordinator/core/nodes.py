@@ -47,6 +47,7 @@ class Node:
     rank: int
     state: NodeState = NodeState.EXPECTED
     heard: float = 0.0
+    away_since: float = 0.0
     devices: int = 0
     ranks_addr: str = ""
 
@@ -80,6 +81,19 @@ class NodeTable:
     def find(self, rank: int) -> Node | None:
         """The node of this rank; None if the pipeline has none."""
         return self._nodes.get(rank)
+
+    def join(self, rank: int, now: float) -> Node:
+        """Add a node that the pipeline has not had before."""
+        return self._nodes.setdefault(rank, Node(rank, heard=now))
+
+    def forget(self, node: Node) -> None:
+        """Forget a node that runs nothing."""
+        del self._nodes[node.rank]
+
+    def gone(self, now: float, seconds: float) -> list[Node]:
+        """Nodes that have been away for more than `seconds`."""
+        away = [node for node in self._nodes.values() if node.state is NodeState.AWAY]
+        return [node for node in away if node.away_since + seconds < now]
 
     def __len__(self) -> int:
         return len(self._nodes)

@@ -75,6 +75,7 @@ class Replica:
     joining: bool = False  # its stage was given one more replica, and this one has not been ready yet
     state: ReplicaState = ReplicaState.STARTING
     inbox: str = ""
+    remote: str = ""  # its inbox for other nodes
     arena: ArenaAddress | None = None
     pid: int = 0
     phase: str = "starting process"
@@ -129,6 +130,10 @@ class Replica:
     def name(self) -> str:
         """Its name in logs and commands, as talker/0."""
         return f"{self.stage}/{self.index}"
+
+    def inbox_for(self, node: int) -> str:
+        """Where senders on `node` reach its inbox: over the network only from another one."""
+        return self.inbox if node == self.node or not self.remote else self.remote
 
     @property
     def alive(self) -> bool:
@@ -425,7 +430,7 @@ class ReplicaTable:
                 replica.stage,
                 replica.index,
                 replica.epoch,
-                replica.inbox,
+                replica.inbox_for(node),
                 replica.arena if replica.node == node else None,
             )
             for replica in self

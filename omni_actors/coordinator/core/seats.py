@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from omni_actors.config import PipelineConfig, StageConfig
-from omni_actors.config.devices import memory_share, slot_devices, slot_of, slots, stage_devices
+from omni_actors.config.devices import memory_share, node_devices, slot_devices, slot_of, slots, stage_devices
 from omni_actors.coordinator.core.memory import FleetMemory
 from omni_actors.coordinator.core.nodes import Node
 from omni_actors.errors import InvalidRequest
@@ -48,19 +48,31 @@ class Seats:
     def take(self, stage: str, nodes: Iterable[Node]) -> int:
         """Seat one more replica of a stage on one of these nodes, which are present, and return its number.
 
-        The stage's own nodes come first, of those the one with the fewest of its replicas.
-
         Raises:
             InvalidRequest: none of them has room; says why, for each.
         """
+        seat = self._choose(stage, nodes)
+        index = next(number for number in itertools.count() if (stage, number) not in self._seats)
+        self._seats[(stage, index)] = seat
+        return index
+
+    def move(self, stage: str, index: int, nodes: Iterable[Node]) -> Seat:
+        """Seat a replica on one of these nodes instead of its own. Raises `InvalidRequest` as `take`."""
+        former = self._seats.pop((stage, index))
+        try:
+            former = self._choose(stage, nodes)
+        finally:
+            self._seats[(stage, index)] = former
+        return former
+
+    def _choose(self, stage: str, nodes: Iterable[Node]) -> Seat:
+        """A free seat. The stage's own nodes come first, of those the one with the fewest of its replicas."""
         config, reasons = self._pipeline.stage(stage), []
         counts = collections.Counter(seat.node for (name, _), seat in self._seats.items() if name == stage)
         for node in sorted(nodes, key=lambda node: (node.rank not in config.nodes, counts[node.rank], node.rank)):
             seat = self._find(config, node)
             if isinstance(seat, Seat):
-                index = next(number for number in itertools.count() if (stage, number) not in self._seats)
-                self._seats[(stage, index)] = seat
-                return index
+                return seat
             reasons.append(seat)
         raise InvalidRequest(
             f"No node has room for one more replica of {stage}: {'; '.join(reasons) or 'none is present'}.",
@@ -77,7 +89,8 @@ class Seats:
         """The emptiest slot of a node with room for a replica, or why there is none."""
         highest = max(stage_devices(stage, node.devices), default=-1)
         if highest >= node.devices:
-            return f"stages.{stage.name}.devices names GPU {highest}, and node {node.rank} has {node.devices} GPUs"
+            has = node_devices(node.devices)
+            return f"stages.{stage.name}.devices names GPU {highest}, and node {node.rank} has {has}"
         count, reasons = slots(stage, node.devices), []
         taken = collections.Counter(
             seat.slot % count for (name, _), seat in self._seats.items() if (name, seat.node) == (stage.name, node.rank)

@@ -29,11 +29,14 @@ from omni_actors.coordinator.core.ranks import RankTable
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.restart_scope import StageGraph
 from omni_actors.coordinator.core.seats import Seats
-from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.states import LaunchState, ReplicaEvent, ReplicaState
+from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.control import Peers, Shutdown
 from omni_actors.protocol.nodes import KillReplica, StartReplica
 
 STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
+MOVE_SECONDS = 2.0  # between two looks for replicas that have to move
+NO_ROOM = "lost with its node; no other has room"
 KILL_SECONDS = 2.0  # for a node to report the end of a process that it was told to kill
 
 
@@ -68,6 +71,7 @@ class Supervision(Outbox):
         self.replicas = replicas
         self.health = HealthPolicy(pipeline, replicas)
         self._memory = memory
+        self._next_move = now
         self._ordered = {(item.stage, item.index): item for item in memory.replicas} if memory is not None else {}
         self.seats = Seats(pipeline, memory)
         self.nodes = NodeTable(replicas, self.seats.nodes() | {*placement.ranks(pipeline)}, now)
@@ -215,6 +219,40 @@ class Supervision(Outbox):
         self._instructions.append(ReplicaSpawned(stage, index, spawn_epoch))
         self.health.spawned(replica, now)
         return replica
+
+    def _move_lost(self, now: float) -> None:
+        """Move the replicas of nodes that are gone for good to nodes that have room; look for it every few seconds."""
+        if self.launch.state is not LaunchState.LAUNCHED or now < self._next_move:
+            return
+        self._next_move = now + MOVE_SECONDS
+        for node in self.nodes.gone(now, self._settings.move_after):
+            for replica in self.nodes.on(node):
+                if replica.left_with_node and self._pipeline.stage(replica.stage).spread is None:
+                    self._move(replica, now)
+            self._forget_node(node)
+
+    def _is_needed(self, node: Node) -> bool:
+        """Whether anything is placed on a node; node 0 runs the coordinator."""
+        ranks = any(node.rank in self.ranks.hosts(stage) for stage in self.ranks.stages)
+        return node.rank == 0 or ranks or bool(self.nodes.on(node))
+
+    def _forget_node(self, node: Node) -> None:
+        """Forget a node on which nothing is placed; it may join again."""
+        if not self._is_needed(node):
+            self.nodes.forget(node)
+
+    def _move(self, replica: Replica, now: float) -> None:
+        try:
+            seat = self.seats.move(replica.stage, replica.index, self.nodes.present())
+        except InvalidRequest as error:
+            if replica.phase != NO_ROOM:
+                replica.phase = NO_ROOM
+                self._announce(f"degraded: {replica.name} cannot move from node {replica.node}: {error}")
+            return
+        self._announce(f"{replica.name} moves from node {replica.node} to node {seat.node}")
+        self.health.forget(replica)
+        self._start(replica.stage, replica.index, now)
+        self._remember()
 
     def _kill_stuck(self, now: float) -> None:
         """Kill what is stuck. While the pipeline starts, the startup timeout ends the launch instead."""

@@ -1,0 +1,163 @@
+"""Nodes join and leave a running pipeline, and the replicas of a node that is gone for good move to others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.control import Reregister, Shutdown
+from omni_actors.protocol.nodes import KillReplica, Launched, NodeBeat, NodeLeaving, RunningReplica, StartReplica
+from tests.support.fleet import World, announced, one_host, starts, to_node, two_hosts
+
+
+def world_with(node: int, gpus: int = 0, **talker: Any) -> World:
+    """A running pipeline on node 0, which another node joins."""
+    world = World({**one_host(talker=talker), "cluster": {"nnodes": 2}}).launch(devices=gpus)
+    world.node_hello(rank=node, devices=gpus)
+    return world
+
+
+def nodes_of(world: World) -> list[int]:
+    return [replica.node for replica in world.fleet.replicas.of("talker")]
+
+
+def test_a_node_joins_and_takes_replicas_that_are_sent_to_it() -> None:
+    world = World({**one_host(), "cluster": {"nnodes": 2}}).launch()
+    joined = world.node_hello(rank=5, devices=4)
+    assert announced(joined) == ["node 5 has joined with 4 GPUs"]
+    assert to_node(joined, Launched, 5)
+    world.scale("talker", 2, node=5)
+    assert starts(world.seen, 5) == ["talker/1"]
+    world.ready("talker", 1)
+    thinker, vocoder = world.replica("thinker"), world.replica("code2wav")
+    assert [peer.inbox for peer in world.peers[thinker.replica_id].peers][1] == "tcp://10.0.0.5:2"
+    talker = world.replica("talker", 1)
+    assert [peer.inbox for peer in world.peers[talker.replica_id].peers] == [vocoder.remote], "over the network"
+
+
+def test_a_node_may_join_while_the_pipeline_starts_and_is_not_waited_for() -> None:
+    world = World({**one_host(), "cluster": {"nnodes": 2}})
+    world.node_hello(rank=1)
+    world.node(NodeLeaving("a test"), 1)
+    world.launch()
+
+
+def test_a_node_that_joins_with_another_configuration_ends_alone() -> None:
+    world = World({**one_host(), "cluster": {"nnodes": 2}})
+    other = World({**one_host(talker={"replicas": 2}), "cluster": {"nnodes": 2}})
+    world.pipeline, ours = other.pipeline, world.pipeline
+    (told,) = to_node(world.node_hello(rank=1), Shutdown, 1)
+    assert told.failed
+    assert "configuration are" in told.reason
+    world.pipeline = ours
+    world.launch()
+
+
+def test_the_number_of_hosts_may_differ_between_nodes() -> None:
+    two, three = (World({**one_host(), "cluster": {"nnodes": count}}).pipeline.digest() for count in (2, 3))
+    assert two == three
+
+
+def test_a_node_that_is_not_known_has_to_say_hello() -> None:
+    world = World().launch()
+    assert to_node(world.node(NodeBeat(), 3), Reregister, 3)
+
+
+def test_an_empty_node_that_leaves_is_forgotten() -> None:
+    world = world_with(1)
+    left = world.node(NodeLeaving("a test"), 1)
+    assert any("node 1 is away" in text for text in announced(left))
+    with pytest.raises(InvalidRequest, match="Node 1 does not belong to this pipeline"):
+        world.scale("talker", 2, node=1)
+    assert world.fleet.replicas.healthy
+
+
+def test_a_node_without_the_stages_gpus_is_no_place() -> None:
+    talker = {"kind": "autoregressive", "engine": {"gpu_memory_utilization": 0.6}, "devices": [3]}
+    world = world_with(1, 4, **talker)
+    world.node_hello(rank=2, devices=1)
+    with pytest.raises(InvalidRequest, match=r"stages\.talker\.devices names GPU 3, and node 2 has 1 GPU"):
+        world.scale("talker", 2, node=2)
+    world.scale("talker", 2)
+    assert nodes_of(world) == [0, 1], "its own node is full"
+
+
+# -- moves ------------------------------------------------------------------------------------------------------------
+
+
+def lost_node(**talker: Any) -> World:
+    """Two nodes with a talker each; node 1 has just been lost."""
+    world = World(two_hosts(**talker), move_after=60.0).launch(devices=1)
+    world.node(NodeLeaving("a test"), 1)
+    world.seen.clear()
+    return world
+
+
+def test_a_replica_moves_once_its_node_is_gone_for_good() -> None:
+    world = lost_node()
+    world.wait(59.0)
+    assert starts(world.seen) == [], "it may come back, with its models"
+    moved = world.wait(4.0)
+    assert starts(moved) == ["talker/1"]
+    assert "talker/1 moves from node 1 to node 0" in announced(moved)
+    assert nodes_of(world) == [0, 0]
+    assert not world.fleet.replicas.healthy
+    world.ready("talker", 1)
+    assert world.fleet.replicas.healthy
+    assert starts(world.wait(120.0)) == [], "once"
+
+
+def test_a_node_that_comes_back_in_time_keeps_its_replicas() -> None:
+    world = lost_node()
+    epoch = world.replica("talker", 1).spawn_epoch
+    world.wait(50.0)
+    world.node_hello(RunningReplica("talker", 1, epoch, 9), rank=1, launched=True)
+    world.hello("talker", 1, epoch=epoch + 1, spawn_epoch=epoch)
+    world.wait(120.0)
+    assert nodes_of(world) == [0, 1]
+    assert not any("moves" in text for text in announced(world.seen))
+
+
+def test_a_node_that_comes_back_too_late_gives_up_what_has_moved_and_is_of_use() -> None:
+    world = lost_node()
+    epoch = world.replica("talker", 1).spawn_epoch
+    world.wait(65.0)
+    world.ready("talker", 1)
+    back = world.node_hello(RunningReplica("talker", 1, epoch, 9), rank=1, launched=True)
+    assert to_node(back, KillReplica, 1) == [KillReplica("talker", 1, epoch)]
+    world.scale("talker", 3, node=1)
+    assert nodes_of(world) == [0, 0, 1]
+
+
+def test_without_room_it_waits_for_a_node_that_has_some_and_says_so_once() -> None:
+    gpu = {"kind": "autoregressive", "engine": {"gpu_memory_utilization": 0.6}, "devices": [0]}
+    world = lost_node(**gpu)
+    texts = announced(world.wait(80.0))
+    (text,) = [text for text in texts if text.startswith("degraded")]
+    assert "talker/1 cannot move from node 1" in text
+    assert "GPU 0 of node 0 is promised to talker/0 0.6" in text
+    assert world.state("talker", 1) is ReplicaState.DEAD
+    world.node_hello(rank=2, devices=1)
+    moved = world.wait(4.0)
+    assert [start.replica for start in to_node(moved, StartReplica, 2)] == [1]
+
+
+def test_a_restarted_coordinator_knows_where_a_replica_has_moved() -> None:
+    world = lost_node()
+    world.wait(65.0)
+    world.ready("talker", 1)
+    world.seen.clear()
+    world.restart_coordinator()
+    assert nodes_of(world) == [0, 0]
+    assert starts(world.seen) == []
+
+
+def test_a_replica_that_had_been_given_up_does_not_move() -> None:
+    world = World(two_hosts(restarts=0), move_after=5.0).launch()
+    world.ended("talker", 1)
+    world.node(NodeLeaving("a test"), 1)
+    assert starts(world.wait(30.0)) == []
+    assert world.state("talker", 1) is ReplicaState.DEAD
