@@ -449,7 +449,7 @@ def test_a_stage_with_wrong_keys_ends_its_start(folder: Path, other: Path, conte
             ReplicaId("talker", 0, 1),
             coordinator.control_endpoint,
             TCP,
-            lambda inbox: Hello(1, "p", "c", 1, inbox),
+            lambda inbox, remote: Hello(1, "p", "c", 1, inbox),
             inbox,
             Limits(),
             0.05,
