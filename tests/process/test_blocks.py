@@ -52,7 +52,7 @@ class Node:
             me,
             control,
             self.endpoint,
-            lambda inbox: Hello(1, "x", "x", 1, inbox),
+            lambda inbox, remote: Hello(1, "x", "x", 1, inbox),
             self.inbox,
             Limits(),
             1.0,
