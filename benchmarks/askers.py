@@ -33,13 +33,16 @@ def http_client(url: str, timeout: float, longest_line: int = 1 << 23) -> aiohtt
     )
 
 
-async def events(client: aiohttp.ClientSession, route: str, body: dict[str, Any]) -> AsyncIterator[tuple[float, Any]]:
-    """The events of a streamed answer, each with the moment by `perf_counter` at which it came.
+async def events(
+    client: aiohttp.ClientSession, route: str, body: dict[str, Any] | aiohttp.FormData
+) -> AsyncIterator[tuple[float, Any]]:
+    """The events of a streamed answer to JSON or a form, each with the moment by `perf_counter` at which it came.
 
     Raises:
         RuntimeError: the server refuses the request, or an event is an error.
     """
-    async with client.post(route, json=body) as response:
+    sent: dict[str, Any] = {"data": body} if isinstance(body, aiohttp.FormData) else {"json": body}
+    async with client.post(route, **sent) as response:
         if not response.ok:
             raise RuntimeError(await response.text(errors="replace"))
         while line := await response.content.readuntil():

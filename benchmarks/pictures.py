@@ -6,13 +6,15 @@
 Closed loop, as in serve.py: always so many requests in flight, whose sizes take turns. Columns, each 'p50 / p95 / p99':
 `first_progress_ms` is the time from the request to its first finished step, `picture_s` that to the whole picture at
 the client, for all and by size; `pictures_per_s` is the throughput. images.py measures the denoising step alone. A
-warm-up round precedes each load. `--json FILE` writes the results with versions and flags.
+warm-up round precedes each load. With `--references N` each picture is made from N others, noise of 1024 x 1024
+pixels, where the model takes any (qwen_image). `--json FILE` writes the results with versions and flags.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import itertools
 import json
 import re
@@ -23,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy
 import workload
 from askers import events, http_client
+from PIL import Image
 
 LONGEST_LINE = 1 << 27  # a picture in base64 has to fit
 
@@ -39,6 +43,24 @@ class Picture:
     total: float = 0.0
 
 
+def noise(seed: int) -> bytes:
+    """A PNG file of 1024 x 1024 pixels."""
+    sink = io.BytesIO()
+    pixels = numpy.random.default_rng(seed).integers(0, 256, (1024, 1024, 3), dtype=numpy.uint8)
+    Image.fromarray(pixels).save(sink, "PNG")
+    return sink.getvalue()
+
+
+def form(fields: dict[str, Any], files: Sequence[bytes]) -> aiohttp.FormData:
+    """A body with files, as /v1/images/edits takes it."""
+    data = aiohttp.FormData()
+    for name, value in fields.items():
+        data.add_field(name, str(value).lower() if isinstance(value, bool) else str(value))
+    for index, file in enumerate(files):
+        data.add_field("image[]", file, filename=f"{index}.png", content_type="image/png")
+    return data
+
+
 class Orders:
     """Asks for pictures whose sizes take turns, each with a prompt and a seed of its own."""
 
@@ -49,17 +71,23 @@ class Orders:
         self._body: dict[str, Any] = {"stream": True, "progress": True, "num_inference_steps": options.steps}
         if options.guidance is not None:
             self._body["guidance_scale"] = options.guidance
+        if options.negative_prompt is not None:
+            self._body["negative_prompt"] = options.negative_prompt
+        self._files = [noise(index) for index in range(options.references)]
 
     async def __call__(self) -> Picture:
         """Raises `RuntimeError` for an answer without a picture."""
         picture, number = Picture(next(self._sizes)), next(self._numbers)
         body = self._body | {"prompt": workload.prompt(number), "seed": number, "size": picture.size}
+        path, sent = "/v1/images/generations", body
+        if self._files:
+            path, sent = "/v1/images/edits", form(body, self._files)
         began = time.perf_counter()
-        async for came, event in events(self._client, "/v1/images/generations", body):
-            if event["type"] == "image_generation.progress":
+        async for came, event in events(self._client, path, sent):
+            if event["type"].endswith(".progress"):
                 picture.first_progress = picture.first_progress or came - began
                 picture.steps = event["step"]
-            elif event["type"] == "image_generation.completed":
+            elif event["type"].endswith(".completed"):
                 picture.total = came - began
         if not picture.total:
             raise RuntimeError("The answer was cut short.")
@@ -133,6 +161,8 @@ if __name__ == "__main__":
     parser.add_argument("--sizes", type=size, nargs="+", default=["1024x1024"], help="they take turns")
     parser.add_argument("--steps", type=positive, default=8)
     parser.add_argument("--guidance", type=float, help="guidance_scale; the pipeline's without this")
+    parser.add_argument("--negative-prompt", help="which qwen_image needs for guidance")
+    parser.add_argument("--references", type=int, default=0, help="pictures that each picture is made from")
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
     asyncio.run(main(parser.parse_args()))

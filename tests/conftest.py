@@ -134,6 +134,16 @@ def tiny_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Qwen-Image checkpoint, built for this run."""
+    from tools.checkpoints.qwen_image import write_tiny_qwen_image
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen_image"
+    write_tiny_qwen_image(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_http(tiny_checkpoint: Path) -> Iterator[HttpPipeline]:
     """The tiny Qwen2.5-Omni pipeline with all its processes and an HTTP server, started once per session of tests."""
     from tests.support.servers import HttpPipeline  # slow to import; unit tests do without

@@ -37,7 +37,7 @@ from omni_actors.protocol.payloads import (
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
 # Defined in stage/processors.py.
-BUILT_IN_PROCESSORS = ("passthrough", "thinker2talker", "talker2code2wav", "latents2image", "text2prompt")
+BUILT_IN_PROCESSORS = ("passthrough", "pictures", "thinker2talker", "talker2code2wav", "latents2image", "text2prompt")
 
 
 class StageKind(enum.StrEnum):
@@ -89,8 +89,9 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
 
     Args:
         sources: the stage, or the list of stages, whose output this one takes.
-        processor: turns that output into this stage's input: `passthrough`, `thinker2talker`, `talker2code2wav`,
-            `latents2image`, `text2prompt` or, from an allowed prefix, the dotted path of a `StreamProcessor`.
+        processor: turns that output into this stage's input: `passthrough`, `pictures`, `thinker2talker`,
+            `talker2code2wav`, `latents2image`, `text2prompt` or, from an allowed prefix, the dotted path of a
+            `StreamProcessor`.
         start_after: steps of the source to wait for before this stage starts; 0 waits for its whole output.
     """
 

@@ -15,7 +15,14 @@ from omni_actors.config.spread import RankPlan
 from omni_actors.engine.argument_checks import problem_of
 from omni_actors.engine.executor import executor_backend
 from omni_actors.engine.lora import engine_arguments
-from omni_actors.engine.models import ModelKind, ModelSpec, checkpoint_architecture, find_model_spec, register_models
+from omni_actors.engine.models import (
+    ModelKind,
+    ModelSpec,
+    checkpoint_architecture,
+    find_model_spec,
+    prompted_stage,
+    register_models,
+)
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder
 from omni_actors.engine.platform import prepare
 from omni_actors.errors import ConfigError
@@ -127,8 +134,9 @@ class OmniEngineArgs:
 
     def model_spec(self) -> ModelSpec:
         """The model of this stage. Raises `ConfigError` if there is none or if it is of another kind."""
-        stage = "thinker" if self.kind == "prompt" else self.model_config.model_stage
-        spec = find_model_spec(checkpoint_architecture(self.model_config.model), stage)
+        architecture = checkpoint_architecture(self.model_config.model)
+        stage = prompted_stage(architecture) if self.kind == "prompt" else self.model_config.model_stage
+        spec = find_model_spec(architecture, stage)
         if self.kind not in (spec.kind, "prompt"):
             raise ConfigError(f"Stage {stage!r} is {spec.kind}, not {self.kind}.")
         return spec
@@ -163,7 +171,7 @@ class OmniEngineArgs:
             },
         }
         if spec.folder and not arguments.get("skip_tokenizer_init"):
-            arguments.setdefault("tokenizer", str(checkpoint_folder(self.model_config.model) / "tokenizer"))
+            arguments.setdefault("tokenizer", str(checkpoint_folder(self.model_config.model) / spec.tokens_folder))
         arguments |= self._classes(platform)
         if self.asynchronous is not None:
             arguments["async_scheduling"] = self.asynchronous

@@ -13,7 +13,7 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore, make_request
 from omni_actors.engine.diffusion_budget import Claim
 from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, DiffusionJob, DiffusionStream
-from omni_actors.engine.picture_outputs import picture_events
+from omni_actors.engine.picture_outputs import other_tensors, picture_events
 from omni_actors.engine.tensors import to_host
 from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.engine.worker_base import attachment_of
@@ -209,9 +209,10 @@ class DiffusionEngine(VllmEngine[_Running]):
             if "error" in result:
                 raise result["error"]
             pictures = picture_events(request_id, result, preview=job is not None and job.preview)
-            events: list[EngineEvent] = [*_progress(running), *pictures]
+            others = other_tensors(request_id, result, final=running.stream.finished)
+            events: list[EngineEvent] = [*_progress(running), *pictures, *others]
             self._take_audio(request_id, running, result.get("audio"))
-            running.answered |= bool(running.kept or pictures)
+            running.answered |= bool(running.kept or pictures or others)
             if not running.stream.finished:
                 self._submit(running)
                 return [*events, *(self._let_go(running) if running.leaves <= self._scheduler.clock() else ())]

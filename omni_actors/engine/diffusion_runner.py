@@ -7,7 +7,8 @@ it one, not the stage to which it is sent.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -109,16 +110,16 @@ class DiffusionStream(ABC):
         """Free the stream's device memory. None of its jobs is running any more."""
 
 
-class SingleJob(DiffusionStream):
-    """A request that is one job, all of whose input has come when it starts.
+class KnownJobs(DiffusionStream):
+    """A request all of whose input has come when it starts, so that its jobs are known.
 
     Args:
-        job: the job.
-        input_tokens: length of its input, for the usage report.
+        jobs: one after the other; none needs more memory than the first or leaves any.
+        input_tokens: length of the input, for the usage report.
     """
 
-    def __init__(self, job: DiffusionJob, input_tokens: int) -> None:
-        self._job: DiffusionJob | None = job
+    def __init__(self, jobs: Iterable[DiffusionJob], input_tokens: int) -> None:
+        self._jobs = deque(jobs)
         self._input_tokens = input_tokens
 
     @property
@@ -132,27 +133,34 @@ class SingleJob(DiffusionStream):
             raise InvalidRequest("This stage takes its input as a whole.")
 
     def next_job(self) -> DiffusionJob | None:
-        """The job, once."""
-        job, self._job = self._job, None
-        return job
+        """The next job."""
+        return self._jobs.popleft() if self._jobs else None
 
     @property
     def finished(self) -> bool:
-        """Whether the job has been returned."""
-        return self._job is None
+        """Whether all jobs have been returned."""
+        return not self._jobs
 
     @property
     def held_bytes(self) -> int:
-        """Nothing is kept after the job."""
+        """Nothing is kept between jobs."""
         return 0
 
     @property
     def job_bytes(self) -> int:
-        """That of the job is known with the job."""
+        """Those of the first job, which are known with it."""
         return 0
 
     def close(self) -> None:
-        """Do nothing: the job's memory is the runner's."""
+        """Forget the jobs that are left; the memory of the others is the runner's."""
+        self._jobs.clear()
+
+
+class SingleJob(KnownJobs):
+    """A request that is one job."""
+
+    def __init__(self, job: DiffusionJob, input_tokens: int) -> None:
+        super().__init__([job], input_tokens)
 
 
 def diffusion_entry(sampling_params: SamplingParams | None) -> Mapping[str, Any]:
@@ -172,7 +180,8 @@ class StepResult:
     """Result of a step for one job: device tensors by name, or an error if it failed.
 
     With its last step come `audio` f32 [samples], `image` u8 [height, width, 3 or 4] or `latents` (floating-point
-    numbers of any shape); with one before, `preview` may show what the latents would become.
+    numbers of any shape); with one before, `preview` may show what the latents would become. Tensors of other names are
+    for the stages after this one; they come with the last step of a job.
     """
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from vllm.config import VllmConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine import EngineCoreOutput
@@ -33,6 +34,31 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
 )
 
+RUNS = "_runs"  # suffix: the tensor of a sequence's states has that of the lengths of its runs, i32 [runs], beside it
+
+
+@dataclass(frozen=True)
+class EncoderSequence:
+    """Tokens to encode.
+
+    Args:
+        token_ids: the whole sequence.
+        features: the media in it, as vLLM takes them.
+        runs: begin and end of the runs of positions whose states the next stage gets, one after the other, and with
+            their lengths; None for all positions.
+    """
+
+    token_ids: Sequence[int]
+    features: Sequence[MultiModalFeatureSpec] = ()
+    runs: Sequence[tuple[int, int]] | None = None
+
+    def tensors(self, name: str, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the next stage gets of the states [tokens, width]."""
+        if self.runs is None:
+            return {name: states}
+        lengths = torch.tensor([end - begin for begin, end in self.runs], dtype=torch.int32)
+        return {name: torch.cat([states[begin:end] for begin, end in self.runs]), name + RUNS: lengths}
+
 
 class EncoderAdapter(ABC):
     """The model-specific part: what sequences a request is made of.
@@ -52,8 +78,8 @@ class EncoderAdapter(ABC):
         """What the coordinator learns when the stage is ready."""
 
     @abstractmethod
-    def sequences(self, request: StageRequest, inputs: StageInputs) -> Mapping[str, Sequence[int]]:
-        """The token ids to encode, by the name that their states get. Raises `OmniError`; keeps no state."""
+    def sequences(self, request: StageRequest, inputs: StageInputs) -> Mapping[str, EncoderSequence]:
+        """What to encode, by the name that its states get. Raises `OmniError`; keeps no state."""
 
 
 @dataclass(slots=True)
@@ -61,7 +87,7 @@ class _Encoding:
     """A request; `waiting` are the sequences that the core still has, `parts` the states of each so far."""
 
     request: StageRequest
-    names: list[str]
+    sequences: Mapping[str, EncoderSequence]
     tokens: int
     waiting: set[int]
     parts: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -96,7 +122,7 @@ class EncoderEngine(VllmEngine[_Encoding]):
 
     def warm_up(self) -> None:
         """Encode a sequence. Raises `EngineError` if that fails, as it then would for every request."""
-        self._add(StageRequest("_warm_up", StageParams(), seed=0), {"warm_up": [0] * 24})
+        self._add(StageRequest("_warm_up", StageParams(), seed=0), {"warm_up": EncoderSequence([0] * 24)})
         while self.runnable():
             for event in self.step():
                 if isinstance(event, ErrorEvent):
@@ -110,18 +136,24 @@ class EncoderEngine(VllmEngine[_Encoding]):
             raise InvalidRequest("This stage takes its input as a whole.")
         self._add(request, self.adapter.sequences(request, inputs))
 
-    def _add(self, request: StageRequest, sequences: Mapping[str, Sequence[int]]) -> None:
+    def _add(self, request: StageRequest, sequences: Mapping[str, EncoderSequence]) -> None:
         parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"omni": Encode()})
         prepared = [
             self.core.prepare(
-                make_request(f"{request.request_id}/{index}", token_ids, parameters, priority=request.priority)
+                make_request(
+                    f"{request.request_id}/{index}",
+                    sequence.token_ids,
+                    parameters,
+                    priority=request.priority,
+                    mm_features=list(sequence.features) or None,
+                )
             )
-            for index, token_ids in enumerate(sequences.values())
+            for index, sequence in enumerate(sequences.values())
         ]
         for each in prepared:  # once nothing can be refused any more
             self.core.add(each)
-        tokens = sum(map(len, sequences.values()))
-        self._requests[request.request_id] = _Encoding(request, list(sequences), tokens, set(range(len(prepared))))
+        tokens = sum(len(sequence.token_ids) for sequence in sequences.values())
+        self._requests[request.request_id] = _Encoding(request, sequences, tokens, set(range(len(prepared))))
 
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
@@ -166,7 +198,9 @@ class EncoderEngine(VllmEngine[_Encoding]):
         running.waiting.discard(index)
         if running.waiting:
             return []
-        tensors = {name: torch.cat(running.parts.get(place, [])) for place, name in enumerate(running.names)}
+        tensors: dict[str, torch.Tensor] = {}
+        for place, (name, sequence) in enumerate(running.sequences.items()):
+            tensors |= sequence.tensors(name, torch.cat(running.parts.get(place, [])))
         if not all(torch.isfinite(states).all() for states in tensors.values()):
             raise ModelOutputInvalid("The encoder's hidden states hold NaN or infinite values.")
         request_id = running.request.request_id

@@ -9,7 +9,9 @@ import torch
 
 from omni_actors.engine.tensors import to_host
 from omni_actors.errors import ModelOutputInvalid
-from omni_actors.stage.engine_interface import ImageEvent, LatentsEvent
+from omni_actors.stage.engine_interface import ImageEvent, LatentsEvent, StreamEvent
+
+KNOWN = frozenset({"audio", "image", "latents", "preview", "error"})  # to the engine, in the result of a step
 
 
 def picture_events(request_id: str, result: Mapping[str, Any], *, preview: bool) -> list[ImageEvent | LatentsEvent]:
@@ -37,3 +39,20 @@ def picture_events(request_id: str, result: Mapping[str, Any], *, preview: bool)
             )
         events.append(ImageEvent(request_id, to_host(pixels), preview=preview))
     return events
+
+
+def other_tensors(request_id: str, result: Mapping[str, Any], *, final: bool) -> list[StreamEvent]:
+    """The event with those CPU tensors of a `StepResult` that only a later stage knows; none if there are none.
+
+    Args:
+        final: whether it is the request's last.
+
+    Raises:
+        ModelOutputInvalid: one holds NaN or infinite values.
+    """
+    others = {name: tensor for name, tensor in result.items() if name not in KNOWN}
+    for name, tensor in others.items():
+        if not torch.isfinite(tensor).all():
+            raise ModelOutputInvalid(f"The model's {name} holds NaN or infinite values.")
+    hosted = {name: to_host(tensor) for name, tensor in others.items()}
+    return [StreamEvent(request_id, tensors=hosted, final=final)] if hosted else []

@@ -16,15 +16,18 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import jinja2
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from omni_actors.config.parameters import check_parameters
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.instruction import instructed
 from omni_actors.engine.prompt_processing import PromptProcessor
 from omni_actors.engine.text_prompts import TextPromptProcessor
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.logs import trace_of
-from omni_actors.media.decoders import THREADS, DecoderThreads, Task
+from omni_actors.media.decoders import THREADS, Decoder, DecoderThreads, Task
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.protocol.results import FinishReason
@@ -71,13 +74,7 @@ class PromptEngine(StageEngine):
 
     def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits | None = None) -> None:
         config = arguments.create_engine_config()
-        media = arguments.model_spec().media
-        limits = limits or MediaLimits()
-        self.prompts: TextPromptProcessor = (
-            TextPromptProcessor.of(arguments, config, limits)
-            if media is None
-            else PromptProcessor(arguments, config, limits, media)
-        )
+        self.prompts = _processor(arguments, config, limits or MediaLimits())
         self._instruction = arguments.model_config.instruction
         self._texts: dict[str, _Waiting] = {}  # by request, in order of arrival; so are the two below
         self._media: dict[str, _Waiting] = {}
@@ -95,6 +92,7 @@ class PromptEngine(StageEngine):
             max_input_tokens=self.prompts.max_tokens,
             embeds_width=self.prompts.embeds_width,
             max_media=self.prompts.max_media,
+            parameters=self.prompts.parameters,
         )
 
     @property
@@ -116,6 +114,7 @@ class PromptEngine(StageEngine):
             raise InvalidRequest("The prompt stage needs a prompt.")
         if any(request.request_id in held for held in (self._texts, self._media, self._running)):
             raise InvalidRequest(f"Request {request.request_id!r} is already running.")
+        check_parameters("prompt", self.prompts.parameters, request.params)
         tensors = self.prompts.check(prompt, inputs)  # of what came: an instruction alone is an empty prompt, too
         prompt = instructed(prompt, self._instruction)
         waiting = _Waiting(request, prompt, tensors)
@@ -156,7 +155,7 @@ class PromptEngine(StageEngine):
             request_id = waiting.request.request_id
             del self._texts[request_id]
             self._scheduled.append((request_id, time.monotonic()))
-            return self._events(waiting, lambda: self.prompts.process(request_id, waiting.prompt, waiting.tensors))
+            return self._events(waiting, lambda: self._process(waiting))
         if self._ready.empty() and not self.busy():
             return []
         try:
@@ -207,8 +206,11 @@ class PromptEngine(StageEngine):
             task.future.add_done_callback(self._reporter(waiting))
 
     def _submit(self, waiting: _Waiting) -> Task[Processed]:
-        request_id, prompt, tensors = waiting.request.request_id, waiting.prompt, waiting.tensors
-        return self._threads.submit(lambda decoder: self.prompts.process(request_id, prompt, tensors, decoder))
+        return self._threads.submit(lambda decoder: self._process(waiting, decoder))
+
+    def _process(self, waiting: _Waiting, decoder: Decoder | None = None) -> Processed:
+        request = waiting.request
+        return self.prompts.process(request.request_id, waiting.prompt, waiting.tensors, decoder, request.params)
 
     def _reporter(self, waiting: _Waiting) -> Callable[[Future[Processed]], None]:
         def report(future: Future[Processed]) -> None:  # runs on a thread
@@ -238,3 +240,14 @@ class PromptEngine(StageEngine):
             StreamEvent(request_id, token_ids=token_ids, tensors=tensors, start=0, final=True, lists=lists),
             FinishedEvent(request_id, FinishReason.STOP, 0, max(len(token_ids), waiting.prompt.length)),
         ]
+
+
+def _processor(arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> TextPromptProcessor:
+    """The processor that the model names, or one for an omni model or a text model."""
+    spec = arguments.model_spec()
+    if spec.prompts:
+        processor_class: type[TextPromptProcessor] = resolve_obj_by_qualname(spec.prompts)
+        return processor_class.of(arguments, config, limits)
+    if spec.media is None:
+        return TextPromptProcessor.of(arguments, config, limits)
+    return PromptProcessor(arguments, config, limits, spec.media)

@@ -14,21 +14,25 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.serial_utils import MsgpackEncoder
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.chat_template import ChatTemplate
+from omni_actors.engine.encoded_requests import RequestWriter
 from omni_actors.engine.models import PromptMedia
-from omni_actors.engine.tensors import FRAME_PREFIX
-from omni_actors.engine.text_prompts import TextPromptProcessor
+from omni_actors.engine.text_prompts import NO_PARAMS, TextPromptProcessor
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest
 from omni_actors.media.decoders import Decoder
 from omni_actors.media.limits import AUDIO_RATE, DEFAULT_VIDEO_RATE, MediaLimits, check_finite
 from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_FILE, Item
-from omni_actors.protocol.payloads import MEDIA_MODALITIES, USE_AUDIO_IN_VIDEO, Media, MediaEncoding, Prompt
+from omni_actors.protocol.payloads import (
+    MEDIA_MODALITIES,
+    USE_AUDIO_IN_VIDEO,
+    Media,
+    MediaEncoding,
+    Prompt,
+    StageParams,
+)
 from omni_actors.protocol.tensors import DType, HostTensor
-
-MAX_FRAMES = 256  # tensors in one message
 
 
 def seconds_per_patch(seconds: float, patches: int, positions_per_second: int) -> float:
@@ -89,7 +93,7 @@ class PromptProcessor(TextPromptProcessor):
         }
         self._positions_per_second = media.positions_per_second(config.model_config.hf_config)
         self._min_audio_samples = media.min_audio_samples
-        self._encoder = MsgpackEncoder()
+        self._writer = RequestWriter()
         self._one_at_a_time = threading.Lock()
 
     def shutdown(self) -> None:
@@ -123,12 +127,18 @@ class PromptProcessor(TextPromptProcessor):
                 )
 
     def process(
-        self, request_id: str, prompt: Prompt, tensors: Sequence[HostTensor], decoder: Decoder | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        tensors: Sequence[HostTensor],
+        decoder: Decoder | None = None,
+        params: StageParams = NO_PARAMS,
     ) -> tuple[list[int], dict[str, HostTensor]]:
         """Return the token ids of a checked prompt, and its media or embeddings as tensors.
 
         Args:
             decoder: for prompts with media.
+            params: of the stage; this one has none.
         """
         if not prompt.media or decoder is None:
             return super().process(request_id, prompt, tensors)
@@ -190,7 +200,7 @@ class PromptProcessor(TextPromptProcessor):
             request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
         )
         self._set_video_rates(request, [item for item in media if item.modality == "video"])
-        return list(request.prompt_token_ids or ()), self._encode(request)
+        return list(request.prompt_token_ids or ()), self._writer.write(request)
 
     def _tokens_of(self, item: DecodedMedia) -> int:
         """How many tokens an image or a video becomes: known from its size, before the costly processing.
@@ -234,19 +244,6 @@ class PromptProcessor(TextPromptProcessor):
             field = item["second_per_grid_ts"]
             data = torch.tensor(seconds, dtype=torch.float64)
             item["second_per_grid_ts"] = dataclasses.replace(field, data=data)
-
-    def _encode(self, request: EngineCoreRequest) -> dict[str, HostTensor]:
-        """A request in vLLM's own encoding. The tensors share the features' memory, which nothing changes any more."""
-        frames = self._encoder.encode(request)
-        if len(frames) > MAX_FRAMES:
-            raise InvalidRequest(
-                f"The media of the prompt make {len(frames)} tensors; at most {MAX_FRAMES} are allowed."
-            )
-        encoded = {}
-        for index, frame in enumerate(frames):
-            data = memoryview(cast("bytes | bytearray | memoryview", frame)).cast("B")  # never the frame of a socket
-            encoded[f"{FRAME_PREFIX}{index}"] = HostTensor(DType.U8, (data.nbytes,), data)
-        return encoded
 
 
 def _item(media: Media, tensor: HostTensor, name: str) -> Item | None:

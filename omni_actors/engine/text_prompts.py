@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -15,13 +15,26 @@ from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.media.decoders import Decoder
 from omni_actors.media.limits import Budget, MediaLimits, check_counts, check_media
 from omni_actors.protocol.fields import unpack_token_ids
-from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, Prompt
+from omni_actors.protocol.parameters import Parameter
+from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, Prompt, StageParams
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import StageInputs
+
+NO_PARAMS = StageParams()
+
+
+class Template(Protocol):
+    """Writes the text of a prompt."""
+
+    def render(self, prompt: Prompt) -> str:
+        """The prompt as text, with one placeholder per medium. Raises `InvalidRequest` for what has no place there."""
 
 
 class TextPromptProcessor:
     """Turns a prompt into token ids.
+
+    Attributes:
+        parameters: what requests may set for the stage; None for the parameters of its kind.
 
     Args:
         config: of the stage that takes the result.
@@ -29,13 +42,10 @@ class TextPromptProcessor:
         max_media: how many media a prompt may have, by modality.
     """
 
+    parameters: tuple[Parameter, ...] | None = None
+
     def __init__(
-        self,
-        config: VllmConfig,
-        tokenizer: Any,
-        template: ChatTemplate,
-        limits: MediaLimits,
-        max_media: Mapping[str, int],
+        self, config: VllmConfig, tokenizer: Any, template: Template, limits: MediaLimits, max_media: Mapping[str, int]
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -106,9 +116,18 @@ class TextPromptProcessor:
     # -- processing
 
     def process(
-        self, request_id: str, prompt: Prompt, tensors: Sequence[HostTensor], decoder: Decoder | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        tensors: Sequence[HostTensor],
+        decoder: Decoder | None = None,
+        params: StageParams = NO_PARAMS,
     ) -> tuple[list[int], dict[str, HostTensor]]:
         """Return the token ids of a checked prompt, and its embeddings if it came as such.
+
+        Args:
+            decoder: for prompts with media.
+            params: of the stage, for models that declare any.
 
         Raises:
             OmniError: the request is at fault.

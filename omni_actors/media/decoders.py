@@ -25,11 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_actors.errors import Aborted, EngineError, InvalidRequest, MalformedMedia, OmniError
-from omni_actors.media.limits import PIXEL_BYTES, MediaLimits, MediaTooLarge
+from omni_actors.media.limits import MediaLimits, MediaTooLarge
 from omni_actors.media.messages import (
     AUDIO_ARRAY,
     AUDIO_FILE,
     IMAGE_FILE,
+    IMAGE_MODES,
     Buffer,
     Channel,
     Decoded,
@@ -202,10 +203,11 @@ class Decoder:
 def _room_for(shape: tuple[int, ...], item: Item, limits: MediaLimits, pixels: int) -> Array:
     """Return an array for what a decoder announces. Raises `ValueError` for what it must not send."""
     sound = item.kind in (AUDIO_ARRAY, AUDIO_FILE)
-    dimensions = 1 if sound else 3 if item.kind == IMAGE_FILE else 4
+    dimensions = 1 if sound else 3 if item.kind in IMAGE_MODES else 4
+    channels = len(IMAGE_MODES.get(item.kind, IMAGE_MODES[IMAGE_FILE]))
     size = math.prod(shape)
     most = int((limits.audio_seconds + 1) * limits.audio_rate) if sound else pixels
-    if len(shape) != dimensions or not 0 < size <= most or (not sound and shape[-1] != PIXEL_BYTES) or min(shape) < 1:
+    if len(shape) != dimensions or not 0 < size <= most or (not sound and shape[-1] != channels) or min(shape) < 1:
         raise ValueError(f"it answered the shape {shape}")
     return np.empty(shape, np.float32 if sound else np.uint8)
 

@@ -19,8 +19,10 @@ from omni_actors.media.limits import MediaLimits
 AUDIO_ARRAY: Final = "audio array"
 AUDIO_FILE: Final = "audio file"
 IMAGE_FILE: Final = "image file"
+LAYERED_FILE: Final = "image file with alpha"
 VIDEO_FILE: Final = "video file"
 UNKNOWN_FILE: Final = "unknown file"
+IMAGE_MODES: Final = {IMAGE_FILE: "RGB", LAYERED_FILE: "RGBA"}  # of what images become
 
 _LENGTH: Final = struct.Struct(">Q")
 _HEAD_BYTES: Final = 1 << 20

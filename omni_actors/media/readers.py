@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from omni_actors.errors import EngineError, InvalidRequest, MalformedMedia, OmniError
 from omni_actors.media import containers
 from omni_actors.media.limits import (
-    PIXEL_BYTES,
     SAMPLE_BYTES,
     Budget,
     MediaLimits,
@@ -28,7 +27,7 @@ from omni_actors.media.limits import (
     check_seconds,
     check_sides,
 )
-from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_FILE
+from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_MODES
 
 try:
     import soxr
@@ -68,13 +67,16 @@ def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> Announced
     """
     if kind == AUDIO_FILE:
         return _read(lambda: _measure_audio(data, limits, what), what)
-    if kind == IMAGE_FILE:
-        return _read(lambda: _measure_image(data, limits, what), what)
+    if kind in IMAGE_MODES:
+        return _read(lambda: _measure_image(data, IMAGE_MODES[kind], limits, what), what)
     return Announced()  # arrays have been counted, and a video's frames are counted as they are decoded
 
 
 def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budget, what: str) -> Decoded:
-    """Decode a medium to f32 [samples] at `limits.audio_rate`, u8 [height, width, 3] or u8 [frames, height, width, 3].
+    """Decode a medium.
+
+    Sound becomes f32 [samples] at `limits.audio_rate`, a picture u8 [height, width, 3 or 4] and a video u8 [frames,
+    height, width, 3].
 
     Args:
         rate: of an array of samples, in Hz.
@@ -90,8 +92,8 @@ def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budge
         return _read(lambda: resampled(blocks, rate, limits.audio_rate, what), what)
     if kind == AUDIO_FILE:
         return _read(lambda: _decode_audio(data, limits, what, budget), what)
-    if kind == IMAGE_FILE:
-        return _read(lambda: _decode_image(data, limits, what, budget), what)
+    if kind in IMAGE_MODES:
+        return _read(lambda: _decode_image(data, IMAGE_MODES[kind], limits, what, budget), what)
     return _read(lambda: containers.decode_video(data, limits, what, budget), what)
 
 
@@ -256,12 +258,12 @@ def _scale_down(image: Image.Image, pixels: int) -> None:
         image.draft(None, (width // scale, height // scale))
 
 
-def _measure_image(data: bytes, limits: MediaLimits, what: str) -> Announced:
+def _measure_image(data: bytes, mode: str, limits: MediaLimits, what: str) -> Announced:
     with _open_image(data, limits, what) as image:
-        return Announced(image.width * image.height * PIXEL_BYTES)
+        return Announced(image.width * image.height * len(mode))
 
 
-def _decode_image(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
+def _decode_image(data: bytes, mode: str, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
     with _open_image(data, limits, what) as image:
-        budget.take(image.width * image.height * PIXEL_BYTES, what)
-        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        budget.take(image.width * image.height * len(mode), what)
+        return np.asarray(ImageOps.exif_transpose(image).convert(mode))

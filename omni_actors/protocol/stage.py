@@ -20,6 +20,7 @@ PIXELS = "pixels"  # name of a picture, u8 [height, width, 3 or 4], on its way f
 TEXT = "text"  # the scalar with a piece of text, on its way from a stage to a later one
 UNHEARD = "unheard"  # the scalar with the number of tokens, from the first, whose sound is not to be heard
 LATENTS = "latents"  # the same of latents; those before a request's last are previews
+PICTURE = "picture_"  # begin of the names of tensors with the pixels of pictures, u8 [height, width, 4]
 MAX_ENDED = 4096
 
 

@@ -15,7 +15,7 @@ from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import Scalar, unpack_token_ids
 from omni_actors.protocol.payloads import PROMPT_EMBEDS, ChatMessage, ContentPart, InformationValue, Prompt
-from omni_actors.protocol.stage import LATENTS, ROWS, TEXT, UNHEARD, Chunk
+from omni_actors.protocol.stage import LATENTS, PICTURE, ROWS, TEXT, UNHEARD, Chunk
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
@@ -153,6 +153,17 @@ class Passthrough(StreamProcessor):
             return []
         joined = [token for source in self.sources for token in self._token_ids[source]]
         return [Start(StageInputs(joined, self._tensors, self._scalars, lists=self._lists))]
+
+
+class PicturesOnly(Passthrough):
+    """Like `Passthrough`, but for pictures alone, and with nothing to do for a prompt that has none."""
+
+    def feed(self, source: str, piece: Piece) -> list[Action]:
+        """Collect the pictures of a piece; start, or skip, when every source has sent its last."""
+        pictures = {name: tensor for name, tensor in piece.tensors.items() if name.startswith(PICTURE)}
+        only = Piece(tensors=pictures, start=piece.start, final=piece.final)
+        actions = super().feed(source, only)
+        return [Skip()] if actions and not self._tensors else actions
 
 
 class Thinker2Talker(StreamProcessor):
@@ -307,6 +318,7 @@ class Text2Prompt(StreamProcessor):
 
 PROCESSORS: dict[str, type[StreamProcessor]] = {
     "passthrough": Passthrough,
+    "pictures": PicturesOnly,
     "thinker2talker": Thinker2Talker,
     "talker2code2wav": Talker2Code2Wav,
     "latents2image": Latents2Image,

@@ -17,8 +17,9 @@ from PIL import Image as Picture
 
 from omni_actors.client import AsyncOmniClient, Image, OmniClient, Progress
 from omni_actors.errors import DeadlineExceeded, InvalidRequest
+from tests.support.picture_wishes import Wish, equal, params
 from tests.support.servers import HttpPipeline, close_clients
-from tests.support.z_image_engine import WISHES, Painter, Wish
+from tests.support.z_image_engine import WISHES, Painter
 from tools.checkpoints.z_image import tiny_pipeline
 
 pytestmark = pytest.mark.e2e
@@ -38,22 +39,10 @@ def pipeline(tiny_z_image: Path) -> Iterator[HttpPipeline]:
         yield running
 
 
-def parameters(wish: Wish) -> dict[str, dict[str, Any]]:
-    return {
-        "dit": {
-            "width": wish.width,
-            "height": wish.height,
-            "num_steps": wish.steps,
-            "guidance_scale": wish.guidance,
-            "previews": wish.previews,
-        }
-    }
-
-
 async def wanted(client: AsyncOmniClient, wish: Wish, kill: int = 0) -> list[Any]:
     """What a client gets; the stage of the steps is killed when so many are done."""
     stream = await client.submit(
-        wish.prompt, modalities=["image"], seed=wish.seed, params=parameters(wish), timeout=240
+        wish.prompt, modalities=["image"], seed=wish.seed, params={"dit": params(wish)}, timeout=240
     )
     items = []
     async for item in stream:
@@ -63,10 +52,6 @@ async def wanted(client: AsyncOmniClient, wish: Wish, kill: int = 0) -> list[Any
             psutil.Process(next(status.pid for status in stages if status.stage == "dit")).kill()
             kill = 0
     return items
-
-
-def equal(pixels: np.ndarray, expected: np.ndarray) -> bool:
-    return pixels.shape == expected.shape and np.abs(pixels.astype(int) - expected.astype(int)).max() <= 1
 
 
 async def test_five_pictures_at_once_are_those_of_diffusers(pipeline, painter):
@@ -94,13 +79,13 @@ async def test_a_picture_is_the_same_when_its_stage_is_killed_between_two_steps(
 async def test_what_a_client_leaves_or_its_deadline_ends_frees_all_stages(pipeline):
     endless = replace(LONG, steps=1000)
     async with AsyncOmniClient(pipeline.endpoint) as client:
-        stream = await client.submit(endless.prompt, modalities=["image"], params=parameters(endless))
+        stream = await client.submit(endless.prompt, modalities=["image"], params={"dit": params(endless)})
         async for item in stream:
             if isinstance(item, Progress):
                 break
         await stream.abort()
         with pytest.raises(DeadlineExceeded):
-            await client.generate(endless.prompt, modalities=["image"], params=parameters(endless), timeout=1.0)
+            await client.generate(endless.prompt, modalities=["image"], params={"dit": params(endless)}, timeout=1.0)
     pipeline.assert_idle()
 
 

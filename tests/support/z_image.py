@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omni_actors.engine.models.z_image.dit import Dit, DitConfig, latents_of, patches_of
+from omni_actors.engine.models.z_image.dit import Dit, DitConfig
 from omni_actors.engine.models.z_image.weights import load
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def same_dit(reference: ZImageTransformer2DModel) -> Dit:
 def velocities(dit: Dit, sequences: list[Sequence]) -> list[torch.Tensor]:
     """Of each sequence's latents, all computed in one batch."""
     batch = dit.lay_out(
-        [(each.height, each.width) for each in sequences], dit.refine_text([each.states for each in sequences])
+        [(each.height, each.width) for each in sequences], dit.condition([each.states for each in sequences])
     )
-    patches = torch.cat([patches_of(each.latents) for each in sequences])
+    patches = torch.cat([dit.patches_of(each.latents) for each in sequences])
     parts = dit(patches, torch.tensor([each.moment for each in sequences]), batch).split(
         [each.height * each.width for each in sequences]
     )
-    return [latents_of(part, *each.latents.shape[1:]) for part, each in zip(parts, sequences, strict=True)]
+    return [dit.latents_of(part, (each.height, each.width)) for part, each in zip(parts, sequences, strict=True)]
 
 
 @torch.inference_mode()

@@ -1,42 +1,19 @@
-"""Engines of Z-Image's stages in this process, requests for them, and what diffusers makes of the same."""
+"""Pictures wanted of Z-Image, and what diffusers makes of the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 
-from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.tensors import to_host
-from omni_actors.protocol.payloads import StageParams
-from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest
+from omni_actors.stage.engine_interface import StageInputs
+from tests.support.picture_wishes import Wish, levels
 from tests.support.reference import one_thread
 
 if TYPE_CHECKING:
     from diffusers import ZImagePipeline
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A picture that someone wants."""
-
-    name: str
-    prompt: str
-    width: int
-    height: int
-    steps: int
-    guidance: float
-    previews: int = 0
-
-    @property
-    def seed(self) -> int:
-        return sum(self.name.encode())
 
 
 # Five sizes, step counts and strengths of guidance; two are not made of a multiple of 32 tokens.
@@ -47,11 +24,6 @@ WISHES = (
     Wish("user", "user assistant", 80, 48, 2, 0.0),
     Wish("long", "a long one " * 10, 32, 64, 200, 0.0),
 )
-
-
-def engine(checkpoint: Path, stage: str, **options: Any) -> DiffusionEngine:
-    model = OmniModelConfig(str(checkpoint), stage, latent_budget_bytes=options.pop("budget", 1 << 40))
-    return DiffusionEngine(OmniEngineArgs(model, "diffusion", {"dtype": "float32", **options}))
 
 
 class Painter:
@@ -78,35 +50,10 @@ class Painter:
         return self.paint(wish, "latent")
 
     def pixels(self, wish: Wish) -> np.ndarray:
-        return (self.paint(wish, "np") * 255).round().astype(np.uint8)
+        return levels(self.paint(wish, "np"))
 
     @torch.no_grad()
     def inputs(self, wish: Wish) -> StageInputs:
         """The hidden states of the wish's prompts, as the text encoder sends them."""
         states, negative = self.pipeline.encode_prompt(wish.prompt, do_classifier_free_guidance=True)
         return StageInputs(tensors={"states": to_host(states[0]), "negative_states": to_host(negative[0])})
-
-
-def request(wish: Wish, **params: Any) -> StageRequest:
-    given: dict[str, Any] = {
-        "width": wish.width,
-        "height": wish.height,
-        "num_steps": wish.steps,
-        "guidance_scale": wish.guidance,
-        "previews": wish.previews,
-    }
-    return StageRequest(wish.name, StageParams(**given | params), seed=wish.seed)
-
-
-def run(
-    engine: DiffusionEngine, between: Callable[[int], None] = lambda step: None, most: int = 1000
-) -> list[EngineEvent]:
-    """Events until the engine is idle; `between` is called before each step with its number."""
-    events: list[EngineEvent] = []
-    with one_thread():
-        for step in range(most):
-            between(step)
-            if not engine.runnable():
-                return events
-            events += engine.step()
-    pytest.fail("the engine does not become idle")

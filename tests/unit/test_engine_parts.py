@@ -11,10 +11,10 @@ import torch
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.core import EngineLost, StepFailed, device_is_lost
+from omni_actors.engine.encoded_requests import check_feature
 from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
 from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
-from omni_actors.engine.models.thinker_adapter import check_feature
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.stage_llm import join
 from omni_actors.engine.tensors import check_rows, to_host, to_torch

@@ -1,8 +1,8 @@
 """Writes checkpoints without a network: tiny ones that run, and full-sized ones without weights.
 
-    python -m tools.checkpoints tiny|tiny-qwen3|tiny-z-image OUT_DIR [--seed N]
+    python -m tools.checkpoints tiny|tiny-qwen3|tiny-z-image|tiny-qwen-image OUT_DIR [--seed N]
     python -m tools.checkpoints full OUT_DIR [--weights]
-    python -m tools.checkpoints full-qwen3|full-z-image OUT_DIR
+    python -m tools.checkpoints full-qwen3|full-z-image|full-qwen-image OUT_DIR
     python -m tools.checkpoints tiny-qwen3-tts|full-qwen3-tts OUT_DIR [--kind KIND] [--size 1b7|0b6]
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
@@ -13,8 +13,9 @@ tokens vary with the prompt and do not fall into a cycle, the waveform has ampli
 `--weights` it has random ones, 21.5 GB, for measurements of loading; their answers are not checked.
 
 `tiny-qwen3` and `full-qwen3` (tools/checkpoints/qwen3_omni) are the same for Qwen3-Omni, `tiny-qwen3-tts` and
-`full-qwen3-tts` (tools/checkpoints/qwen3_tts) for the three kinds of Qwen3-TTS, `tiny-z-image` and
-`full-z-image` (tools/checkpoints/z_image.py) for Z-Image; these need the extra `image`.
+`full-qwen3-tts` (tools/checkpoints/qwen3_tts) for the three kinds of Qwen3-TTS, `tiny-z-image` and `full-z-image`
+(tools/checkpoints/z_image.py) for Z-Image, `tiny-qwen-image` and `full-qwen-image` (tools/checkpoints/qwen_image.py)
+for Qwen-Image-2.1; those of pictures need the extra `image`.
 
 All use the layout of the published checkpoint, so the same code loads either.
 """

@@ -14,6 +14,7 @@ from tools.checkpoints import qwen3_omni, qwen3_tts, write_full, write_tiny
 from tools.checkpoints.errors import CheckpointError, FolderError
 from tools.checkpoints.measure import print_answers, quiet_transformers
 from tools.checkpoints.qwen3_tts.configuration import KINDS, SIZES
+from tools.checkpoints.qwen_image import write_full_qwen_image, write_tiny_qwen_image
 from tools.checkpoints.z_image import write_full_z_image, write_tiny_z_image
 
 
@@ -21,10 +22,15 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.checkpoints",
-        description="Writes checkpoints of Qwen2.5-Omni, Qwen3-Omni, Qwen3-TTS and Z-Image offline.",
+        description="Writes checkpoints of Qwen2.5-Omni, Qwen3-Omni, Qwen3-TTS, Z-Image and Qwen-Image offline.",
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for name, family in (("tiny", "Qwen2.5-Omni"), ("tiny-qwen3", "Qwen3-Omni"), ("tiny-z-image", "Z-Image")):
+    for name, family in (
+        ("tiny", "Qwen2.5-Omni"),
+        ("tiny-qwen3", "Qwen3-Omni"),
+        ("tiny-z-image", "Z-Image"),
+        ("tiny-qwen-image", "Qwen-Image-2.1"),
+    ):
         tiny = kinds.add_parser(name, help=f"{family} at toy size, random weights, runnable")
         tiny.add_argument("out_dir", type=Path)
         tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes (default: 0)")
@@ -38,7 +44,11 @@ def make_parser() -> argparse.ArgumentParser:
     full = kinds.add_parser("full", help="published sizes of Qwen2.5-Omni-7B, no weights (vLLM: load_format dummy)")
     full.add_argument("--weights", action="store_true", help="random weights, too: 21.5 GB")
     full.add_argument("out_dir", type=Path)
-    for name, family in (("full-qwen3", "Qwen3-Omni-30B-A3B"), ("full-z-image", "Z-Image")):
+    for name, family in (
+        ("full-qwen3", "Qwen3-Omni-30B-A3B"),
+        ("full-z-image", "Z-Image"),
+        ("full-qwen-image", "Qwen-Image-2.1"),
+    ):
         full = kinds.add_parser(name, help=f"published sizes of {family}, no weights")
         full.add_argument("out_dir", type=Path)
     return parser
@@ -57,12 +67,16 @@ def write(options: argparse.Namespace) -> None:
             qwen3_tts.write_full(options.out_dir, options.model, options.size)
         case "tiny-z-image":
             write_tiny_z_image(options.out_dir, options.seed)
+        case "tiny-qwen-image":
+            write_tiny_qwen_image(options.out_dir, options.seed)
         case "full":
             write_full(options.out_dir, weights=options.weights)
         case "full-qwen3":
             qwen3_omni.write_full(options.out_dir)
         case "full-z-image":
             write_full_z_image(options.out_dir)
+        case "full-qwen-image":
+            write_full_qwen_image(options.out_dir)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tools.checkpoints.drawing import drawn
 from tools.checkpoints.tokenizer import FULL_TOKENS, TINY_TOKENS, make_tokenizer
-from tools.checkpoints.weights import normal
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, ZImagePipeline, ZImageTransformer2DModel
@@ -32,7 +32,7 @@ def tiny_transformer(seed: int = 0) -> ZImageTransformer2DModel:
         axes_dims=[8, 12, 12],
         axes_lens=[256, 64, 64],
     )
-    return _drawn(model, seed, "transformer")
+    return drawn(model, seed, "transformer")
 
 
 def tiny_vae(seed: int = 0) -> AutoencoderKL:
@@ -51,7 +51,7 @@ def tiny_vae(seed: int = 0) -> AutoencoderKL:
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    return _drawn(model, seed, "vae")
+    return drawn(model, seed, "vae")
 
 
 def tiny_text_encoder(seed: int = 0) -> Any:
@@ -69,7 +69,7 @@ def tiny_text_encoder(seed: int = 0) -> Any:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
-    return _drawn(Qwen3ForCausalLM(config), seed, "text_encoder")
+    return drawn(Qwen3ForCausalLM(config), seed, "text_encoder")
 
 
 def tiny_pipeline(seed: int = 0, *, shift: float = 3.0) -> ZImagePipeline:
@@ -138,17 +138,3 @@ def write_tiny_z_image(folder: Path, seed: int = 0) -> None:
 
     claim_folder(folder, {"kind": "tiny-z-image", "seed": seed})
     tiny_pipeline(seed).save_pretrained(folder)
-
-
-@torch.no_grad()
-def _drawn(model: Any, seed: int, part: str) -> Any:
-    """The model with weights that keep the size of what goes through it, and norms that differ between channels."""
-    for name, parameter in model.named_parameters():
-        value = normal(parameter.shape, seed, f"{part}.{name}")
-        if parameter.ndim >= 2 and not name.endswith("pad_token"):
-            parameter.copy_(value / parameter[0].numel() ** 0.5)
-        elif "norm" in name and name.endswith("weight"):
-            parameter.copy_(1 + 0.2 * value)
-        else:
-            parameter.copy_(0.2 * value)
-    return model.float().eval()

@@ -7,6 +7,7 @@ from omni_actors.engine.models.registry import (
     checkpoint_architecture,
     find_model_spec,
     load_plugins,
+    prompted_stage,
     register_models,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "checkpoint_architecture",
     "find_model_spec",
     "load_plugins",
+    "prompted_stage",
     "register_models",
 ]

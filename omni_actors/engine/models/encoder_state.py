@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
@@ -18,6 +19,14 @@ ENCODED = "encoded"  # name of the states [tokens, width] in a request's attachm
 @dataclass(frozen=True, slots=True)
 class Encode:
     """Payload (`extra_args["omni"]`) of a sequence to encode."""
+
+
+class Residual(nn.Module):
+    """In the place of a model's last norm, for a tap before it: only the residual is added."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        """The states before the norm."""
+        return hidden if residual is None else hidden + residual, None
 
 
 class EncoderState(DefaultModelState, EmittingState):

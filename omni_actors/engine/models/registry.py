@@ -53,7 +53,9 @@ class ModelSpec:
         folder: of a checkpoint with a folder for each part, the one whose config.json vLLM reads. It must be one of a
             language model, also for stages that are none (`placeholder_overrides`). If the checkpoint has none, the
             absolute path of a folder that has.
+        tokens_folder: that of the tokenizer, likewise.
         media: set if prompts may have audio, images and video (the thinker of an omni model).
+        prompts: class path of the `TextPromptProcessor` of prompt stages that read prompts in their own way.
     """
 
     kind: ModelKind
@@ -65,7 +67,9 @@ class ModelSpec:
     adapter: str = ""
     runner: str = ""
     folder: str = ""
+    tokens_folder: str = "tokenizer"
     media: PromptMedia | None = None
+    prompts: str = ""
 
 
 _SPEECH = ("talker", "code2wav")
@@ -86,6 +90,12 @@ MODULES |= {
     for stage in ("text_encoder", "dit", "vae")
 }
 
+MODULES |= {
+    ("QwenImage21Pipeline", stage): f"omni_actors.engine.models.qwen_image.{stage}_stage"
+    for stage in ("prompt", "text_encoder", "vae_encoder", "dit", "vae")
+}
+
+PROMPT_STAGE = "prompt"
 CHAT_STAGE = "thinker"
 CHAT_MODULE = "omni_actors.engine.models.chat"
 
@@ -157,6 +167,11 @@ def find_model_spec(architecture: str, model_stage: str) -> ModelSpec:
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"{module}.SPEC is not a ModelSpec.")
     return spec
+
+
+def prompted_stage(architecture: str) -> str:
+    """The stage whose module says how a prompt stage reads prompts: its own, or that of the thinker that takes them."""
+    return PROMPT_STAGE if (architecture, PROMPT_STAGE) in MODULES else CHAT_STAGE
 
 
 def register_models(spec: ModelSpec) -> None:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.serial_utils import MsgpackDecoder
+from vllm.v1.engine import EngineCoreOutput
 
 from omni_actors.engine.adapter import Admission
+from omni_actors.engine.encoded_requests import RequestReader
 from omni_actors.engine.models.thinker_state import EmitRows
 from omni_actors.engine.scheduler import RowStream
-from omni_actors.engine.tensors import FRAME_PREFIX, check_rows, embeds_width, to_host, to_torch
+from omni_actors.engine.tensors import check_rows, embeds_width, to_host, to_torch
 from omni_actors.engine.text_adapter import TextAdapter, TextOutputs
 from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.errors import InvalidPayload, InvalidRequest
-from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.payloads import PROMPT_EMBEDS
+from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, StreamEvent
 
 if TYPE_CHECKING:
     from omni_actors.engine.tool_calls import ToolCallReader
 
-MAX_FRAMES = 4096
 # Of a value in prompt embeddings; the checkpoint's own are below 1. Far larger ones overflow inside the model, and the
 # NaN that follow could reach other requests through the key/value cache.
 MAX_EMBEDDING = 1e4
@@ -89,10 +88,10 @@ class ThinkerAdapter(TextAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._decoder = MsgpackDecoder(EngineCoreRequest)
         model_config = self.vllm_config.model_config
         self._embeds_width = embeds_width(model_config)
-        self._merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
+        merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
+        self._requests = RequestReader(merge_size, self.audio_embeddings)
 
     @staticmethod
     @abstractmethod
@@ -115,7 +114,7 @@ class ThinkerAdapter(TextAdapter):
         if PROMPT_EMBEDS in inputs.tensors:
             token_ids, embeds = self.read_embeds(inputs.tensors, token_ids)
         elif inputs.tensors:
-            token_ids, features = self.decode(inputs.tensors, token_ids)
+            token_ids, features = self._requests.read(inputs.tensors, token_ids)
         self.check_tokens(token_ids)
         calls = self.tool_calls(inputs, token_ids)
         core_request = self.make_request(
@@ -157,78 +156,3 @@ class ThinkerAdapter(TextAdapter):
             raise InvalidPayload(f"{PROMPT_EMBEDS} must be finite and at most {MAX_EMBEDDING:g} in magnitude.")
         # Without ids the prompt counts as repetitions of a row of the embedding table that no text uses.
         return token_ids or [self.vocabulary - 1] * len(rows), rows.to(self.model_dtype)
-
-    def decode(
-        self, tensors: Mapping[str, HostTensor], token_ids: list[int]
-    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
-        """Prompt ids and media features of an encoded EngineCoreRequest; the rest of it is ignored."""
-        names = [f"{FRAME_PREFIX}{index}" for index in range(len(tensors))]
-        if len(tensors) > MAX_FRAMES or set(names) != set(tensors):
-            raise InvalidPayload(f"The thinker needs the tensors vllm.0, vllm.1, ...; it got {sorted(tensors)[:8]}.")
-        frames = []
-        for name in names:
-            frame = tensors[name].validate(name)
-            if frame.dtype is not DType.U8 or len(frame.shape) != 1:
-                raise InvalidPayload(f"{name}: needs u8 [bytes]; got {frame.dtype} {list(frame.shape)}.")
-            frames.append(bytearray(frame.data))  # a copy: decoded tensors share its memory, and the frame's is reused
-        try:
-            decoded = self._decoder.decode(frames)
-        except Exception as error:
-            # Hostile frames make the decoder raise anything from IndexError to RuntimeError.
-            raise InvalidPayload(f"The encoded request cannot be read: {type(error).__name__}: {error}") from error
-        prompt = decoded.prompt_token_ids
-        if prompt is None or decoded.prompt_embeds is not None:
-            raise InvalidPayload("The encoded request must hold prompt_token_ids and no prompt_embeds.")
-        if token_ids and token_ids != prompt:
-            raise InvalidPayload("The encoded request and token_ids disagree about the prompt.")
-        features = decoded.mm_features or []
-        for feature in features:
-            check_feature(feature, len(prompt), self._merge_size, self.audio_embeddings)
-        return list(prompt), features
-
-
-def check_feature(
-    feature: MultiModalFeatureSpec, prompt_tokens: int, merge_size: int, audio_embeddings: Callable[[int], int]
-) -> None:
-    """Raise `InvalidPayload` unless one medium's features fit its place in the prompt.
-
-    If the encoder gave more or fewer embeddings than the prompt has places, the step would fail, and with it every
-    request of the batch.
-    """
-    place = feature.mm_position
-    if feature.modality not in MEDIA_MODALITIES:
-        raise InvalidPayload(
-            f"The modality of a medium is one of {', '.join(MEDIA_MODALITIES)}; got {feature.modality!r}."
-        )
-    if place.offset < 0 or place.length < 1 or place.offset + place.length > prompt_tokens:
-        raise InvalidPayload(
-            f"{feature.modality}: the placeholder [{place.offset}, {place.offset + place.length}) is outside the "
-            f"prompt of {prompt_tokens} tokens."
-        )
-    mask = place.is_embed
-    if mask is not None and (mask.dtype is not torch.bool or tuple(mask.shape) != (place.length,)):
-        raise InvalidPayload(f"{feature.modality}: is_embed must be bool [{place.length}].")
-    if feature.data is None or not feature.identifier:
-        raise InvalidPayload(f"{feature.modality}: features or identifier are missing.")
-    try:
-        data = {name: item.data for name, item in feature.data.items()}
-        expected = count_embeddings(feature.modality, data, merge_size, audio_embeddings)
-    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise InvalidPayload(f"{feature.modality}: the features are incomplete ({error!r}).") from error
-    if expected != (places := place.get_num_embeds()):
-        raise InvalidPayload(f"{feature.modality}: the features give {expected} embeddings for {places} places.")
-
-
-def count_embeddings(
-    modality: str, data: Mapping[str, Any], merge_size: int, audio_embeddings: Callable[[int], int]
-) -> int:
-    """Number of embeddings that the encoder makes of one medium; -1 if its tensors contradict one another."""
-    if modality == "audio":
-        frames = int(data["audio_feature_lengths"])
-        return audio_embeddings(frames) if frames == data["input_audio_features"].shape[-1] and frames >= 1 else -1
-    suffix = "_videos" if modality == "video" else ""
-    time, height, width = (int(size) for size in data[f"{modality}_grid_thw"])
-    patches: int = data[f"pixel_values{suffix}"].shape[0]
-    if min(time, height, width) < 1 or time * height * width != patches or height % merge_size or width % merge_size:
-        return -1
-    return patches // merge_size**2

@@ -13,7 +13,7 @@ import torch
 
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.diffusion_runner import StepResult
-from omni_actors.engine.models.z_image.denoising import Denoiser, Picture
+from omni_actors.engine.models.pictures.denoising import Denoiser, Picture
 from omni_actors.engine.models.z_image.dit_stage import ZImageDit
 from omni_actors.engine.tensors import to_host, to_torch
 from omni_actors.errors import (
@@ -40,9 +40,10 @@ from omni_actors.stage.engine_interface import (
     StageInputs,
     StageRequest,
 )
+from tests.support.picture_wishes import Wish, engine, request, run
 from tests.support.reference import one_thread
 from tests.support.stage import ROUTE, StageUnderTest, failed
-from tests.support.z_image_engine import WISHES, Painter, Wish, engine, request, run
+from tests.support.z_image_engine import WISHES, Painter
 from tools.checkpoints.z_image import tiny_pipeline
 
 FOX = WISHES[0]

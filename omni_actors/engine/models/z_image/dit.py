@@ -4,7 +4,7 @@ A sequence is a picture's tokens and then a prompt's; guidance makes two sequenc
 after the other (`Packing`) without padding between them. Only attention looks beyond a token, and only within its
 sequence; everything else is computed for all tokens together, with the modulation of the sequence's moment.
 
-What a prompt contributes does not depend on the moment: `refine_text` computes it once per request.
+What a prompt contributes does not depend on the moment: `condition` computes it once per request.
 
 Within a sequence, picture and prompt are each filled up to a multiple of 32 tokens with learned tokens that attention
 sees: the model was trained like this. Torch only.
@@ -12,8 +12,7 @@ sees: the model was trained like this. Torch only.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_actors.engine.models.z_image.packing import Attention, Packing, attend_each, moved, pack
+from omni_actors.engine.models.pictures.layers import MOMENT_WAVES, RmsNorm, gated, rotate, rotation_at, waves
+from omni_actors.engine.models.pictures.network import PackedNetwork, Size
+from omni_actors.engine.models.pictures.packing import Attention, Packing, attend_each, moved, pack
 
 MULTIPLE = 32  # tokens; pictures and prompts are filled up to a multiple of it
 PATCH = 2  # latent pixels along an edge of a token
-MOMENT_WIDTH = 256  # of the embedding of a moment
 MOMENT_HIDDEN = 1024
 
 
@@ -66,42 +66,12 @@ class DitConfig:
     @property
     def moment_width(self) -> int:
         """Width of the vector that the modulations come from."""
-        return min(self.width, MOMENT_WIDTH)
+        return min(self.width, MOMENT_WAVES)
 
 
 def filled(tokens: int) -> int:
     """`tokens`, rounded up to what the model takes."""
     return -(-tokens // MULTIPLE) * MULTIPLE
-
-
-def patches_of(latents: torch.Tensor) -> torch.Tensor:
-    """Latents [channels, height, width] as tokens [height / 2 * width / 2, 4 * channels]."""
-    channels, height, width = latents.shape
-    grid = latents.view(channels, height // PATCH, PATCH, width // PATCH, PATCH)
-    return grid.permute(1, 3, 2, 4, 0).reshape(-1, PATCH * PATCH * channels)
-
-
-def latents_of(patches: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The inverse of `patches_of`, for latents of this height and width."""
-    grid = patches.view(height // PATCH, width // PATCH, PATCH, PATCH, -1)
-    return grid.permute(4, 0, 2, 1, 3).reshape(-1, height, width)
-
-
-class _RmsNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(tokens, self.weight.shape, self.weight, self.eps)
-
-
-def _rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turn pairs of neighbours in [tokens, heads, head_dim] by `rotation` f32 [tokens, head_dim / 2, 2] (cos, sin)."""
-    even, odd = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = rotation[:, None].unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(heads.dtype)
 
 
 class Block(nn.Module):
@@ -112,15 +82,15 @@ class Block(nn.Module):
         width, hidden = config.width, int(config.width / 3 * 8)
         self.heads = config.heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.norm_q = _RmsNorm(width // config.heads, 1e-5)
-        self.norm_k = _RmsNorm(width // config.heads, 1e-5)
+        self.norm_q = RmsNorm(width // config.heads, 1e-5)
+        self.norm_k = RmsNorm(width // config.heads, 1e-5)
         self.out = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
-        self.attention_norm1 = _RmsNorm(width, config.eps)
-        self.attention_norm2 = _RmsNorm(width, config.eps)
-        self.ffn_norm1 = _RmsNorm(width, config.eps)
-        self.ffn_norm2 = _RmsNorm(width, config.eps)
+        self.attention_norm1 = RmsNorm(width, config.eps)
+        self.attention_norm2 = RmsNorm(width, config.eps)
+        self.ffn_norm1 = RmsNorm(width, config.eps)
+        self.ffn_norm2 = RmsNorm(width, config.eps)
         self.modulation = nn.Linear(config.moment_width, 4 * width) if modulated else None
 
     def forward(
@@ -149,7 +119,7 @@ class Block(nn.Module):
         if factors is not None:
             normed = normed * (1.0 + factors.chunk(4, -1)[0])[owner]
         query, key, value = self.qkv(normed).unflatten(-1, (3 * self.heads, -1)).chunk(3, 1)
-        return _rotate(self.norm_q(query), rotation), _rotate(self.norm_k(key), rotation), value
+        return rotate(self.norm_q(query), rotation), rotate(self.norm_k(key), rotation), value
 
     def after(
         self, tokens: torch.Tensor, attended: torch.Tensor, factors: torch.Tensor | None, owner: torch.Tensor
@@ -158,18 +128,13 @@ class Block(nn.Module):
         attended = self.attention_norm2(self.out(attended.flatten(1)))
         if factors is None:
             tokens = tokens + attended
-            changed: torch.Tensor = self.ffn_norm2(self._feed_forward(self.ffn_norm1(tokens)))
+            changed: torch.Tensor = self.ffn_norm2(gated(self.up, self.down, self.ffn_norm1(tokens)))
             return tokens + changed
         _, gate, scale, gate_ffn = factors.chunk(4, -1)
         tokens = tokens + gate.tanh()[owner] * attended
-        hidden = self._feed_forward(self.ffn_norm1(tokens) * (1.0 + scale)[owner])
+        hidden = gated(self.up, self.down, self.ffn_norm1(tokens) * (1.0 + scale)[owner])
         changed = self.ffn_norm2(hidden)
         return tokens + gate_ffn.tanh()[owner] * changed
-
-    def _feed_forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        gate, up = self.up(tokens).chunk(2, -1)
-        result: torch.Tensor = self.down(F.silu(gate) * up)
-        return result
 
 
 @dataclass(frozen=True)
@@ -212,7 +177,7 @@ class Batch:
     outputs: torch.Tensor
 
 
-class Dit(nn.Module):
+class Dit(PackedNetwork):
     """The network: predicts the velocity of latents, from noise at moment 0 to a picture at moment 1.
 
     Its parameters are named as in published checkpoints, but for matrices that are kept as one (see weights.py).
@@ -223,59 +188,31 @@ class Dit(nn.Module):
     """
 
     def __init__(self, config: DitConfig, attend: Attention = attend_each) -> None:
-        super().__init__()
+        super().__init__(config.channels, PATCH, attend)
         self.config = config
-        self.attend = attend
         self.embed = nn.Linear(config.patch_width, config.width)
         self.noise_refiner = _layers(config, config.refiners, modulated=True)
         self.context_refiner = _layers(config, config.refiners, modulated=False)
         self.layers = _layers(config, config.layers, modulated=True)
-        self.moment_in = nn.Linear(MOMENT_WIDTH, MOMENT_HIDDEN)
+        self.moment_in = nn.Linear(MOMENT_WAVES, MOMENT_HIDDEN)
         self.moment_out = nn.Linear(MOMENT_HIDDEN, config.moment_width)
-        self.text_norm = _RmsNorm(config.text_width, config.eps)
+        self.text_norm = RmsNorm(config.text_width, config.eps)
         self.text_in = nn.Linear(config.text_width, config.width)
         self.picture_filler = nn.Parameter(torch.zeros(1, config.width))
         self.text_filler = nn.Parameter(torch.zeros(1, config.width))
         self.final_modulation = nn.Linear(config.moment_width, config.width)
         self.final = nn.Linear(config.width, config.patch_width)
 
-    @classmethod
-    def without_weights(cls, config: DitConfig, device: torch.device, dtype: torch.dtype) -> Dit:
-        """A network on a device whose parameters have any values; `draw` or weights.py gives them theirs."""
-        with torch.device("meta"):
-            dit = cls(config).to(dtype)
-        return dit.to_empty(device=device).requires_grad_(False).eval()
+    def blocks(self) -> Iterator[Any]:
+        """All share two pieces of code each with and without modulation."""
+        yield from (*self.noise_refiner, *self.context_refiner, *self.layers)
 
-    def draw(self) -> None:
-        """Give the parameters random values that keep the size of what goes through the network."""
-        for name, parameter in self.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.final.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights and of what is computed with them."""
-        return self.final.weight.dtype
-
-    def compile(self, **options: Any) -> None:
-        """Compile the layers. All share two pieces of code each with and without modulation, for any batch."""
-        for block in (*self.noise_refiner, *self.context_refiner, *self.layers):
-            block.before = torch.compile(block.before, dynamic=True, **options)
-            block.after = torch.compile(block.after, dynamic=True, **options)
-
-    def refine_text(self, states: Sequence[torch.Tensor]) -> list[Prompt]:
+    def condition(self, given: Sequence[torch.Tensor]) -> list[Prompt]:
         """The contributions of prompts, from the text encoder's hidden states, each [length, text_width]."""
-        lengths = [filled(len(each)) for each in states]
+        lengths = [filled(len(each)) for each in given]
         packing = pack(lengths, self.device)
-        own = moved(_places(lengths, [len(each) for each in states]), self.device)
-        embedded = self.text_in(self.text_norm(moved(torch.cat(list(states)), self.device).to(self.dtype)))
+        own = moved(_places(lengths, [len(each) for each in given]), self.device)
+        embedded = self.text_in(self.text_norm(moved(torch.cat(list(given)), self.device).to(self.dtype)))
         tokens = self.text_filler.expand(sum(lengths), -1).index_copy(0, own, embedded)
         rotations = [self._rotation(_line(length)) for length in lengths]
         rotation = torch.cat(rotations)
@@ -283,8 +220,9 @@ class Dit(nn.Module):
             tokens = block(tokens, None, rotation, packing, self.attend)
         return [Prompt(part, turn) for part, turn in zip(tokens.split(lengths), rotations, strict=True)]
 
-    def lay_out(self, pictures: Sequence[tuple[int, int]], prompts: Sequence[Prompt]) -> Batch:
-        """The batch of sequences with these pictures (height and width in tokens) and these prompts."""
+    def lay_out(self, pictures: Sequence[Size], conditions: Sequence[Prompt]) -> Batch:
+        """The batch of sequences with these pictures and these prompts."""
+        prompts = conditions
         own = [height * width for height, width in pictures]
         lengths, texts = [filled(tokens) for tokens in own], [len(prompt.tokens) for prompt in prompts]
         total = sum(lengths)
@@ -336,21 +274,13 @@ class Dit(nn.Module):
         return velocity
 
     def _moment(self, moments: torch.Tensor) -> torch.Tensor:
-        half = MOMENT_WIDTH // 2
-        exponents = torch.arange(half, dtype=torch.float32, device=self.device) / half
-        angles = (moments * self.config.time_scale)[:, None] * torch.exp(-math.log(10000) * exponents)
-        waves = torch.cat((angles.cos(), angles.sin()), -1).to(self.dtype)
-        moment: torch.Tensor = self.moment_out(F.silu(self.moment_in(waves)))
+        hidden = self.moment_in(waves(moments, self.config.time_scale).to(self.dtype))
+        moment: torch.Tensor = self.moment_out(F.silu(hidden))
         return moment
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """Cosines and sines f32 [tokens, head_dim / 2, 2] for positions i64 [tokens, 3] along the axes."""
-        parts = []
-        for axis, dimensions in enumerate(self.config.axes):
-            steps = torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions
-            parts.append(torch.outer(positions[:, axis].double(), self.config.theta**-steps).float())
-        angles = torch.cat(parts, -1)
-        return moved(torch.stack((angles.cos(), angles.sin()), -1), self.device)
+        return moved(rotation_at(positions, self.config.axes, self.config.theta), self.device)
 
 
 def _layers(config: DitConfig, count: int, *, modulated: bool) -> nn.ModuleList:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from omni_actors.config.parameters import check_parameters
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.encoder import EncoderAdapter
+from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.encoder_state import EncoderState
+from omni_actors.engine.models.encoder_state import EncoderState, Residual
 from omni_actors.engine.models.z_image.dit_stage import NEGATIVE_STATES, STATES
 from omni_actors.engine.text_prompts import TextPromptProcessor
 from omni_actors.errors import InvalidRequest
@@ -39,19 +38,12 @@ def encoder_config(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-class _Sum(nn.Module):
-    """In the place of the last norm: only the residual is added."""
-
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return hidden + residual, None
-
-
 class ZImageTextEncoder(Qwen3ForCausalLM):
     """vLLM's Qwen3 without its last layer and norm: what it returns is transformers' `hidden_states[-2]`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.model.norm = _Sum()  # type: ignore[assignment]  # declared as a norm
+        self.model.norm = Residual()  # type: ignore[assignment]  # declared as a norm
 
     @staticmethod
     def get_model_state_cls() -> type[EncoderState]:
@@ -85,7 +77,7 @@ class ZImageTextAdapter(EncoderAdapter):
             ),
         )
 
-    def sequences(self, request: StageRequest, inputs: StageInputs) -> Mapping[str, Sequence[int]]:
+    def sequences(self, request: StageRequest, inputs: StageInputs) -> Mapping[str, EncoderSequence]:
         """The token ids of both prompts."""
         prompt = inputs.prompt
         if prompt is None:
@@ -94,7 +86,9 @@ class ZImageTextAdapter(EncoderAdapter):
         self._prompts.check(prompt, inputs)
         negative = Prompt(messages=(ChatMessage("user", (ContentPart(request.params.negative_prompt or ""),)),))
         both = {STATES: prompt, NEGATIVE_STATES: negative}
-        return {name: self._prompts.process(request.request_id, each, ())[0] for name, each in both.items()}
+        return {
+            name: EncoderSequence(self._prompts.process(request.request_id, each, ())[0]) for name, each in both.items()
+        }
 
 
 SPEC = ModelSpec(

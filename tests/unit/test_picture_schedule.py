@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni_actors.engine.models.z_image.denoising import PictureSpec
-from omni_actors.engine.models.z_image.schedule import FlowSchedule
+from omni_actors.engine.models.pictures.denoising import PictureSpec
+from omni_actors.engine.models.pictures.schedule import FlowSchedule
 from omni_actors.errors import ConfigError
 
 CONFIGS = [
     {"shift": 3.0, "use_dynamic_shifting": False},
     {"shift": 6.0, "use_dynamic_shifting": False},
     {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192},
+    {"use_dynamic_shifting": True, "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02},
 ]
 
 
@@ -25,6 +26,9 @@ def test_the_shares_of_noise_are_those_of_diffusers(config):
     schedule = FlowSchedule.from_config(reference.config)
     for steps in (1, 2, 8, 50, 1000):
         for tokens in (1, 1024, 16_384):
+            if steps == 1 and schedule.terminal:  # diffusers divides by zero
+                assert schedule.sigmas(1, tokens).tolist() == [1.0, 0.0]
+                continue
             line = torch.linspace(1.0, 1 / steps, steps).tolist()
             named = reference.config
             mu = calculate_shift(
@@ -49,5 +53,12 @@ def test_another_kind_of_schedule_is_refused(config):
     [(8, 0, []), (8, 3, [2, 4, 6]), (50, 1, [25]), (1, 3, []), (2, 1, [1]), (3, 16, [1, 2])],
 )
 def test_previews_are_spread_evenly_and_none_follows_the_last_step(steps, previews, shown):
-    spec = PictureSpec(2, 2, steps, 0, torch.zeros(1, 4), previews=previews)
+    spec = PictureSpec((2, 2), steps, 0, torch.zeros(1, 4), previews=previews)
     assert [step for step in range(1, steps + 1) if spec.shows_after(step)] == shown
+
+
+def test_a_checkpoint_may_fix_the_steps():
+    schedule = FlowSchedule.from_config({"shift": 1.0}, rising=False, fixed=(1.0, 0.75, 0.25))
+    sigmas = schedule.sigmas(3, 16)
+    assert sigmas.tolist() == [1.0, 0.75, 0.25, 0.0]
+    assert torch.equal(schedule.moments(sigmas), sigmas), "the network takes the shares of noise themselves"

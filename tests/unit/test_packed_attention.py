@@ -1,4 +1,4 @@
-"""Which attention Z-Image's packed step computes with, and how many tokens a step takes."""
+"""Which attention packed steps of pictures compute with, and how many tokens a step takes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from omni_actors import config
-from omni_actors.engine.models.z_image.dit import filled
-from omni_actors.engine.models.z_image.packing import (
+from omni_actors.engine.models.pictures.packing import (
     attend_each,
     attend_varlen,
     fastest_attention,
     pack,
     vllm_attention,
 )
+from omni_actors.engine.models.z_image.dit import filled
 from tests.support.paths import REPOSITORY
 
 KERNELS = "vllm.vllm_flash_attn"

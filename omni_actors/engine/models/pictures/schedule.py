@@ -12,9 +12,8 @@ import torch
 from omni_actors.errors import ConfigError
 
 CLASS_NAME = "FlowMatchEulerDiscreteScheduler"
-# What else a published configuration may switch on; Z-Image does not.
+# What else a published configuration may switch on; those of these models do not.
 _MUST_BE_OFF = (
-    "shift_terminal",
     "use_karras_sigmas",
     "use_exponential_sigmas",
     "use_beta_sigmas",
@@ -33,16 +32,24 @@ class FlowSchedule:
             first number of tokens to the fourth at the third.
         dynamic: whether it does.
         train_steps: the unit in which moments are given to the network.
+        terminal: the share before the last step, towards which all are stretched; 0 to leave them.
+        rising: whether the network takes the moments from 0 (noise) to 1; else it takes the shares of noise.
+        fixed: the shares of noise before each step and before they are shifted, where the number of steps is fixed.
     """
 
     shift: float = 1.0
     by_size: tuple[int, float, int, float] = (256, 0.5, 4096, 1.15)
     dynamic: bool = False
     train_steps: int = 1000
+    terminal: float = 0.0
+    rising: bool = True
+    fixed: tuple[float, ...] = ()
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> FlowSchedule:
-        """The schedule that a checkpoint's scheduler_config.json describes.
+    def from_config(
+        cls, config: Mapping[str, Any], *, rising: bool = True, fixed: tuple[float, ...] = ()
+    ) -> FlowSchedule:
+        """The schedule that a checkpoint's scheduler_config.json describes; for `rising` and `fixed` see the class.
 
         Raises:
             ConfigError: it asks for another kind of schedule.
@@ -64,6 +71,9 @@ class FlowSchedule:
             ),
             dynamic=config.get("use_dynamic_shifting", False),
             train_steps=config.get("num_train_timesteps", 1000),
+            terminal=config.get("shift_terminal") or 0.0,
+            rising=rising,
+            fixed=fixed,
         )
 
     def sigmas(self, num_steps: int, tokens: int) -> torch.Tensor:
@@ -72,7 +82,8 @@ class FlowSchedule:
         Args:
             tokens: of the picture.
         """
-        line = torch.linspace(1.0, 1 / num_steps, num_steps)
+        # In the precision of diffusers, whose shares these have to be.
+        line = torch.tensor(self.fixed) if self.fixed else torch.linspace(1.0, 1 / num_steps, num_steps)
         if self.dynamic:
             low, low_shift, high, high_shift = self.by_size
             slope = (high_shift - low_shift) / (high - low)
@@ -80,8 +91,12 @@ class FlowSchedule:
             shifted = factor / (factor + (1 / line - 1))
         else:
             shifted = self.shift * line / (1 + (self.shift - 1) * line)
+        if self.terminal and shifted[-1] < 1.0:  # a single step has nothing to stretch
+            shifted = 1.0 - (1.0 - shifted) / ((1.0 - shifted[-1]) / (1.0 - self.terminal))
         return torch.cat((shifted, torch.zeros(1)))
 
     def moments(self, sigmas: torch.Tensor) -> torch.Tensor:
-        """The moments that the network is given, in [0, 1], for shares of noise."""
+        """What the network is given for shares of noise, in [0, 1]."""
+        if not self.rising:
+            return sigmas
         return (self.train_steps - sigmas * self.train_steps) / self.train_steps

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from omni_actors.engine.models.z_image.dit import PATCH, Batch, Dit, Prompt, latents_of, patches_of
-from omni_actors.engine.models.z_image.packing import moved
-from omni_actors.engine.models.z_image.schedule import FlowSchedule
+from omni_actors.engine.models.pictures.network import PackedNetwork, Size
+from omni_actors.engine.models.pictures.packing import moved
+from omni_actors.engine.models.pictures.schedule import FlowSchedule
 
 
 @dataclass(frozen=True)
@@ -18,39 +19,32 @@ class PictureSpec:
     """What a picture is made from; it stays the same from its first step to its last.
 
     Args:
-        height: of the latents, even.
-        width: of the latents, even.
+        size: in tokens.
         num_steps: denoising steps.
         seed: of the noise.
-        guidance: how much further than its prompt, away from the negative prompt; 0 for none.
-        states: hidden states of the prompt [tokens, text_width], on the CPU.
-        negative_states: those of the negative prompt; None without guidance.
+        condition: what it is to show, as the network takes it: the states of a prompt, and whatever goes with them.
+        guidance: how much further than its condition, away from the negative one; 0 for none.
+        negative: the condition that it is not to show; None without guidance.
         previews: how many of its steps show what the picture would become.
     """
 
-    height: int
-    width: int
+    size: Size
     num_steps: int
     seed: int
-    states: torch.Tensor
+    condition: Any
     guidance: float = 0.0
-    negative_states: torch.Tensor | None = None
+    negative: Any = None
     previews: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens of the picture alone."""
-        return self.height // PATCH * (self.width // PATCH)
+        return self.size[0] * self.size[1]
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Height and width in tokens."""
-        return self.height // PATCH, self.width // PATCH
-
-    @property
-    def branches(self) -> int:
-        """Sequences that it has in a batch: two with guidance."""
-        return 1 if self.negative_states is None else 2
+    def conditions(self) -> list[Any]:
+        """One for each sequence that it has in a batch: two with guidance."""
+        return [self.condition] if self.negative is None else [self.condition, self.negative]
 
     def shows_after(self, step: int) -> bool:
         """Whether a preview follows step number `step`, from 1; they are spread evenly, and none follows the last."""
@@ -66,48 +60,49 @@ class Picture:
 
     Args:
         patches: its latents as tokens, f32 [tokens, patch_width], on the device.
-        prompts: that of each branch.
+        conditions: what each of its sequences contributes to every step.
         sigmas: f32 [num_steps + 1], on the CPU.
         done: steps.
     """
 
     spec: PictureSpec
     patches: torch.Tensor
-    prompts: list[Prompt]
+    conditions: list[Any]
     sigmas: torch.Tensor
     done: int = 0
-
-    def latents(self, patches: torch.Tensor | None = None) -> torch.Tensor:
-        """The latents, f32 [channels, height, width]; of other tokens than its own if they are given."""
-        return latents_of(self.patches if patches is None else patches, self.spec.height, self.spec.width)
 
 
 class Denoiser:
     """Takes pictures through their steps.
 
     Args:
-        dit: the network.
+        network: predicts velocities.
         schedule: of the shares of noise.
     """
 
-    def __init__(self, dit: Dit, schedule: FlowSchedule) -> None:
-        self.dit = dit
+    def __init__(self, network: PackedNetwork, schedule: FlowSchedule) -> None:
+        self.network = network
         self.schedule = schedule
         self._members: list[Picture] = []  # of the last batch
-        self._batch: Batch | None = None
+        self._batch: Any = None
 
     @torch.inference_mode()
     def begin(self, spec: PictureSpec) -> Picture:
         """A picture of pure noise. The noise is drawn on the CPU, so that it is the same on every device."""
         generator = torch.Generator().manual_seed(spec.seed)
-        noise = torch.randn((self.dit.config.channels, spec.height, spec.width), generator=generator)
-        states = [spec.states] if spec.negative_states is None else [spec.states, spec.negative_states]
+        network = self.network
+        height, width = (edge * network.patch for edge in spec.size)
+        noise = torch.randn((network.channels, height, width), generator=generator)
         return Picture(
             spec,
-            moved(patches_of(noise).contiguous(), self.dit.device),
-            self.dit.refine_text(states),
+            moved(network.patches_of(noise).contiguous(), network.device),
+            network.condition(spec.conditions),
             self.schedule.sigmas(spec.num_steps, spec.tokens),
         )
+
+    def latents(self, picture: Picture) -> torch.Tensor:
+        """A picture's latents, f32 [channels, height, width]."""
+        return self.network.latents_of(picture.patches, picture.spec.size)
 
     @torch.inference_mode()
     def step(self, pictures: Sequence[Picture]) -> list[torch.Tensor | None]:
@@ -122,7 +117,7 @@ class Denoiser:
             before, after = picture.sigmas[picture.done].item(), picture.sigmas[picture.done + 1].item()
             shown = None
             if picture.spec.shows_after(picture.done + 1):
-                shown = picture.latents(picture.patches + before * velocity)
+                shown = self.network.latents_of(picture.patches + before * velocity, picture.spec.size)
             picture.patches = picture.patches + (before - after) * velocity
             picture.done += 1
             previews.append(shown)
@@ -130,23 +125,23 @@ class Denoiser:
 
     def _velocities(self, pictures: Sequence[Picture]) -> list[torch.Tensor]:
         """Towards the picture, f32 [tokens, patch_width] for each, with guidance applied."""
-        branches = [(picture, prompt) for picture in pictures for prompt in picture.prompts]
+        branches = [(picture, condition) for picture in pictures for condition in picture.conditions]
         same = len(pictures) == len(self._members) and all(map(operator.is_, pictures, self._members))
         if self._batch is None or not same:  # most steps are of the same pictures as the one before
             sizes = [picture.spec.size for picture, _ in branches]
-            self._batch = self.dit.lay_out(sizes, [prompt for _, prompt in branches])
+            self._batch = self.network.lay_out(sizes, [condition for _, condition in branches])
             self._members = list(pictures)
         moments = self.schedule.moments(torch.stack([picture.sigmas[picture.done] for picture, _ in branches]))
         patches = torch.cat([picture.patches for picture, _ in branches])
         velocities = iter(
-            self.dit(patches, moved(moments, self.dit.device), self._batch)
+            self.network(patches, moved(moments, self.network.device), self._batch)
             .float()
             .split([picture.spec.tokens for picture, _ in branches])
         )
         result = []
         for picture in pictures:
             velocity = next(velocities)
-            if picture.spec.branches == 2:
+            if len(picture.conditions) == 2:
                 velocity = velocity + picture.spec.guidance * (velocity - next(velocities))
             result.append(velocity)
         return result

@@ -5,9 +5,11 @@ Needs torch only; vLLM's attention is used where it is installed.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +37,20 @@ class Packing:
         return max(self.lengths)
 
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Packing], torch.Tensor]
-"""Queries, keys and values [tokens, heads, head_dim] -> [tokens, heads, head_dim], each sequence on its own."""
+class Attention(Protocol):
+    """Attention of packed sequences."""
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, keys: Packing | None = None
+    ) -> torch.Tensor:
+        """What each query finds in its own sequence: [tokens, heads, head_dim].
+
+        Args:
+            query: [tokens, heads, head_dim].
+            key: [tokens of the keys, heads, head_dim]; so is `value`.
+            packing: of the queries.
+            keys: that of the keys; None if it is the same. A sequence may have more keys than queries.
+        """
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -55,38 +69,39 @@ def pack(lengths: Sequence[int], device: torch.device) -> Packing:
     return Packing(tuple(lengths), moved(offsets, device), moved(owner, device))
 
 
-def attend_each(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """`Attention` on every device: one call of PyTorch's for each run of sequences of the same length."""
+def attend_each(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, keys: Packing | None = None
+) -> torch.Tensor:
+    """`Attention` on every device: one call of PyTorch's for each run of sequences of the same lengths."""
     heads, head_dim = query.shape[1:]
     results = []
-    begin = 0
-    for length, count in _runs(packing.lengths):
-        end = begin + length * count
-        shape = (count, length, heads, head_dim)
-        own_query, own_key, own_value = (each[begin:end].view(shape).transpose(1, 2) for each in (query, key, value))
+    begin = key_begin = 0
+    for (length, key_length), count in _runs(packing.lengths, (keys or packing).lengths):
+        end, key_end = begin + length * count, key_begin + key_length * count
+        own_query = query[begin:end].view(count, length, heads, head_dim).transpose(1, 2)
+        own_key, own_value = (
+            each[key_begin:key_end].view(count, key_length, heads, head_dim).transpose(1, 2) for each in (key, value)
+        )
         attended = F.scaled_dot_product_attention(own_query, own_key, own_value)
         results.append(attended.transpose(1, 2).reshape(-1, heads, head_dim))
-        begin = end
+        begin, key_begin = end, key_end
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
-def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Lengths with the number of times that each stands in a row."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][0] == length:
-            runs[-1] = length, runs[-1][1] + 1
-        else:
-            runs.append((length, 1))
-    return runs
+def _runs(lengths: Sequence[int], key_lengths: Sequence[int]) -> list[tuple[tuple[int, int], int]]:
+    """Pairs of lengths with the number of times that each stands in a row."""
+    pairs = zip(lengths, key_lengths, strict=True)
+    return [(pair, len(list(group))) for pair, group in itertools.groupby(pairs)]
 
 
-def attend_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing) -> torch.Tensor:
+def attend_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, keys: Packing | None = None
+) -> torch.Tensor:
     """`Attention` for CUDA in half precision: one call of PyTorch's flash attention for the whole batch."""
     from torch.nn.attention.varlen import varlen_attn
 
-    offsets, longest = packing.offsets, packing.longest
-    output = varlen_attn(query, key, value, offsets, offsets, longest, longest)
+    keys = keys or packing
+    output = varlen_attn(query, key, value, packing.offsets, keys.offsets, packing.longest, keys.longest)
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
@@ -103,11 +118,13 @@ def vllm_attention() -> Attention | None:
     if version is None:
         return None
 
-    def attend_vllm(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing) -> torch.Tensor:
-        offsets, longest = packing.offsets, packing.longest
+    def attend_vllm(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, keys: Packing | None = None
+    ) -> torch.Tensor:
+        keys = keys or packing
         output: torch.Tensor = flash_attn_varlen_func(
-            query, key, value, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest,
-            fa_version=version,
+            query, key, value, cu_seqlens_q=packing.offsets, cu_seqlens_k=keys.offsets, max_seqlen_q=packing.longest,
+            max_seqlen_k=keys.longest, fa_version=version,
         )  # fmt: skip
         return output
 
@@ -119,5 +136,5 @@ def fastest_attention(device_type: str, dtype: torch.dtype) -> Attention:
     if device_type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return attend_each
     chosen = vllm_attention() or attend_varlen
-    logger.info("attention of the packed batch: %s", chosen.__name__)
+    logger.info("attention of the packed batch: %s", getattr(chosen, "__name__", chosen))
     return chosen

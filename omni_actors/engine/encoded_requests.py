@@ -1,0 +1,136 @@
+"""Prompts with media between two stages: a request as vLLM's own front end makes it, in vLLM's own encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from omni_actors.engine.tensors import FRAME_PREFIX
+from omni_actors.errors import InvalidPayload, InvalidRequest
+from omni_actors.protocol.payloads import MEDIA_MODALITIES
+from omni_actors.protocol.tensors import DType, HostTensor
+
+MAX_SENT_FRAMES = 256  # tensors in one message
+MAX_FRAMES = 4096
+
+
+class RequestWriter:
+    """Writes what the stage of the model reads (`RequestReader`)."""
+
+    def __init__(self) -> None:
+        self._encoder = MsgpackEncoder()
+
+    def write(self, request: EngineCoreRequest) -> dict[str, HostTensor]:
+        """A request as tensors, which share the memory of its features; nothing may change these any more.
+
+        Raises:
+            InvalidRequest: its media are too many.
+        """
+        frames = self._encoder.encode(request)
+        if len(frames) > MAX_SENT_FRAMES:
+            raise InvalidRequest(
+                f"The media of the prompt make {len(frames)} tensors; at most {MAX_SENT_FRAMES} are allowed."
+            )
+        encoded = {}
+        for index, frame in enumerate(frames):
+            data = memoryview(cast("bytes | bytearray | memoryview", frame)).cast("B")  # never the frame of a socket
+            encoded[f"{FRAME_PREFIX}{index}"] = HostTensor(DType.U8, (data.nbytes,), data)
+        return encoded
+
+
+class RequestReader:
+    """Reads requests, and trusts nothing in them.
+
+    Args:
+        merge_size: patches along an edge of an image's embedding.
+        audio_embeddings: how many embeddings the encoder makes of so many frames of audio.
+    """
+
+    def __init__(self, merge_size: int, audio_embeddings: Callable[[int], int]) -> None:
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._merge_size = merge_size
+        self._audio_embeddings = audio_embeddings
+
+    def read(
+        self, tensors: Mapping[str, HostTensor], token_ids: list[int]
+    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+        """Prompt ids and media features of an encoded EngineCoreRequest; the rest of it is ignored.
+
+        Raises:
+            InvalidPayload: it cannot be read, or its features do not fit its prompt.
+        """
+        names = [f"{FRAME_PREFIX}{index}" for index in range(len(tensors))]
+        if len(tensors) > MAX_FRAMES or set(names) != set(tensors):
+            raise InvalidPayload(f"This stage needs the tensors vllm.0, vllm.1, ...; it got {sorted(tensors)[:8]}.")
+        frames = []
+        for name in names:
+            frame = tensors[name].validate(name)
+            if frame.dtype is not DType.U8 or len(frame.shape) != 1:
+                raise InvalidPayload(f"{name}: needs u8 [bytes]; got {frame.dtype} {list(frame.shape)}.")
+            frames.append(bytearray(frame.data))  # a copy: decoded tensors share its memory, and the frame's is reused
+        try:
+            decoded = self._decoder.decode(frames)
+        except Exception as error:
+            # Hostile frames make the decoder raise anything from IndexError to RuntimeError.
+            raise InvalidPayload(f"The encoded request cannot be read: {type(error).__name__}: {error}") from error
+        prompt = decoded.prompt_token_ids
+        if prompt is None or decoded.prompt_embeds is not None:
+            raise InvalidPayload("The encoded request must hold prompt_token_ids and no prompt_embeds.")
+        if token_ids and token_ids != prompt:
+            raise InvalidPayload("The encoded request and token_ids disagree about the prompt.")
+        features = decoded.mm_features or []
+        for feature in features:
+            check_feature(feature, len(prompt), self._merge_size, self._audio_embeddings)
+        return list(prompt), features
+
+
+def check_feature(
+    feature: MultiModalFeatureSpec, prompt_tokens: int, merge_size: int, audio_embeddings: Callable[[int], int]
+) -> None:
+    """Raise `InvalidPayload` unless one medium's features fit its place in the prompt.
+
+    If the encoder gave more or fewer embeddings than the prompt has places, the step would fail, and with it every
+    request of the batch.
+    """
+    place = feature.mm_position
+    if feature.modality not in MEDIA_MODALITIES:
+        raise InvalidPayload(
+            f"The modality of a medium is one of {', '.join(MEDIA_MODALITIES)}; got {feature.modality!r}."
+        )
+    if place.offset < 0 or place.length < 1 or place.offset + place.length > prompt_tokens:
+        raise InvalidPayload(
+            f"{feature.modality}: the placeholder [{place.offset}, {place.offset + place.length}) is outside the "
+            f"prompt of {prompt_tokens} tokens."
+        )
+    mask = place.is_embed
+    if mask is not None and (mask.dtype is not torch.bool or tuple(mask.shape) != (place.length,)):
+        raise InvalidPayload(f"{feature.modality}: is_embed must be bool [{place.length}].")
+    if feature.data is None or not feature.identifier:
+        raise InvalidPayload(f"{feature.modality}: features or identifier are missing.")
+    try:
+        data = {name: item.data for name, item in feature.data.items()}
+        expected = count_embeddings(feature.modality, data, merge_size, audio_embeddings)
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise InvalidPayload(f"{feature.modality}: the features are incomplete ({error!r}).") from error
+    if expected != (places := place.get_num_embeds()):
+        raise InvalidPayload(f"{feature.modality}: the features give {expected} embeddings for {places} places.")
+
+
+def count_embeddings(
+    modality: str, data: Mapping[str, Any], merge_size: int, audio_embeddings: Callable[[int], int]
+) -> int:
+    """Number of embeddings that the encoder makes of one medium; -1 if its tensors contradict one another."""
+    if modality == "audio":
+        frames = int(data["audio_feature_lengths"])
+        return audio_embeddings(frames) if frames == data["input_audio_features"].shape[-1] and frames >= 1 else -1
+    suffix = "_videos" if modality == "video" else ""
+    time, height, width = (int(size) for size in data[f"{modality}_grid_thw"])
+    patches: int = data[f"pixel_values{suffix}"].shape[0]
+    if min(time, height, width) < 1 or time * height * width != patches or height % merge_size or width % merge_size:
+        return -1
+    return patches // merge_size**2

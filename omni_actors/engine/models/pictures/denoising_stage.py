@@ -1,0 +1,219 @@
+"""A denoising stage: what a picture is to show becomes latents, any mix of pictures in one packed batch.
+
+One step is one denoising step of every picture in it, whatever its size, its number of steps or its guidance.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+
+from omni_actors.config.parameters import check_parameters
+from omni_actors.engine.diffusion_runner import (
+    DiffusionJob,
+    DiffusionModelRunner,
+    DiffusionStream,
+    SingleJob,
+    StepResult,
+)
+from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config, part_tensors
+from omni_actors.engine.models.pictures.denoising import Denoiser, Picture, PictureSpec
+from omni_actors.engine.models.pictures.network import PackedNetwork, without_weights
+from omni_actors.engine.models.pictures.packing import fastest_attention
+from omni_actors.engine.models.pictures.schedule import FlowSchedule
+from omni_actors.engine.tensors import check_rows, to_torch
+from omni_actors.engine.worker_base import omni_options
+from omni_actors.errors import InvalidPayload, InvalidRequest
+from omni_actors.protocol.parameters import Parameter
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.tensors import HostTensor
+from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MAX_STEPS = 1000
+MAX_PIXELS = 2048 * 2048
+MAX_PREVIEWS = 16
+DUMMY_SEED = 0
+
+
+class DenoisingStage(DiffusionModelRunner):
+    """Makes latents, f32 [channels, height, width], of what `spec` reads from a request's input.
+
+    Attributes:
+        defaults: parameters of the published model.
+        latent_pixels: pixels along an edge of a latent pixel.
+        multiple: pixels that a picture's edges are a multiple of.
+        longest_edge: of a picture, in pixels.
+        guidance: the parameter of guidance.
+    """
+
+    defaults: ClassVar[StageParams]
+    latent_pixels: ClassVar[int]
+    multiple: ClassVar[int]
+    guidance: ClassVar[Parameter]
+    longest_edge: int
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.folder = checkpoint_folder(omni_options(vllm_config)["model"])
+        self.configure(part_config(self.folder, "transformer"))
+        self.schedule = self.read_schedule(part_config(self.folder, "scheduler", "scheduler_config.json"))
+        self.dtype = cast("torch.dtype", vllm_config.model_config.dtype)
+        self._compiled = device.type == "cuda" and not vllm_config.model_config.enforce_eager
+        self._pictures: dict[str, Picture] = {}
+
+    # -- the model's
+
+    @abstractmethod
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Take the sizes that the transformer's config.json describes. Raises `ConfigError` for another network's."""
+
+    @abstractmethod
+    def read_schedule(self, config: Mapping[str, Any]) -> FlowSchedule:
+        """The schedule that scheduler_config.json describes. Raises `ConfigError` for one of another kind."""
+
+    @abstractmethod
+    def network(self) -> PackedNetwork:
+        """The network, with any weights."""
+
+    @abstractmethod
+    def load_weights(self, network: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Give the network its weights. Raises `ConfigError` if they do not fit."""
+
+    @abstractmethod
+    def warm_up_condition(self) -> Any:
+        """The condition of a picture that nobody wants."""
+
+    @abstractmethod
+    def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Any, Any, float]:
+        """What the picture is to show, what it is not to (None without guidance), and how much further than it.
+
+        Args:
+            guidance: as the request has it.
+
+        Raises:
+            OmniError: the input is not this model's.
+        """
+
+    @abstractmethod
+    def tokens_of(self, condition: Any) -> int:
+        """Tokens of a condition, for the usage report."""
+
+    @abstractmethod
+    def job(self, spec: PictureSpec) -> DiffusionJob:
+        """The job of a picture, with the memory that it takes."""
+
+    # -- DiffusionModelRunner
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The parameters of a picture."""
+        defaults, edge, fixed = self.defaults, self.longest_edge, len(self.schedule.fixed)
+        return EngineFacts(
+            parameters=(
+                _number("width", self.multiple, edge, defaults.width, "of the picture, in pixels", self.multiple),
+                _number("height", self.multiple, edge, defaults.height, "of the picture, in pixels", self.multiple),
+                _number("num_steps", fixed or 1, fixed or MAX_STEPS, fixed or defaults.num_steps, "denoising steps"),
+                self.guidance,
+                _number("previews", 0, MAX_PREVIEWS, 0, "pictures to show of the way to the final one"),
+            )
+        )
+
+    def load(self, *, dummy: bool) -> None:
+        """Load the network.
+
+        Raises:
+            StartupError: a file of the weights is missing.
+            ConfigError: the weights do not fit the configuration.
+        """
+        network = without_weights(self.network, self.device, self.dtype)
+        if dummy:
+            with torch.random.fork_rng(), torch.inference_mode():
+                torch.manual_seed(DUMMY_SEED)  # the same in every process, so that a replayed request goes on
+                network.draw()
+        else:
+            self.load_weights(network, part_tensors(self.folder, "transformer"))
+        network.attend = fastest_attention(self.device.type, self.dtype)
+        if self._compiled:
+            network.compile()
+        self.denoiser = Denoiser(network, self.schedule)
+
+    def warm_up(self) -> None:
+        """Take a step of one picture, and one of two sequences, for which there is other compiled code."""
+        condition = self.warm_up_condition()
+        steps = len(self.schedule.fixed) or 1
+        for negative in (None, condition) if self.device.type == "cuda" else (None,):
+            self.denoiser.step([self.denoiser.begin(PictureSpec((8, 8), steps, 0, condition, 1.0, negative))])
+        self.denoiser.forget()
+
+    def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
+        """Check a request: its parameters and what its picture is to show."""
+        check_parameters("dit", self.facts.parameters, request.params)
+        params = request.params.merged_over(self.defaults)
+        width, height = params.width or 0, params.height or 0
+        if width * height > MAX_PIXELS:
+            raise InvalidRequest(
+                f"A picture of {width} x {height} pixels is larger than this model makes: at most {MAX_PIXELS} pixels.",
+                field="width",
+            )
+        condition, negative, guidance = self.conditions(inputs, params.guidance_scale or 0.0)
+        edge = self.latent_pixels * self.denoiser.network.patch
+        spec = PictureSpec(
+            size=(height // edge, width // edge),
+            num_steps=len(self.schedule.fixed) or params.num_steps or 1,
+            seed=request.effective_seed,
+            condition=condition,
+            guidance=guidance,
+            negative=negative,
+            previews=params.previews or 0,
+        )
+        return SingleJob(self.job(spec), sum(map(self.tokens_of, spec.conditions)))
+
+    def read_states(self, given: HostTensor | None, name: str, width: int) -> torch.Tensor:
+        """The hidden states of a prompt [tokens, width]. Raises `InvalidPayload` for anything else."""
+        if given is None:
+            raise InvalidPayload(f"This stage needs the hidden states {name!r} of a prompt.")
+        check_rows(given, width, name, minimum=1)
+        return read_finite(given, name)
+
+    def add(self, request_id: str, job: DiffusionJob) -> None:
+        """Bring a picture's noise and its conditions to the device."""
+        self._pictures[request_id] = self.denoiser.begin(job.payload)
+
+    def remove(self, request_id: str) -> None:
+        """Free a picture's latents and conditions. Unknown ids are ignored."""
+        if self._pictures.pop(request_id, None) is not None:
+            self.denoiser.forget()
+
+    def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
+        """Take these pictures a step further; the latents of those that are done come with it."""
+        moving = [key for key in request_ids if self._pictures[key].done < self._pictures[key].spec.num_steps]
+        results = dict.fromkeys(request_ids, StepResult())
+        for key, preview in zip(moving, self.denoiser.step([self._pictures[key] for key in moving]), strict=True):
+            picture = self._pictures[key]
+            if picture.done == picture.spec.num_steps:
+                results[key] = StepResult({"latents": self.denoiser.latents(picture)})
+            elif preview is not None:
+                results[key] = StepResult({"preview": preview})
+        return results
+
+    def omni_counts(self) -> dict[str, int]:
+        """Pictures in progress."""
+        return {"latents": len(self._pictures)}
+
+
+def read_finite(given: HostTensor, name: str) -> torch.Tensor:
+    """A tensor on the CPU. Raises `InvalidPayload` if a value is not finite."""
+    tensor = to_torch(given, name)
+    if not torch.isfinite(tensor).all():
+        raise InvalidPayload(f"{name} holds NaN or infinite values.")
+    return tensor
+
+
+def _number(name: str, least: int, most: int, default: int | None, about: str, multiple: int = 0) -> Parameter:
+    return Parameter(name, "int", least, most, multiple_of=multiple, default=default, about=about)

@@ -1,0 +1,322 @@
+"""The diffusion transformer of Qwen-Image-2.1, for packed batches.
+
+A sequence is a prompt, the pictures that it refers to in the places where it does, and then the picture that is made;
+guidance makes two sequences of one picture. All before the picture that is made, the prefix, sees only what comes
+before it, and has one modulation at any moment. So its keys and values are the same in every step: `condition` computes
+them once per request, and a step computes the tokens of the pictures that are made, which see their whole sequence.
+Torch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from omni_actors.engine.models.pictures.layers import MOMENT_WAVES, RmsNorm, gated, rotate, rotation_at, waves
+from omni_actors.engine.models.pictures.network import PackedNetwork, Size
+from omni_actors.engine.models.pictures.packing import Attention, Packing, attend_each, moved, pack
+
+PATCH = 1  # latent pixels along an edge of a token
+TIME_SCALE = 1000.0
+THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class DitConfig:
+    """Sizes of the network; the defaults are the published ones.
+
+    Args:
+        channels: of the latents.
+        layers: of the network.
+        heads: of attention.
+        head_width: of one of them.
+        text_width: of the text encoder's hidden states.
+        widening: of a token inside a layer.
+        axes: rotary dimensions of a head along time, height and width.
+        eps: of the norms.
+    """
+
+    channels: int = 64
+    layers: int = 32
+    heads: int = 32
+    head_width: int = 128
+    text_width: int = 4096
+    widening: int = 3
+    axes: tuple[int, int, int] = (16, 56, 56)
+    eps: float = 1e-6
+
+    @property
+    def width(self) -> int:
+        """Of a token."""
+        return self.heads * self.head_width
+
+    @property
+    def prefix_width(self) -> int:
+        """Values that are kept of a token of a prefix: its keys and values in every layer."""
+        return 2 * self.layers * self.width
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A prompt with the pictures it refers to.
+
+    Args:
+        states: hidden states of its text [tokens, text_width], on the CPU.
+        runs: tokens of the text before each picture, and after the last one.
+        references: latents of the pictures, f32 [channels, height, width] each, on the CPU.
+    """
+
+    states: torch.Tensor
+    runs: tuple[int, ...]
+    references: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole prefix."""
+        return len(self.states) + sum(one[0].numel() for one in self.references)
+
+    @property
+    def reach(self) -> int:
+        """Positions along the first axis that it takes: a picture as many as its longer edge."""
+        return len(self.states) + sum(max(one.shape[1:]) for one in self.references)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a condition contributes to every step of its request.
+
+    Args:
+        keys: of each layer, [tokens, heads, head_width]; so are `values`.
+        reach: see `Condition`.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    reach: int
+
+    @property
+    def tokens(self) -> int:
+        """Of the prefix."""
+        return len(self.keys[0])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where everything lies in a batch of sequences; the same for as long as the sequences are the same.
+
+    Args:
+        prefixes: of the sequences.
+        pictures: packing of the pictures.
+        sequences: packing of prefixes and pictures.
+        rotation: f32 [tokens of the pictures, head_width / 2, 2].
+    """
+
+    prefixes: Sequence[Prefix]
+    pictures: Packing
+    sequences: Packing
+    rotation: torch.Tensor
+
+
+class _TextNorm(nn.Module):
+    """A norm whose weight is kept less one. In bfloat16 one more than it could not be kept exactly."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(tokens.float(), self.weight.shape, self.weight.float() + 1.0, self.eps).to(tokens.dtype)
+
+
+class Block(nn.Module):
+    """A transformer layer; how it scales and gates its tokens is computed once for all layers."""
+
+    def __init__(self, config: DitConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads, self.eps = config.heads, config.eps
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.norm_q = RmsNorm(config.head_width, config.eps)
+        self.norm_k = RmsNorm(config.head_width, config.eps)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 2 * config.widening * width, bias=False)
+        self.down = nn.Linear(config.widening * width, width, bias=False)
+
+    def before(
+        self, tokens: torch.Tensor, factors: torch.Tensor, rotation: torch.Tensor, owner: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each [tokens, heads, head_width]; `factors` is [sequences, 4 * width]."""
+        scale = factors.chunk(4, -1)[0]
+        normed = F.layer_norm(tokens, tokens.shape[-1:], eps=self.eps) * (1.0 + scale)[owner]
+        query, key, value = self.qkv(normed).unflatten(-1, (3 * self.heads, -1)).chunk(3, 1)
+        return rotate(self.norm_q(query), rotation), rotate(self.norm_k(key), rotation), value
+
+    def after(
+        self, tokens: torch.Tensor, attended: torch.Tensor, factors: torch.Tensor, owner: torch.Tensor
+    ) -> torch.Tensor:
+        """The layer's output from what attention gave, [tokens, heads, head_width]."""
+        _, gate, scale, gate_up = factors.chunk(4, -1)
+        tokens = tokens + gate.tanh()[owner] * self.out(attended.flatten(1))
+        normed = F.layer_norm(tokens, tokens.shape[-1:], eps=self.eps) * (1.0 + scale)[owner]
+        return tokens + gate_up.tanh()[owner] * gated(self.up, self.down, normed)
+
+
+class Dit(PackedNetwork):
+    """The network: predicts the velocity of latents, from noise at moment 1 to a picture at moment 0.
+
+    Args:
+        config: its sizes.
+        attend: the attention of its steps.
+    """
+
+    def __init__(self, config: DitConfig, attend: Attention = attend_each) -> None:
+        super().__init__(config.channels, PATCH, attend)
+        self.config = config
+        width = config.width
+        self.embed = nn.Linear(config.channels, width, bias=False)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.moment_in = nn.Linear(MOMENT_WAVES, width, bias=False)
+        self.moment_out = nn.Linear(width, width, bias=False)
+        self.modulation = nn.Linear(width, 4 * width, bias=False)
+        self.text_norm = _TextNorm(config.text_width, config.eps)
+        self.text_in = nn.Linear(config.text_width, width, bias=False)
+        self.text_out = nn.Linear(width, width, bias=False)
+        self.final_modulation = nn.Linear(width, width, bias=False)
+        self.final = nn.Linear(width, config.channels, bias=False)
+
+    def blocks(self) -> Iterator[Any]:
+        """All share two pieces of code."""
+        yield from self.layers
+
+    def condition(self, given: Sequence[Condition]) -> list[Prefix]:
+        """The prefixes of conditions, one after the other: each fills the device, or takes next to no time."""
+        return [self._prefix(each) for each in given]
+
+    def _prefix(self, given: Condition) -> Prefix:
+        tokens, ends, positions = self._line_up(given)
+        rotation = self._rotation(positions)
+        owner = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
+        factors = self._factors(self._moment(torch.zeros(1, device=self.device)))
+        keys, values = [], []
+        for block in self.blocks():
+            query, key, value = block.before(tokens, factors, rotation, owner)
+            keys.append(key.contiguous())
+            values.append(value.contiguous())
+            if len(keys) < len(self.layers):  # nothing reads what the last layer makes of a prefix
+                tokens = block.after(tokens, _attend_backwards(query, key, value, ends), factors, owner)
+        return Prefix(keys, values, given.reach)
+
+    def _line_up(self, given: Condition) -> tuple[torch.Tensor, list[tuple[int, bool]], list[torch.Tensor]]:
+        """The tokens of a prefix [tokens, width], where each run ends and whether it is text, and positions."""
+        states = moved(given.states, self.device).to(self.dtype)
+        texts = self.text_out(F.gelu(self.text_in(self.text_norm(states)), approximate="tanh")).split(given.runs)
+        parts: list[torch.Tensor] = []
+        ends: list[tuple[int, bool]] = []
+        positions: list[torch.Tensor] = []
+        reach = end = 0
+        for index, text in enumerate(texts):
+            if len(text):
+                parts.append(text)
+                positions.append(torch.arange(reach, reach + len(text))[:, None].expand(-1, 3))
+                reach, end = reach + len(text), end + len(text)
+                ends.append((end, True))
+            if index < len(given.references):
+                latents = given.references[index]
+                height, width = latents.shape[1:]
+                parts.append(self.embed(moved(self.patches_of(latents), self.device).to(self.dtype)))
+                positions.append(_grid(height, width, reach))
+                reach, end = reach + max(height, width), end + height * width
+                ends.append((end, False))
+        return torch.cat(parts), ends, positions
+
+    def lay_out(self, pictures: Sequence[Size], conditions: Sequence[Prefix]) -> Batch:
+        """The batch of sequences with these pictures and these prefixes."""
+        lengths = [height * width for height, width in pictures]
+        positions = [_grid(*size, prefix.reach) for size, prefix in zip(pictures, conditions, strict=True)]
+        whole = [prefix.tokens + length for prefix, length in zip(conditions, lengths, strict=True)]
+        return Batch(
+            prefixes=tuple(conditions),
+            pictures=pack(lengths, self.device),
+            sequences=pack(whole, self.device),
+            rotation=self._rotation(positions),
+        )
+
+    def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The velocity towards the picture.
+
+        Args:
+            patches: [tokens, channels], the sequences' pictures one after the other.
+            moments: f32 [sequences], the shares of noise.
+            batch: of these sequences.
+
+        Returns:
+            [tokens, channels]
+        """
+        moment = self._moment(moments)
+        factors, owner = self._factors(moment), batch.pictures.owner
+        tokens = self.embed(patches.to(self.dtype))
+        for layer, block in enumerate(self.blocks()):
+            query, key, value = block.before(tokens, factors, batch.rotation, owner)
+            keys = _joined([prefix.keys[layer] for prefix in batch.prefixes], key, batch.pictures)
+            values = _joined([prefix.values[layer] for prefix in batch.prefixes], value, batch.pictures)
+            tokens = block.after(
+                tokens, self.attend(query, keys, values, batch.pictures, batch.sequences), factors, owner
+            )
+        scale = 1.0 + self.final_modulation(F.silu(moment))
+        normed = F.layer_norm(tokens, tokens.shape[-1:], eps=self.config.eps) * scale[owner]
+        velocity: torch.Tensor = -self.final(normed)
+        return velocity
+
+    def _moment(self, moments: torch.Tensor) -> torch.Tensor:
+        """[n, width]. The moments are rounded as diffusers rounds them, in the type of the weights."""
+        rounded = (moments * TIME_SCALE).to(self.dtype) / TIME_SCALE
+        hidden = self.moment_in(waves(rounded.float(), TIME_SCALE).to(self.dtype))
+        moment: torch.Tensor = self.moment_out(F.silu(hidden))
+        return moment
+
+    def _factors(self, moment: torch.Tensor) -> torch.Tensor:
+        factors: torch.Tensor = self.modulation(F.silu(moment))
+        return factors
+
+    def _rotation(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
+        # In the precision of diffusers, whose angles these have to be.
+        return moved(rotation_at(torch.cat(list(positions)), self.config.axes, THETA, torch.float32), self.device)
+
+
+def _grid(height: int, width: int, frame: int) -> torch.Tensor:
+    """Positions i64 [tokens, 3] of a picture: all at one point of time, and around the middle of the picture."""
+    positions = torch.full((height, width, 3), frame)
+    positions[..., 1] = torch.arange(height)[:, None] - (height - height // 2)
+    positions[..., 2] = torch.arange(width) - (width - width // 2)
+    return positions.view(-1, 3)
+
+
+def _joined(prefixes: Sequence[torch.Tensor], own: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Keys or values of whole sequences: of each its prefix's, and then those of its picture."""
+    return torch.cat([part for pair in zip(prefixes, own.split(packing.lengths), strict=True) for part in pair])
+
+
+def _attend_backwards(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: Sequence[tuple[int, bool]]
+) -> torch.Tensor:
+    """Attention within a prefix: a token sees all before it, and in a picture the whole picture."""
+    query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
+    parts, begin = [], 0
+    for end, text in ends:
+        mask = None
+        if text and begin:
+            mask = torch.ones(end - begin, end, dtype=torch.bool, device=query.device).tril(begin)
+        own = query[:, :, begin:end]
+        parts.append(
+            F.scaled_dot_product_attention(
+                own, key[:, :, :end], value[:, :, :end], attn_mask=mask, is_causal=text and not begin
+            )
+        )
+        begin = end
+    return torch.cat(parts, 2)[0].transpose(0, 1)

@@ -1,0 +1,188 @@
+"""Qwen-Image's denoising stage: hidden states of prompts, and the latents of pictures that they refer to, to latents.
+
+The two come from two stages. The latents of each picture have a name of their own, so that `passthrough` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from omni_actors.config.checkpoint import INDEX_NAME, read_json_object
+from omni_actors.engine.diffusion_runner import DiffusionJob
+from omni_actors.engine.encoder import RUNS
+from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.pictures.denoising import PictureSpec
+from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage, read_finite
+from omni_actors.engine.models.pictures.schedule import FlowSchedule
+from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
+from omni_actors.engine.models.qwen_image.dit import Condition, Dit, DitConfig
+from omni_actors.engine.models.qwen_image.pictures import LATENT_PIXELS, MAX_REFERENCES, MULTIPLE, reference
+from omni_actors.engine.models.qwen_image.weights import load
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.protocol.parameters import Parameter
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.tensors import HostTensor
+from omni_actors.stage.engine_interface import StageInputs
+
+STATES, NEGATIVE_STATES = "states", "negative_states"  # names of the prompts' hidden states [tokens, text_width]
+LONGEST_EDGE = 4096  # of a picture
+MAX_REACH = 8192  # positions that the model was made for
+DEFAULTS = StageParams(width=1024, height=1024, num_steps=40, guidance_scale=1.0, previews=0)
+# Activations of a step in values of `width` per token: queries, keys and values, the wider layer's two halves with what
+# is made of them, and keys and values of whole sequences.
+ACTIVATIONS = 18
+
+
+class QwenImageDit(DenoisingStage):
+    """Hidden states and latents of pictures to latents, f32 [channels, height / 16, width / 16]."""
+
+    defaults = DEFAULTS
+    latent_pixels = LATENT_PIXELS
+    multiple = MULTIPLE
+    longest_edge = LONGEST_EDGE
+    guidance = Parameter(
+        "guidance_scale", "float", 1.0, 100.0, default=DEFAULTS.guidance_scale,
+        about="how far the picture keeps from its negative prompt, without which it has to be 1; above 1, half as fast",
+    )  # fmt: skip
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Take the sizes that the transformer's config.json describes."""
+        self.config = dit_config(config)
+
+    def read_schedule(self, config: Mapping[str, Any]) -> FlowSchedule:
+        """The schedule that scheduler_config.json describes, with the steps that model_index.json may give."""
+        fixed = read_json_object(self.folder / INDEX_NAME).get("sample_sigmas") or ()
+        try:
+            return FlowSchedule.from_config(config, rising=False, fixed=tuple(float(share) for share in fixed))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"sample_sigmas in the checkpoint's {INDEX_NAME} are no numbers: {error}.") from error
+
+    def network(self) -> Dit:
+        """The network, with any weights."""
+        return Dit(self.config)
+
+    def load_weights(self, network: Dit, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Give the network its weights."""
+        load(network, weights)
+
+    def warm_up_condition(self) -> Condition:
+        """A prompt of two tokens."""
+        return Condition(torch.zeros(2, self.config.text_width), (2,))
+
+    def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Condition, Condition | None, float]:
+        """Prompt and negative prompt, which both refer to the same pictures."""
+        references = self._references(inputs.tensors)
+        condition = self._condition(inputs.tensors, STATES, references)
+        if guidance > 1.0 and NEGATIVE_STATES not in inputs.tensors:
+            raise InvalidRequest(
+                f"guidance_scale {guidance:g} needs a negative_prompt, from which this model keeps away.",
+                hint='Send one, such as " ", or leave guidance_scale at 1.',
+                field="guidance_scale",
+            )
+        if NEGATIVE_STATES not in inputs.tensors:
+            return condition, None, 0.0
+        if guidance <= 1.0:
+            raise InvalidRequest(
+                "A negative_prompt needs a guidance_scale above 1; at 1 this model does not read it.",
+                hint="Set guidance_scale, to 4 for example.",
+                field="negative_prompt",
+            )
+        return condition, self._condition(inputs.tensors, NEGATIVE_STATES, references), guidance - 1.0
+
+    def _references(self, tensors: Mapping[str, HostTensor]) -> tuple[torch.Tensor, ...]:
+        found = []
+        for index in range(MAX_REFERENCES):
+            name = reference(index)
+            if (given := tensors.get(name)) is None:
+                break
+            given.validate(name)
+            if len(given.shape) != 3 or given.shape[0] != self.config.channels or 0 in given.shape:
+                raise InvalidPayload(f"{name} needs the shape [{self.config.channels}, height, width].")
+            found.append(read_finite(given, name).float())
+        return tuple(found)
+
+    def _condition(
+        self, tensors: Mapping[str, HostTensor], name: str, references: tuple[torch.Tensor, ...]
+    ) -> Condition:
+        states = self.read_states(tensors.get(name), name, self.config.text_width)
+        given = tensors.get(name + RUNS)
+        runs = tuple(read_finite(given, name + RUNS).flatten().tolist()) if given is not None else (len(states),)
+        if len(runs) != len(references) + 1 or min(runs) < 0 or sum(runs) != len(states):
+            raise InvalidPayload(
+                f"{name}: {len(states)} states in runs of {list(runs)} do not go between {len(references)} pictures."
+            )
+        condition = Condition(states, runs, references)
+        if condition.reach > MAX_REACH:
+            raise PromptTooLong(
+                f"Prompt and pictures reach {condition.reach} positions far; this model takes {MAX_REACH}.",
+                hint="Send a shorter prompt, or fewer pictures.",
+            )
+        return condition
+
+    def tokens_of(self, condition: Condition) -> int:
+        """Tokens of a prompt and its pictures."""
+        return condition.tokens
+
+    def job(self, spec: PictureSpec) -> DiffusionJob:
+        """The job of a picture: latents, and the keys and values of its prefixes are held."""
+        prefixes = [each.tokens for each in spec.conditions]
+        tokens = spec.tokens * len(prefixes)
+        config, itemsize = self.config, self.dtype.itemsize
+        rotation = 4 * sum(config.axes)
+        # Prefixes are computed with the first step. In the others only their keys and values are gathered.
+        most = max(tokens, max(prefixes)) * (ACTIVATIONS * config.width * itemsize + rotation)
+        return DiffusionJob(
+            spec,
+            spec.num_steps,
+            step_bytes=most + 2 * sum(prefixes) * config.width * itemsize,
+            final_bytes=most + 2 * sum(prefixes) * config.width * itemsize,
+            held_bytes=4 * config.channels * spec.tokens + sum(prefixes) * config.prefix_width * itemsize,
+            tokens=tokens,
+            reports_progress=spec.num_steps > 1,
+        )
+
+
+def dit_config(config: Mapping[str, Any]) -> DitConfig:
+    """The sizes that a transformer's config.json describes.
+
+    Raises:
+        ConfigError: it describes another network, or lacks a size.
+    """
+    name = config.get("_class_name")
+    if name != "QwenImage21Transformer2DModel":
+        raise ConfigError(f"The checkpoint's transformer is {name!r}, not QwenImage21Transformer2DModel.")
+    try:
+        expected = {"patch_size": 1, "causal_condition": True, "out_channels": config["in_channels"]}
+        for key, value in expected.items():
+            if config.get(key, value) != value:
+                raise ConfigError(
+                    f"The checkpoint's transformer has {key} {config[key]!r}; only {value!r} is supported."
+                )
+        return DitConfig(
+            channels=config["in_channels"],
+            layers=config["num_layers"],
+            heads=config["num_attention_heads"],
+            head_width=config["attention_head_dim"],
+            text_width=config["context_in_dim"],
+            widening=config["mlp_ratio"],
+            axes=tuple(config["axes_dims_rope"]),
+            eps=config["eps"],
+        )
+    except KeyError as error:
+        raise ConfigError(f"The config.json of the checkpoint's transformer has no {error}.") from error
+
+
+SPEC = ModelSpec(
+    kind="diffusion",
+    folder="text_encoder",
+    hf_overrides=placeholder_overrides("vision_config", MAX_STEPS),
+    vllm_models={ARCHITECTURE: PlaceholderModel},
+    # Tokens in a step: those of one picture of 512 x 512 with guidance, or of two without.
+    engine={"max_num_seqs": 32, "max_num_batched_tokens": 2048, "dtype": "bfloat16"},
+    required={"max_model_len": MAX_STEPS + 1, "skip_tokenizer_init": True},
+    params=DEFAULTS,
+    runner="omni_actors.engine.models.qwen_image.dit_stage.QwenImageDit",
+)

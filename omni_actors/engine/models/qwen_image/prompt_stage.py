@@ -1,0 +1,188 @@
+"""Qwen-Image's prompt stage: texts to token ids, and pictures to what the two encoders take of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.engine.input_processor import InputProcessor
+
+from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.encoded_requests import RequestWriter
+from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.qwen_image import text_encoder_stage
+from omni_actors.engine.models.qwen_image.pictures import MAX_REFERENCES, MULTIPLE, REFERENCE_SIZE, picture, scaled_size
+from omni_actors.engine.models.qwen_image.prompt_template import (
+    NEGATIVE_TOKENS,
+    PICTURE_TOKEN,
+    PictureTemplate,
+    text_of,
+    written,
+)
+from omni_actors.engine.tensors import to_host
+from omni_actors.engine.text_prompts import NO_PARAMS, TextPromptProcessor
+from omni_actors.errors import InvalidRequest
+from omni_actors.media.decoders import Decoder
+from omni_actors.media.limits import MediaLimits
+from omni_actors.media.messages import LAYERED_FILE, Item
+from omni_actors.protocol.parameters import Parameter
+from omni_actors.protocol.payloads import Media, MediaEncoding, Prompt, StageParams
+from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.stage.engine_interface import StageInputs
+
+LARGEST_SIZE = 2048
+MAX_CHARACTERS = 65_536
+
+
+class QwenImagePrompts(TextPromptProcessor):
+    """Turns a prompt with up to ten pictures into token ids, encoded features, and pixels for the VAE encoder."""
+
+    parameters = (
+        Parameter("negative_prompt", "text", most=MAX_CHARACTERS, about="what the picture should not show"),
+        Parameter(
+            "reference_size", "int", MULTIPLE, LARGEST_SIZE, multiple_of=MULTIPLE, default=REFERENCE_SIZE,
+            about="edge of the square whose area reference pictures are scaled to, in pixels",
+        ),
+    )  # fmt: skip
+
+    def __init__(self, config: VllmConfig, limits: MediaLimits) -> None:
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        allowed = {"image": MAX_REFERENCES, "audio": 0, "video": 0}
+        super().__init__(config, tokenizer, PictureTemplate(), limits, allowed)
+        self._picture_token: int = tokenizer.convert_tokens_to_ids(PICTURE_TOKEN)
+        self._input_processor = InputProcessor(config)
+        self._writer = RequestWriter()
+        self._one_at_a_time = threading.Lock()  # vLLM's objects are not made for several threads
+
+    @classmethod
+    def of(cls, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> QwenImagePrompts:
+        """The processor of a checkpoint."""
+        return cls(config, limits)
+
+    def shutdown(self) -> None:
+        """End the threads of vLLM's renderer."""
+        self._input_processor.renderer.shutdown()
+
+    def check(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
+        """See `TextPromptProcessor.check`; a prompt is one message of the user."""
+        tensors = super().check(prompt, inputs)
+        if not text_of(prompt).strip():
+            raise InvalidRequest("The prompt has no text.", hint="Say what the picture is to show.", field="prompt")
+        return tensors
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        tensors: Sequence[HostTensor],
+        decoder: Decoder | None = None,
+        params: StageParams = NO_PARAMS,
+    ) -> tuple[list[int], dict[str, HostTensor]]:
+        """The token ids of a checked prompt; as tensors those of its negative prompt, and what its pictures become."""
+        token_ids = self._counted(self._tokenize(prompt), len(prompt.media))
+        negative = None
+        if params.negative_prompt is not None:
+            text = written(params.negative_prompt, len(prompt.media))
+            negative = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            negative = self._counted(negative, len(prompt.media))
+        found: dict[str, HostTensor] = {}
+        if prompt.media and decoder is not None:
+            size = int((params.extra_args or {}).get("reference_size", REFERENCE_SIZE))
+            pictures = [_scaled(each, size) for each in self._decode(prompt, tensors, decoder)]
+            token_ids, found, lengths = self._encoded(request_id, token_ids, pictures)
+            negative = self._filled(negative, lengths) if negative is not None else None
+            for index, each in enumerate(pictures):
+                found[picture(index)] = to_host(torch.from_numpy(np.array(each)))
+        if negative is not None:
+            self._check_length(len(negative))
+            found[NEGATIVE_TOKENS] = to_host(torch.tensor(negative, dtype=torch.int64))
+        self._check_length(len(token_ids))
+        return token_ids, found
+
+    def _counted(self, token_ids: list[int], pictures: int) -> list[int]:
+        """The ids, if they have a placeholder for each picture; one inside a text would take the picture of another."""
+        if (found := token_ids.count(self._picture_token)) != pictures:
+            raise InvalidRequest(
+                f"The prompt contains {PICTURE_TOKEN} {found - pictures} times.", hint="Remove it from the text."
+            )
+        return token_ids
+
+    def _decode(self, prompt: Prompt, tensors: Sequence[HostTensor], decoder: Decoder) -> list[Image.Image]:
+        """The pictures in the order of the message, with an alpha channel."""
+        order = [part.media for message in prompt.messages for part in message.content if part.media is not None]
+        given = [(prompt.media[index], tensors[index], f"media {index} (image)") for index in order]
+        files = [
+            (Item(LAYERED_FILE, name, _size(tensor)), tensor.data) for media, tensor, name in given if _is_file(media)
+        ]
+        used = sum(_size(tensor) for media, tensor, _ in given if not _is_file(media))
+        decoded = iter(decoder.decode(files, self.limits, used) if files else ())
+        return [
+            Image.fromarray(next(decoded), "RGBA") if _is_file(media) else _array(tensor) for media, tensor, _ in given
+        ]
+
+    def _encoded(
+        self, request_id: str, token_ids: list[int], pictures: Sequence[Image.Image]
+    ) -> tuple[list[int], dict[str, HostTensor], list[int]]:
+        """The ids with a placeholder for each of a picture's tokens, the encoded request, and the pictures' tokens."""
+        given: Any = {
+            "prompt_token_ids": token_ids,
+            "multi_modal_data": {"image": [_on_white(one) for one in pictures]},
+        }
+        with self._one_at_a_time:
+            (engine_input,) = self._input_processor.renderer.render_cmpl([given])
+            self._check_length(len(engine_input["prompt_token_ids"]))
+            request = self._input_processor.process_inputs(
+                request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
+            )
+        lengths = [feature.mm_position.length for feature in request.mm_features or ()]
+        return list(request.prompt_token_ids or ()), self._writer.write(request), lengths
+
+    def _filled(self, token_ids: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """The ids with as many placeholders for each picture as it has tokens."""
+        rest = iter(lengths)
+        return [token for each in token_ids for token in [each] * (next(rest) if each == self._picture_token else 1)]
+
+
+def _size(tensor: HostTensor) -> int:
+    return memoryview(tensor.data).nbytes
+
+
+def _is_file(media: Media) -> bool:
+    return media.encoding is MediaEncoding.FILE
+
+
+def _array(tensor: HostTensor) -> Image.Image:
+    """A picture u8 [height, width, 3], which is opaque."""
+    if tensor.dtype is not DType.U8:
+        raise InvalidRequest(f"A picture needs u8; got {tensor.dtype}.")
+    pixels = np.frombuffer(tensor.data, dtype=np.uint8).reshape(tensor.shape)
+    return Image.fromarray(pixels, "RGB").convert("RGBA")
+
+
+def _scaled(image: Image.Image, size: int) -> Image.Image:
+    return image.resize(scaled_size(*image.size, size), Image.Resampling.LANCZOS)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """An opaque picture, as the text encoder sees them."""
+    white = Image.new("RGB", image.size, (255, 255, 255))
+    white.paste(image, mask=image.getchannel("A"))
+    return white
+
+
+SPEC = ModelSpec(
+    kind="prompt",
+    folder="text_encoder",
+    tokens_folder=text_encoder_stage.PROCESSOR,
+    hf_overrides=text_encoder_stage.encoder_config,
+    vllm_models=text_encoder_stage.SPEC.vllm_models,
+    engine=text_encoder_stage.SPEC.engine,
+    prompts="omni_actors.engine.models.qwen_image.prompt_stage.QwenImagePrompts",
+)

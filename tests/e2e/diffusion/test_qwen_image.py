@@ -1,0 +1,203 @@
+"""Tests of Qwen-Image's denoising stage, its VAE and its VAE encoder, in this process, against diffusers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.engine.models.pictures.denoising import Denoiser, Picture
+from omni_actors.engine.tensors import to_host, to_torch
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, ModelOutputInvalid, OmniError, StartupError
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import (
+    EngineEvent,
+    ErrorEvent,
+    FinishedEvent,
+    ImageEvent,
+    LatentsEvent,
+    StageInputs,
+    StageRequest,
+    StreamEvent,
+)
+from tests.support.picture_wishes import engine, equal, request, run
+from tests.support.qwen_image import REFERENCE_SIZE, WISHES, Painter
+from tools.checkpoints.qwen_image import tiny_pipeline
+
+FOX, EDIT, THREE = WISHES[0], WISHES[3], WISHES[4]
+
+
+@pytest.fixture(scope="module")
+def painter() -> Painter:
+    return Painter(tiny_pipeline())
+
+
+@pytest.fixture(scope="module")
+def dit(tiny_qwen_image: Path) -> Iterator[DiffusionEngine]:
+    # A step takes two or three of the wishes' pictures.
+    made = engine(tiny_qwen_image, "dit", max_num_batched_tokens=1001)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_qwen_image: Path) -> Iterator[DiffusionEngine]:
+    made = engine(tiny_qwen_image, "vae_encoder")
+    yield made
+    made.shutdown()
+
+
+def latents_of(events: list[EngineEvent], name: str) -> torch.Tensor:
+    (latents,) = [e.latents for e in events if isinstance(e, LatentsEvent) and e.request_id == name and not e.preview]
+    return to_torch(latents)
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).abs().max() < 1e-5 * other.abs().max().clamp(min=1.0))
+
+
+def test_mixed_pictures_that_join_one_after_the_other_are_those_of_diffusers_and_the_same_alone(dit, painter):
+    waiting = list(WISHES)
+
+    def join(step: int) -> None:
+        if waiting and step % 3 == 0:
+            wish = waiting.pop(0)
+            dit.start(request(wish), painter.inputs(wish))
+
+    together = run(dit, join)
+    for wish in WISHES:
+        latents = latents_of(together, wish.name)
+        assert close(latents, painter.latents(wish)), wish
+        dit.start(request(wish), painter.inputs(wish))
+        assert close(latents_of(run(dit), wish.name), latents), wish
+    assert not any(dit.counts().values())
+
+
+def test_with_one_place_every_picture_is_computed_alone_and_has_the_same_bits(tiny_qwen_image, painter, monkeypatch):
+    batches: list[int] = []
+    step = Denoiser.step
+
+    def watched(self: Denoiser, pictures: Sequence[Picture]) -> list[torch.Tensor | None]:
+        batches.append(len(pictures))
+        return step(self, pictures)
+
+    fixed = engine(tiny_qwen_image, "dit", max_num_seqs=1)
+    monkeypatch.setattr(Denoiser, "step", watched)
+    found = []
+    for wishes in ([EDIT], [FOX, EDIT, THREE]):
+        for wish in wishes:
+            fixed.start(request(wish), painter.inputs(wish))
+        found.append(latents_of(run(fixed), EDIT.name))
+    assert set(batches) == {1}
+    assert torch.equal(*found)
+    fixed.shutdown()
+
+
+def test_latents_that_turn_into_nan_fail_their_request_alone(dit, painter, monkeypatch):
+    step = Denoiser.step
+
+    def poisoned(self: Denoiser, pictures: Sequence[Picture]) -> list[torch.Tensor | None]:
+        for picture in pictures:
+            if picture.spec.seed == EDIT.seed and picture.done == 4:
+                picture.patches = torch.full_like(picture.patches, torch.nan)
+        return step(self, pictures)
+
+    monkeypatch.setattr(Denoiser, "step", poisoned)
+    for wish in (EDIT, FOX):
+        dit.start(request(wish), painter.inputs(wish))
+    events = run(dit)
+    (error,) = [event.error for event in events if isinstance(event, ErrorEvent)]
+    assert isinstance(error, ModelOutputInvalid)
+    assert close(latents_of(events, FOX.name), painter.latents(FOX))
+    assert not any(dit.counts().values())
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"states": torch.full((20, 64), float("nan"))}, InvalidPayload, "NaN"),
+        ({"reference_0": torch.full((16, 8, 8), float("inf"))}, InvalidPayload, "reference_0 holds NaN"),
+        ({"reference_0": torch.zeros(4, 8, 8)}, InvalidPayload, r"\[16, height, width\]"),
+        ({"reference_1": torch.zeros(16, 4, 4)}, InvalidPayload, "do not go between 2 pictures"),
+        ({"states_runs": torch.tensor([1, 2])}, InvalidPayload, r"in runs of \[1, 2\]"),
+        ({"reference_0": torch.zeros(16, 2, 9000)}, OmniError, "positions far; this model takes 8192"),
+        ({"negative_states": torch.zeros(3, 64)}, InvalidRequest, "needs a guidance_scale above 1"),
+    ],
+)
+def test_bad_input_is_refused_and_leaves_nothing_behind(dit, painter, change, kind, message):
+    tensors = {**painter.inputs(EDIT).tensors, **{name: to_host(tensor) for name, tensor in change.items()}}
+    with pytest.raises(kind, match=message):
+        dit.start(request(EDIT), StageInputs(tensors=tensors))
+    assert not any(dit.counts().values())
+
+
+def pixels_of(painter: Painter, sizes: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    noise = torch.Generator().manual_seed(0)
+    return {
+        f"picture_{index}": torch.randint(0, 256, (height, width, 4), generator=noise, dtype=torch.uint8)
+        for index, (width, height) in enumerate(sizes)
+    }
+
+
+def encode(encoder: DiffusionEngine, pictures: dict[str, torch.Tensor]) -> list[EngineEvent]:
+    inputs = StageInputs(tensors={name: to_host(pixels) for name, pixels in pictures.items()})
+    encoder.start(StageRequest("edit", StageParams(), seed=0), inputs)
+    return run(encoder)
+
+
+def test_the_vae_encoder_makes_the_latents_of_diffusers_picture_by_picture(encoder, painter):
+    pictures = pixels_of(painter, [(64, 96), (REFERENCE_SIZE, REFERENCE_SIZE), (32, 64)])
+    events = encode(encoder, pictures)
+    streams = [event for event in events if isinstance(event, StreamEvent)]
+    assert [event.final for event in streams] == [False, False, True]
+    found = {name: to_torch(tensor) for event in streams for name, tensor in event.tensors.items()}
+    for index, pixels in enumerate(pictures.values()):
+        levels = pixels.permute(2, 0, 1).float() / 255 * 2 - 1
+        assert close(found.pop(f"reference_{index}"), painter.encoded(levels))
+    assert not found
+    assert isinstance(events[-1], FinishedEvent)
+    assert not any(encoder.counts().values())
+
+
+@pytest.mark.parametrize(
+    ("pictures", "message"),
+    [
+        ({}, "needs the tensors picture_0"),
+        ({"picture_1": torch.zeros(32, 32, 4, dtype=torch.uint8)}, "needs the tensors picture_0"),
+        ({f"picture_{index}": torch.zeros(32, 32, 4, dtype=torch.uint8) for index in range(11)}, "at most 10"),
+        ({"picture_0": torch.zeros(32, 32, 3, dtype=torch.uint8)}, r"\[height, width, 4\]"),
+        ({"picture_0": torch.zeros(32, 33, 4, dtype=torch.uint8)}, "multiples of 32"),
+    ],
+)
+def test_the_vae_encoder_refuses_pictures_that_the_prompt_stage_does_not_send(encoder, pictures, message):
+    with pytest.raises(InvalidPayload, match=message):
+        encode(encoder, pictures)
+    assert not any(encoder.counts().values())
+
+
+def test_the_vae_makes_the_pictures_of_diffusers_with_their_alpha_channel(tiny_qwen_image, painter):
+    vae = engine(tiny_qwen_image, "vae")
+    latents = to_host(painter.latents(THREE).contiguous())
+    vae.start(StageRequest("three", StageParams(), seed=0), StageInputs(tensors={"latents": latents}))
+    (picture,) = [event for event in run(vae) if isinstance(event, ImageEvent)]
+    pixels = to_torch(picture.pixels).numpy()
+    assert equal(pixels, painter.pixels(THREE))
+    assert len(np.unique(pixels[..., 3])) > 1, "not opaque"
+    vae.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("stage", "part"), [("dit", "transformer"), ("dit", "scheduler"), ("vae", "vae"), ("vae_encoder", "text_encoder")]
+)
+def test_a_checkpoint_without_one_of_its_folders_is_refused_before_anything_is_loaded(
+    tiny_qwen_image, tmp_path, stage, part
+):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tiny_qwen_image, damaged, ignore=shutil.ignore_patterns(part))
+    with pytest.raises((ConfigError, StartupError), match=part):
+        engine(damaged, stage)

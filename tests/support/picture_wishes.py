@@ -1,0 +1,89 @@
+"""Pictures that someone wants, the engines of stages that make them, and requests for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import EngineEvent, StageRequest
+from tests.support.reference import one_thread
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A picture that someone wants; `references` are width, height and channels of those it is made of."""
+
+    name: str
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    guidance: float
+    previews: int = 0
+    negative: str | None = None
+    references: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def seed(self) -> int:
+        return sum(self.name.encode())
+
+    @property
+    def pictures(self) -> list[Image.Image]:
+        """Those that it is made of: noise, which differs from wish to wish."""
+        noise = np.random.default_rng(self.seed)
+        return [
+            Image.fromarray(noise.integers(0, 256, (height, width, channels), dtype=np.uint8))
+            for width, height, channels in self.references
+        ]
+
+
+def engine(checkpoint: Path, stage: str, **options: Any) -> DiffusionEngine:
+    model = OmniModelConfig(str(checkpoint), stage, latent_budget_bytes=options.pop("budget", 1 << 40))
+    return DiffusionEngine(OmniEngineArgs(model, "diffusion", {"dtype": "float32", **options}))
+
+
+def params(wish: Wish) -> dict[str, Any]:
+    return {
+        "width": wish.width,
+        "height": wish.height,
+        "num_steps": wish.steps,
+        "guidance_scale": wish.guidance,
+        "previews": wish.previews,
+    }
+
+
+def request(wish: Wish, **others: Any) -> StageRequest:
+    return StageRequest(wish.name, StageParams(**params(wish) | others), seed=wish.seed)
+
+
+def run(
+    engine: DiffusionEngine, between: Callable[[int], None] = lambda step: None, most: int = 1000
+) -> list[EngineEvent]:
+    """Events until the engine is idle; `between` is called before each step with its number."""
+    events: list[EngineEvent] = []
+    with one_thread():
+        for step in range(most):
+            between(step)
+            if not engine.runnable():
+                return events
+            events += engine.step()
+    pytest.fail("the engine does not become idle")
+
+
+def levels(picture: Any) -> np.ndarray:
+    """A picture of diffusers, 0 to 1 [height, width, channels], as u8."""
+    return (np.asarray(picture) * 255).round().astype(np.uint8)
+
+
+def equal(pixels: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether two pictures u8 differ by at most one level."""
+    return pixels.shape == expected.shape and np.abs(pixels.astype(int) - expected.astype(int)).max() <= 1

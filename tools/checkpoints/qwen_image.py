@@ -1,0 +1,201 @@
+"""Qwen-Image-2.1 in the folders of the published checkpoint: tiny with random weights, or its sizes without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tools.checkpoints.drawing import drawn
+from tools.checkpoints.qwen3_omni.tokens import FULL_TOKENS, TINY_TOKENS
+from tools.checkpoints.tokenizer import TokenLayout, make_tokenizer
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLQwenImage21, QwenImage21Pipeline, QwenImage21Transformer2DModel
+
+CHANNELS = 16  # of the latents
+TEXT_WIDTH = 64
+PATCH, MERGE, FRAMES = 16, 2, 2  # of the vision encoder: pixels of a patch, patches of a token, pictures of a patch
+SCHEDULER = {  # as published
+    "num_train_timesteps": 1000,
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 0.9,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 8192,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+    "stochastic_sampling": False,
+}
+
+
+def tiny_transformer(seed: int = 0) -> QwenImage21Transformer2DModel:
+    """Returns the diffusion transformer, float32: 3 layers of 96."""
+    from diffusers import QwenImage21Transformer2DModel
+
+    model = QwenImage21Transformer2DModel(
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_layers=3,
+        attention_head_dim=32,
+        num_attention_heads=3,
+        context_in_dim=TEXT_WIDTH,
+        axes_dims_rope=(8, 12, 12),
+    )
+    return drawn(model, seed, "transformer")
+
+
+def tiny_vae(seed: int = 0) -> AutoencoderKLQwenImage21:
+    """Returns the VAE, float32; a latent pixel is 16 pixels wide, and pictures have four channels, as published."""
+    from diffusers import AutoencoderKLQwenImage21
+
+    model = AutoencoderKLQwenImage21(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=CHANNELS,
+        dim_mult=[1, 2, 2, 2, 2],
+        num_res_blocks=1,
+        latents_mean=[0.1 * index - 0.8 for index in range(CHANNELS)],
+        latents_std=[1.0 + 0.1 * index for index in range(CHANNELS)],
+    )
+    return drawn(model, seed, "vae")
+
+
+def tiny_text_encoder(seed: int = 0) -> Any:
+    """Returns the text encoder, a Qwen3-VL of 4 layers with as many in its vision encoder, float32."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    config = _encoder_config(
+        TINY_TOKENS,
+        text={
+            "hidden_size": TEXT_WIDTH,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+        },
+        sections=[6, 5, 5],
+        vision={
+            "depth": 4,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+    )
+    return drawn(Qwen3VLForConditionalGeneration(config), seed, "text_encoder")
+
+
+def _encoder_config(layout: TokenLayout, text: dict[str, Any], sections: list[int], vision: dict[str, Any]) -> Any:
+    from transformers import Qwen3VLConfig
+
+    ids = layout.ids()
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
+    return Qwen3VLConfig(
+        architectures=["Qwen3VLForConditionalGeneration"],
+        text_config={
+            **text,
+            "vocab_size": layout.vocab_size,
+            "rope_theta": 5e6,
+            "rope_parameters": rope,
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>"],
+            "tie_word_embeddings": False,
+        },
+        vision_config={
+            **vision,
+            "out_hidden_size": text["hidden_size"],
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": FRAMES,
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+
+
+def _processor(layout: TokenLayout) -> Any:
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    sizes: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": FRAMES}
+    levels: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    tokenizer = make_tokenizer(layout)
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(
+            size={"shortest_edge": 1024, "longest_edge": 16_777_216}, **sizes, **levels
+        ),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**sizes, **levels),
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def tiny_pipeline(seed: int = 0) -> QwenImage21Pipeline:
+    """Returns diffusers' pipeline of these parts."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, QwenImage21Pipeline
+
+    return QwenImage21Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
+        vae=tiny_vae(seed),
+        text_encoder=tiny_text_encoder(seed),
+        processor=_processor(TINY_TOKENS),
+        transformer=tiny_transformer(seed),
+    )
+
+
+def write_tiny_qwen_image(folder: Path, seed: int = 0) -> None:
+    """Writes the checkpoint: `model_index.json` and a folder for each part.
+
+    Raises FolderError if the folder holds other files.
+    """
+    from tools.checkpoints import claim_folder
+
+    claim_folder(folder, {"kind": "tiny-qwen-image", "seed": seed})
+    tiny_pipeline(seed).save_pretrained(folder)
+
+
+def write_full_qwen_image(folder: Path) -> None:
+    """Writes the published sizes and no weights; vLLM fills them with `load_format: dummy`, in each stage.
+
+    Raises FolderError if the folder holds other files.
+    """
+    from diffusers import AutoencoderKLQwenImage21, FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DModel
+
+    from tools.checkpoints import claim_folder
+
+    claim_folder(folder, {"kind": "full-qwen-image"})
+    with torch.device("meta"):
+        transformer, vae = QwenImage21Transformer2DModel(), AutoencoderKLQwenImage21()
+    transformer.save_config(folder / "transformer")
+    vae.save_config(folder / "vae")
+    FlowMatchEulerDiscreteScheduler(**SCHEDULER).save_config(folder / "scheduler")
+    _encoder_config(
+        FULL_TOKENS,
+        text={
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262_144,
+        },
+        sections=[24, 20, 20],
+        vision={
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+    ).save_pretrained(folder / "text_encoder")
+    _processor(FULL_TOKENS).save_pretrained(folder / "processor")
+    (folder / "model_index.json").write_text('{"_class_name": "QwenImage21Pipeline"}\n', encoding="utf-8")
