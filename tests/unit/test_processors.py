@@ -13,6 +13,7 @@ from omni_actors.stage.processors import (
     PROCESSORS,
     Extend,
     Passthrough,
+    PicturesOnly,
     Piece,
     Skip,
     Start,
@@ -226,6 +227,28 @@ def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:
     assert start.inputs.tensors == {"extra": extra}
     assert start.inputs.scalars == {"n": 1}
     assert start.inputs.complete
+
+
+@pytest.mark.parametrize("sides", [("text", "pictures"), ("pictures", "text")])
+def test_a_join_starts_with_the_last_piece_of_the_last_side(sides: tuple[str, str]) -> None:
+    processor = Passthrough(2, ("text", "pictures"))
+    tensors = {name: HostTensor(DType.U8, (1,), name[:1].encode()) for name in sides}
+    first, second = sides
+    assert processor.feed(first, Piece(tensors={first: tensors[first]})) == []
+    assert processor.feed(first, Piece(final=True)) == []
+    assert processor.feed(second, Piece(tensors={second: tensors[second]})) == []
+    (start,) = processor.feed(second, Piece(final=True))
+    assert start.inputs.tensors == tensors
+
+
+def test_a_stage_for_pictures_gets_them_alone_and_has_nothing_to_do_without() -> None:
+    pixels = HostTensor(DType.U8, (1, 1, 4), b"rgba")
+    processor = PicturesOnly(2, ("prompt",))
+    assert processor.feed("prompt", Piece(token_ids=[1, 2], tensors={"picture_0": pixels, "vllm.0": pixels})) == []
+    (start,) = processor.feed("prompt", Piece(start=2, final=True))
+    assert start.inputs.token_ids == []
+    assert start.inputs.tensors == {"picture_0": pixels}
+    assert PicturesOnly(2, ("prompt",)).feed("prompt", Piece(token_ids=[1], final=True)) == [Skip()]
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
