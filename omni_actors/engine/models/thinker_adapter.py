@@ -81,6 +81,7 @@ class ThinkerAdapter(TextAdapter):
     Attributes:
         outputs_class: makes the events of a request.
         row_per_position: whether requests that stream are to be given a row of each position (`Admission`).
+        requests: reads prompts with media.
     """
 
     outputs_class: ClassVar[type[ThinkerOutputs]]
@@ -91,7 +92,7 @@ class ThinkerAdapter(TextAdapter):
         model_config = self.vllm_config.model_config
         self._embeds_width = embeds_width(model_config)
         merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
-        self._requests = RequestReader(merge_size, self.audio_embeddings)
+        self.requests = RequestReader(merge_size, self.audio_embeddings)
 
     @staticmethod
     @abstractmethod
@@ -114,7 +115,7 @@ class ThinkerAdapter(TextAdapter):
         if PROMPT_EMBEDS in inputs.tensors:
             token_ids, embeds = self.read_embeds(inputs.tensors, token_ids)
         elif inputs.tensors:
-            token_ids, features = self._requests.read(inputs.tensors, token_ids)
+            token_ids, features = self.requests.read(inputs.tensors, token_ids)
         self.check_tokens(token_ids)
         calls = self.tool_calls(inputs, token_ids)
         core_request = self.make_request(

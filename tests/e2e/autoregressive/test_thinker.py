@@ -238,7 +238,7 @@ def test_bad_frames_are_refused(thinker, media_answer):
         for _ in range(generator.randrange(1, 4)):
             broken[generator.randrange(len(broken))] = generator.randrange(256)
         try:
-            thinker.engine.adapter.decode(frames(**{"vllm.0": bytes_of(bytes(broken))}).tensors, [])
+            thinker.engine.adapter.requests.read(frames(**{"vllm.0": bytes_of(bytes(broken))}).tensors, [])
         except InvalidPayload:
             continue
     thinker.start("good", inputs, max_tokens=3)
