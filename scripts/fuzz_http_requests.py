@@ -10,6 +10,7 @@ from tests.support.servers import film, picture, sound
 CHAT, COMPLETIONS, SPEECH, FILES = "/v1/chat/completions", "/v1/completions", "/v1/audio/speech", "/v1/files"
 IMAGES, EDITS, RESPONSES = "/v1/images/generations", "/v1/images/edits", "/v1/responses"
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+VOICES = "/v1/audio/voices"
 REALTIME = "/v1/realtime?model=echo"
 
 PICTURE, SOUND = picture(8, 8), sound(0.05)
@@ -79,6 +80,11 @@ FORMS: list[tuple[str, dict[str, str], dict[str, bytes]]] = [
     (TRANSCRIPTIONS, {"model": "echo", "language": "en", "temperature": "0", "timeout": "5"}, {"file": SOUND}),
     (TRANSCRIPTIONS, {"stream": "true", "include[]": "", "response_format": "json", "timeout": "5"}, {"file": FILM}),
     (TRANSLATIONS, {"model": "echo", "response_format": "srt", "prompt": "x", "timeout": "5"}, {"file": SOUND}),
+    (
+        VOICES,
+        {"name": "Mara", "transcript": "One, two.", "consent": "c", "type": "audio_sample"},
+        {"audio_sample": SOUND},
+    ),
     (EDITS, {"prompt": "hi", "size": "64x64", "n": "2", "timeout": "5"}, {"image[]": PICTURE}),
     (EDITS, {"prompt": "hi", "stream": "true", "partial_images": "1", "seed": "3"}, {"image": PICTURE}),
 ]

@@ -3,7 +3,8 @@
     python scripts/soak.py [--requests 10000] [--kills 0.01] [--slow 0.1] [--concurrency 64] [--seed 0]
     python scripts/soak.py --config stage_configs/tiny_qwen3_omni.yaml --model FOLDER --requests 1000 --concurrency 8
 
-With `--config` the stages are those of a model, whose answers are short.
+With `--config` the stages are those of a model, whose answers are short, and the memory is what is resident. The KV
+cache of a model is touched bit by bit: make it small.
 
 Some requests are aborted, some have little time, and a part of them comes from a client that does not read for a third
 of a second at a time. For every 100th request a stage gets SIGKILL. Exits with 1 unless every request ended exactly
@@ -161,8 +162,13 @@ class Soak:
                     self.killed += 1
 
 
-def memory(launcher: EchoLauncher) -> dict[str, int]:
-    """Private bytes of each process, without its arena, of which more or less is touched as blocks are reused."""
+def memory(launcher: EchoLauncher, *, resident: bool) -> dict[str, int]:
+    """Bytes of each process, without its arena, of which more or less is touched as blocks are reused.
+
+    Args:
+        resident: count what a process shares, too. One that is forked from a large one gets copies of that one's pages
+            for a long time, whenever it writes to them, so that its private bytes grow and what it uses does not.
+    """
     stages = [stage for stage in launcher.describe().stages if stage.counts.get("total_runs", 0) >= WARM]
     titles = {title: pid for pid, title in processes_of(launcher.folder).items()}
     pids = {stage.stage: stage.pid for stage in stages} | {
@@ -172,7 +178,8 @@ def memory(launcher: EchoLauncher) -> dict[str, int]:
     sizes = {}
     for name, pid in pids.items():
         maps = psutil.Process(pid).memory_maps(grouped=False)
-        sizes[name] = sum(each.private_clean + each.private_dirty for each in maps if "memfd:" not in each.path)
+        own = [each for each in maps if "memfd:" not in each.path]
+        sizes[name] = sum(each.rss if resident else each.private_clean + each.private_dirty for each in own)
     return sizes
 
 
@@ -186,7 +193,7 @@ def failures_of(soak: Soak, readings: Sequence[dict[str, int]], options: argpars
     failures = []
     for process in sorted({name for reading in readings for name in reading}):
         sizes = [reading[process] for reading in readings if process in reading]
-        print(f"private memory of {process}: {', '.join(f'{size / 2**20:.0f}' for size in sizes)} MiB")
+        print(f"memory of {process}: {', '.join(f'{size / 2**20:.0f}' for size in sizes)} MiB")
         if len(sizes) >= 3 and grows(sizes, options.growth):
             failures.append(f"{process} grows")
     ends = soak.ends
@@ -211,7 +218,7 @@ def main(options: argparse.Namespace) -> int:
             for part in range(options.readings):
                 begin, end = (options.requests * number // options.readings for number in (part, part + 1))
                 asyncio.run(soak.run(end - begin))
-                readings.append(memory(launcher))
+                readings.append(memory(launcher, resident=options.config is not None))
             print(f"{options.requests} requests in {time.monotonic() - began:.0f} s: {dict(soak.ends)}")
             print(f"{soak.killed} stages killed, {launcher.describe().counts['replays']} replays; nothing is held")
             failures = failures_of(soak, readings, options)

@@ -114,6 +114,8 @@ async def _spoken(body: SpeechRequest, state: ServerState, description: Descript
         raise bad_field("instructions", message, "missing_required_parameter")
     if ability.clip == "none":
         voice = state.voice(voice_name(body.voice), description, "voice")
+        known = {name.casefold(): name for name in description.voices}
+        voice = known.get(voice.casefold(), voice) if voice is not None else None
         return body.input, {"modalities": ["audio"], "voice": voice, "additional_information": information}
     recorded, samples = await recording_of(voice_name(body.voice), state)
     information |= {CLIP: samples, CLIP_RATE: recorded.rate}

@@ -91,7 +91,7 @@ def refusal(response: httpx.Response) -> tuple[int, str, str]:
 def test_the_text_that_is_given_is_spoken(preset: HttpPipeline) -> None:
     assert speak(preset) == TEXT
     assert speak(preset, voice="ryan", language="german") == f"language=German voice=ryan {TEXT}"
-    assert speak(preset, language="Auto") == f"language=auto {TEXT}"
+    assert speak(preset, voice="Ryan", language="Auto") == f"language=auto voice=ryan {TEXT}"
     wav = preset.openai().audio.speech.create(model="echo-speech", input=TEXT, voice="vivian", response_format="wav")
     samples, rate = soundfile.read(io.BytesIO(wav.content), dtype="int16")
     assert rate == 24_000
@@ -121,6 +121,21 @@ def test_events_have_the_sound_and_the_text(preset: HttpPipeline) -> None:
 def test_what_a_model_with_voices_of_its_own_does_not_take(preset: HttpPipeline, fields, param, code) -> None:
     answer = httpx.post(f"{preset.url}/v1/audio/speech", json={"input": TEXT, **fields})
     assert refusal(answer) == (400, param, code)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
+        ("completions", {"prompt": TEXT}),
+        ("responses", {"input": TEXT}),
+        ("images/generations", {"prompt": TEXT}),
+    ],
+)
+def test_a_model_that_speaks_answers_nothing(preset: HttpPipeline, route: str, body: dict) -> None:
+    answer = httpx.post(f"{preset.url}/v1/{route}", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "unknown_modality"
 
 
 def test_a_model_with_voices_of_its_own_takes_no_recordings(preset: HttpPipeline) -> None:
