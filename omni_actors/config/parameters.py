@@ -51,6 +51,6 @@ def unknown_adapter(name: str, known: Iterable[str]) -> InvalidRequest:
     """The refusal of a LoRA adapter that the pipeline does not have."""
     return InvalidRequest(
         f"There is no adapter {name[:200]!r}.{suggest(name[:200], list(known))}",
-        hint="The pipeline's YAML names them in adapters.",
+        hint="`omni-actors ctl lora list` has the names of all adapters.",
         field="adapter",
     )

@@ -25,6 +25,7 @@ from omni_actors.config.value_types import (
     VariableText,
 )
 from omni_actors.errors import ConfigError
+from omni_actors.protocol.adapters import MAX_ADAPTERS, AdapterName
 from omni_actors.protocol.header import Limits
 from omni_actors.protocol.payloads import (
     AUTOREGRESSIVE_PARAMS,
@@ -368,9 +369,6 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
     inline_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 32 << 10
 
 
-AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^.\s/][^.\s]*\Z")]  # dots separate keys
-
-
 class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """A pipeline: a checkpoint and a directed acyclic graph of stages.
 
@@ -386,6 +384,8 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         cluster: the hosts, if there is more than one.
         adapters: LoRA adapters of the stage that writes text: folders by name, relative to the YAML file. A request
             names one as its model, or as the stage's parameter `adapter`.
+        adapter_folders: folders, relative to the YAML file, in which adapters may lie that operators load while the
+            pipeline runs; none without them. Their rank is at most 64, or `max_lora_rank` of the stage's `engine`.
         tool_call_parser: vLLM's name of the parser for the model's tool calls, such as `hermes`; without one, requests
             with tools are refused.
         tool_chat_template: file with the chat template of prompts with tools, for models whose own has no place for
@@ -403,7 +403,8 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     http: HttpConfig = HttpConfig()
     plugins: Annotated[list[Line], Meta(max_length=64)] = []
     cluster: ClusterConfig = ClusterConfig()
-    adapters: Annotated[dict[AdapterName, Line], Meta(max_length=256)] = {}
+    adapters: Annotated[dict[AdapterName, Line], Meta(max_length=MAX_ADAPTERS)] = {}
+    adapter_folders: Annotated[list[Line], Meta(max_length=16)] = []
     tool_call_parser: Line | None = None
     tool_chat_template: Line | None = None
     mps: Literal["auto", "off"] = "auto"

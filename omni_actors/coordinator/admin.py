@@ -22,6 +22,13 @@ logger = get_logger(__name__)
 NO_OPERATOR = "Use an operator's folder of keys, made with `omni-actors keys DIR --operator NAME`."
 
 
+def check_operator(owner: KeyOwner, what: str) -> None:
+    """Raise `Unauthorized` unless the owner of a key may operate the pipeline."""
+    if not owner.may_operate:
+        logger.warning("refused to %s: the client %s is no operator", what, owner.name)
+        raise Unauthorized(f"The key of {owner.name} may not {what}.", hint=NO_OPERATOR)
+
+
 class AdminCommands:
     """Checks that a client may operate the pipeline, and passes its orders on.
 
@@ -47,9 +54,8 @@ class AdminCommands:
     def answer(self, client: bytes, owner: KeyOwner, order: Operate) -> Report | Failed:
         """Carry out an order and report the state of the pipeline after it."""
         try:
-            if order.operation is not Operation.STATUS and not owner.may_operate:
-                logger.warning("refused to %s: the client %s is no operator", order.operation, owner.name)
-                raise Unauthorized(f"The key of {owner.name} may not {order.operation}.", hint=NO_OPERATOR)
+            if order.operation is not Operation.STATUS:
+                check_operator(owner, order.operation)
             text = self._carry_out(order)
         except OmniError as error:
             return Failed.from_error(error)

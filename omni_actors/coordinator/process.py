@@ -36,6 +36,7 @@ logger = logs.get_logger(__name__)
 ORPHAN_SECONDS = 3.0  # after which a process without a launcher ends even if its event loop hangs
 FAREWELL_SECONDS = 0.2  # for the last answers to clients when the launcher is dead
 EXIT_REFUSED = 3
+ADAPTERS_FILE = "adapters.json"
 
 
 class CoordinatorSpec(Struct, frozen=True):
@@ -96,6 +97,7 @@ async def _run(spec: CoordinatorSpec) -> int:
             span_exporter(spec.pipeline),
             StartHistory(spec.started, spec.last_start),
             MemoryFile(spec.run_dir),
+            Path(spec.run_dir) / ADAPTERS_FILE,
         )
     except OSError:  # it died before us
         return EXIT_REFUSED

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from omni_actors.engine.arguments import OmniModelConfig
+from omni_actors.engine.lora import LoraAdapters
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import InvalidPayload, PromptTooLong
 from omni_actors.protocol.payloads import StageParams
@@ -66,6 +67,7 @@ class AutoregressiveAdapter(ABC):
         # Declared as a name, too; vLLM has resolved it.
         self.model_dtype = cast("torch.dtype", vllm_config.model_config.dtype)
         self.vocabulary: int = vllm_config.model_config.get_vocab_size()
+        self.lora = LoraAdapters({})
 
     @property
     def facts(self) -> EngineFacts:

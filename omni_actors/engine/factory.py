@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
+from omni_actors.config.adapters import adapted_stages
 from omni_actors.config.models import model_of
 from omni_actors.config.spread import RankPlan
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
@@ -99,7 +100,8 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         latent_budget_bytes=stage.budget_bytes,
         row_cache_bytes=stage.row_cache_bytes,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
-        adapters=dict(pipeline.adapters) if stage.kind is StageKind.AUTOREGRESSIVE and "text" in stage.outputs else {},
+        adapters=dict(pipeline.adapters) if stage.name in adapted_stages(pipeline) else {},
+        loads_adapters=bool(pipeline.adapter_folders) and stage.name in adapted_stages(pipeline),
         instruction=stage.instruction or "",
         tool_call_parser=pipeline.tool_call_parser,
         tool_chat_template=pipeline.tool_chat_template,

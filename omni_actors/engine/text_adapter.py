@@ -60,7 +60,7 @@ class TextAdapter(AutoregressiveAdapter):
         generation = model_config.try_get_generation_config()
         ends = generation.get("eos_token_id", self._tokenizer.eos_token_id)
         self.end_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
-        self._adapters = LoraAdapters(self.model_config.adapters)
+        self.lora = LoraAdapters(self.model_config.adapters)
         self._make_reader = reader_maker(self.model_config.tool_call_parser, self._tokenizer)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
@@ -98,7 +98,7 @@ class TextAdapter(AutoregressiveAdapter):
             features: further arguments of `core.make_request`.
         """
         params = _formed(request.params, calls).merged_over(self.defaults)
-        lora = self._adapters.request(params.adapter)
+        lora = self.lora.request(params.adapter, request.adapter)
         sampling = make_sampling_params(
             params,
             seed=request.effective_seed,

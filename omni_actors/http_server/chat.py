@@ -50,7 +50,7 @@ FIELDS: dict[str, str] = {
 async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request: Request, state: State) -> Response:
     """Answer a chat in text, or in text and speech; complete or as server-sent events."""
     body.refuse_unsupported()
-    description = await state.facts()
+    description = await state.facts(body.model)
     model = state.model_name(body.model, description)
     spoken = "audio" in (body.modalities or ())
     audio_format = _audio_format(body)

@@ -38,7 +38,7 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
     """
     body.refuse_unsupported()
     prompt = body.text_or_tokens()
-    description = await state.facts()
+    description = await state.facts(body.model)
     model = state.model_name(body.model, description)
     fields = {"max_tokens": DEFAULT_MAX_TOKENS, **body.stage_fields()}
     params = state.stage_params(body.params_by_stage(), description, state.adapted(model, description, fields))

@@ -32,6 +32,7 @@ logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no secrets and cause no work
 VALID_TRACEPARENT = re.compile(TRACEPARENT)
+OPERATOR_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 FORMS = ("/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/voices", "/v1/images/edits")
 BODY_TYPES = dict.fromkeys(FORMS, "multipart/form-data")
 DEFAULT_BODY_TYPE = "application/json"
@@ -175,7 +176,12 @@ class RequestMiddleware:
             )
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        key = self._settings.api_key
+        key, whose = self._settings.api_key, "API"
+        if path in OPERATOR_PATHS:
+            key, whose = self._settings.operator_key, "operator's"
+            if key is None:
+                message = "Operators have no key here: set OMNI_ACTORS_OPERATOR_KEY, or use omni-actors ctl."
+                raise HttpError(403, message, code="unauthorized")
         if key is None or path in OPEN_PATHS:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -183,7 +189,7 @@ class RequestMiddleware:
             scheme, given = "bearer", _key_of_subprotocols(headers)
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
             raise HttpError(
-                401, "The API key is missing or wrong: send Authorization: Bearer KEY.", code="invalid_api_key"
+                401, f"The {whose} key is missing or wrong: send Authorization: Bearer KEY.", code="invalid_api_key"
             )
 
     def _check_type(self, path: str, headers: Headers) -> None:

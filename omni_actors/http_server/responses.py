@@ -44,7 +44,7 @@ Conversation = list[dict[str, Any]]
 async def create(body: Annotated[ResponsesRequest, Depends(BODY)], request: Request, state: State) -> Response:
     """Answer in text, speech or calls of functions; complete or as server-sent events."""
     body.refuse_unsupported()
-    description = await state.facts()
+    description = await state.facts(body.model)
     model = state.model_name(body.model, description)
     spoken = "audio" in (body.modalities or ())
     if spoken and body.stream and body.audio and body.audio.format not in (None, STREAM_FORMAT):

@@ -50,7 +50,7 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
     if body.speed not in (None, 1):
         message = "speed must be 1: the voice has one speed. Its manner can be asked for in instructions."
         raise bad_field("speed", message, "unsupported_value")
-    description = await state.facts()
+    description = await state.facts(body.model)
     state.model_name(body.model, description)
     prompt, options = await (_spoken if description.speech else _read_aloud)(body, state, description)
     answer = await Answer.begin(

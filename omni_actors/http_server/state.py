@@ -66,8 +66,14 @@ class ServerState:
             return self._description
         return await asyncio.shield(self._ask_once())
 
-    async def facts(self) -> Description:
+    def changed(self) -> None:
+        """Ask again before the next answer: this server has just changed something."""
+        self._description = None
+
+    async def facts(self, model: str | None = None) -> Description:
         """The same for what stays as it is: names, outputs, stages. No request waits for it while others come.
+
+        Only a `model` that is not known yet is waited for: it may be an adapter that has just been loaded.
 
         A description that is older than `FRESH_SECONDS` is asked for again, and used until the answer is there, but
         not for longer than `KNOWN_SECONDS`.
@@ -76,6 +82,8 @@ class ServerState:
             return await self.describe()
         if time.monotonic() >= self._described + FRESH_SECONDS:
             self._ask_once()
+        if model is not None and model not in {*self.model_names(self._description), *self._description.adapters}:
+            return await self.describe()
         return self._description
 
     def _ask_once(self) -> asyncio.Task[Description]:

@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
+from omni_actors.protocol.adapters import Adapters, ManageAdapter
 from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.fields import TRACEPARENT, Moment, Name, Priority, ReplicaIndex, Seed, StageNameOrEmpty
 from omni_actors.protocol.header import Body
@@ -226,7 +227,17 @@ class Observation(Body, tag="observation", frozen=True):
     timelines: tuple[RequestTimeline, ...] = ()
 
 
-ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe
+ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe | ManageAdapter
 CoordinatorToClient = (
-    TextDelta | AudioChunk | ImageChunk | LatentsChunk | Progress | Done | Failed | Description | Report | Observation
+    TextDelta
+    | AudioChunk
+    | ImageChunk
+    | LatentsChunk
+    | Progress
+    | Done
+    | Failed
+    | Description
+    | Report
+    | Observation
+    | Adapters
 )

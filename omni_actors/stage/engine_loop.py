@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 
 from omni_actors.config import PipelineConfig
+from omni_actors.protocol.adapters import LoadAdapter, UnloadAdapter
 from omni_actors.protocol.control import Peers, Shutdown
 from omni_actors.protocol.header import ReplicaId
+from omni_actors.stage import runtime_adapters
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag, DevicePriority
 from omni_actors.stage.engine_interface import StageEngine
@@ -53,6 +55,8 @@ class EngineLoop:
         priority: DevicePriority,
     ) -> None:
         self._actor = actor
+        self._engine = engine
+        self._adapter_folders = pipeline.adapter_folders
         self._inbox = inbox
         self._inbound = inbound
         self._outbound = outbound
@@ -110,6 +114,10 @@ class EngineLoop:
                 self._emit(self._actor.undelivered(request_id, receiver, error))
             case Control(body=Peers() as peers):
                 self._outbound.set_peers(peers)
+            case Control(body=LoadAdapter() as order):
+                self._inbound.tell(runtime_adapters.load(self._engine, order, self._adapter_folders))
+            case Control(body=UnloadAdapter(version=version)):
+                self._engine.unload_adapter(version)
             case Control(body=Shutdown(reason=reason)):
                 self._end_with(Stop(reason))
             case Stop() | Lost():
