@@ -25,9 +25,11 @@ class RequestOutputs(ABC):
 
     Attributes:
         stopped: set by `convert` to end the request although the model would go on.
+        stop_reason: set by `convert` with what ended a text, if not the model's own end.
     """
 
     stopped: bool = False
+    stop_reason: int | str | None = None
 
     @abstractmethod
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:

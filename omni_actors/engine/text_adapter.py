@@ -40,7 +40,7 @@ class TextOutputs(RequestOutputs):
             event = self._text(text, token_ids, output.finish_reason is not None or self._decoder.stopped)
             logprobs = self._decoder.logprobs(output, len(token_ids))
             events.append(replace(event, logprobs=logprobs) if logprobs else event)
-        self.stopped = self._decoder.stopped
+        self.stopped, self.stop_reason = self._decoder.stopped, self._decoder.stop_reason
         return events
 
     def _text(self, text: str, token_ids: list[int], finished: bool) -> TextEvent:

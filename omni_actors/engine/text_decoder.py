@@ -24,6 +24,7 @@ class TextDecoder:
 
     Attributes:
         stopped: whether a stop string ended the text; the request is over, although the model would go on.
+        stop_reason: that string, or the token that ended the text if it is not the model's end.
         released: tokens of the answer whose text has been given out. At the end of a text that a string has stopped,
             the tokens of that string are not among them, unless their text begins before it or is part of the answer.
     """
@@ -36,6 +37,8 @@ class TextDecoder:
         self._logprobs = LogprobsProcessor.from_new_request(tokenizer, request)
         self._holds = bool(made.stop) and not made.include_stop_str_in_output
         self.stopped = False
+        self.stop_reason: int | str | None = None
+        self._end = tokenizer.eos_token_id
         self.released = 0
         self._given = 0  # characters
         self._held: deque[tuple[int, int]] = deque()  # where the text of each token not released begins and ends
@@ -47,11 +50,15 @@ class TextDecoder:
         for index, token in enumerate(output.new_token_ids):
             before = len(self._detokenizer.output_text)
             last = index + 1 == len(output.new_token_ids)
-            self.stopped = self._detokenizer.update([token], terminated and last) is not None
+            stop = self._detokenizer.update([token], terminated and last)
+            self.stopped = stop is not None
+            self.stop_reason = stop
             tokens.append(token)
             self._held.append((before, len(self._detokenizer.output_text)))
             if self.stopped:
                 break
+        if terminated and not self.stopped and output.stop_reason != self._end:
+            self.stop_reason = output.stop_reason
         finished = self.stopped or output.finish_reason is not None
         text = self._detokenizer.get_next_output_text(finished, True)
         self._given += len(text)

@@ -26,10 +26,17 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         if request_id in self._requests:
             raise InvalidRequest(f"Request {request_id!r} is already running.")
 
-    def _finished(self, request_id: str, reason: FinishReason, input_tokens: int, output_tokens: int) -> FinishedEvent:
+    def _finished(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        input_tokens: int,
+        output_tokens: int,
+        stop_reason: int | str | None = None,
+    ) -> FinishedEvent:
         """End a request that the core has finished."""
         del self._requests[request_id]
-        return FinishedEvent(request_id, reason, input_tokens, output_tokens)
+        return FinishedEvent(request_id, reason, input_tokens, output_tokens, stop_reason)
 
     def _failed(self, request_id: str, error: OmniError) -> ErrorEvent:
         """End a request that the core may still compute."""

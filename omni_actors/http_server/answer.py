@@ -288,7 +288,17 @@ def _speaker(order: list[str], text_stage: str, audio_stage: str) -> str:
     return between[0] if between else ""
 
 
+GOES_ON: dict[str, Any] = {"finish_reason": None, "stop_reason": None}  # of a choice that has not ended
+
+
 def finish_reason(usage: Mapping[str, StageUsage], description: Description) -> str:
     """The finish reason of the stage that produces text: "stop" or "length"."""
     text = usage.get(description.outputs.get("text", ""))
     return text.finish_reason.value if text is not None else "stop"
+
+
+def ending(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
+    """How a choice ended: OpenAI's `finish_reason`, and vLLM's `stop_reason`."""
+    text = usage.get(description.outputs.get("text", ""))
+    stop = text.stop_reason if text is not None else None
+    return {"finish_reason": finish_reason(usage, description), "stop_reason": stop}

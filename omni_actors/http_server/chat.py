@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -17,10 +17,11 @@ from omni_actors.client import Audio, StreamItem, Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import (
     DONE_EVENT,
+    GOES_ON,
     Answer,
     AnswerResponse,
+    ending,
     event,
-    finish_reason,
     text_or_sound,
     usage_of_choices,
 )
@@ -119,7 +120,7 @@ class ChatChoice:
         elif isinstance(item, Audio):
             self._pieces.append(item.samples)
 
-    async def whole(self, finish: str, audio_format: str, rate: int) -> dict[str, Any]:
+    async def whole(self, end: Mapping[str, Any], audio_format: str, rate: int) -> dict[str, Any]:
         """The choice of a chat.completion object."""
         text = "".join(self._texts)
         self._called = bool(self._calls)
@@ -136,12 +137,7 @@ class ChatChoice:
                 "expires_at": self._state.transcripts.add(self._audio_id, text),
                 "transcript": text,
             }
-        return {
-            "index": self._index,
-            "message": message,
-            "finish_reason": self._finish(finish),
-            "logprobs": chat_logprobs(self._logprobs),
-        }
+        return {"index": self._index, "message": message, **self._end(end), "logprobs": chat_logprobs(self._logprobs)}
 
     def begin(self) -> dict[str, Any]:
         """The first choice of the stream's chunks."""
@@ -164,20 +160,21 @@ class ChatChoice:
             self._called = True
             yield self._chunk({"tool_calls": [_call_delta(piece) for piece in item.tool_calls]})
 
-    def end(self, finish: str) -> Iterator[dict[str, Any]]:
+    def end(self, end: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The last choices of the stream's chunks."""
         if self._spoken:
             expires = self._state.transcripts.add(self._audio_id, "".join(self._texts))
             yield self._chunk({"audio": {"id": self._audio_id, "expires_at": expires}})
-        yield self._chunk({}, self._finish(finish))
+        yield self._chunk({}, self._end(end))
 
     def _chunk(
-        self, delta: dict[str, Any], finish: str | None = None, logprobs: Sequence[PositionLogprobs] = ()
+        self, delta: dict[str, Any], end: Mapping[str, Any] = GOES_ON, logprobs: Sequence[PositionLogprobs] = ()
     ) -> dict[str, Any]:
-        return {"index": self._index, "delta": delta, "finish_reason": finish, "logprobs": chat_logprobs(logprobs)}
+        return {"index": self._index, "delta": delta, **end, "logprobs": chat_logprobs(logprobs)}
 
-    def _finish(self, reason: str) -> str:
-        return "tool_calls" if self._called and reason == "stop" else reason
+    def _end(self, end: Mapping[str, Any]) -> Mapping[str, Any]:
+        called = self._called and end["finish_reason"] == "stop"
+        return {**end, "finish_reason": "tool_calls"} if called else end
 
 
 class ChatReply:
@@ -198,7 +195,7 @@ class ChatReply:
                 self._choices[index].keep(item)
         rate = self._description.sample_rate or 24_000
         choices = [
-            await choice.whole(self._finish(index), audio_format, rate) for index, choice in enumerate(self._choices)
+            await choice.whole(self._ending(index), audio_format, rate) for index, choice in enumerate(self._choices)
         ]
         content = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
         return msgspec.json.encode(content)
@@ -212,7 +209,7 @@ class ChatReply:
         try:
             async for index, item in self._answer.choices():
                 choice = self._choices[index]
-                for piece in choice.end(self._finish(index)) if item is None else choice.chunks(item):
+                for piece in choice.end(self._ending(index)) if item is None else choice.chunks(item):
                     yield event({**head, "choices": [piece]})
         except HttpError as error:
             yield event(error.body())
@@ -221,8 +218,8 @@ class ChatReply:
             yield event({**head, "choices": [], "usage": self._usage()})
         yield DONE_EVENT
 
-    def _finish(self, index: int) -> str:
-        return finish_reason(self._answer.usages[index], self._description)
+    def _ending(self, index: int) -> dict[str, Any]:
+        return ending(self._answer.usages[index], self._description)
 
     def _usage(self) -> dict[str, Any]:
         return usage_of_choices(self._answer.usages, self._description)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from omni_actors.client import Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, finish_reason, usage_of_choices
+from omni_actors.http_server.answer import DONE_EVENT, GOES_ON, Answer, AnswerResponse, ending, event, usage_of_choices
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.json_bounds import MAX_TOKEN_VALUES
@@ -63,17 +63,19 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
 
     logprobs = [CompletionLogprobs() for _ in answer.usages]
 
-    def choice(index: int, text: str, finish: str | None, positions: Sequence[PositionLogprobs] = ()) -> dict[str, Any]:
-        return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs[index].piece(positions)}
+    def choice(
+        index: int, text: str, end: Mapping[str, Any], positions: Sequence[PositionLogprobs] = ()
+    ) -> dict[str, Any]:
+        return {"index": index, "text": text, **end, "logprobs": logprobs[index].piece(positions)}
 
-    def finished(index: int) -> str:
-        return finish_reason(answer.usages[index], description)
+    def finished(index: int) -> dict[str, Any]:
+        return ending(answer.usages[index], description)
 
     async def events() -> AsyncIterator[bytes]:
         try:
             async for index, item in answer.choices():
                 if isinstance(item, Text):
-                    yield event({**head, "choices": [choice(index, item.text, None, item.logprobs)]})
+                    yield event({**head, "choices": [choice(index, item.text, GOES_ON, item.logprobs)]})
                 elif item is None:
                     yield event({**head, "choices": [choice(index, "", finished(index))]})
         except HttpError as error:

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.common import Credit, Failed
-from omni_actors.protocol.fields import TOKEN_BYTES, Attempt, Count, Moment, StageNameOrEmpty, Steps
+from omni_actors.protocol.fields import TOKEN_BYTES, Attempt, Count, Moment, StageNameOrEmpty, Steps, TokenId
 from omni_actors.protocol.header import Body, ReplicaId
 from omni_actors.protocol.logprobs import PositionLogprobs
 from omni_actors.protocol.telemetry import StageTimeline
@@ -132,13 +132,17 @@ class FinishReason(enum.StrEnum):
 
 
 class StageUsage(Struct, frozen=True, omit_defaults=True):
-    """What a stage did for one request. `first_output` and `finished` are seconds since `OpenRequest` arrived."""
+    """What a stage did for one request. `first_output` and `finished` are seconds since `OpenRequest` arrived.
+
+    `stop_reason` is the stop string or stop token that ended a text, `None` if the model did.
+    """
 
     finish_reason: FinishReason
     input_tokens: Count = 0
     output_tokens: Count = 0
     first_output: float = 0.0
     finished: float = 0.0
+    stop_reason: TokenId | Annotated[str, Meta(max_length=4096)] | None = None
 
 
 class StageDone(Body, tag="stage_done", frozen=True):

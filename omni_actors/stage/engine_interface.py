@@ -147,12 +147,17 @@ class StreamEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The engine is done with the request; nothing follows."""
+    """The engine is done with the request; nothing follows.
+
+    Args:
+        stop_reason: the stop string, or the stop token other than the model's own end, that ended a text.
+    """
 
     request_id: str
     reason: FinishReason
     input_tokens: int
     output_tokens: int
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)

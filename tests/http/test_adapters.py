@@ -91,7 +91,8 @@ def test_processes_that_start_later_know_the_adapters_of_operators(echo: HttpPip
     loads = ctl(echo, "load", "captain", str(ADAPTER_FOLDER / "startup"))
     assert loads.stdout.split() == ["pirate", "captain"], loads.stderr
     (coordinator,) = processes_titled("omni:coordinator", echo.process.pid)
-    (thinker,) = processes_titled("omni:thinker/0", echo.process.pid)
+    with OmniClient(echo.endpoint) as client:
+        (thinker,) = [stage.pid for stage in client.describe().stages if stage.stage == "thinker"]
     log = echo.run_dir / "logs" / "thinker-0.log"
     for victim, times in ((thinker, 2), (coordinator, 3)):
         psutil.Process(victim).kill()

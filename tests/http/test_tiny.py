@@ -131,7 +131,7 @@ def test_speech_ends_where_a_stop_string_ends_the_text(tiny: HttpPipeline) -> No
     plain = client.chat.completions.create(**options).choices[0].message.audio.transcript
     stop = plain[18:23]
     whole = client.chat.completions.create(**options, stop=stop)
-    assert whole.choices[0].finish_reason == "stop"
+    assert (whole.choices[0].finish_reason, whole.choices[0].stop_reason) == ("stop", stop)
     assert whole.choices[0].message.audio.transcript == plain[: plain.index(stop)]
     assert whole.usage.completion_tokens_details.text_tokens < 12
     spoken, streamed = whole.choices[0].message.audio.data, ""
@@ -142,6 +142,7 @@ def test_speech_ends_where_a_stop_string_ends_the_text(tiny: HttpPipeline) -> No
             streamed += audio.transcript or ""
             pcm += base64.b64decode(audio.data or "")
             assert plain.startswith(streamed)
+    assert (chunk.choices[0].finish_reason, chunk.choices[0].stop_reason) == ("stop", stop)
     assert streamed == whole.choices[0].message.audio.transcript
     assert pcm == base64.b64decode(spoken)
 

@@ -79,6 +79,7 @@ def wanted(tiny_checkpoint, answers) -> dict[str, tuple[dict[str, Any], Any]]:
         cases = {"plain": PLAIN, **cases_of(plain.text, list(plain.token_ids))}
         made = bare.generate_all(prompt, cases)
     assert {made[name].finish_reason for name in STOPS if name != "late"} == {"stop"}
+    assert {type(made[name].stop_reason) for name in ("plain", "across", "stop_token")} == {type(None), str, int}
     return {name: (params, made[name]) for name, params in cases.items()}
 
 
@@ -95,7 +96,7 @@ def test_answers_equal_those_of_vllm(thinker, answers, wanted):
         assert thinker.tokens(name) == list(answer.token_ids), name
         assert thinker.text(name) == answer.text, name
         finished = thinker.finished(name)
-        assert finished.reason == answer.finish_reason, name
+        assert (finished.reason, finished.stop_reason) == (answer.finish_reason, answer.stop_reason), name
         assert finished.output_tokens == len(answer.token_ids), name
         assert thinker.streams(name)[-1].final, name
         assert logprobs_of(thinker.events[name]) == vllm_logprobs(answer, params.get("logprobs")), name
