@@ -41,6 +41,7 @@ UNLOAD = JsonBody(UnloadLoraAdapter)
 @router.post("/v1/load_lora_adapter", response_class=Response, openapi_extra=LOAD.openapi())
 async def load(body: Annotated[LoadLoraAdapter, Depends(LOAD)], state: State) -> Response:
     """Load an adapter in all replicas; the answer comes when they have it."""
+    _check_offered(state)
     if body.load_inplace:
         raise bad_field("load_inplace", "load_inplace is not supported: unload the adapter first.", "unsupported_value")
     if not body.lora_path:
@@ -56,6 +57,7 @@ async def load(body: Annotated[LoadLoraAdapter, Depends(LOAD)], state: State) ->
 @router.post("/v1/unload_lora_adapter", response_class=Response, openapi_extra=UNLOAD.openapi())
 async def unload(body: Annotated[UnloadLoraAdapter, Depends(UNLOAD)], state: State) -> Response:
     """Refuse an adapter to further requests; those that run with it go on."""
+    _check_offered(state)
     try:
         await state.client.unload_adapter(body.lora_name)
     except InvalidRequest as error:
@@ -64,3 +66,10 @@ async def unload(body: Annotated[UnloadLoraAdapter, Depends(UNLOAD)], state: Sta
         raise HttpError.of(error, FIELDS) from error
     state.changed()
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _check_offered(state: State) -> None:
+    """Refuse operators as long as they have no key: that of all clients must not do."""
+    if state.settings.operator_key is None:
+        message = "Operators have no key here: set OMNI_ACTORS_OPERATOR_KEY for the server, or use omni-actors ctl."
+        raise HttpError(404, message, code="not_found")

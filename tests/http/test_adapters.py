@@ -13,12 +13,13 @@ import pytest
 
 from omni_actors.client import OmniClient
 from omni_actors.errors import InvalidRequest
+from omni_actors.http_server.app import create_app
 from omni_actors.http_server.reservations import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_titled
-from tests.support.servers import ADAPTER_FOLDER, OPERATOR_KEY, HttpPipeline
+from tests.support.servers import ADAPTER_FOLDER, OPERATOR_KEY, HttpPipeline, serving
 from tests.support.waiting import until
 
 HELLO = [{"role": "user", "content": "hello, sea"}]
@@ -84,6 +85,17 @@ def test_vllms_routes_load_and_unload_adapters_for_those_with_the_operators_key(
     assert ask(echo, "unload_lora_adapter", lora_name="pirate") == (400, "lora_name invalid_request"), "of the YAML"
     assert ask(echo, "unload_lora_adapter", lora_name="sailor")[0] == 200
     assert ask(echo, "unload_lora_adapter", lora_name="sailor") == (404, "lora_name not_found")
+    assert "sailor" not in names(echo)
+
+
+def test_without_a_key_for_operators_there_are_no_such_routes(echo: HttpPipeline) -> None:
+    app = create_app(ServerSettings(endpoint=echo.endpoint))
+    with serving(app) as url:
+        body = {"lora_name": "sailor", "lora_path": str(ADAPTER_FOLDER)}
+        for route in ("load", "unload"):
+            sent = {"lora_name": "pirate"} if route == "unload" else body
+            answer = httpx.post(f"{url}/v1/{route}_lora_adapter", json=sent)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     assert "sailor" not in names(echo)
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/http.md and docs/realtime.md work as printed."""
+"""The examples of docs/http.md, docs/realtime.md and docs/migrating.md work as printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.servers import HttpPipeline, picture, sound
 
 BLOCKS = [
     block
-    for page in ("http.md", "realtime.md")
+    for page in ("http.md", "realtime.md", "migrating.md")
     for block in re.findall(r"^```(bash|python)\n(.*?)^```", (REPOSITORY / "docs" / page).read_text(), re.M | re.S)
 ]
 
