@@ -20,7 +20,7 @@ from omni_actors.transport.zap import KeyOwner
 logger = get_logger(__name__)
 
 
-def remembered(file: Path | None) -> list[Adapter]:
+def remembered_adapters(file: Path | None) -> list[Adapter]:
     """The adapters that a former coordinator of this pipeline has noted; none without a file."""
     if file is None or not file.exists():
         return []

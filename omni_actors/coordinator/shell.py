@@ -151,7 +151,7 @@ class Coordinator:
             "results": self._results_decoder,
         }
         registry = AdapterRegistry(
-            pipeline, self._requests.replicas, lambda: time.time_ns() // 1_000, remembered(adapters_file)
+            pipeline, self._requests.replicas, lambda: time.time_ns() // 1_000, remembered_adapters(adapters_file)
         )
         self._adapters = registry
         self._requests.gate.adapters = registry.loaded
