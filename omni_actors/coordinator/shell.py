@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from omni_actors.clocks import STEADY
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.adapters import AdapterOrders
+from omni_actors.coordinator.adapters import AdapterOrders, remembered_adapters
 from omni_actors.coordinator.admin import AdminCommands
 from omni_actors.coordinator.client_links import ClientLinks
 from omni_actors.coordinator.core.adapters import AdapterRegistry
