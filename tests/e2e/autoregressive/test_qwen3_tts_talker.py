@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, Encoded
 from omni_actors.errors import InvalidRequest, OmniError, PromptTooLong, UnknownVoice
 from omni_actors.protocol.results import FinishReason
-from omni_actors.stage.engine_interface import StageInputs
+from omni_actors.stage.engine_interface import FinishedEvent, StageInputs
 from tests.support.qwen3_tts_reference import Qwen3TtsReference, TtsResult
 from tests.support.spoken_texts import RATE, clip_information, frames_of, speak, text_inputs
 from tests.support.stage_driver import Driver, count_preemptions, make_engine
@@ -224,3 +226,34 @@ class TestOneKind:
         for inputs in (several, tokens):
             with pytest.raises(InvalidRequest, match="one message"):
                 talker.start("r", inputs)
+
+
+@pytest.mark.parametrize("kind", ["base"], indirect=True)
+def test_others_go_on_while_a_clip_is_encoded_and_a_failure_is_that_requests_own(
+    kind: Kind, talker: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, may_go_on = ClipEncoder.__call__, threading.Event()
+
+    def slowly(encoder: ClipEncoder, samples: np.ndarray, rate: int) -> Encoded:
+        if not may_go_on.wait(60):
+            raise TimeoutError
+        if len(samples) < len(CLIP):
+            raise MemoryError("no room for a clip")
+        return encode(encoder, samples, rate)
+
+    start(kind, talker, "first", "continued", 0)
+    talker.step()
+    monkeypatch.setattr(ClipEncoder, "__call__", slowly)
+    start(kind, talker, "second", "voice", 0)
+    start(kind, talker, "dropped", "voice", 1)
+    speak(talker, "broken", TEXTS[0], information=clip_information(CLIP[:-1]))
+    while not any(isinstance(event, FinishedEvent) for event in talker.events["first"]):
+        talker.step()
+    assert talker.engine.busy()
+    talker.engine.abort("dropped")
+    may_go_on.set()
+    talker.run()
+    assert frames_of(talker, "first").equal(kind.answer("continued", 0).codes)
+    assert frames_of(talker, "second").equal(kind.answer("voice", 0).codes)
+    assert not talker.events["dropped"]
+    assert "no room for a clip" in str(talker.error("broken"))
