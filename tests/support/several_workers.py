@@ -1,6 +1,7 @@
-"""A stage on several workers: `python -m tests.support.several_workers CHECKPOINT STAGE JSON` prints its answers.
+"""A stage on several workers: `python -m tests.support.several_workers CHECKPOINT STAGE JSON [PLAN]`; prints answers.
 
-JSON holds the fields of vLLM's EngineArgs that spread the stage.
+JSON holds the fields of vLLM's EngineArgs that spread the stage. PLAN is the JSON of a `RankPlan`, if the workers are
+on several hosts; those that are not the first print nothing and run until they are killed.
 
 It runs as a separate process, because vLLM spawns its workers: they import this file first, and with it what vLLM needs
 to run here. After it has printed its answers it keeps its workers until its standard input closes.
@@ -20,9 +21,11 @@ import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
+from omni_actors.config.spread import RankPlan  # noqa: E402
+from omni_actors.engine.further_ranks import run  # noqa: E402
 from omni_actors.engine.tensors import to_host, to_torch  # noqa: E402
 from omni_actors.stage.engine_interface import StageInputs  # noqa: E402
-from tests.support.stage_driver import Driver, encode_media_prompt, make_engine  # noqa: E402
+from tests.support.stage_driver import Driver, arguments_of, encode_media_prompt, make_engine  # noqa: E402
 
 LENGTHS = (5, 33, 90)
 MEDIA_PROMPT = "<|audio_bos|><|AUDIO|><|audio_eos|><|vision_bos|><|IMAGE|><|vision_eos|>What is this?"
@@ -81,8 +84,13 @@ def answer(driver: Driver, checkpoint: str, stage: str) -> dict[str, object]:
     }
 
 
-def main(checkpoint: str, stage: str, spread: str) -> None:
-    driver = Driver(make_engine(Path(checkpoint), stage, asynchronous=True, **json.loads(spread)))
+def main(checkpoint: str, stage: str, spread: str, plan: str = "null") -> None:
+    fields = json.loads(plan)
+    ranks = RankPlan(*fields) if fields is not None else None
+    if ranks is not None and ranks.host:
+        run(arguments_of(Path(checkpoint), stage, True, ranks, **json.loads(spread)).create_engine_config())
+        raise SystemExit("a rank has ended")
+    driver = Driver(make_engine(Path(checkpoint), stage, asynchronous=True, ranks=ranks, **json.loads(spread)))
     print(json.dumps(answer(driver, checkpoint, stage)), flush=True)
     sys.stdin.read()
     driver.engine.shutdown()

@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from omni_actors.config.spread import RankPlan
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.autoregressive import AutoregressiveEngine
 from omni_actors.engine.factory import build_engine
@@ -43,11 +44,19 @@ SMALL = {
 }
 
 
-def make_engine(checkpoint: Path, stage: str, *, asynchronous: bool | None = None, **engine) -> AutoregressiveEngine:
-    model_config = OmniModelConfig(str(checkpoint), stage)
-    built = build_engine(OmniEngineArgs(model_config, "autoregressive", {**SMALL, **engine}, asynchronous))
+def make_engine(
+    checkpoint: Path, stage: str, *, asynchronous: bool | None = None, ranks: RankPlan | None = None, **engine
+) -> AutoregressiveEngine:
+    built = build_engine(arguments_of(checkpoint, stage, asynchronous, ranks, **engine))
     assert isinstance(built, AutoregressiveEngine)
     return built
+
+
+def arguments_of(
+    checkpoint: Path, stage: str, asynchronous: bool | None, ranks: RankPlan | None, **engine
+) -> OmniEngineArgs:
+    model_config = OmniModelConfig(str(checkpoint), stage)
+    return OmniEngineArgs(model_config, "autoregressive", {**SMALL, **engine}, asynchronous, ranks=ranks)
 
 
 class Driver:
