@@ -158,7 +158,8 @@ class EchoEngine(StageEngine):
         if inputs.prompt is not None:
             if inputs.prompt.tools is not None:
                 raise InvalidRequest("tools: an echo stage calls none.", field="tools")
-            tokens = [*_told(request), *unpack_token_ids(inputs.prompt.token_ids)]
+            told = _told(request) if self._options.speech is not None else b""
+            tokens = [*told, *unpack_token_ids(inputs.prompt.token_ids)]
             for message in inputs.prompt.messages:
                 for part in message.content:
                     tokens += (part.text or "").encode()
@@ -282,7 +283,7 @@ class EchoEngine(StageEngine):
 
 
 def _told(request: StageRequest) -> bytes:
-    """Voice and additional information of a request to a stage with `speech`; size and highest value of a tensor."""
+    """What a stage with `speech` says first: voice, additional information; of a tensor its size and highest value."""
     told = ""
     for name, value in sorted({**request.information, **({"voice": request.voice} if request.voice else {})}.items()):
         if isinstance(value, HostTensor):

@@ -18,7 +18,7 @@ from tests.support.servers import HttpPipeline, sound
 
 EXAMPLES = REPOSITORY / "examples"
 # tests/http/test_tiny.py and tests/e2e
-ELSEWHERE = {"openai_chat.py", "openai_audio.py", "one_stage.py", "three_four.wav"}
+ELSEWHERE = {"openai_chat.py", "openai_audio.py", "openai_speech.py", "one_stage.py", "three_four.wav"}
 
 
 def run(folder: Path, *command: object, code: int = 0, **environment: str) -> str:

@@ -267,6 +267,10 @@ def test_models_and_voices(echo: HttpPipeline) -> None:
     assert client.models.retrieve("echo").root == "echo", "what vLLM's tools ask for"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4o")
-    assert httpx.get(f"{echo.url}/v1/audio/voices").json() == {"voices": ["Chelsie", "Ethan"], "aliases": {}}
+    assert httpx.get(f"{echo.url}/v1/audio/voices").json() == {
+        "voices": ["Chelsie", "Ethan"],
+        "aliases": {},
+        "created": [],
+    }
     status = httpx.get(f"{echo.url}/v1/status").json()
     assert [stage["stage"] for stage in status["stages"]] == ["prompt", "thinker", "talker", "code2wav"]

@@ -151,7 +151,7 @@ def test_a_failure_during_a_stream_is_an_event(slow: HttpPipeline) -> None:
     seen = []
     with pytest.raises(openai.APIError, match="deadline"):
         seen.extend(
-            slow.openai().responses.create(model="echo", input="x" * 500, stream=True, extra_body={"timeout": 0.6})
+            slow.openai().responses.create(model="echo", input="x" * 500, stream=True, extra_body={"timeout": 2.0})
         )
     assert seen[-1].type == "response.failed"
     assert seen[-1].response.error.message

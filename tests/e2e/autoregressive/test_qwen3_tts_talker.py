@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 FRAMES = 20
 TEXTS = ("The tide is full.", "\n\nHello there: you are the one, they have it. \n And this is to be at one with it.")
 CLIP = (0.1 * np.random.default_rng(0).standard_normal(30_001)).astype(np.float32)  # 16 frames
+LONG_CLIP = (0.1 * np.random.default_rng(1).standard_normal(70_001)).astype(np.float32)  # 37 frames
 LONG_TRANSCRIPT = "They have one of the " * 6
 
 
@@ -57,6 +58,9 @@ CASES = {
             {"ref_audio": (CLIP, RATE), "ref_text": LONG_TRANSCRIPT, "language": "korean"},
             None,
             {**clip_information(CLIP, transcript=LONG_TRANSCRIPT), "language": "korean"},
+        ),
+        "continued, more frames than text": Case(
+            {"ref_audio": (LONG_CLIP, RATE), "ref_text": "One."}, None, clip_information(LONG_CLIP, transcript="One.")
         ),
     },
 }
