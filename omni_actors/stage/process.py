@@ -227,13 +227,14 @@ class StageProcess:
 
 def _prepare_for_workers(spec: ReplicaSpec, stage: StageConfig) -> None:
     """Prepare the process of a stage whose workers have processes of their own."""
-    if stage.kind not in MODEL_KINDS or gpus_of_replica(stage) == 1:
+    if gpus_of_replica(stage) == 1:
         return
     # They meet through a temporary file that this process names and none of them removes. Their own files, such as
     # kernel caches, stay where they are.
     tempfile.tempdir = str(scratch_folder(Path(spec.run_dir), spec.name))
-    # A new process begins with the main module of the one that started it, which is the launcher's here.
-    sys.modules["__main__"] = importlib.import_module("omni_actors.engine.worker_main")
+    if stage.kind in MODEL_KINDS:
+        # A new process begins with the main module of the one that started it, which is the launcher's here.
+        sys.modules["__main__"] = importlib.import_module("omni_actors.engine.worker_main")
 
 
 def run_further_host(spec: ReplicaSpec) -> int:

@@ -131,9 +131,9 @@ if WHAT == "node":
 elif WHAT == "config":
     usual = node.ReplicaProcesses.spec
 
-    def spec(self, identity):
+    def spec(self, *arguments):
         other = msgspec.structs.replace(self._pipeline, name="other")
-        return usual(self, identity)._replace(pipeline_json=msgspec.json.encode(other))
+        return usual(self, *arguments)._replace(pipeline_json=msgspec.json.encode(other))
 
     node.ReplicaProcesses.spec = spec
 else:
