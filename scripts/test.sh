@@ -4,9 +4,10 @@
 #
 #   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
-# With pytest arguments (a folder, -k ...) only those tests run, without the coverage floors. All tests run in three parts:
-# two at a time those that compute; two at a time those that start, kill and stop processes, and wait; then those that
-# keep all cores busy.
+# With pytest arguments (a folder, -k ...) only those tests run, without the coverage floors. All tests run in parts, two
+# at a time except for the last part: those of models, of the HTTP server, of single modules, those that start, kill and
+# stop processes, and those that keep all cores busy. A pipeline that many tests share runs until the end of its part, and
+# costs time while it is idle.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -32,8 +33,11 @@ export PYTHONPATH="$PWD/tests/support/startup${PYTHONPATH:+:$PYTHONPATH}"  # imp
 status=0
 waiting=(tests/chaos tests/nodes tests/process)
 spread=tests/e2e/test_several_workers.py  # the workers of a spread stage spin, and would starve what runs next to them
-parallel=(--durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder)  # the longest folders come first
-coverage run -m pytest "${parallel[@]}" "${waiting[@]/#/--ignore=}" "--ignore=$spread" || status=$?
+parallel=(--durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder)
+shared=(tests/e2e tests/http)
+coverage run -m pytest "${parallel[@]}" tests/e2e "--ignore=$spread" || status=$?
+coverage run -m pytest "${parallel[@]}" tests/http || status=$?
+coverage run -m pytest "${parallel[@]}" "${waiting[@]/#/--ignore=}" "${shared[@]/#/--ignore=}" || status=$?
 coverage run -m pytest "${parallel[@]}" "${waiting[@]}" || status=$?
 coverage run -m pytest "$spread" || status=$?
 coverage combine --quiet

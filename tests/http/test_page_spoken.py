@@ -123,10 +123,13 @@ def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page
     page.keyboard.press("Alt+m")
     cut = of_kind(sent, TRUNCATE)[0]
     characters = cut["audio_end_ms"] / MILLISECONDS_PER_CHARACTER
-    expect(page.locator("li.assistant small").first).to_have_text("interrupted")
+    # Not always the first one: on a slow machine the microphone may hear another turn before it is muted.
+    interrupted = page.locator("li.assistant.done", has=page.locator("small", has_text="interrupted")).first
+    remaining = interrupted.locator(".say")
+    expect(remaining).to_be_visible()
     least = characters - len("hello ") - 1
-    until(page, lambda: least <= len(said(page, 0).inner_text()) <= characters, "the text that was heard", 15)
-    assert text.startswith(said(page, 0).inner_text())
+    until(page, lambda: least <= len(remaining.inner_text()) <= characters, "the text that was heard", 15)
+    assert text.startswith(remaining.inner_text())
     assert 0 < cut["audio_end_ms"] < 10_000
     expect(page.locator("body")).to_have_attribute("data-playing", "true")  # the next answer
     cuts = len(of_kind(sent, TRUNCATE))
