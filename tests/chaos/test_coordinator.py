@@ -168,11 +168,15 @@ async def test_scale_and_drains_outlive_the_coordinator_and_a_broken_memory_is_n
 
 
 async def until_talkers(client: AsyncOmniClient, wanted: dict[str, str]) -> None:
-    """Wait until the talkers are these, in these states, also while there is no coordinator."""
+    """Wait until the talkers are these, in these states, and the coordinator knows the process of every replica.
+
+    There may be no coordinator for a while, and a new one hears of its replicas one after the other.
+    """
     async with asyncio.timeout(20 * PATIENCE):
         while True:
             with contextlib.suppress(OmniError):
                 stages = (await client.describe(1.0)).stages
-                if {f"talker/{item.replica}": item.state for item in stages if item.stage == "talker"} == wanted:
+                talkers = {f"talker/{item.replica}": item.state for item in stages if item.stage == "talker"}
+                if talkers == wanted and all(item.pid for item in stages):
                     return
             await asyncio.sleep(0.05)
