@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from omni_actors.transport.sockets import Sockets
-from tests.support import guard
+from tests.support import guard, sharing
 from tests.support.launcher import EchoLauncher
 from tests.support.pipelines import RunningPipeline, remove_run_directories
 from tests.support.processes import assert_nothing_left, end_all, processes_of, shared_memory_of
@@ -159,11 +161,19 @@ def tiny_pipeline(tiny_http: HttpPipeline) -> RunningPipeline:
     return tiny_http
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """Lets the last engines end fast: vLLM searches all objects for garbage twice for each of them."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """Ends pipelines when the worker's tests need them no more, and lets the last engines end fast."""
     if nextitem is None:
-        gc.collect = lambda *_: 0
+        gc.collect = lambda *_: 0  # vLLM searches all objects for garbage twice for each engine that ends
+    yield
+    sharing.end_unused(item, nextitem)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """Lets tests that share a pipeline run in one worker, where files are given to workers (--dist=loadfile)."""
+    return sharing.ByPipeline(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
