@@ -40,6 +40,7 @@ if "omni_actors" not in sys.modules:
 from omni_actors.engine.models.pictures.network import without_weights  # noqa: E402
 from omni_actors.engine.models.pictures.packing import attend_each, attend_varlen, vllm_attention  # noqa: E402
 from omni_actors.engine.models.qwen_image import dit as qwen_image  # noqa: E402
+from omni_actors.engine.models.qwen_image import prefix  # noqa: E402
 from omni_actors.engine.models.z_image import dit as z_image  # noqa: E402
 
 if TYPE_CHECKING:
@@ -105,21 +106,20 @@ class QwenImage:
     def network(self) -> PackedNetwork:
         return qwen_image.Dit(self.config)
 
-    def condition(self) -> qwen_image.Condition:
+    def condition(self) -> prefix.Prefix:
         states = torch.randn(PROMPT_TOKENS, self.config.text_width)
         references = [torch.randn(self.channels, self._edge, self._edge) for _ in range(self._references)]
-        return qwen_image.Condition(
-            states, (1,) * len(references) + (len(states) - len(references),), tuple(references)
-        )
+        lengths = (1,) * len(references) + (len(states) - len(references),)
+        return prefix.Prefix(prefix.Condition(states, lengths, tuple(references)))
 
     def teraflops(self, sizes: Sequence[int]) -> float:
         """What a step computes for square pictures of these sizes, in TFLOP; matrix products and attention only."""
         config, total = self.config, 0.0
-        prefix = PROMPT_TOKENS + self._references * self._edge**2
+        before = PROMPT_TOKENS + self._references * self._edge**2
         block = (4 + 3 * config.widening) * config.width**2
         for size in sizes:
             tokens = (size // PIXELS) ** 2
-            total += config.layers * (2 * tokens * block + 4 * tokens * (tokens + prefix) * config.width)
+            total += config.layers * (2 * tokens * block + 4 * tokens * (tokens + before) * config.width)
         return total / 1e12
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ class DiffusionJob:
         share: the part that it takes of a step which must be short; see `omni_actors.stage.deadlines.Piece`.
         tokens: of each of its steps in the packed batch; a step takes at most `max_num_batched_tokens` of them, or one
             job. 0 if its steps are not counted like this.
+        first_tokens: that its first step computes besides.
+        later_tokens: of all steps of the request's jobs after it, as far as they are known.
         reports_progress: tell the client after each step how many are done. Of a request, at most one job does.
         preview: its picture shows one that is not done yet.
     """
@@ -53,6 +55,8 @@ class DiffusionJob:
     held_bytes: int = 0
     share: float = 0.0
     tokens: int = 0
+    first_tokens: int = 0
+    later_tokens: int = 0
     reports_progress: bool = False
     preview: bool = False
 
@@ -64,6 +68,15 @@ class DiffusionJob:
     def bytes_at(self, step: int) -> int:
         """Bytes needed by step number `step`, counted from 1."""
         return self.final_bytes if step >= self.num_steps else self.step_bytes
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens of step number `step`, counted from 1."""
+        return self.tokens + (self.first_tokens if step == 1 else 0)
+
+    def tokens_from(self, step: int) -> int:
+        """Tokens of that step and of all after it, in the jobs to come as well."""
+        rest = self.tokens * (self.num_steps - step) + self.later_tokens
+        return self.tokens_at(step) + rest
 
 
 class DiffusionStream(ABC):
@@ -114,13 +127,23 @@ class KnownJobs(DiffusionStream):
     """A request all of whose input has come when it starts, so that its jobs are known.
 
     Args:
-        jobs: one after the other; none needs more memory than the first or leaves any.
+        jobs: one after the other.
         input_tokens: length of the input, for the usage report.
+        held_bytes: device memory that the jobs leave for those after them, at most.
+        free: frees it.
     """
 
-    def __init__(self, jobs: Iterable[DiffusionJob], input_tokens: int) -> None:
+    def __init__(
+        self,
+        jobs: Iterable[DiffusionJob],
+        input_tokens: int,
+        held_bytes: int = 0,
+        free: Callable[[], None] = lambda: None,
+    ) -> None:
         self._jobs = deque(jobs)
         self._input_tokens = input_tokens
+        self._held_bytes = held_bytes
+        self._free = free
 
     @property
     def input_tokens(self) -> int:
@@ -143,17 +166,18 @@ class KnownJobs(DiffusionStream):
 
     @property
     def held_bytes(self) -> int:
-        """Nothing is kept between jobs."""
-        return 0
+        """As the runner said."""
+        return self._held_bytes
 
     @property
     def job_bytes(self) -> int:
-        """Those of the first job, which are known with it."""
-        return 0
+        """The most that one of the jobs to come needs."""
+        return max((job.held_bytes + job.most_bytes for job in self._jobs), default=0)
 
     def close(self) -> None:
-        """Forget the jobs that are left; the memory of the others is the runner's."""
+        """Forget the jobs that are left, and free what the others left."""
         self._jobs.clear()
+        self._free()
 
 
 class SingleJob(KnownJobs):

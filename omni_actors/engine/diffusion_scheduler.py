@@ -62,15 +62,17 @@ class DiffusionMixin(StallMixin):
             nonlocal tokens
             request = unfinished[request_id]
             entry = diffusion_entry(request.sampling_params)
-            job = entry["diffusion"]
+            job: DiffusionJob = entry["diffusion"]
+            step = _next_step(request)
+            own = job.tokens_at(step)
             # What is left out here is not short of memory, so the budget is not asked: it would hold back all others.
-            if tokens and job.tokens and tokens + job.tokens > self._step_tokens:
+            if tokens and own and tokens + own > self._step_tokens:
                 return False
             if request_id in running:
-                fitting = self.budget.takes(job, _next_step(request))
+                fitting = self.budget.takes(job, step)
             else:
                 fitting = self.budget.admits(request_id, job, entry.get("claim"))
-            tokens += job.tokens if fitting else 0
+            tokens += own if fitting else 0
             return fitting
 
         pieces = [self._piece(request) for request in unfinished.values()]
@@ -84,7 +86,7 @@ class DiffusionMixin(StallMixin):
         """The request's job, as `choose` sees it. Jobs that do not say when they are due are due at once."""
         entry = diffusion_entry(request.sampling_params)
         job: DiffusionJob = entry["diffusion"]
-        left = job.tokens * (job.num_steps - _next_step(request) + 1)
+        left = job.tokens_from(_next_step(request))
         priority = request.priority if self._by_priority else 0
         return Piece(request.request_id, priority, picture_due(entry.get("due", 0.0), left), job.share)
 

@@ -94,10 +94,10 @@ def diffusion(
     final_bytes: int | None = None,
     due: float = 0.0,
     share: float = 0.0,
-    tokens: int = 0,
+    **counted: int,
 ) -> FakeRequest:
     final = step_bytes if final_bytes is None else final_bytes
-    job = DiffusionJob(None, steps, step_bytes, final, share=share, tokens=tokens)
+    job = DiffusionJob(None, steps, step_bytes, final, share=share, **counted)
     params = SimpleNamespace(max_tokens=steps, extra_args={"omni": {"diffusion": job, "due": due}})
     return FakeRequest(request_id, params)
 
@@ -240,8 +240,8 @@ def test_a_job_whose_last_step_is_in_flight_takes_no_place():
     assert "waiting" in scheduler.schedule().scheduled
 
 
-def picture(name: str, steps: int, tokens: int, arrived: float = NOW) -> FakeRequest:
-    return diffusion(name, steps, 1, due=arrived, tokens=tokens)
+def picture(name: str, steps: int, tokens: int, arrived: float = NOW, **others: int) -> FakeRequest:
+    return diffusion(name, steps, 1, due=arrived, tokens=tokens, **others)
 
 
 def test_a_step_takes_as_many_pictures_as_its_tokens_allow_and_a_larger_one_runs_alone():
@@ -264,6 +264,16 @@ def test_a_small_picture_that_comes_during_a_large_one_is_done_first_and_the_lar
 def test_of_two_pictures_that_came_together_the_one_with_less_left_to_do_goes_first():
     steps = run(99, picture("long", 3, 3000), picture("short", 2, 3000))
     assert steps == [["short"], ["short"], ["long"], ["long"], ["long"]]
+
+
+def test_what_a_first_step_computes_besides_counts_in_that_step_alone():
+    edit = picture("edit", 2, 1000, first_tokens=2500)
+    assert run(99, edit, picture("other", 5, 1000)) == [["edit"], ["edit", "other"], *4 * [["other"]]]
+
+
+def test_what_comes_after_a_job_counts_for_its_place():
+    steps = run(99, picture("begun", 1, 3000, later_tokens=9000), picture("short", 2, 3000))
+    assert steps == [["short"], ["short"], ["begun"]]
 
 
 @settings(max_examples=50, deadline=None)

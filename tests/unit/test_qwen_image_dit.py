@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from omni_actors.engine.models.diffusers_layout import part_config
-from omni_actors.engine.models.qwen_image.dit import Condition, Dit, DitConfig
+from omni_actors.engine.models.qwen_image.dit import Dit, DitConfig
 from omni_actors.engine.models.qwen_image.dit_stage import dit_config
+from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix
 from omni_actors.engine.models.qwen_image.weights import load
 from omni_actors.errors import ConfigError
 from tools.checkpoints.qwen_image import tiny_transformer, write_full_qwen_image
@@ -60,7 +61,7 @@ def dit(reference) -> Dit:
 def velocities(dit: Dit, sequences: list[Sequence]) -> list[torch.Tensor]:
     """Of each sequence's latents, all computed in one batch."""
     sizes = [tuple(one.latents.shape[1:]) for one in sequences]
-    batch = dit.lay_out(sizes, dit.condition([one.condition for one in sequences]))
+    batch = dit.lay_out(sizes, dit.condition([Prefix(one.condition) for one in sequences]))
     patches = torch.cat([dit.patches_of(one.latents) for one in sequences])
     parts = dit(patches, torch.tensor([one.moment for one in sequences]), batch).split(batch.pictures.lengths)
     return [dit.latents_of(part, size) for part, size in zip(parts, sizes, strict=True)]
@@ -70,7 +71,7 @@ def velocities(dit: Dit, sequences: list[Sequence]) -> list[torch.Tensor]:
 def reference_velocity(reference, one: Sequence) -> torch.Tensor:
     """What diffusers computes for one sequence alone; it lays a picture over a quarter as many places in the text."""
     given, shapes, states, shown = one.condition, [], [], []
-    texts = given.states.split(given.runs)
+    texts = given.states.split(given.lengths)
     for index, text in enumerate(texts):
         states.append(text)
         shown += [False] * len(text)

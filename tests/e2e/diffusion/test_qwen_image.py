@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,12 @@ import pytest
 import torch
 
 from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.engine.diffusion_runner import StepResult
+from omni_actors.engine.models.diffusers_layout import part_config
 from omni_actors.engine.models.pictures.denoising import Denoiser, Picture
+from omni_actors.engine.models.qwen_image.dit import Dit
+from omni_actors.engine.models.qwen_image.dit_stage import QwenImageDit, dit_config
+from omni_actors.engine.models.qwen_image.prefix import Prefix
 from omni_actors.engine.tensors import to_host, to_torch
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, ModelOutputInvalid, OmniError, StartupError
 from omni_actors.protocol.payloads import StageParams
@@ -21,6 +27,7 @@ from omni_actors.stage.engine_interface import (
     FinishedEvent,
     ImageEvent,
     LatentsEvent,
+    ProgressEvent,
     StageInputs,
     StageRequest,
     StreamEvent,
@@ -30,6 +37,7 @@ from tests.support.qwen_image import REFERENCE_SIZE, WISHES, Painter
 from tools.checkpoints.qwen_image import tiny_pipeline
 
 FOX, EDIT, THREE = WISHES[0], WISHES[3], WISHES[4]
+BUDGET = 110  # tokens of a step
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +49,14 @@ def painter() -> Painter:
 def dit(tiny_qwen_image: Path) -> Iterator[DiffusionEngine]:
     # A step takes two or three of the wishes' pictures.
     made = engine(tiny_qwen_image, "dit", max_num_batched_tokens=1001)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def small_steps(tiny_qwen_image: Path) -> Iterator[DiffusionEngine]:
+    # A step takes one of the pictures that others are made from.
+    made = engine(tiny_qwen_image, "dit", max_num_batched_tokens=BUDGET)
     yield made
     made.shutdown()
 
@@ -96,6 +112,103 @@ def test_with_one_place_every_picture_is_computed_alone_and_has_the_same_bits(ti
     assert set(batches) == {1}
     assert torch.equal(*found)
     fixed.shutdown()
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
+    """For each step of the stage, jobs' names with the tokens that it computes of each; the last one is under way."""
+    steps: list[list[tuple[str, int]]] = [[]]
+    step, extend, denoise = QwenImageDit.step, Dit.extend, Denoiser.step
+
+    def counted(self: QwenImageDit, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
+        results = step(self, request_ids)
+        steps.append([])
+        return results
+
+    def extended(self: Dit, prefix: Prefix, end: int) -> None:
+        if end > prefix.done:
+            steps[-1].append(("prefix", end - prefix.done))
+        extend(self, prefix, end)
+
+    def denoised(self: Denoiser, pictures: Sequence[Picture]) -> list[torch.Tensor | None]:
+        steps[-1].extend((str(each.spec.seed), each.spec.tokens * len(each.conditions)) for each in pictures)
+        return denoise(self, pictures)
+
+    monkeypatch.setattr(QwenImageDit, "step", counted)
+    monkeypatch.setattr(Dit, "extend", extended)
+    monkeypatch.setattr(Denoiser, "step", denoised)
+    return steps
+
+
+def test_what_pictures_are_made_from_is_computed_in_steps_of_the_budget_between_those_of_others(
+    small_steps, painter, computed
+):
+    slow = replace(FOX, steps=60)
+    for wish in (slow, THREE):
+        small_steps.start(request(wish), painter.inputs(wish))
+    events = run(small_steps)
+    for wish in (slow, THREE):
+        assert close(latents_of(events, wish.name), painter.latents(wish))
+    whole = sum(inputs.shape[0] for name, inputs in painter.inputs(THREE).tensors.items() if name.endswith("states"))
+    prepared = [sum(tokens for name, tokens in step if name == "prefix") for step in computed[1:]]
+    assert sum(prepared) == whole + 2 * sum(one[0].numel() for one in painter.references(THREE))
+    assert sum(map(bool, prepared)) > 3, "in several steps"
+    assert all(sum(tokens for _, tokens in step) <= BUDGET for step in computed[1:])
+    begins = next(index for index, step in enumerate(computed[1:]) if prepared[index])
+    assert str(slow.seed) in dict(computed[1 + begins]), "in a step with another picture"
+    assert not any(small_steps.counts().values())
+
+
+def test_an_edit_that_ends_while_it_is_prepared_leaves_nothing_and_the_others_go_on(
+    small_steps, painter, computed, monkeypatch
+):
+    for wish in (FOX, THREE):
+        small_steps.start(request(wish), painter.inputs(wish))
+
+    def leave(step: int) -> None:
+        if small_steps.counts()["prefix_tokens"] > 100:
+            small_steps.abort(THREE.name)
+
+    events = run(small_steps, leave)
+    assert not [event for event in events if event.request_id == THREE.name]
+    assert close(latents_of(events, FOX.name), painter.latents(FOX))
+    extend = Dit.extend
+
+    def failing(self: Dit, prefix: Prefix, end: int) -> None:
+        if prefix.done and prefix.given.references:
+            raise RuntimeError("no more")
+        extend(self, prefix, end)
+
+    monkeypatch.setattr(Dit, "extend", failing)
+    for wish in (FOX, THREE):
+        small_steps.start(request(wish), painter.inputs(wish))
+    events = run(small_steps)
+    (error,) = [event for event in events if isinstance(event, ErrorEvent)]
+    assert error.request_id == THREE.name
+    assert "no more" in str(error.error)
+    assert close(latents_of(events, FOX.name), painter.latents(FOX))
+    assert not any(small_steps.counts().values())
+
+
+def test_where_memory_is_for_one_edit_they_come_one_after_the_other(tiny_qwen_image, painter):
+    small = engine(tiny_qwen_image, "dit", budget=1, max_num_batched_tokens=BUDGET)
+    for wish in (THREE, EDIT):
+        small.start(request(wish), painter.inputs(wish))
+    token_bytes = 4 * dit_config(part_config(tiny_qwen_image, "transformer")).prefix_width
+    kept: list[int] = []
+
+    def account(step: int) -> None:
+        counts = small.counts()
+        kept.append(counts["prefix_tokens"])
+        assert counts["held_bytes"] >= kept[-1] * token_bytes
+
+    events = run(small, account)
+    assert max(kept) > 2 * 3 * 64, "the pictures of both prompts"
+    order = [event.request_id for event in events if isinstance(event, ProgressEvent | FinishedEvent)]
+    assert order == sorted(order, reverse=order[0] == THREE.name), "none begins while another holds the memory"
+    assert set(order) == {THREE.name, EDIT.name}
+    assert not any(small.counts().values())
+    small.shutdown()
 
 
 def test_latents_that_turn_into_nan_fail_their_request_alone(dit, painter, monkeypatch):

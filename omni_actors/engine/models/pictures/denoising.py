@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,17 @@ class PictureSpec:
             return False
         spread = self.previews + 1
         return step * spread // self.num_steps > (step - 1) * spread // self.num_steps
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A part of what a picture's conditions contribute that has a step of its own, before those of the picture.
+
+    Args:
+        compute: does it; once more, it does nothing.
+    """
+
+    compute: Callable[[], None]
 
 
 @dataclass
@@ -111,7 +122,7 @@ class Denoiser:
         Returns:
             For each the latents of its preview, f32 [channels, height, width], if it is to show one now.
         """
-        velocities = self._velocities(pictures)
+        velocities = self._velocities(pictures) if pictures else []
         previews: list[torch.Tensor | None] = []
         for picture, velocity in zip(pictures, velocities, strict=True):
             before, after = picture.sigmas[picture.done].item(), picture.sigmas[picture.done + 1].item()

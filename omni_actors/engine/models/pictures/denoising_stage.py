@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from omni_actors.config.parameters import check_parameters
-from omni_actors.engine.diffusion_runner import (
-    DiffusionJob,
-    DiffusionModelRunner,
-    DiffusionStream,
-    SingleJob,
-    StepResult,
-)
+from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config, part_tensors
-from omni_actors.engine.models.pictures.denoising import Denoiser, Picture, PictureSpec
+from omni_actors.engine.models.pictures.denoising import Denoiser, Picture, PictureSpec, Preparation
 from omni_actors.engine.models.pictures.network import PackedNetwork, without_weights
 from omni_actors.engine.models.pictures.packing import fastest_attention
 from omni_actors.engine.models.pictures.schedule import FlowSchedule
@@ -66,6 +60,7 @@ class DenoisingStage(DiffusionModelRunner):
         self.dtype = cast("torch.dtype", vllm_config.model_config.dtype)
         self._compiled = device.type == "cuda" and not vllm_config.model_config.enforce_eager
         self._pictures: dict[str, Picture] = {}
+        self._preparations: dict[str, Preparation] = {}
 
     # -- the model's
 
@@ -105,8 +100,12 @@ class DenoisingStage(DiffusionModelRunner):
         """Tokens of a condition, for the usage report."""
 
     @abstractmethod
-    def job(self, spec: PictureSpec) -> DiffusionJob:
-        """The job of a picture, with the memory that it takes."""
+    def stream(self, spec: PictureSpec, input_tokens: int) -> DiffusionStream:
+        """The jobs of a picture, with the memory that they take: its `PictureSpec`, and each `Preparation` before it.
+
+        Args:
+            input_tokens: for the usage report.
+        """
 
     # -- DiffusionModelRunner
 
@@ -172,7 +171,7 @@ class DenoisingStage(DiffusionModelRunner):
             negative=negative,
             previews=params.previews or 0,
         )
-        return SingleJob(self.job(spec), sum(map(self.tokens_of, spec.conditions)))
+        return self.stream(spec, sum(map(self.tokens_of, spec.conditions)))
 
     def read_states(self, given: HostTensor | None, name: str, width: int) -> torch.Tensor:
         """The hidden states of a prompt [tokens, width]. Raises `InvalidPayload` for anything else."""
@@ -182,17 +181,28 @@ class DenoisingStage(DiffusionModelRunner):
         return read_finite(given, name)
 
     def add(self, request_id: str, job: DiffusionJob) -> None:
-        """Bring a picture's noise and its conditions to the device."""
-        self._pictures[request_id] = self.denoiser.begin(job.payload)
+        """Bring a picture's noise to the device, and what its conditions contribute, as far as it is not there."""
+        if isinstance(job.payload, Preparation):
+            self._preparations[request_id] = job.payload
+        else:
+            self._pictures[request_id] = self.denoiser.begin(job.payload)
 
     def remove(self, request_id: str) -> None:
         """Free a picture's latents and conditions. Unknown ids are ignored."""
+        self._preparations.pop(request_id, None)
         if self._pictures.pop(request_id, None) is not None:
             self.denoiser.forget()
 
     def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
         """Take these pictures a step further; the latents of those that are done come with it."""
-        moving = [key for key in request_ids if self._pictures[key].done < self._pictures[key].spec.num_steps]
+        for key in request_ids:
+            if preparation := self._preparations.get(key):
+                preparation.compute()
+        moving = [
+            key
+            for key in request_ids
+            if key in self._pictures and self._pictures[key].done < self._pictures[key].spec.num_steps
+        ]
         results = dict.fromkeys(request_ids, StepResult())
         for key, preview in zip(moving, self.denoiser.step([self._pictures[key] for key in moving]), strict=True):
             picture = self._pictures[key]

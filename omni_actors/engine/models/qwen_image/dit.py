@@ -2,9 +2,9 @@
 
 A sequence is a prompt, the pictures that it refers to in the places where it does, and then the picture that is made;
 guidance makes two sequences of one picture. All before the picture that is made, the prefix, sees only what comes
-before it, and has one modulation at any moment. So its keys and values are the same in every step: `condition` computes
-them once per request, and a step computes the tokens of the pictures that are made, which see their whole sequence.
-Torch only.
+before it, and has one modulation at any moment. So its keys and values are the same in every step: they are computed
+once per request, part by part, and a step computes the tokens of the pictures that are made, which see their whole
+sequence. Torch only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from omni_actors.engine.models.pictures.layers import MOMENT_WAVES, RmsNorm, gated, rotate, rotation_at, waves
 from omni_actors.engine.models.pictures.network import PackedNetwork, Size
 from omni_actors.engine.models.pictures.packing import Attention, Packing, attend_each, moved, pack
+from omni_actors.engine.models.qwen_image.prefix import Prefix, Run
 
 PATCH = 1  # latent pixels along an edge of a token
 TIME_SCALE = 1000.0
@@ -59,50 +60,6 @@ class DitConfig:
     def prefix_width(self) -> int:
         """Values that are kept of a token of a prefix: its keys and values in every layer."""
         return 2 * self.layers * self.width
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A prompt with the pictures it refers to.
-
-    Args:
-        states: hidden states of its text [tokens, text_width], on the CPU.
-        runs: tokens of the text before each picture, and after the last one.
-        references: latents of the pictures, f32 [channels, height, width] each, on the CPU.
-    """
-
-    states: torch.Tensor
-    runs: tuple[int, ...]
-    references: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Of the whole prefix."""
-        return len(self.states) + sum(one[0].numel() for one in self.references)
-
-    @property
-    def reach(self) -> int:
-        """Positions along the first axis that it takes: a picture as many as its longer edge."""
-        return len(self.states) + sum(max(one.shape[1:]) for one in self.references)
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """What a condition contributes to every step of its request.
-
-    Args:
-        keys: of each layer, [tokens, heads, head_width]; so are `values`.
-        reach: see `Condition`.
-    """
-
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    reach: int
-
-    @property
-    def tokens(self) -> int:
-        """Of the prefix."""
-        return len(self.keys[0])
 
 
 @dataclass(frozen=True)
@@ -194,51 +151,48 @@ class Dit(PackedNetwork):
         """All share two pieces of code."""
         yield from self.layers
 
-    def condition(self, given: Sequence[Condition]) -> list[Prefix]:
-        """The prefixes of conditions, one after the other: each fills the device, or takes next to no time."""
-        return [self._prefix(each) for each in given]
+    @torch.inference_mode()
+    def condition(self, given: Sequence[Prefix]) -> list[Prefix]:
+        """Compute what is left of the prefixes."""
+        for prefix in given:
+            self.extend(prefix, prefix.tokens)
+        return list(given)
 
-    def _prefix(self, given: Condition) -> Prefix:
-        tokens, ends, positions = self._line_up(given)
-        rotation = self._rotation(positions)
+    @torch.inference_mode()
+    def extend(self, prefix: Prefix, end: int) -> None:
+        """Compute the tokens of a prefix up to this one. If it fails, as many of them are done as before."""
+        runs = prefix.until(end)
+        if not runs:
+            return
+        if prefix.kept is None:
+            shape = (len(self.layers), 2, prefix.tokens, self.config.heads, self.config.head_width)
+            prefix.kept = torch.empty(shape, dtype=self.dtype, device=self.device)
+        tokens = torch.cat([self._embedded(run) for run in runs])
+        rotation = self._rotation([_positions(run) for run in runs])
         owner = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
         factors = self._factors(self._moment(torch.zeros(1, device=self.device)))
-        keys, values = [], []
-        for block in self.blocks():
-            query, key, value = block.before(tokens, factors, rotation, owner)
-            keys.append(key.contiguous())
-            values.append(value.contiguous())
-            if len(keys) < len(self.layers):  # nothing reads what the last layer makes of a prefix
-                tokens = block.after(tokens, _attend_backwards(query, key, value, ends), factors, owner)
-        return Prefix(keys, values, given.reach)
+        for layer, block in enumerate(self.blocks(), 1):
+            keys, values = prefix.of_layer(layer - 1)
+            query, keys[prefix.done : end], values[prefix.done : end] = block.before(tokens, factors, rotation, owner)
+            if layer < len(self.layers):  # nothing reads what the last layer makes of a prefix
+                tokens = block.after(tokens, _attend_backwards(query, keys, values, runs), factors, owner)
+        prefix.done = end
 
-    def _line_up(self, given: Condition) -> tuple[torch.Tensor, list[tuple[int, bool]], list[torch.Tensor]]:
-        """The tokens of a prefix [tokens, width], where each run ends and whether it is text, and positions."""
-        states = moved(given.states, self.device).to(self.dtype)
-        texts = self.text_out(F.gelu(self.text_in(self.text_norm(states)), approximate="tanh")).split(given.runs)
-        parts: list[torch.Tensor] = []
-        ends: list[tuple[int, bool]] = []
-        positions: list[torch.Tensor] = []
-        reach = end = 0
-        for index, text in enumerate(texts):
-            if len(text):
-                parts.append(text)
-                positions.append(torch.arange(reach, reach + len(text))[:, None].expand(-1, 3))
-                reach, end = reach + len(text), end + len(text)
-                ends.append((end, True))
-            if index < len(given.references):
-                latents = given.references[index]
-                height, width = latents.shape[1:]
-                parts.append(self.embed(moved(self.patches_of(latents), self.device).to(self.dtype)))
-                positions.append(_grid(height, width, reach))
-                reach, end = reach + max(height, width), end + height * width
-                ends.append((end, False))
-        return torch.cat(parts), ends, positions
+    def _embedded(self, run: Run) -> torch.Tensor:
+        """The tokens of a run, [tokens, width]."""
+        own = run.given if run.text else self.patches_of(run.given)
+        own = moved(own, self.device).to(self.dtype)
+        embedded: torch.Tensor = (
+            self.text_out(F.gelu(self.text_in(self.text_norm(own)), approximate="tanh"))
+            if run.text
+            else self.embed(own)
+        )
+        return embedded
 
     def lay_out(self, pictures: Sequence[Size], conditions: Sequence[Prefix]) -> Batch:
         """The batch of sequences with these pictures and these prefixes."""
         lengths = [height * width for height, width in pictures]
-        positions = [_grid(*size, prefix.reach) for size, prefix in zip(pictures, conditions, strict=True)]
+        positions = [_grid(*size, prefix.given.reach) for size, prefix in zip(pictures, conditions, strict=True)]
         whole = [prefix.tokens + length for prefix, length in zip(conditions, lengths, strict=True)]
         return Batch(
             prefixes=tuple(conditions),
@@ -263,8 +217,9 @@ class Dit(PackedNetwork):
         tokens = self.embed(patches.to(self.dtype))
         for layer, block in enumerate(self.blocks()):
             query, key, value = block.before(tokens, factors, batch.rotation, owner)
-            keys = _joined([prefix.keys[layer] for prefix in batch.prefixes], key, batch.pictures)
-            values = _joined([prefix.values[layer] for prefix in batch.prefixes], value, batch.pictures)
+            kept = [prefix.of_layer(layer) for prefix in batch.prefixes]
+            keys = _joined([keys for keys, _ in kept], key, batch.pictures)
+            values = _joined([values for _, values in kept], value, batch.pictures)
             tokens = block.after(
                 tokens, self.attend(query, keys, values, batch.pictures, batch.sequences), factors, owner
             )
@@ -302,21 +257,31 @@ def _joined(prefixes: Sequence[torch.Tensor], own: torch.Tensor, packing: Packin
     return torch.cat([part for pair in zip(prefixes, own.split(packing.lengths), strict=True) for part in pair])
 
 
-def _attend_backwards(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: Sequence[tuple[int, bool]]
-) -> torch.Tensor:
-    """Attention within a prefix: a token sees all before it, and in a picture the whole picture."""
+def _positions(run: Run) -> torch.Tensor:
+    """Positions i64 [tokens, 3] of a run."""
+    if not run.text:
+        _, height, width = run.given.shape
+        return _grid(height, width, run.reach)
+    return torch.arange(run.reach, run.reach + run.end - run.begin)[:, None].expand(-1, 3)
+
+
+def _attend_backwards(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+    """Attention of the last runs of a prefix: a token sees all before it, and in a picture the whole picture.
+
+    Args:
+        query: of these runs, [tokens, heads, head_width].
+        key: of the whole prefix, so is `value`; of those after the runs nothing is read.
+    """
     query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
-    parts, begin = [], 0
-    for end, text in ends:
+    parts, first = [], runs[0].begin
+    for run in runs:
         mask = None
-        if text and begin:
-            mask = torch.ones(end - begin, end, dtype=torch.bool, device=query.device).tril(begin)
-        own = query[:, :, begin:end]
+        if run.text and run.begin:
+            mask = torch.ones(run.end - run.begin, run.end, dtype=torch.bool, device=query.device).tril(run.begin)
+        own = query[:, :, run.begin - first : run.end - first]
         parts.append(
             F.scaled_dot_product_attention(
-                own, key[:, :, :end], value[:, :, :end], attn_mask=mask, is_causal=text and not begin
+                own, key[:, :, : run.end], value[:, :, : run.end], attn_mask=mask, is_causal=run.text and not run.begin
             )
         )
-        begin = end
     return torch.cat(parts, 2)[0].transpose(0, 1)

@@ -5,27 +5,34 @@ The two come from two stages. The latents of each picture have a name of their o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import torch
 
 from omni_actors.config.checkpoint import INDEX_NAME, read_json_object
-from omni_actors.engine.diffusion_runner import DiffusionJob
+from omni_actors.engine.diffusion_runner import DiffusionJob, KnownJobs
 from omni_actors.engine.encoder import RUNS
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.pictures.denoising import PictureSpec
+from omni_actors.engine.models.pictures.configuration import PartConfig
+from omni_actors.engine.models.pictures.denoising import PictureSpec, Preparation
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage, read_finite
 from omni_actors.engine.models.pictures.schedule import FlowSchedule
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.qwen_image.dit import Condition, Dit, DitConfig
+from omni_actors.engine.models.qwen_image.dit import Dit, DitConfig
 from omni_actors.engine.models.qwen_image.pictures import LATENT_PIXELS, MAX_REFERENCES, MULTIPLE, reference
+from omni_actors.engine.models.qwen_image.prefix import Condition, Part, Prefix, parts
 from omni_actors.engine.models.qwen_image.weights import load
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import StageInputs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 STATES, NEGATIVE_STATES = "states", "negative_states"  # names of the prompts' hidden states [tokens, text_width]
 LONGEST_EDGE = 4096  # of a picture
@@ -48,6 +55,11 @@ class QwenImageDit(DenoisingStage):
         about="how far the picture keeps from its negative prompt, without which it has to be 1; above 1, half as fast",
     )  # fmt: skip
 
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self._prefixes: WeakSet[Prefix] = WeakSet()  # of all requests, to count them
+
     def configure(self, config: Mapping[str, Any]) -> None:
         """Take the sizes that the transformer's config.json describes."""
         self.config = dit_config(config)
@@ -68,11 +80,11 @@ class QwenImageDit(DenoisingStage):
         """Give the network its weights."""
         load(network, weights)
 
-    def warm_up_condition(self) -> Condition:
+    def warm_up_condition(self) -> Prefix:
         """A prompt of two tokens."""
-        return Condition(torch.zeros(2, self.config.text_width), (2,))
+        return Prefix(Condition(torch.zeros(2, self.config.text_width), (2,)))
 
-    def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Condition, Condition | None, float]:
+    def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Prefix, Prefix | None, float]:
         """Prompt and negative prompt, which both refer to the same pictures."""
         references = self._references(inputs.tensors)
         condition = self._condition(inputs.tensors, STATES, references)
@@ -104,9 +116,7 @@ class QwenImageDit(DenoisingStage):
             found.append(read_finite(given, name).float())
         return tuple(found)
 
-    def _condition(
-        self, tensors: Mapping[str, HostTensor], name: str, references: tuple[torch.Tensor, ...]
-    ) -> Condition:
+    def _condition(self, tensors: Mapping[str, HostTensor], name: str, references: tuple[torch.Tensor, ...]) -> Prefix:
         states = self.read_states(tensors.get(name), name, self.config.text_width)
         given = tensors.get(name + RUNS)
         runs = tuple(read_finite(given, name + RUNS).flatten().tolist()) if given is not None else (len(states),)
@@ -120,29 +130,63 @@ class QwenImageDit(DenoisingStage):
                 f"Prompt and pictures reach {condition.reach} positions far; this model takes {MAX_REACH}.",
                 hint="Send a shorter prompt, or fewer pictures.",
             )
-        return condition
+        prefix = Prefix(condition)
+        self._prefixes.add(prefix)
+        return prefix
 
-    def tokens_of(self, condition: Condition) -> int:
+    def tokens_of(self, condition: Prefix) -> int:
         """Tokens of a prompt and its pictures."""
         return condition.tokens
 
-    def job(self, spec: PictureSpec) -> DiffusionJob:
-        """The job of a picture: latents, and the keys and values of its prefixes are held."""
-        prefixes = [each.tokens for each in spec.conditions]
-        tokens = spec.tokens * len(prefixes)
+    def stream(self, spec: PictureSpec, input_tokens: int) -> KnownJobs:
+        """The jobs of a picture: first those that compute its prefixes, whose keys and values are held to its end.
+
+        What is left of the prefixes when a step would have room for it is computed with the picture's first step.
+        """
+        prefixes: list[Prefix] = spec.conditions
+        kept = sum(prefix.tokens for prefix in prefixes)
         config, itemsize = self.config, self.dtype.itemsize
-        rotation = 4 * sum(config.axes)
-        # Prefixes are computed with the first step. In the others only their keys and values are gathered.
-        most = max(tokens, max(prefixes)) * (ACTIVATIONS * config.width * itemsize + rotation)
-        return DiffusionJob(
-            spec,
-            spec.num_steps,
-            step_bytes=most + 2 * sum(prefixes) * config.width * itemsize,
-            final_bytes=most + 2 * sum(prefixes) * config.width * itemsize,
-            held_bytes=4 * config.channels * spec.tokens + sum(prefixes) * config.prefix_width * itemsize,
-            tokens=tokens,
-            reports_progress=spec.num_steps > 1,
-        )
+        tokens = spec.tokens * len(prefixes)
+        *before, (_, last) = cut = parts(prefixes, self._step_tokens)
+        if last > self._step_tokens:  # a picture
+            before, last = cut, 0
+        later = tokens * spec.num_steps + last
+        needed = self._activations(max(tokens, last)) + 2 * kept * config.width * itemsize
+        jobs = [
+            DiffusionJob(
+                spec,
+                spec.num_steps,
+                step_bytes=needed,
+                final_bytes=needed,
+                held_bytes=4 * config.channels * spec.tokens,
+                tokens=tokens,
+                first_tokens=last,
+                reports_progress=spec.num_steps > 1,
+            )
+        ]
+        for part, count in reversed(before):
+            needed = self._activations(count)
+            preparation = Preparation(partial(self._extend, part))
+            jobs.insert(0, DiffusionJob(preparation, 1, needed, needed, tokens=count, later_tokens=later))
+            later += count
+        return KnownJobs(jobs, input_tokens, kept * config.prefix_width * itemsize, partial(self._free, prefixes))
+
+    def _activations(self, tokens: int) -> int:
+        """Bytes that computing so many tokens takes."""
+        return tokens * (ACTIVATIONS * self.config.width * self.dtype.itemsize + 4 * sum(self.config.axes))
+
+    def _extend(self, part: Part) -> None:
+        for prefix, end in part:
+            cast("Dit", self.denoiser.network).extend(prefix, end)
+
+    def _free(self, prefixes: Sequence[Prefix]) -> None:
+        for prefix in prefixes:
+            prefix.free()
+
+    def omni_counts(self) -> dict[str, int]:
+        """Pictures in progress, and tokens of prefixes whose keys and values are on the device."""
+        kept = sum(prefix.tokens for prefix in self._prefixes if prefix.kept is not None)
+        return {**super().omni_counts(), "prefix_tokens": kept}
 
 
 def dit_config(config: Mapping[str, Any]) -> DitConfig:
@@ -151,28 +195,18 @@ def dit_config(config: Mapping[str, Any]) -> DitConfig:
     Raises:
         ConfigError: it describes another network, or lacks a size.
     """
-    name = config.get("_class_name")
-    if name != "QwenImage21Transformer2DModel":
-        raise ConfigError(f"The checkpoint's transformer is {name!r}, not QwenImage21Transformer2DModel.")
-    try:
-        expected = {"patch_size": 1, "causal_condition": True, "out_channels": config["in_channels"]}
-        for key, value in expected.items():
-            if config.get(key, value) != value:
-                raise ConfigError(
-                    f"The checkpoint's transformer has {key} {config[key]!r}; only {value!r} is supported."
-                )
-        return DitConfig(
-            channels=config["in_channels"],
-            layers=config["num_layers"],
-            heads=config["num_attention_heads"],
-            head_width=config["attention_head_dim"],
-            text_width=config["context_in_dim"],
-            widening=config["mlp_ratio"],
-            axes=tuple(config["axes_dims_rope"]),
-            eps=config["eps"],
-        )
-    except KeyError as error:
-        raise ConfigError(f"The config.json of the checkpoint's transformer has no {error}.") from error
+    part = PartConfig("transformer", config, "QwenImage21Transformer2DModel")
+    part.expect(patch_size=1, causal_condition=True, out_channels=part["in_channels"])
+    return DitConfig(
+        channels=part["in_channels"],
+        layers=part["num_layers"],
+        heads=part["num_attention_heads"],
+        head_width=part["attention_head_dim"],
+        text_width=part["context_in_dim"],
+        widening=part["mlp_ratio"],
+        axes=tuple(part["axes_dims_rope"]),
+        eps=part["eps"],
+    )
 
 
 SPEC = ModelSpec(

@@ -72,8 +72,6 @@ class QwenImageVaeEncoder(DiffusionModelRunner):
                 f"{sorted(inputs.tensors)[:16]}."
             )
         jobs = [self._job(inputs.tensors[picture(index)], index) for index in range(count)]
-        largest = max(job.most_bytes for job in jobs)
-        jobs.sort(key=lambda job: job.most_bytes != largest)  # the first one's memory counts for all
         return KnownJobs(jobs, sum(job.tokens for job in jobs))
 
     def _job(self, tensor: HostTensor, index: int) -> DiffusionJob:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from omni_actors.engine.diffusion_runner import DiffusionJob
+from omni_actors.engine.diffusion_runner import DiffusionJob, SingleJob
 from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.pictures.configuration import PartConfig
 from omni_actors.engine.models.pictures.denoising import PictureSpec
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage
 from omni_actors.engine.models.pictures.schedule import FlowSchedule
@@ -77,14 +78,14 @@ class ZImageDit(DenoisingStage):
         """Tokens of a prompt."""
         return len(condition)
 
-    def job(self, spec: PictureSpec) -> DiffusionJob:
+    def stream(self, spec: PictureSpec, input_tokens: int) -> SingleJob:
         """The job of a picture: latents, refined prompts and rotations are held."""
         texts = [filled(len(each)) for each in spec.conditions]
         tokens = sum(filled(spec.tokens) + text for text in texts)
         width, itemsize = self.config.width, self.dtype.itemsize
         rotation = 4 * sum(self.config.axes)
         step = tokens * (ACTIVATIONS * width * itemsize + rotation)
-        return DiffusionJob(
+        job = DiffusionJob(
             spec,
             spec.num_steps,
             step_bytes=step,
@@ -93,6 +94,7 @@ class ZImageDit(DenoisingStage):
             tokens=tokens,
             reports_progress=spec.num_steps > 1,
         )
+        return SingleJob(job, input_tokens)
 
 
 def dit_config(config: Mapping[str, Any]) -> DitConfig:
@@ -101,31 +103,23 @@ def dit_config(config: Mapping[str, Any]) -> DitConfig:
     Raises:
         ConfigError: it describes another network, or lacks a size.
     """
-    name = config.get("_class_name")
-    if name != "ZImageTransformer2DModel":
-        raise ConfigError(f"The checkpoint's transformer is {name!r}, not ZImageTransformer2DModel.")
-    expected = {"all_patch_size": [PATCH], "all_f_patch_size": [1], "qk_norm": True, "siglip_feat_dim": None}
-    for key, value in expected.items():
-        if config.get(key, value) != value:
-            raise ConfigError(f"The checkpoint's transformer has {key} {config[key]!r}; only {value!r} is supported.")
-    try:
-        if config["n_kv_heads"] != config["n_heads"]:
-            raise ConfigError("The checkpoint's transformer shares keys between heads, which is not supported.")
-        return DitConfig(
-            channels=config["in_channels"],
-            width=config["dim"],
-            layers=config["n_layers"],
-            refiners=config["n_refiner_layers"],
-            heads=config["n_heads"],
-            text_width=config["cap_feat_dim"],
-            theta=config["rope_theta"],
-            axes=tuple(config["axes_dims"]),
-            lengths=tuple(config["axes_lens"]),
-            time_scale=config["t_scale"],
-            eps=config["norm_eps"],
-        )
-    except KeyError as error:
-        raise ConfigError(f"The config.json of the checkpoint's transformer has no {error}.") from error
+    part = PartConfig("transformer", config, "ZImageTransformer2DModel")
+    part.expect(all_patch_size=[PATCH], all_f_patch_size=[1], qk_norm=True, siglip_feat_dim=None)
+    if part["n_kv_heads"] != part["n_heads"]:
+        raise ConfigError("The checkpoint's transformer shares keys between heads, which is not supported.")
+    return DitConfig(
+        channels=part["in_channels"],
+        width=part["dim"],
+        layers=part["n_layers"],
+        refiners=part["n_refiner_layers"],
+        heads=part["n_heads"],
+        text_width=part["cap_feat_dim"],
+        theta=part["rope_theta"],
+        axes=tuple(part["axes_dims"]),
+        lengths=tuple(part["axes_lens"]),
+        time_scale=part["t_scale"],
+        eps=part["norm_eps"],
+    )
 
 
 SPEC = ModelSpec(
