@@ -18,6 +18,7 @@ set -euo pipefail
 PYTORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 TORCH_VERSION="2.13.0"
 QWEN_TTS="qwen-tts-hf==0.1.1.post1"
+PIPECAT="pipecat-ai==1.14.0"
 REACHABLE_TIMEOUT_S=4
 
 repo_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -95,8 +96,9 @@ install_packages() {
     say "installing omni_actors with the extras $flavour,$extras"
     pip install --editable "${repo_root}[$flavour,$extras]"
     if [[ "$flavour" == cpu ]]; then "$venv/bin/python" "$repo_root/scripts/fix_torchvision.py"; fi
-    # The reference of Qwen3-TTS. What it requires (gradio, onnxruntime, sox, ...) serves parts that no test uses.
-    if [[ "$extras" == *test* ]]; then pip install --no-deps "$QWEN_TTS"; fi
+    # The reference of Qwen3-TTS, and a client of realtime sessions. What they require (gradio, onnxruntime, sox, ...)
+    # serves parts that no test uses.
+    if [[ "$extras" == *test* ]]; then pip install --no-deps "$QWEN_TTS" "$PIPECAT"; fi
 }
 
 prove_it_works() {

@@ -59,8 +59,10 @@ class ServerVad(Strict, frozen=True, tag_field="type", tag="server_vad"):
     idle_timeout_ms: None = None
 
 
-class Transcription(Strict, frozen=True):
+class Transcription(Strict, frozen=True, omit_defaults=True):
     """The user's turns are written down, by the pipeline itself.
+
+    Sessions show what is set of it: clients have stumbled over fields that are newer than they.
 
     Args:
         model: a name of the session's model, which is the only one there is.
