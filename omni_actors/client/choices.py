@@ -101,14 +101,17 @@ def check_choices(count: int) -> None:
 
 
 def of_choice(options: Mapping[str, Any], choice: int) -> dict[str, Any]:
-    """The options of `submit` for one of several answers. Seeds count up from the first answer's, as with vLLM."""
+    """The options of `submit` for one of several answers. Seeds count up from the first answer's, as with vLLM.
+
+    Only the first answer comes with the prompt's log probabilities.
+    """
     own = dict(options)
     if not choice:
         return own
     own["request_id"] = f"{options['request_id']}-{choice}"
     own["seed"] = _counted(options.get("seed"), choice)
     own["params"] = {
-        stage: msgspec.structs.replace(given, seed=_counted(given.seed, choice))
+        stage: msgspec.structs.replace(given, seed=_counted(given.seed, choice), prompt_logprobs=None)
         for stage, given in to_params(options.get("params") or {}).items()
     }
     return own

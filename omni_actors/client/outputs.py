@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from omni_actors.errors import OmniError
 from omni_actors.protocol.fields import Scalar
-from omni_actors.protocol.logprobs import PositionLogprobs
+from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition
 from omni_actors.protocol.results import StageUsage
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.protocol.tools import ToolCall
@@ -58,6 +58,7 @@ class OmniRequestOutput:
         tensors: tensors that a single stage streamed, by name, joined along the first dimension.
         tool_calls: calls of tools, with the JSON of their arguments.
         logprobs: of each token of the text, if `logprobs` is among the parameters of its stage.
+        prompt_logprobs: of each token of the prompt but the first, if `prompt_logprobs` is.
         error: why the request failed, in calls that answer many prompts at once; other calls raise it.
     """
 
@@ -71,6 +72,7 @@ class OmniRequestOutput:
     tensors: dict[str, HostTensor] = field(default_factory=dict)
     tool_calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptPosition] = field(default_factory=list)
     error: OmniError | None = None
     images: list[NDArray[numpy.uint8]] = field(default_factory=list)
     latents: list[HostTensor] = field(default_factory=list)

@@ -13,7 +13,7 @@ from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Done
 from omni_actors.protocol.fields import unpack_token_ids
-from omni_actors.protocol.logprobs import PositionLogprobs
+from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition
 from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, StageUsage, TextDelta
 from omni_actors.protocol.results import Progress as ProgressMessage
 from omni_actors.protocol.tensors import HostTensor, TensorRef
@@ -24,13 +24,14 @@ class Text(msgspec.Struct, frozen=True):
     """The next piece of text with the thinker's `token_ids`. The text is empty if they end inside a character.
 
     `tool_calls` are the next pieces of calls of tools, which are not part of the text. `logprobs` has an entry for each
-    token if the request asks for them.
+    token if the request asks for them, and `prompt_logprobs` the next positions of the prompt, from the second on.
     """
 
     text: str
     token_ids: list[int]
     tool_calls: tuple[ToolCallPiece, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptPosition, ...] = ()
 
 
 class Audio(msgspec.Struct, frozen=True):
@@ -119,6 +120,7 @@ class RequestStream:
                     calls.add(item.tool_calls)
                     output.token_ids.extend(item.token_ids)
                     output.logprobs.extend(item.logprobs)
+                    output.prompt_logprobs.extend(item.prompt_logprobs)
                 case Audio():
                     pieces.append(item.samples)
                     output.sample_rate = item.sample_rate
@@ -145,7 +147,8 @@ def item_of(body: Output, tensor: Callable[[TensorRef], HostTensor]) -> StreamIt
     """Make the item of a message; `tensor` finds a tensor's data in it. The item keeps its own copy."""
     match body:
         case TextDelta():
-            return Text(body.text, unpack_token_ids(body.token_ids), body.tool_calls, body.logprobs)
+            token_ids = unpack_token_ids(body.token_ids)
+            return Text(body.text, token_ids, body.tool_calls, body.logprobs, body.prompt_logprobs)
         case AudioChunk():
             samples = numpy.frombuffer(tensor(body.samples).data, "<f4").astype(numpy.float32)
             return Audio(samples, body.sample_rate)

@@ -12,6 +12,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_STOP_TOKEN_IDS
 
 from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.logprobs import MAX_PROMPT_LOGPROBS
 from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, TEXT_PARAMS, StageParams, StructuredOutputs
 
 # Values of the parameters that are not set: greedy, nothing cut off.
@@ -105,8 +106,10 @@ def make_sampling_params(
             allowed_token_ids=list(params.allowed_token_ids) if params.allowed_token_ids else None,
             bad_words=list(params.bad_words or ()),
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             structured_outputs=_structured_outputs(params.structured_outputs),
-            skip_reading_prefix_cache=not read_prefix_cache,
+            # Positions from the prefix cache have no logits.
+            skip_reading_prefix_cache=not read_prefix_cache or params.prompt_logprobs is not None,
             extra_args={"omni": payload} if payload is not None else None,
         )
         if tokenizer is not None:
@@ -123,3 +126,24 @@ def make_sampling_params(
             field="bad_words",
         )
     return made
+
+
+def check_prompt_logprobs(params: StageParams, positions: int, *, embeds: bool) -> None:
+    """Raise `InvalidRequest` for log probabilities of a prompt that has none, or too many.
+
+    Args:
+        positions: the tokens of the prompt.
+        embeds: whether it is given as embeddings.
+    """
+    if params.prompt_logprobs is None:
+        return
+    field = "prompt_logprobs"
+    if embeds:
+        raise InvalidRequest(f"{field}: a prompt of embeddings has no tokens.", hint="Leave it out.", field=field)
+    if positions * (params.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{field}: {params.prompt_logprobs} likeliest tokens and the prompt's own at {positions} positions exceed "
+            f"the limit of {MAX_PROMPT_LOGPROBS} log probabilities.",
+            hint="Ask for fewer, or send a shorter prompt.",
+            field=field,
+        )

@@ -189,6 +189,7 @@ class _Answer:
                 self._output.text += event.text
                 self._output.token_ids.extend(event.token_ids)
                 self._output.logprobs.extend(event.logprobs)
+                self._output.prompt_logprobs.extend(event.prompt_logprobs)
             case AudioEvent():
                 self._audio.append(np.frombuffer(event.samples.data, dtype=np.float32))
                 self._output.sample_rate = event.sample_rate

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.core import make_request
 from omni_actors.engine.lora import LoraAdapters
-from omni_actors.engine.sampling import make_sampling_params
+from omni_actors.engine.sampling import check_prompt_logprobs, make_sampling_params
 from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.payloads import StageParams
@@ -39,6 +39,8 @@ class TextOutputs(RequestOutputs):
             text, token_ids = self._decoder.decode(output)
             event = self._text(text, token_ids, output.finish_reason is not None or self._decoder.stopped)
             logprobs = self._decoder.logprobs(output, len(token_ids))
+            for piece in self._decoder.prompt_logprobs(output):
+                events.append(TextEvent(self._request_id, "", (), prompt_logprobs=piece))
             events.append(replace(event, logprobs=logprobs) if logprobs else event)
         self.stopped, self.stop_reason = self._decoder.stopped, self._decoder.stop_reason
         return events
@@ -98,6 +100,7 @@ class TextAdapter(AutoregressiveAdapter):
             features: further arguments of `core.make_request`.
         """
         params = _formed(request.params, calls).merged_over(self.defaults)
+        check_prompt_logprobs(params, len(token_ids), embeds=features.get("prompt_embeds") is not None)
         lora = self.lora.request(params.adapter, request.adapter)
         sampling = make_sampling_params(
             params,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import cast
 
 from vllm.logprobs import Logprob
@@ -13,7 +14,7 @@ from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, IncrementalDe
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from omni_actors.errors import EngineError
-from omni_actors.protocol.logprobs import PositionLogprobs, TokenLogprob
+from omni_actors.protocol.logprobs import PIECE_LOGPROBS, PositionLogprobs, PromptPosition, TokenLogprob
 
 
 class TextDecoder:
@@ -74,6 +75,23 @@ class TextDecoder:
         positions = cast("list[dict[int, Logprob]]", self._logprobs.logprobs)[-len(output.new_token_ids) :]
         return tuple(_position(position, wanted) for position in positions[:count])
 
+    def prompt_logprobs(self, output: EngineCoreOutput) -> Iterator[tuple[PromptPosition, ...]]:
+        """The log probabilities of the prompt, which come with the first output, in pieces for a message each.
+
+        Call it after `logprobs`, which reads the output unless the request does not ask for those of the answer.
+        """
+        wanted = self._logprobs.num_prompt_logprobs
+        if wanted is None or output.new_prompt_logprobs_tensors is None:
+            return
+        if self._logprobs.num_logprobs is None:
+            self._logprobs.update_from_output(output)
+        # vLLM has nothing for the first position, which follows none.
+        found = cast("list[dict[int, Logprob]]", self._logprobs.prompt_logprobs)[1:]
+        self._logprobs.prompt_logprobs = []
+        size = PIECE_LOGPROBS // (wanted + 1)
+        for start in range(0, len(found), size):
+            yield tuple(_prompt_position(position, wanted) for position in found[start : start + size])
+
     def _release(self, finished: bool) -> None:
         if self.stopped:
             count = sum(start < self._given for start, _ in self._held)
@@ -90,7 +108,17 @@ class TextDecoder:
 
 def _position(position: dict[int, Logprob], wanted: int) -> PositionLogprobs:
     """One position from vLLM's, which has the token taken first, and ranks."""
+    token, _, top = _ranked(position, wanted)
+    return PositionLogprobs(token, top)
+
+
+def _prompt_position(position: dict[int, Logprob], wanted: int) -> PromptPosition:
+    return PromptPosition(*_ranked(position, wanted))
+
+
+def _ranked(position: dict[int, Logprob], wanted: int) -> tuple[TokenLogprob, int, tuple[TokenLogprob, ...]]:
+    """The token that is there, its rank, and the `wanted` likeliest in order."""
     entries = [TokenLogprob(token, entry.decoded_token or "", entry.logprob) for token, entry in position.items()]
     ranks = [entry.rank or 0 for entry in position.values()]
     ranked = sorted(zip(ranks, entries, strict=True), key=lambda pair: pair[0])
-    return PositionLogprobs(entries[0], tuple(entry for rank, entry in ranked if rank <= wanted))
+    return entries[0], ranks[0], tuple(entry for rank, entry in ranked if rank <= wanted)

@@ -28,11 +28,11 @@ from omni_actors.http_server.answer import (
 from omni_actors.http_server.audio_formats import encoded, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
-from omni_actors.http_server.logprobs import chat_logprobs
+from omni_actors.http_server.logprobs import chat_logprobs, prompt_logprobs
 from omni_actors.http_server.schemas import ChatRequest, voice_name
 from omni_actors.http_server.state import ServerState, State
 from omni_actors.protocol.client import Description
-from omni_actors.protocol.logprobs import PositionLogprobs
+from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition
 from omni_actors.protocol.tools import CollectedCalls, ToolCall, ToolCallPiece
 
 router = APIRouter()
@@ -82,7 +82,8 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
         return AnswerResponse(answer, reply.events(include_usage), "text/event-stream", state.settings.write_timeout)
     async with answer:
-        return Response(await reply.whole(audio_format), media_type="application/json")
+        whole = await reply.whole(audio_format, body.prompt_logprobs)
+        return Response(whole, media_type="application/json")
 
 
 def _audio_format(body: ChatRequest) -> str:
@@ -110,6 +111,7 @@ class ChatChoice:
         self._calls = CollectedCalls()
         self._called = False
         self._logprobs: list[PositionLogprobs] = []
+        self.prompt_logprobs: list[PromptPosition] = []
 
     def keep(self, item: StreamItem) -> None:
         """Keep an item of an answer that is sent whole."""
@@ -117,6 +119,7 @@ class ChatChoice:
             self._texts.append(item.text)
             self._calls.add(item.tool_calls)
             self._logprobs.extend(item.logprobs)
+            self.prompt_logprobs.extend(item.prompt_logprobs)
         elif isinstance(item, Audio):
             self._pieces.append(item.samples)
 
@@ -188,8 +191,12 @@ class ChatReply:
         self._answer = answer
         self._description = description
 
-    async def whole(self, audio_format: str) -> bytes:
-        """The whole answers as a chat.completion object."""
+    async def whole(self, audio_format: str, likeliest: int | None) -> bytes:
+        """The whole answers as a chat.completion object.
+
+        Args:
+            likeliest: how many of the likeliest tokens it has for each of the prompt's; `None` for nothing about them.
+        """
         async for index, item in self._answer.choices():
             if item is not None:
                 self._choices[index].keep(item)
@@ -198,6 +205,8 @@ class ChatReply:
             await choice.whole(self._ending(index), audio_format, rate) for index, choice in enumerate(self._choices)
         ]
         content = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        if likeliest is not None:
+            content["prompt_logprobs"] = prompt_logprobs(self._choices[0].prompt_logprobs)
         return msgspec.json.encode(content)
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:

@@ -17,7 +17,7 @@ from omni_actors.http_server.answer import DONE_EVENT, GOES_ON, Answer, AnswerRe
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.json_bounds import MAX_TOKEN_VALUES
-from omni_actors.http_server.logprobs import CompletionLogprobs
+from omni_actors.http_server.logprobs import CompletionLogprobs, prompt_logprobs
 from omni_actors.http_server.schemas import CompletionRequest
 from omni_actors.http_server.state import State
 from omni_actors.protocol.logprobs import PositionLogprobs
@@ -101,5 +101,8 @@ async def completions(body: Annotated[CompletionRequest, Depends(BODY)], request
             )
             for index, items in enumerate(texts)
         ]
+        if body.prompt_logprobs is not None:  # each choice has the prompt's, as with vLLM
+            of_prompt = prompt_logprobs([position for item in texts[0] for position in item.prompt_logprobs])
+            choices = [{**made, "prompt_logprobs": of_prompt} for made in choices]
         whole = {**head, "choices": choices, "usage": usage_of_choices(answer.usages, description)}
         return Response(msgspec.json.encode(whole), media_type="application/json")

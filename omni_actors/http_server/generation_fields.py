@@ -11,6 +11,7 @@ from omni_actors.http_server.output_formats import AnyResponseFormat, Structured
 from omni_actors.http_server.schema_fields import ABSENT
 from omni_actors.http_server.vllm_fields import VllmFields
 from omni_actors.protocol.fields import PositiveInt
+from omni_actors.protocol.logprobs import MAX_LOGPROBS
 from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, AllowedTokens, LogitBias, StopTokens, Word, Words
 
 MAX_TOKENS = 1_000_000
@@ -43,6 +44,7 @@ class GenerationFields(VllmFields, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     structured_outputs: StructuredFields = ABSENT
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def stage_fields(self) -> dict[str, Any]:
         """The fields that are set, under the names of `StageParams`; not `seed`, which goes to all stages."""

@@ -1,11 +1,11 @@
-"""Log probabilities in OpenAI's two shapes."""
+"""Log probabilities in OpenAI's two shapes, and those of prompts in vLLM's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from omni_actors.protocol.logprobs import PositionLogprobs, TokenLogprob
+from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition, TokenLogprob
 
 LEAST = -9999.0  # in place of minus infinity, which JSON does not have; vLLM's value
 
@@ -22,6 +22,23 @@ def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any] | Non
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "logprob": max(token.logprob, LEAST), "bytes": list(token.text.encode())}
+
+
+def prompt_logprobs(positions: Sequence[PromptPosition]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: by token id at each position, the prompt's own token first.
+
+    The first position has none, as nothing comes before it.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    for position in positions:
+        ranked = {str(token.token_id): _ranked(token, rank) for rank, token in enumerate(position.top, 1)}
+        own = {str(position.token.token_id): _ranked(position.token, position.rank)}
+        found.append({**own, **ranked})
+    return found
+
+
+def _ranked(token: TokenLogprob, rank: int) -> dict[str, Any]:
+    return {"logprob": max(token.logprob, LEAST), "rank": rank, "decoded_token": token.text}
 
 
 class CompletionLogprobs:

@@ -67,8 +67,15 @@ class Submission(Strict, frozen=True, kw_only=True):
 
 def decoded_params(stage_params: Raw) -> dict[str, StageParams]:
     """Parameters by stage. Raises `HttpError` that names the stage and the field."""
-    given = free_form(stage_params, dict[str, Raw], "stage_params")
-    return {stage: decode(params, StageParams, f"stage_params.{stage[:64]}") for stage, params in (given or {}).items()}
+    found = {}
+    for stage, params in (free_form(stage_params, dict[str, Raw], "stage_params") or {}).items():
+        where = f"stage_params.{stage[:64]}"
+        found[stage] = decode(params, StageParams, where)
+        if found[stage].prompt_logprobs is not None:  # most answers have no place for them
+            field = f"{where}.prompt_logprobs"
+            message = f"{field} is not supported. Give prompt_logprobs as a field of a chat or a text completion."
+            raise bad_field(field, message, "unsupported_parameter")
+    return found
 
 
 def refuse_effects(body: Strict, hints: dict[str, str], where: str = "") -> None:

@@ -180,6 +180,9 @@ class Sampling(GenerationFields, frozen=True, kw_only=True):
         refuse_effects(self, self.HINTS)
         if self.stream_options is not None and not self.stream:
             raise bad_field("stream_options", "stream_options needs stream: true.")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs is not supported with stream: true. Ask for the whole answer."
+            raise bad_field("prompt_logprobs", message, "unsupported_parameter")
         free_form(self.metadata, dict[str, str], "metadata")
 
     def answers(self, slots: int) -> int:

@@ -32,7 +32,6 @@ class VllmFields(Submission, frozen=True, kw_only=True):
     length_penalty: One = ABSENT  # of a beam search
     truncate_prompt_tokens: Null = ABSENT
     truncation_side: Side = ABSENT  # nothing is truncated
-    prompt_logprobs: Null = ABSENT
     logprob_token_ids: EmptyList = ABSENT
     watermarking: Off = ABSENT
     thinking_token_budget: Null = ABSENT

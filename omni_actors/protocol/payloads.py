@@ -187,6 +187,8 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         structured_outputs: form that the text must have, such as a JSON schema; only for stages with text.
         logprobs: how many of the likeliest tokens to report at each position, with the logarithms of their
             probabilities and that of the token taken; only for stages with text.
+        prompt_logprobs: the same for each position of the prompt but the first; the prompt is computed without the
+            prefix cache, and may have so many tokens that 65,536 probabilities are reported.
         stop_token_ids: tokens that end generation, in addition to the model's own; not part of the text.
         ignore_eos: continue past the model's own end tokens.
         adapter: LoRA adapter for the model, by its name in the pipeline's `adapters`; only for stages with text.
@@ -219,6 +221,7 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     spaces_between_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
     adapter: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -258,6 +261,7 @@ TEXT_PARAMS = frozenset(
         "adapter",
         "bad_words",
         "logprobs",
+        "prompt_logprobs",
         "stop",
         "include_stop_str_in_output",
         "skip_special_tokens",

@@ -11,7 +11,7 @@ from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.common import Credit, Failed
 from omni_actors.protocol.fields import TOKEN_BYTES, Attempt, Count, Moment, StageNameOrEmpty, Steps, TokenId
 from omni_actors.protocol.header import Body, ReplicaId
-from omni_actors.protocol.logprobs import PositionLogprobs
+from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition
 from omni_actors.protocol.telemetry import StageTimeline
 from omni_actors.protocol.tensors import FLOATING, DType, TensorRef
 from omni_actors.protocol.tools import MAX_CALLS, ToolCallPiece
@@ -23,7 +23,7 @@ class TextDelta(Body, tag="text", frozen=True):
     """Stage -> coordinator -> client: more text. `text` is empty within a character; `token_ids` are int32 bytes.
 
     `tool_calls` are the pieces of calls that the tokens make, besides the text. `logprobs` has an entry for each token,
-    or none at all.
+    or none at all. `prompt_logprobs` are the next positions of the prompt, from the second on.
     """
 
     modality: ClassVar[str] = "text"
@@ -33,6 +33,7 @@ class TextDelta(Body, tag="text", frozen=True):
     sent: Moment = 0.0
     tool_calls: Annotated[tuple[ToolCallPiece, ...], Meta(max_length=MAX_CALLS)] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptPosition, ...] = ()
 
     def __post_init__(self) -> None:
         if self.logprobs and len(self.logprobs) * TOKEN_BYTES != len(self.token_ids):

@@ -13,7 +13,7 @@ from omni_actors.config import StageConfig
 from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.protocol.adapters import Adapter
 from omni_actors.protocol.fields import Scalar
-from omni_actors.protocol.logprobs import PositionLogprobs
+from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition
 from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.payloads import InformationValue, Prompt, StageParams
 from omni_actors.protocol.results import FinishReason
@@ -75,7 +75,8 @@ class StageInputs:
 class TextEvent:
     """More text of a request whose stage has `text` among its outputs, and pieces of the tool calls in it.
 
-    `logprobs` has an entry for each token if the request asks for them.
+    `logprobs` has an entry for each token if the request asks for them, `prompt_logprobs` the next positions of the
+    prompt, from the second on.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class TextEvent:
     token_ids: Sequence[int]
     tool_calls: tuple[ToolCallPiece, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptPosition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

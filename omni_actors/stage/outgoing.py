@@ -82,7 +82,12 @@ def result_of(event: ForClient, sent: float) -> tuple[Body, Sequence[Frame]]:
     if isinstance(event, TextEvent):
         token_ids = pack_token_ids(event.token_ids)
         delta = TextDelta(
-            text=event.text, token_ids=token_ids, sent=sent, tool_calls=event.tool_calls, logprobs=event.logprobs
+            text=event.text,
+            token_ids=token_ids,
+            sent=sent,
+            tool_calls=event.tool_calls,
+            logprobs=event.logprobs,
+            prompt_logprobs=event.prompt_logprobs,
         )
         return delta, ()
     body: Body

@@ -181,6 +181,50 @@ def test_log_probabilities_whole_and_streamed(tiny: HttpPipeline) -> None:
     assert [position.token.text for position in result.logprobs] == [entry.token for entry in tokens]
 
 
+def test_log_probabilities_of_the_prompt(tiny: HttpPipeline) -> None:
+    """In vLLM's form: once for a chat, in each choice of a text completion. The prefix cache has no part in them."""
+    client = tiny.openai()
+    spoken = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
+    options: dict = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, "seed": 3}
+    two = client.chat.completions.create(**options, n=2, extra_body={"prompt_logprobs": 2, "stage_params": STAGES})
+    found = two.prompt_logprobs
+    assert len(found) == two.usage.prompt_tokens
+    assert found[0] is None
+    assert {entry["rank"] for position in found[1:] for entry in position.values()} > {1, 2}
+    assert all(len(position) in (2, 3) for position in found[1:])
+    again = client.chat.completions.create(**options, **spoken, extra_body={"prompt_logprobs": 2})
+    assert ranks(again.prompt_logprobs) == ranks(found), "as many, although the prompt is in the cache"
+    assert again.choices[0].message.audio.data
+    text = "".join(next(iter(position.values()))["decoded_token"] for position in found[1:])
+    assert QUESTION[0]["content"] in text
+
+    tokens = [int(next(iter(position))) for position in found[1:]]
+    completion = {"model": MODEL, "prompt": tokens, "max_tokens": 2, "n": 2}
+    choices = client.completions.create(**completion, extra_body={"prompt_logprobs": 0}).choices
+    assert len(choices) == 2
+    for choice in choices:
+        assert [list(position or {}) for position in choice.prompt_logprobs[1:]] == [
+            [str(token)] for token in tokens[1:]
+        ]
+    assert "prompt_logprobs" not in client.chat.completions.create(**options).model_extra
+    with OmniClient(tiny.endpoint) as own:
+        params = {"thinker": {"max_tokens": 2, "prompt_logprobs": 0}}
+        result = own.generate(QUESTION, modalities=["text"], params=params, timeout=120)
+    assert [position.token.token_id for position in result.prompt_logprobs] == tokens
+
+    for field, given in {
+        "prompt_logprobs": {"prompt_logprobs": 1, "stream": True},
+        "stage_params.thinker.prompt_logprobs": {"stage_params": {"thinker": {"prompt_logprobs": 1}}},
+    }.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**options, extra_body=given)
+        assert caught.value.param == field
+
+
+def ranks(positions: list[dict[str, Any] | None]) -> list[dict[str, int]]:
+    return [{token: entry["rank"] for token, entry in (position or {}).items()} for position in positions]
+
+
 def pairs(logprobs: Logprobs) -> Iterator[tuple[int, str]]:
     return zip(logprobs.text_offset, logprobs.tokens, strict=True)
 

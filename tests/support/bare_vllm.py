@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logprobs import PromptLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -35,7 +36,11 @@ class BareWorker(CPUWorker):
 
 
 class BareVllm:
-    """vLLM's engine for a checkpoint, in this process; a context manager."""
+    """vLLM's engine for a checkpoint, in this process; a context manager.
+
+    Attributes:
+        prompt_logprobs: of each request answered so far, by its name, if it asked for them.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         config = EngineArgs(
@@ -46,6 +51,7 @@ class BareVllm:
             skip_mm_profiling=True,
             **SMALL,
         ).create_engine_config()
+        self.prompt_logprobs: dict[str, PromptLogprobs | None] = {}
         self._engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
 
     def __enter__(self) -> BareVllm:
@@ -68,5 +74,7 @@ class BareVllm:
         answers: dict[str, CompletionOutput] = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
-                answers[output.request_id.removeprefix("bare/")] = output.outputs[0]
+                name = output.request_id.removeprefix("bare/")
+                answers[name] = output.outputs[0]
+                self.prompt_logprobs[name] = output.prompt_logprobs
         return answers

@@ -77,7 +77,7 @@ CALLED: dict[str, str] = {
     "vllm.sampling_params:SamplingParams": "max_tokens min_tokens temperature top_p top_k min_p repetition_penalty "
     "seed stop_token_ids ignore_eos skip_reading_prefix_cache extra_args frequency_penalty presence_penalty logit_bias "
     "allowed_token_ids bad_words stop include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
-    "structured_outputs logprobs",
+    "structured_outputs logprobs prompt_logprobs",
     "vllm.sampling_params:SamplingParams.update_from_tokenizer": "tokenizer",
     "vllm.sampling_params:SamplingParams.verify": "model_config speculative_config structured_outputs_config tokenizer",
     "vllm.sampling_params:StructuredOutputsParams": "json json_object regex choice grammar structural_tag "
@@ -93,9 +93,9 @@ CALLED: dict[str, str] = {
 # Structs, dataclasses, named tuples and enumerations -> the fields or members that we read.
 READ: dict[str, str] = {
     "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids finish_reason pooling_output events "
-    "num_nans_in_logits",
+    "num_nans_in_logits new_prompt_logprobs_tensors",
     "vllm.logprobs:Logprob": "logprob rank decoded_token",
-    "vllm.v1.engine.logprobs:LogprobsProcessor": "logprobs num_logprobs",
+    "vllm.v1.engine.logprobs:LogprobsProcessor": "logprobs num_logprobs prompt_logprobs num_prompt_logprobs",
     "vllm.v1.structured_output.request:StructuredOutputRequest": "_grammar",
     "vllm.v1.engine:EngineCoreOutputs": "outputs scheduler_stats",
     "vllm.v1.engine:EngineCoreEvent": "type timestamp",

@@ -241,7 +241,6 @@ ASKING = {
     "prediction": [True, 1, [1], LONG],
     "chat_template_kwargs": [{"enable_thinking": True}],
     "add_generation_prompt": [False],
-    "prompt_logprobs": [0, 1],
     "chat_template": ["{{ messages }}"],
 }
 

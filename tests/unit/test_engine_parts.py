@@ -15,7 +15,7 @@ from omni_actors.engine.encoded_requests import check_feature
 from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
 from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
-from omni_actors.engine.sampling import make_sampling_params
+from omni_actors.engine.sampling import check_prompt_logprobs, make_sampling_params
 from omni_actors.engine.stage_llm import join
 from omni_actors.engine.tensors import check_rows, to_host, to_torch
 from omni_actors.engine.worker_base import HostCopy
@@ -155,6 +155,19 @@ def plugin(tmp_path, monkeypatch):
     yield write
     for name in [name for name in sys.modules if name.startswith("plugin_of_test")]:
         del sys.modules[name]
+
+
+def test_log_probabilities_of_a_prompt_are_bounded():
+    check_prompt_logprobs(StageParams(), 10**6, embeds=True)
+    check_prompt_logprobs(StageParams(prompt_logprobs=1), 32_768, embeds=False)
+    for count, positions, embeds, says in (
+        (1, 32_769, False, "1 likeliest tokens .* at 32769 positions exceed the limit of 65536"),
+        (20, 3_500, False, "at 3500 positions"),
+        (0, 4, True, "embeddings has no tokens"),
+    ):
+        with pytest.raises(InvalidRequest, match=says) as caught:
+            check_prompt_logprobs(StageParams(prompt_logprobs=count), positions, embeds=embeds)
+        assert caught.value.field == "prompt_logprobs"
 
 
 def test_a_plugin_brings_models(plugin):

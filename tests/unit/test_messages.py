@@ -56,7 +56,7 @@ from omni_actors.protocol.control import (
 )
 from omni_actors.protocol.fields import pack_token_ids, unpack_token_ids
 from omni_actors.protocol.header import PROTOCOL_VERSION, Body, Header, ReplicaId
-from omni_actors.protocol.logprobs import PositionLogprobs, TokenLogprob
+from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition, TokenLogprob
 from omni_actors.protocol.nodes import (
     CoordinatorToNode,
     KillReplica,
@@ -212,6 +212,12 @@ BODIES: list[tuple[Body, list[bytes]]] = [
             text="a",
             token_ids=pack_token_ids([1]),
             logprobs=(PositionLogprobs(TokenLogprob(1, "a", -0.5), (TokenLogprob(2, "b", -0.25),)),),
+        ),
+        [],
+    ),
+    (
+        TextDelta(
+            text="", prompt_logprobs=(PromptPosition(TokenLogprob(1, "a", -2.5), 9, (TokenLogprob(2, "b", -0.25),)),)
         ),
         [],
     ),
@@ -471,6 +477,7 @@ def test_prompt_embeds_good(dtype: DType) -> None:
         {"stop": ["x" * 1025]},
         {"stop": ["x"] * 65},
         {"logprobs": 21},
+        {"prompt_logprobs": 21},
         {"structured_outputs": {}},
         {"structured_outputs": {"json": "{}", "regex": "a"}},
         {"structured_outputs": {"json_object": False}},

@@ -31,10 +31,12 @@ class Delivery:
         self.tokens = 0
         self.characters = 0
         self.samples = 0
+        self._positions = 0  # of the prompt, with log probabilities
         self._checksum = 0  # of the tokens that the client has
         self._skip_tokens = 0  # so many will come again
         self._skip_characters = 0
         self._skip_samples = 0
+        self._skip_positions = 0
         self._again = 0  # checksum of those that came again
         self._calls: dict[int, int] = {}  # characters of arguments that the client has, by the index of the call
         self._skip_calls: dict[int, int] = {}  # those that will come again, with the call's name
@@ -47,6 +49,7 @@ class Delivery:
         if "text" in modalities:
             self._skip_tokens, self._skip_characters = self.tokens, self.characters
             self._skip_calls = dict(self._calls)
+            self._skip_positions = self._positions
             self._again = 0
         if "audio" in modalities:
             self._skip_samples = self.samples
@@ -101,22 +104,32 @@ class Delivery:
         """
         known = min(self._skip_tokens, len(body.token_ids) // TOKEN_BYTES)
         letters = min(self._skip_characters, len(body.text))
+        positions = min(self._skip_positions, len(body.prompt_logprobs))
         if known:
             self._again = zlib.crc32(body.token_ids[: known * TOKEN_BYTES], self._again)
             self._skip_tokens -= known
             if not self._skip_tokens and self._again != self._checksum:
                 raise diverged()
         self._skip_characters -= letters
+        self._skip_positions -= positions
         token_ids, text = body.token_ids[known * TOKEN_BYTES :], body.text[letters:]
         calls = self._new_pieces(body.tool_calls) if body.tool_calls else ()
-        if (known or letters or body.tool_calls) and not token_ids and not text and not calls:
+        prompt_logprobs = body.prompt_logprobs[positions:]
+        if (known or letters or positions or body.tool_calls) and not (token_ids or text or calls or prompt_logprobs):
             return None
         self._checksum = zlib.crc32(token_ids, self._checksum)
         self.tokens += len(token_ids) // TOKEN_BYTES
         self.characters += len(text)
-        if not (known or letters or calls != body.tool_calls):
+        self._positions += len(prompt_logprobs)
+        if not (known or letters or positions or calls != body.tool_calls):
             return body
-        return TextDelta(text=text, token_ids=token_ids, tool_calls=calls, logprobs=body.logprobs[known:])
+        return TextDelta(
+            text=text,
+            token_ids=token_ids,
+            tool_calls=calls,
+            logprobs=body.logprobs[known:],
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _new_pieces(self, pieces: Sequence[ToolCallPiece]) -> tuple[ToolCallPiece, ...]:
         """Leave out what the client has of tool calls. A call keeps the id under which the client knows it."""

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.logprobs import PromptLogprobs
 from vllm.outputs import CompletionOutput
 
 from omni_actors.errors import InvalidRequest
+from omni_actors.http_server.logprobs import prompt_logprobs
 from omni_actors.protocol.logprobs import PositionLogprobs, TokenLogprob
 from omni_actors.protocol.payloads import StructuredOutputs
 from omni_actors.stage.engine_interface import EngineEvent, StreamEvent, TextEvent
@@ -44,7 +46,8 @@ def cases_of(text: str, tokens: list[int]) -> dict[str, dict[str, Any]]:
     """Parameters by name; the stop strings occur in `text`, the answer without any."""
     across = text[12:24]
     return {
-        "drawn": {**DRAWN, "logprobs": 3},
+        "drawn": {**DRAWN, "logprobs": 3, "prompt_logprobs": 2},
+        "prompt": {**PLAIN, "prompt_logprobs": 0},
         "penalties": {**DRAWN, "frequency_penalty": 1.5, "presence_penalty": 0.7, "repetition_penalty": 1.2},
         "bias": {**PLAIN, "logit_bias": {tokens[0]: -100.0, tokens[1]: 3.5}},
         "allowed": {**DRAWN, "allowed_token_ids": [5, 60, 300, 301]},
@@ -80,6 +83,8 @@ def wanted(tiny_checkpoint, answers) -> dict[str, tuple[dict[str, Any], Any]]:
         made = bare.generate_all(prompt, cases)
     assert {made[name].finish_reason for name in STOPS if name != "late"} == {"stop"}
     assert {type(made[name].stop_reason) for name in ("plain", "across", "stop_token")} == {type(None), str, int}
+    for name, answer in made.items():
+        answer.prompt_logprobs = bare.prompt_logprobs[name]
     return {name: (params, made[name]) for name, params in cases.items()}
 
 
@@ -100,8 +105,9 @@ def test_answers_equal_those_of_vllm(thinker, answers, wanted):
         assert finished.output_tokens == len(answer.token_ids), name
         assert thinker.streams(name)[-1].final, name
         assert logprobs_of(thinker.events[name]) == vllm_logprobs(answer, params.get("logprobs")), name
+        assert_prompt_logprobs(thinker.events[name], answer.prompt_logprobs)
     differing = {name for name, (_, answer) in wanted.items() if answer.text != wanted["plain"][1].text}
-    assert differing >= set(wanted) - {"plain", "special", "late"}, "the parameters matter"
+    assert differing >= set(wanted) - {"plain", "special", "late", "prompt"}, "the parameters matter"
 
     assert set(json.loads(thinker.text("structured json"))) == {"calm", "sea"}
     assert re.fullmatch(FORMS["regex"], thinker.text("structured regex"))
@@ -125,6 +131,21 @@ def test_answers_equal_those_of_vllm(thinker, answers, wanted):
 
 def logprobs_of(events: list[EngineEvent]) -> list[PositionLogprobs]:
     return [position for event in events if isinstance(event, TextEvent) for position in rounded(event.logprobs)]
+
+
+def assert_prompt_logprobs(events: list[EngineEvent], wanted: PromptLogprobs | None) -> None:
+    """Those of vLLM for each position, in the form in which its server sends them."""
+    made = [position for event in events if isinstance(event, TextEvent) for position in event.prompt_logprobs]
+    assert bool(made) == bool(wanted)
+    if wanted is None:
+        return
+    shown = prompt_logprobs(made)
+    assert shown[0] is wanted[0] is None
+    for position, of_vllm in zip(shown[1:], wanted[1:], strict=True):
+        assert list(position) == [str(token) for token in of_vllm]
+        for entry, other in zip(position.values(), of_vllm.values(), strict=True):
+            assert (entry["rank"], entry["decoded_token"]) == (other.rank, other.decoded_token)
+            assert entry["logprob"] == pytest.approx(other.logprob, abs=1e-3)
 
 
 def vllm_logprobs(answer: CompletionOutput, wanted: int | None) -> list[PositionLogprobs]:
