@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,6 +43,34 @@ class CodecSizes:
     transformer: TransformerSizes
     trims_start: bool
     sample_rate: int = 24_000
+
+    @classmethod
+    def of(cls, config: Any, *, rope_theta: float, latent_dim: int = 0, **own: Any) -> CodecSizes:
+        """From a checkpoint's configuration of the decoder, and what such configurations leave open."""
+        transformer = TransformerSizes(
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            intermediate_size=config.intermediate_size,
+            hidden_act=config.hidden_act,
+            attention_bias=config.attention_bias,
+            rms_norm_eps=config.rms_norm_eps,
+            sliding_window=config.sliding_window,
+            rope_theta=rope_theta,
+            latent_dim=latent_dim,
+        )
+        return cls(
+            num_quantizers=config.num_quantizers,
+            codebook_size=config.codebook_size,
+            upsampling_ratios=tuple(config.upsampling_ratios),
+            upsample_rates=tuple(config.upsample_rates),
+            decoder_dim=config.decoder_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            transformer=transformer,
+            **own,
+        )
 
     @property
     def samples_per_frame(self) -> int:

@@ -17,19 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsPP
 from vllm.model_executor.models.llama import LlamaModel
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
@@ -37,6 +35,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.code_talker import MROPE_DIMS, CodeTalker
 from omni_actors.engine.models.continued_positions import ContinuedPositions
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.scheduler import RowUpdate
@@ -66,15 +65,7 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     return talker
 
 
-@support_torch_compile(
-    dynamic_arg_dims={
-        "input_ids": {0: "b"},
-        # Positions are [3, tokens]; LlamaModel declares dimension 0 and cannot be compiled with M-RoPE.
-        "positions": {-1: "b"},
-        "intermediate_tensors": {0: "b"},
-        "inputs_embeds": {0: "b"},
-    }
-)
+@support_torch_compile(dynamic_arg_dims=MROPE_DIMS)
 class TalkerDecoder(LlamaModel):
     """vLLM's Llama behind the projection of the thinker's rows, compiled for M-RoPE positions.
 
@@ -102,11 +93,11 @@ class TalkerDecoder(LlamaModel):
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
 
-class Qwen2_5OmniTalker(nn.Module, ContinuedPositions, SupportsPP):
+class Qwen2_5OmniTalker(CodeTalker, ContinuedPositions, SupportsPP):
     """The talker as a vLLM model."""
 
+    decoder_class = TalkerDecoder
     text_rows: torch.Tensor
-    unspeakable: torch.Tensor
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
@@ -120,9 +111,8 @@ class Qwen2_5OmniTalker(nn.Module, ContinuedPositions, SupportsPP):
     )
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        config = vllm_config.model_config.hf_config
-        self.config = config
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config = self.config
         voices = load_voices(vllm_config.model_config.model)
         self.text_token_ids = [
             config.tts_text_end_token_id,
@@ -133,52 +123,19 @@ class Qwen2_5OmniTalker(nn.Module, ContinuedPositions, SupportsPP):
         self.register_buffer(
             "text_rows", torch.zeros(len(self.text_token_ids), config.embedding_size), persistent=False
         )
-        # Never sampled: the start token, as in transformers, and tokens that neither are sound nor end the speech, on
+        # The start token, as in transformers, and tokens that neither are sound nor end the speech, on
         # which transformers' vocoder fails.
-        unspeakable = torch.arange(config.vocab_size) >= config.sounding_tokens
-        unspeakable[[config.tts_codec_end_token_id, config.tts_codec_pad_token_id]] = False
-        unspeakable[config.tts_codec_start_token_id] = True
-        self.register_buffer("unspeakable", unspeakable, persistent=False)
+        never_sampled = torch.arange(config.vocab_size) >= config.sounding_tokens
+        never_sampled[[config.tts_codec_end_token_id, config.tts_codec_pad_token_id]] = False
+        never_sampled[config.tts_codec_start_token_id] = True
+        self.register_buffer("never_sampled", never_sampled, persistent=False)
         self.codec_embedding = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
-        self.decoder = TalkerDecoder(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "decoder"))
-        self.codec_head = ParallelLMHead(
-            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "codec_head")
-        )
-        self.logits_processor = LogitsProcessor(config.vocab_size)
-        self.make_empty_intermediate_tensors = self.decoder.make_empty_intermediate_tensors
+        self.make_empty_intermediate_tensors = cast("TalkerDecoder", self.decoder).make_empty_intermediate_tensors
 
     @staticmethod
     def get_model_state_cls() -> type[TalkerModelState]:
         """The class by which vLLM's runner prepares this model's inputs."""
         return TalkerModelState
-
-    def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Codec embeddings [tokens, H]; the text side comes later, from `TalkerModelState`."""
-        embeddings: torch.Tensor = self.codec_embedding(input_ids)
-        return embeddings
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor | IntermediateTensors:
-        """Hidden states [tokens, width] at M-RoPE positions [3, tokens], or what the next pipeline rank needs."""
-        if inputs_embeds is None and intermediate_tensors is None:
-            inputs_embeds = self.codec_embedding(input_ids)
-        hidden: torch.Tensor | IntermediateTensors = self.decoder(
-            None, positions, intermediate_tensors, inputs_embeds=inputs_embeds
-        )
-        return hidden
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Logits [tokens, vocabulary], minus infinity for what must not be spoken; None where they are not gathered."""
-        logits: torch.Tensor | None = self.logits_processor(self.codec_head, hidden_states)
-        if logits is not None:
-            logits.masked_fill_(self.unspeakable, float("-inf"))
-        return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the talker's part of the whole checkpoint; return the names of the parameters that were set."""

@@ -14,7 +14,6 @@ from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.codec_decoder.context import Context
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder, CodecSizes
 from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED, CodecRunner
-from omni_actors.engine.models.codec_decoder.transformer import TransformerSizes
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.weights import read_tensors
 from omni_actors.errors import StartupError
@@ -41,30 +40,8 @@ class MeanEmbedding(nn.Module):
 
 def codec_sizes(config: Qwen3OmniMoeCode2WavConfig) -> CodecSizes:
     """Sizes of the decoder that a checkpoint's configuration describes."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope: Mapping[str, Any] = config.rope_parameters
-    return CodecSizes(
-        num_quantizers=config.num_quantizers,
-        codebook_size=config.codebook_size,
-        upsampling_ratios=tuple(config.upsampling_ratios),
-        upsample_rates=tuple(config.upsample_rates),
-        decoder_dim=config.decoder_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        transformer=TransformerSizes(
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=head_dim,
-            intermediate_size=config.intermediate_size,
-            hidden_act=config.hidden_act,
-            attention_bias=config.attention_bias,
-            rms_norm_eps=config.rms_norm_eps,
-            sliding_window=config.sliding_window,
-            rope_theta=rope["rope_theta"],
-        ),
-        trims_start=True,
-    )
+    return CodecSizes.of(config, rope_theta=rope["rope_theta"], trims_start=True)
 
 
 class Qwen3OmniCode2Wav(CodecRunner):

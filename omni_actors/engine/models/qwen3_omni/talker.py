@@ -22,6 +22,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
 
 from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.code_talker import MROPE_DIMS
 from omni_actors.engine.models.continued_positions import ContinuedPositions
 from omni_actors.engine.models.frame_talker.model import FrameTalker, Projection
 from omni_actors.engine.models.qwen3_omni.talker_state import TalkerState
@@ -68,15 +69,7 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-@support_torch_compile(
-    dynamic_arg_dims={
-        "input_ids": {0: "b"},
-        # Positions are [3, tokens]; Qwen3MoeModel declares dimension 0 and cannot be compiled with M-RoPE.
-        "positions": {-1: "b"},
-        "intermediate_tensors": {0: "b"},
-        "inputs_embeds": {0: "b"},
-    }
-)
+@support_torch_compile(dynamic_arg_dims=MROPE_DIMS)
 class TalkerDecoder(Qwen3MoeModel):
     """vLLM's Qwen3 with experts, compiled for M-RoPE positions."""
 

@@ -13,7 +13,6 @@ from omni_actors.engine.models.codec_decoder.context import Context
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder, CodecSizes
 from omni_actors.engine.models.codec_decoder.layers import CausalConv
 from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED, CodecRunner
-from omni_actors.engine.models.codec_decoder.transformer import TransformerSizes
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.qwen3_tts.checkpoint import CODEC_FOLDER, codec_part, read_json
 from omni_actors.engine.models.weights import read_tensors
@@ -63,27 +62,10 @@ class Qwen3TtsCode2Wav(CodecRunner):
         """See `CodecRunner.make_decoder`."""
         config = codec_part(self.model_name, "decoder_config")
         codec = read_json(self.model_name, f"{CODEC_FOLDER}/config.json")
-        sizes = CodecSizes(
-            num_quantizers=config.num_quantizers,
-            codebook_size=config.codebook_size,
-            upsampling_ratios=tuple(config.upsampling_ratios),
-            upsample_rates=tuple(config.upsample_rates),
-            decoder_dim=config.decoder_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            transformer=TransformerSizes(
-                hidden_size=config.hidden_size,
-                num_hidden_layers=config.num_hidden_layers,
-                num_attention_heads=config.num_attention_heads,
-                num_key_value_heads=config.num_key_value_heads,
-                head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-                intermediate_size=config.intermediate_size,
-                hidden_act=config.hidden_act,
-                attention_bias=config.attention_bias,
-                rms_norm_eps=config.rms_norm_eps,
-                sliding_window=config.sliding_window,
-                rope_theta=float(config.rope_theta),
-                latent_dim=config.latent_dim,
-            ),
+        sizes = CodecSizes.of(
+            config,
+            rope_theta=float(config.rope_theta),
+            latent_dim=config.latent_dim,
             trims_start=False,
             sample_rate=codec["output_sample_rate"],
         )

@@ -1,0 +1,78 @@
+"""What all talkers have in common as vLLM models: their tokens are codes, of which some are never sampled."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+# For `support_torch_compile` of layers with M-RoPE, whose positions are [3, tokens]. vLLM's own models declare
+# dimension 0 and cannot be compiled with it.
+MROPE_DIMS: dict[str, int | list[int] | dict[int, str]] = {
+    "input_ids": {0: "b"},
+    "positions": {-1: "b"},
+    "intermediate_tensors": {0: "b"},
+    "inputs_embeds": {0: "b"},
+}
+
+
+class CodeTalker(nn.Module):
+    """The layers between a table of codes and a head. A family sets `codec_embedding` and `never_sampled`.
+
+    Attributes:
+        decoder_class: vLLM's model of the layers.
+        never_sampled: bool [vocabulary].
+    """
+
+    decoder_class: ClassVar[type[nn.Module]]
+    codec_embedding: nn.Module
+    never_sampled: torch.Tensor
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config: PretrainedConfig = vllm_config.model_config.hf_config
+        self.config = config
+        self.decoder = self.decoder_class(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "decoder"))
+        self.codec_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "codec_head")
+        )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Embeddings of codes [tokens, width]; what a ModelState adds to them comes later."""
+        embeddings: torch.Tensor = self.codec_embedding(input_ids)
+        return embeddings
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | IntermediateTensors:
+        """Hidden states [tokens, width], or what the next pipeline rank needs.
+
+        Args:
+            positions: [tokens], or [3, tokens] for M-RoPE.
+        """
+        if inputs_embeds is None and intermediate_tensors is None:
+            inputs_embeds = self.codec_embedding(input_ids)
+        hidden: torch.Tensor | IntermediateTensors = self.decoder(
+            None, positions, intermediate_tensors, inputs_embeds=inputs_embeds
+        )
+        return hidden
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Logits [tokens, vocabulary], minus infinity for what is never sampled; None where they are not gathered."""
+        logits: torch.Tensor | None = self.logits_processor(self.codec_head, hidden_states)
+        if logits is not None:
+            logits.masked_fill_(self.never_sampled, float("-inf"))
+        return logits
