@@ -3,13 +3,17 @@
 JSON holds the fields of vLLM's EngineArgs that spread the stage. PLAN is the JSON of a `RankPlan`, if the workers are
 on several hosts; those that are not the first print nothing and run until they are killed.
 
-It runs as a separate process, because vLLM spawns its workers: they import this file first, and with it what vLLM needs
-to run here. After it has printed its answers it keeps its workers until its standard input closes.
+It runs as a separate process, because it starts workers: as a stage does (vLLM spawns them, and they import this file
+first, and with it what vLLM needs to run here), or forked, which takes a third of the time. After it has printed its
+answers it keeps its workers until its standard input closes.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
+import os
 import sys
 from pathlib import Path
 
@@ -20,23 +24,34 @@ prepare()
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
+from vllm.v1.executor import multiproc_executor  # noqa: E402
 
 from omni_actors.config.spread import RankPlan  # noqa: E402
 from omni_actors.engine.further_ranks import run  # noqa: E402
+from omni_actors.engine.models.qwen3_omni.talker_adapter import TalkerAdapter as FrameTalkerAdapter  # noqa: E402
 from omni_actors.engine.tensors import to_host, to_torch  # noqa: E402
 from omni_actors.stage.engine_interface import StageInputs  # noqa: E402
 from tests.support.stage_driver import Driver, arguments_of, encode_media_prompt, make_engine  # noqa: E402
 
+START = "OMNI_TEST_START_WORKERS"  # spawn or fork
 LENGTHS = (5, 33, 90)
-MEDIA_PROMPT = "<|audio_bos|><|AUDIO|><|audio_eos|><|vision_bos|><|IMAGE|><|vision_eos|>What is this?"
+MEDIA_PROMPTS = {
+    "qwen2_5_omni": "<|audio_bos|><|AUDIO|><|audio_eos|><|vision_bos|><|IMAGE|><|vision_eos|>What is this?",
+    "qwen3_omni_moe": "<|audio_start|><|audio_pad|><|audio_end|><|vision_start|><|image_pad|><|vision_end|>What is it?",
+}
 
 
-def inputs_of(stage: str, index: int) -> tuple[StageInputs, torch.Tensor | None]:
-    """Inputs of a request, and the rows that follow later."""
+def inputs_of(driver: Driver, stage: str, index: int) -> tuple[StageInputs, torch.Tensor | list[int] | None]:
+    """Inputs of a request, and the rows or tokens that follow later."""
     generator = torch.Generator().manual_seed(index)
     length = LENGTHS[index]
+    texts = torch.randint(3, 200, (length + 20,), generator=generator).tolist()
     if stage == "thinker":
-        return StageInputs(token_ids=torch.randint(3, 200, (length,), generator=generator).tolist()), None
+        return StageInputs(token_ids=texts[:length]), None
+    if isinstance(driver.engine.adapter, FrameTalkerAdapter):
+        whole = driver.engine.adapter.warm_up_inputs(length)  # turns of the user and the assistant around zeros
+        given = [token or text for token, text in zip(whole.token_ids, texts, strict=False)]
+        return StageInputs(token_ids=given, scalars=whole.scalars, complete=False), texts[:12]
     rows = torch.randn(length + 20, 128, generator=generator)
     tensors = {"prompt_rows": to_host(rows[:length]), "reply_rows": to_host(rows[length : length + 3])}
     if index == 1:  # as of a prompt with media
@@ -45,26 +60,38 @@ def inputs_of(stage: str, index: int) -> tuple[StageInputs, torch.Tensor | None]
 
 
 def media_prompt(checkpoint: str) -> StageInputs:
+    family = json.loads((Path(checkpoint) / "config.json").read_text())["model_type"]
     samples = (np.sin(np.arange(16000) * 0.05) * 0.3).astype(np.float32)
     pixels = np.random.default_rng(0).integers(0, 255, (84, 112, 3), dtype=np.uint8)
-    return encode_media_prompt(Path(checkpoint), MEDIA_PROMPT, {"audio": (samples, 16000), "image": pixels})
+    return encode_media_prompt(Path(checkpoint), MEDIA_PROMPTS[family], {"audio": (samples, 16000), "image": pixels})
 
 
 def answer(driver: Driver, checkpoint: str, stage: str) -> dict[str, object]:
-    """Tokens, sums of the rows, state left behind and workers, for requests that join one after the other."""
+    """Tokens, sums of the rows, state left behind and workers, for requests that join one after the other.
+
+    The last one is sampled, the others are greedy.
+    """
+
+    def follow(name: str, later: torch.Tensor | list[int], *, complete: bool) -> None:
+        if isinstance(later, list):
+            driver.engine.extend(name, token_ids=later, complete=complete)
+        else:
+            driver.engine.extend(name, to_host(later), complete=complete)
+
     for index in range(len(LENGTHS)):
-        inputs, later = inputs_of(stage, index)
-        driver.start(f"r{index}", inputs, max_tokens=16, temperature=0.0)
+        inputs, later = inputs_of(driver, stage, index)
+        temperature = 0.9 if index == len(LENGTHS) - 1 else 0.0
+        driver.start(f"r{index}", inputs, max_tokens=16, temperature=temperature, seed=5)
         driver.step()
         if later is not None:
-            driver.engine.extend(f"r{index}", to_host(later[:7]), complete=False)
+            follow(f"r{index}", later[:7], complete=False)
             driver.step()
-            driver.engine.extend(f"r{index}", to_host(later[7:]), complete=True)
+            follow(f"r{index}", later[7:], complete=True)
     names = [f"r{index}" for index in range(len(LENGTHS))]
     if stage == "thinker":
         names.append("media")
         driver.start("media", media_prompt(checkpoint), max_tokens=16, temperature=0.0)
-    driver.start("gone", inputs_of(stage, 0)[0], max_tokens=16, temperature=0.0)
+    driver.start("gone", inputs_of(driver, stage, 0)[0], max_tokens=16, temperature=0.0)
     driver.step()
     driver.engine.abort("gone")
     driver.run()
@@ -85,6 +112,8 @@ def answer(driver: Driver, checkpoint: str, stage: str) -> dict[str, object]:
 
 
 def main(checkpoint: str, stage: str, spread: str, plan: str = "null") -> None:
+    if os.environ.get(START) == "fork":
+        multiproc_executor.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
     fields = json.loads(plan)
     ranks = RankPlan(*fields) if fields is not None else None
     if ranks is not None and ranks.host:
