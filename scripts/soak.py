@@ -4,14 +4,16 @@
     python scripts/soak.py --config stage_configs/tiny_qwen3_omni.yaml --model FOLDER --requests 1000 --concurrency 8
 
 With `--config` the stages are those of a model, whose answers are short, and the memory is what is resident. The KV
-cache of a model is touched bit by bit: make it small.
+cache of a model is touched bit by bit: make it small. On CPUs oneDNN keeps the code of 1,024 shapes, up to some hundred
+MiB, which takes thousands of requests; here it keeps one.
 
 Some requests are aborted, some have little time, and a part of them comes from a client that does not read for a third
 of a second at a time. For every 100th request a stage gets SIGKILL. Exits with 1 unless every request ended exactly
 once with its whole answer or a typed error, 99 % of those that were neither aborted nor short of time with an answer
 (without kills all of them), no process holds anything afterwards, and no process's private memory grows. That is read
 20 times, when nothing is in flight, without the arenas and with an allocator that returns at once what is freed. The
-highest of the last quarter may exceed that of the first half by 5 %; a stage that was killed counts when it is warm.
+first quarter is warm-up; of what follows, the last third may exceed the first by 2 MiB per 1,000 requests between them,
+by the medians. A stage that was killed counts when it is warm.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ import collections
 import contextlib
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -46,8 +49,15 @@ START_SECONDS = 120.0
 WARM = 100  # requests after which the memory of a process counts
 SLOW_SECONDS = 0.3  # for which the slow client does not read
 ENOUGH_SECONDS = 120.0  # until the deadline of the requests that should complete
-# Of glibc: otherwise processes keep a varying amount of what they have freed.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
+FEWEST_READINGS = 4  # of a process that can be judged
+MEBIBYTE = 2**20
+# Otherwise processes keep a varying amount of what they have freed, and code for every shape that they have met.
+LIBRARIES = {
+    "MALLOC_MMAP_THRESHOLD_": "16384",
+    "MALLOC_TRIM_THRESHOLD_": "16384",
+    "MALLOC_ARENA_MAX": "1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1",
+}
 
 Ends = collections.Counter[str]
 
@@ -183,18 +193,32 @@ def memory(launcher: EchoLauncher, *, resident: bool) -> dict[str, int]:
     return sizes
 
 
-def grows(sizes: Sequence[int], growth: float) -> bool:
-    """Whether the highest of the last quarter of the readings exceeds that of the first half by more than a factor."""
-    return max(sizes[-len(sizes) // 4 :]) > growth * max(sizes[: len(sizes) // 2])
+def growth(sizes: Mapping[int, int]) -> float:
+    """Bytes per 1,000 requests by which a process grows once it is warm.
+
+    Args:
+        sizes: bytes by the number of requests before the reading; at least `FEWEST_READINGS` of them.
+    """
+    warm = sorted(sizes.items())[len(sizes) // 4 :]
+    part = len(warm) // 3
+    (began, small), (ended, large) = (
+        [statistics.median(values) for values in zip(*third, strict=True)] for third in (warm[:part], warm[-part:])
+    )
+    return 1000 * (large - small) / (ended - began)
 
 
-def failures_of(soak: Soak, readings: Sequence[dict[str, int]], options: argparse.Namespace) -> list[str]:
+def failures_of(soak: Soak, readings: Mapping[int, dict[str, int]], options: argparse.Namespace) -> list[str]:
     """Say what must not be, and print what was."""
     failures = []
-    for process in sorted({name for reading in readings for name in reading}):
-        sizes = [reading[process] for reading in readings if process in reading]
-        print(f"memory of {process}: {', '.join(f'{size / 2**20:.0f}' for size in sizes)} MiB")
-        if len(sizes) >= 3 and grows(sizes, options.growth):
+    for process in sorted({name for reading in readings.values() for name in reading}):
+        sizes = {count: reading[process] for count, reading in readings.items() if process in reading}
+        listed = ", ".join(f"{size / MEBIBYTE:.0f}" for size in sizes.values())
+        if len(sizes) < FEWEST_READINGS:
+            print(f"memory of {process}: {listed} MiB; too few readings to judge")
+            continue
+        rate = growth(sizes) / MEBIBYTE
+        print(f"memory of {process}: {listed} MiB; {rate:+.1f} MiB per 1,000 requests once warm")
+        if rate > options.growth:
             failures.append(f"{process} grows")
     ends = soak.ends
     lost = {end: count for end, count in ends.items() if end.startswith("unexpected ")}
@@ -208,17 +232,17 @@ def failures_of(soak: Soak, readings: Sequence[dict[str, int]], options: argpars
 
 def main(options: argparse.Namespace) -> int:
     failures = []
-    os.environ |= ALLOCATOR
+    os.environ |= LIBRARIES
     with tempfile.TemporaryDirectory(prefix="sk-", dir="/tmp") as name:
         data = configuration(options)
         launcher = EchoLauncher(Path(name), data).wait_ready(START_SECONDS)
         try:
             load = Load(data, echoes=options.config is None)
-            soak, readings, began = Soak(launcher, load, options), [], time.monotonic()
+            soak, readings, began = Soak(launcher, load, options), {}, time.monotonic()
             for part in range(options.readings):
                 begin, end = (options.requests * number // options.readings for number in (part, part + 1))
                 asyncio.run(soak.run(end - begin))
-                readings.append(memory(launcher, resident=options.config is not None))
+                readings[end] = memory(launcher, resident=options.config is not None)
             print(f"{options.requests} requests in {time.monotonic() - began:.0f} s: {dict(soak.ends)}")
             print(f"{soak.killed} stages killed, {launcher.describe().counts['replays']} replays; nothing is held")
             failures = failures_of(soak, readings, options)
@@ -241,7 +265,7 @@ if __name__ == "__main__":
     parser.add_argument("--concurrency", type=int, default=64, help="requests at a time, of each of the two clients")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--readings", type=int, default=20)
-    parser.add_argument("--growth", type=float, default=1.05, help="allowed growth of memory; larger for short runs")
+    parser.add_argument("--growth", type=float, default=2.0, help="MiB per 1,000 requests; more for short runs")
     given = parser.parse_args()
     if (given.config is None) != (given.model is None):
         parser.error("--config and --model go together")
