@@ -58,6 +58,8 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
     _check_tools(pipeline)
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"
+        if stage.sampling.max_tokens == 0:
+            raise ConfigError(f"{where}.sampling.max_tokens must be at least 1; only a request can set it to 0.")
         for name in stage.sampling.given():
             if name not in stage.params:
                 what = "a stage without text" if name in TEXT_PARAMS else f"a stage of kind {stage.kind}"

@@ -26,14 +26,26 @@ class RequestOutputs(ABC):
     Attributes:
         stopped: set by `convert` to end the request although the model would go on.
         stop_reason: set by `convert` with what ended a text, if not the model's own end.
+        writes: whether the tokens are an answer.
     """
 
     stopped: bool = False
     stop_reason: int | str | None = None
+    writes: bool = True
 
     @abstractmethod
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         """Events of one output, except the final `FinishedEvent`. The last output has a `finish_reason`."""
+
+
+class PromptOnly(RequestOutputs):
+    """Of a request that only computes its prompt (`max_tokens` 0); vLLM makes one token nevertheless."""
+
+    writes = False
+
+    def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
+        """Nothing."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,7 +307,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             events = list(running.outputs.convert(output))
         except OmniError as error:
             return [self._failed(request_id, error)]
-        running.output_tokens += len(output.new_token_ids)
+        running.output_tokens += len(output.new_token_ids) if running.outputs.writes else 0
         stopped = running.outputs.stopped
         if output.finish_reason is None and not stopped:
             return events

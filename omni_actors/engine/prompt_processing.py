@@ -19,6 +19,7 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.chat_template import ChatTemplate
 from omni_actors.engine.encoded_requests import RequestWriter
 from omni_actors.engine.models import PromptMedia
+from omni_actors.engine.sound_pieces import in_pieces
 from omni_actors.engine.text_prompts import NO_PARAMS, TextPromptProcessor
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest
 from omni_actors.media.decoders import Decoder
@@ -93,6 +94,9 @@ class PromptProcessor(TextPromptProcessor):
         }
         self._positions_per_second = media.positions_per_second(config.model_config.hf_config)
         self._min_audio_samples = media.min_audio_samples
+        self._audio_window = media.audio_window(config.model_config.hf_config)
+        self._audio_embeddings = media.audio_embeddings
+        self._longest_audio: int = self.processor.feature_extractor.n_samples
         self._writer = RequestWriter()
         self._one_at_a_time = threading.Lock()
 
@@ -184,6 +188,7 @@ class PromptProcessor(TextPromptProcessor):
         data: dict[str, list[Any]] = {}
         for item in (*media, *sounds):
             data.setdefault(item.modality, []).append(item.data)
+        self._set_padding(data.get("audio", ()))
         given: Any = {"prompt_token_ids": token_ids, "multi_modal_data": data}
         if sounds:
             rate = next(item.frames_per_second for item in media if item.modality == "video")
@@ -200,6 +205,7 @@ class PromptProcessor(TextPromptProcessor):
             request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
         )
         self._set_video_rates(request, [item for item in media if item.modality == "video"])
+        request.mm_features = in_pieces(request.mm_features or (), self._audio_window, self._audio_embeddings)
         return list(request.prompt_token_ids or ()), self._writer.write(request)
 
     def _tokens_of(self, item: DecodedMedia) -> int:
@@ -226,6 +232,16 @@ class PromptProcessor(TextPromptProcessor):
                 mm_kwargs={},
             )
         )
+
+    def _set_padding(self, sounds: Sequence[np.ndarray[Any, Any]]) -> None:
+        """Have sounds padded with the silence that their last frames see, and no more.
+
+        The extractor pads every sound to the longest that it takes, 300 s of the published model, and computes features
+        of it all; the padding is cut off afterwards.
+        """
+        extractor = self.processor.feature_extractor
+        frames = -(-(max(map(len, sounds), default=0) + extractor.n_fft) // extractor.hop_length)
+        extractor.n_samples = min(frames * extractor.hop_length, self._longest_audio)
 
     def _set_video_rates(self, request: EngineCoreRequest, videos: Sequence[DecodedMedia]) -> None:
         """Set the seconds per temporal patch of each video, from which the model computes its positions.

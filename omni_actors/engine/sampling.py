@@ -88,6 +88,10 @@ def make_sampling_params(
         raise InvalidRequest(
             f"min_tokens {values['min_tokens']} exceeds max_tokens {values['max_tokens']}.", field="min_tokens"
         )
+    if not values["max_tokens"]:
+        if tokenizer is None:
+            raise InvalidRequest("max_tokens 0 is for stages with text.", field="max_tokens")
+        values["max_tokens"] = 1  # vLLM has no 0
     ends = () if values["ignore_eos"] else tuple(end_token_ids)
     stop_token_ids = sorted({*(params.stop_token_ids or ()), *ends})
     if values["min_tokens"] and len(stop_token_ids) > MAX_NUM_STOP_TOKEN_IDS:

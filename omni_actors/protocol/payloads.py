@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.protocol.fields import TOKEN_BYTES, Name, PositiveInt, Scalar, Seed, TokenId, check_token_ids
+from omni_actors.protocol.fields import TOKEN_BYTES, Name, Scalar, Seed, TokenId, check_token_ids
 from omni_actors.protocol.logprobs import MAX_LOGPROBS
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.protocol.tools import MAX_CALLS, CallId, ToolCall, Tools
@@ -168,7 +168,8 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     those whose model declares them, with limits of its own (`protocol/parameters.py`).
 
     Args:
-        max_tokens: largest number of tokens to generate.
+        max_tokens: largest number of tokens to generate. With 0 a stage with text only computes the prompt, so that a
+            later one that begins with it is answered sooner; then no stage may follow.
         min_tokens: number of tokens before which generation cannot end.
         temperature: 0 always takes the likeliest token; higher values vary more.
         top_p: sample from the likeliest tokens that together have this probability.
@@ -203,7 +204,7 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         extra_args: parameters of the model's own, by name.
     """
 
-    max_tokens: PositiveInt | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None

@@ -34,6 +34,9 @@ def check_answers(pipeline: RunningPipeline, checkpoint: Path) -> None:
             assert output.token_ids == wanted
             assert output.text == tokenizer.decode(wanted, skip_special_tokens=True)
             assert output.usage["thinker"].input_tokens == tokens.shape[1]
+            prompt_only = client.generate(prompt, params={"thinker": {"max_tokens": 0}}, timeout=60)
+            assert prompt_only.text == ""
+            assert prompt_only.usage["thinker"].output_tokens == 0
     pipeline.assert_idle()
 
 

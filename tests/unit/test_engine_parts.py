@@ -109,6 +109,7 @@ def test_ignoring_the_end_keeps_the_requests_own_stops():
         StageParams(max_tokens=5, stop_token_ids=(10,)),
         StageParams(max_tokens=5, min_tokens=6),
         StageParams(max_tokens=5, temperature=99.0),
+        StageParams(max_tokens=0),  # for stages with text
     ],
 )
 def test_wrong_parameters_are_the_callers_fault(params):

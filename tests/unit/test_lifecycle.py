@@ -115,6 +115,7 @@ def failure_free(instructions: list[Instruction]) -> bool:
             ErrorCode.INVALID_REQUEST,
             "min_",
         ),
+        (("text", "audio"), {"params": {"thinker": StageParams(max_tokens=0)}}, ErrorCode.INVALID_REQUEST, "nothing"),
     ],
 )
 def test_refusals_name_what_would_be_right(modalities, fields, code, words) -> None:

@@ -451,7 +451,6 @@ def test_prompt_embeds_good(dtype: DType) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"max_tokens": 0},
         {"max_tokens": -1},
         {"max_tokens": 1_000_001},
         {"min_tokens": -1},

@@ -60,6 +60,13 @@ def admit(
     check_counts((medium.modality for medium in submit.prompt.media), max_media or {})
     stages = pipeline.route(submit.modalities)
     params = _stage_params(pipeline, submit.params, parameters or {})
+    for name in stages[:-1]:
+        if params[name].max_tokens == 0:
+            raise InvalidRequest(
+                f"Stage {name!r}: with max_tokens 0 it only computes the prompt, and {stages[-1]!r} would get nothing.",
+                hint=f"Ask for the outputs of {name!r} alone.",
+                field="max_tokens",
+            )
     loaded = adapters or {}
     for given in params.values():
         if given.adapter is not None and given.adapter not in pipeline.adapters and given.adapter not in loaded:

@@ -30,10 +30,14 @@ class PromptMedia:
     Args:
         positions_per_second: of the checkpoint's configuration, how many time positions a second of video has.
         min_audio_samples: at 16 kHz; with fewer, the audio encoder has no frame to encode.
+        audio_window: of the checkpoint's configuration, how many frames of audio the encoder encodes together.
+        audio_embeddings: how many embeddings the encoder makes of so many frames.
     """
 
     positions_per_second: Callable[[PretrainedConfig], int]
     min_audio_samples: int
+    audio_window: Callable[[PretrainedConfig], int]
+    audio_embeddings: Callable[[int], int]
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreOutput
 
-from omni_actors.engine.adapter import Admission
+from omni_actors.engine.adapter import Admission, PromptOnly, RequestOutputs
 from omni_actors.engine.encoded_requests import RequestReader
 from omni_actors.engine.models.thinker_state import EmitRows
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.engine.tensors import check_rows, embeds_width, to_host, to_torch
 from omni_actors.engine.text_adapter import TextAdapter, TextOutputs
 from omni_actors.engine.text_decoder import TextDecoder
+from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.payloads import PROMPT_EMBEDS
 from omni_actors.protocol.tensors import HostTensor
@@ -93,6 +94,7 @@ class ThinkerAdapter(TextAdapter):
         self._embeds_width = embeds_width(model_config)
         merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
         self.requests = RequestReader(merge_size, self.audio_embeddings)
+        self._keeps_rows = self.row_per_position and bool(omni_options(self.vllm_config).get("row_cache_bytes", 0))
 
     @staticmethod
     @abstractmethod
@@ -117,21 +119,27 @@ class ThinkerAdapter(TextAdapter):
         elif inputs.tensors:
             token_ids, features = self.requests.read(inputs.tensors, token_ids)
         self.check_tokens(token_ids)
-        calls = self.tool_calls(inputs, token_ids)
+        prompt_only = request.params.max_tokens == 0
+        if prompt_only and request.streams:
+            raise InvalidRequest("max_tokens 0: without a text there is nothing to speak.", field="max_tokens")
+        calls = self.tool_calls(inputs, token_ids) if not prompt_only else None
+        emits = request.streams or (prompt_only and self._keeps_rows)  # a later request may need the rows
         core_request = self.make_request(
             request,
             token_ids,
             calls,
-            payload=EmitRows() if request.streams else None,
+            payload=EmitRows() if emits else None,
             read_prefix_cache=self.reads_prefix_cache(request, features),
             prompt_embeds=embeds,
             mm_features=features or None,
         )
-        decoder = TextDecoder(self._tokenizer, core_request)
-        outputs = self.outputs_class(request.request_id, token_ids, decoder, request.streams, calls)
+        outputs: RequestOutputs = PromptOnly()
+        if not prompt_only:
+            decoder = TextDecoder(self._tokenizer, core_request)
+            outputs = self.outputs_class(request.request_id, token_ids, decoder, request.streams, calls)
         # Embeddings are held as long as the request, on the device too: they count for the budget.
         stream = RowStream(0, complete=True, held_bytes=embeds.nbytes) if embeds is not None else None
-        return Admission(core_request, outputs, stream, row_per_position=self.row_per_position and request.streams)
+        return Admission(core_request, outputs, stream, row_per_position=self.row_per_position and emits)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Prompt of `length` times the first token, with embeddings of zeros if the stage takes any."""

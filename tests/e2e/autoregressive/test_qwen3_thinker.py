@@ -227,8 +227,9 @@ def prepared(
     [
         ("video", np.concatenate([CLIP, CLIP[:2]]), {"frames_per_second": 2.0}),
         ("audio", SPEECH[:320], {"sample_rate": 16_000}),
+        ("audio", np.tile(SPEECH, 2)[:80_000], {"sample_rate": 16_000}),
     ],
-    ids=["a video of two frames per second", "the shortest sound"],
+    ids=["a video of two frames per second", "the shortest sound", "a sound of two and a half windows"],
 )
 def test_the_prompt_stage_prepares_what_transformers_processor_does(
     modality, array, rates, prompts, thinker, qwen3_reference

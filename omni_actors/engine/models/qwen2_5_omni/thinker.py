@@ -127,16 +127,24 @@ class RowOutputs(ThinkerOutputs):
             self._mrope_positions = emitted["mrope_positions"]
 
 
+def audio_embeddings(frames: int) -> int:
+    """Embeddings of this many frames of audio: a convolution of stride 2, then pooling by 2."""
+    return ((frames - 1) // 2 - 1) // 2 + 1
+
+
+def audio_window(config: PretrainedConfig) -> int:
+    """Frames between which the encoder of audio attends: 2 s."""
+    frames: int = 2 * config.thinker_config.audio_config.n_window
+    return frames
+
+
 class Qwen2_5OmniThinkerAdapter(ThinkerAdapter):
     """The thinker's requests and their rows."""
 
     outputs_class = RowOutputs
     row_per_position = True
 
-    @staticmethod
-    def audio_embeddings(frames: int) -> int:
-        """Embeddings of this many frames of audio: a convolution of stride 2, then pooling by 2."""
-        return ((frames - 1) // 2 - 1) // 2 + 1
+    audio_embeddings = staticmethod(audio_embeddings)
 
     def reads_prefix_cache(self, request: StageRequest, features: Sequence[MultiModalFeatureSpec]) -> bool:
         """Always: the rows of cached positions were kept."""
@@ -162,5 +170,5 @@ SPEC = ModelSpec(
     # The defaults of transformers' Qwen2_5OmniForConditionalGeneration.generate.
     params=StageParams(max_tokens=1024, temperature=0.0),
     adapter="omni_actors.engine.models.qwen2_5_omni.thinker.Qwen2_5OmniThinkerAdapter",
-    media=PromptMedia(positions_per_second, MIN_AUDIO_SAMPLES),
+    media=PromptMedia(positions_per_second, MIN_AUDIO_SAMPLES, audio_window, audio_embeddings),
 )

@@ -7,7 +7,7 @@ cache. Thinking and Captioner checkpoints have this part alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,21 @@ class MediaProcessor(Qwen3OmniMoeThinkerMultiModalProcessor):
 )
 class Qwen3OmniThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
     """vLLM's model with a state of ours."""
+
+    def iter_mm_features(self, mm_features: list[MultiModalFeatureSpec]) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        """Place, modality and sizes of each medium: a sound is one, though it has a feature for each of its pieces."""
+        held: tuple[int, str, dict[str, Any]] | None = None
+        for offset, modality, data in super().iter_mm_features(mm_features):
+            if held is not None and held[1] == modality == "audio":
+                frames = held[2]["audio_feature_length"]
+                if held[0] + audio_embeddings(frames) == offset:
+                    held = held[0], modality, {"audio_feature_length": frames + data["audio_feature_length"]}
+                    continue
+            if held is not None:
+                yield held
+            held = offset, modality, data
+        if held is not None:
+            yield held
 
     @staticmethod
     def get_model_state_cls() -> type[Qwen3OmniThinkerState]:
@@ -122,6 +137,20 @@ class TokenOutputs(ThinkerOutputs):
         self._mrope_positions = emitted.get("mrope_positions", self._mrope_positions)
 
 
+def audio_embeddings(frames: int) -> int:
+    """Embeddings of this many frames of audio: 13 of every 100, and what three convolutions leave of the rest."""
+    rest = frames % 100
+    for _ in range(3):
+        rest = (rest - 1) // 2 + 1
+    return frames // 100 * 13 + rest
+
+
+def audio_window(config: PretrainedConfig) -> int:
+    """Frames between which the encoder of audio attends: 8 s."""
+    frames: int = config.thinker_config.audio_config.n_window_infer
+    return frames
+
+
 class Qwen3OmniThinkerAdapter(ThinkerAdapter):
     """The thinker's requests, and the token ids that are spoken.
 
@@ -150,13 +179,7 @@ class Qwen3OmniThinkerAdapter(ThinkerAdapter):
                 hint="Set engine.tensor_parallel_size instead.",
             )
 
-    @staticmethod
-    def audio_embeddings(frames: int) -> int:
-        """Embeddings of this many frames of audio: 13 of every 100, and what three convolutions leave of the rest."""
-        rest = frames % 100
-        for _ in range(3):
-            rest = (rest - 1) // 2 + 1
-        return frames // 100 * 13 + rest
+    audio_embeddings = staticmethod(audio_embeddings)
 
     def reads_prefix_cache(self, request: StageRequest, features: Sequence[MultiModalFeatureSpec]) -> bool:
         """Unless the talker needs rows of the prompt's media."""
@@ -178,5 +201,5 @@ SPEC = ModelSpec(
     # The defaults of transformers' Qwen3OmniMoeForConditionalGeneration.generate.
     params=StageParams(max_tokens=1024, temperature=0.0),
     adapter="omni_actors.engine.models.qwen3_omni.thinker.Qwen3OmniThinkerAdapter",
-    media=PromptMedia(positions_per_second, MIN_AUDIO_SAMPLES),
+    media=PromptMedia(positions_per_second, MIN_AUDIO_SAMPLES, audio_window, audio_embeddings),
 )
