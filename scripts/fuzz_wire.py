@@ -1,10 +1,10 @@
 """Sends mutated messages to a live stage: nothing may crash, hang, grow or go uncounted.
 
-    python scripts/fuzz_wire.py [--messages 1000000] [--seed 0]
+    python scripts/fuzz_wire.py [--messages 1000000] [--seed 0] [--pictures]
 
-Changes real frames (recorded from a few requests) at random and sends them to the inbox of an echo stage. The same
-decoder runs here: the stage must refuse what it refuses, with the same reason and the same count. Exits with 1 at the
-first violation.
+Changes real frames (recorded from a few requests) at random and sends them to the inbox of an echo stage: one that
+speaks, or with `--pictures` one that makes pictures of latents. The same decoder runs here: the stage must refuse what
+it refuses, with the same reason and the same count. Exits with 1 at the first violation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -26,6 +29,7 @@ import zmq
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from omni_actors.client import AsyncOmniClient, OmniClient
+from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.client import StageStatus
 from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, Frame, encode
@@ -40,17 +44,40 @@ from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher, held
 from tests.support.waiting import until
 
-TARGET = "talker"
 GOOD_EVERY = 25_000
 WARM_UP = 0.2  # of the messages, before memory is compared
 GROWTH = 1.05
 SETTLE_SECONDS = 30.0
 
 
-def configuration() -> dict:
-    data = chain()
-    for stage in data["stages"]:
+@dataclass(frozen=True)
+class Subject:
+    """A pipeline, its stage that gets the messages, what is asked of it, and whether the answer is right."""
+
+    target: str
+    stages: Sequence[dict[str, Any]]
+    asked: Mapping[str, Any]
+    is_right: Callable[[OmniRequestOutput, str], bool]
+
+
+def speaking() -> Subject:
+    stages = chain()["stages"]
+    for stage in stages:
         stage["engine"] = {"row_width": 64, "samples_per_token": 4}
+    return Subject("talker", stages, {}, lambda got, text: got.text == text and len(got.audio) == 4 * len(text))
+
+
+def drawing() -> Subject:
+    stages = [
+        {"name": "dit", "kind": "echo", "engine": {"latents": True}},
+        {"name": "vae", "kind": "echo", "outputs": ["image"], "inputs": {"from": "dit", "processor": "latents2image"}},
+    ]
+    asked = {"modalities": ["image"], "params": {"dit": {"width": 32, "height": 16, "num_steps": 4, "previews": 2}}}
+    return Subject("vae", stages, asked, lambda got, _: [one.shape for one in got.images] == [(16, 32, 3)])
+
+
+def configuration(subject: Subject) -> dict:
+    data = {**chain(), "stages": subject.stages}
     data["coordinator"] = {
         "heartbeat_interval": 0.1,
         "max_timeout": 3.0,
@@ -63,23 +90,23 @@ def configuration() -> dict:
     return data
 
 
-def captured(folder: Path) -> tuple[list[list[bytes]], int]:
+def captured(subject: Subject, folder: Path) -> tuple[list[list[bytes]], int]:
     """Record messages of all kinds that the stage received, and the epoch of the stages at that time."""
-    pipeline = EchoLauncher(folder, configuration(), "--record", str(folder / "recording")).wait_ready()
+    pipeline = EchoLauncher(folder, configuration(subject), "--record", str(folder / "recording")).wait_ready()
     with OmniClient(pipeline.endpoint) as client:
         for text in ("a", "hello", "x" * 40):
-            client.generate(text, timeout=2)
-        stream = client.submit("y" * 400, timeout=2)
+            client.generate(text, timeout=2, **subject.asked)
+        stream = client.submit("y" * 400, timeout=2, **subject.asked)
         stream.abort()
     pipeline.wait_idle()
     pipeline.end()
     # A stage that registers again, as it may while the pipeline ends, begins another one.
-    recording = max((folder / "recording").glob(f"{TARGET}-*"), key=lambda path: path.stat().st_size)
+    recording = max((folder / "recording").glob(f"{subject.target}-*"), key=lambda path: path.stat().st_size)
     origin, entries = read(recording)
     messages = [entry.frames for entry in entries if entry.direction == INBOUND]
     messages += with_information(messages)
     credit = Credit(messages=3, bytes=1000, released=(1, 2, 3), mapped=True)
-    sender = Header("", stage="code2wav", epoch=origin.stage.epoch)
+    sender = Header("", stage=subject.stages[-1]["name"], epoch=origin.stage.epoch)
     messages.append([bytes(frame) for frame in encode(sender, credit)])
     return messages, origin.stage.epoch
 
@@ -174,8 +201,8 @@ def send(socket: Socket, frames: list[Frame]) -> None:
             raise SystemExit("the stage has taken no message for 30 s")
 
 
-def target(launcher: EchoLauncher) -> StageStatus:
-    return next(stage for stage in launcher.describe().stages if stage.stage == TARGET)
+def status_of(launcher: EchoLauncher, target: str) -> StageStatus:
+    return next(stage for stage in launcher.describe().stages if stage.stage == target)
 
 
 def memory(launcher: EchoLauncher) -> dict[str, int]:
@@ -183,21 +210,22 @@ def memory(launcher: EchoLauncher) -> dict[str, int]:
     return {name: psutil.Process(pid).memory_info().rss for name, pid in pids.items()}
 
 
-async def good_request(launcher: EchoLauncher) -> None:
+async def good_request(launcher: EchoLauncher, subject: Subject) -> None:
     async with AsyncOmniClient(launcher.endpoint) as client:
-        output = await client.generate("still here", timeout=2.9)
-    if output.text != "still here" or len(output.audio) != 4 * len("still here"):
+        output = await client.generate("still here", timeout=2.9, **subject.asked)
+    if not subject.is_right(output, "still here"):
         raise SystemExit(f"a good request got {output}")
 
 
 def main(options: argparse.Namespace) -> None:
+    subject = drawing() if options.pictures else speaking()
     with tempfile.TemporaryDirectory(prefix="fz-", dir="/tmp") as name:
         folder = Path(name)
-        messages, epoch = captured(folder)
-        launcher = EchoLauncher(folder, configuration()).wait_ready()
-        mutator = Mutator(of_epoch(messages, epoch, target(launcher).epoch), options.seed)
+        messages, epoch = captured(subject, folder)
+        launcher = EchoLauncher(folder, configuration(subject)).wait_ready()
+        mutator = Mutator(of_epoch(messages, epoch, status_of(launcher, subject.target).epoch), options.seed)
         try:
-            run(launcher, mutator, options.messages)
+            run(launcher, subject, mutator, options.messages)
             if launcher.end() != 0:
                 raise SystemExit("the pipeline did not end well")
         finally:
@@ -205,13 +233,18 @@ def main(options: argparse.Namespace) -> None:
                 launcher.process.kill()
 
 
-def run(launcher: EchoLauncher, mutator: Mutator, total: int) -> None:
-    decoder: Decoder[IntoStage] = Decoder(IntoStage, msgspec.convert(configuration()["limits"], Limits), no_arena)
+def run(launcher: EchoLauncher, subject: Subject, mutator: Mutator, total: int) -> None:
+    def target() -> StageStatus:
+        return status_of(launcher, subject.target)
+
+    decoder: Decoder[IntoStage] = Decoder(
+        IntoStage, msgspec.convert(configuration(subject)["limits"], Limits), no_arena
+    )
     accepted: collections.Counter[str] = collections.Counter()
     sockets = Sockets()
-    inbox = next(path for path in folder_of(launcher).glob(f"{TARGET}-0-*"))
+    inbox = next(path for path in folder_of(launcher).glob(f"{subject.target}-0-*"))
     socket = sockets.push(f"ipc://{inbox}")
-    pid, received = target(launcher).pid, target(launcher).counts["total_received"]
+    pid, received = target().pid, target().counts["total_received"]
     began = time.monotonic()
     before: dict[str, int] = {}
     goods = 0
@@ -221,7 +254,7 @@ def run(launcher: EchoLauncher, mutator: Mutator, total: int) -> None:
             accepted[decoder.decode(frames).header.kind] += 1
         send(socket, frames or [b""])
         if number % GOOD_EVERY == GOOD_EVERY - 1:
-            asyncio.run(good_request(launcher))
+            asyncio.run(good_request(launcher, subject))
             goods += 1
         if not before and number >= WARM_UP * total:
             before = memory(launcher)
@@ -230,14 +263,14 @@ def run(launcher: EchoLauncher, mutator: Mutator, total: int) -> None:
     expected = {f"rejected_{reason}": count for reason, count in decoder.rejected.items()}
 
     def settled() -> bool:
-        counts = target(launcher).counts
+        counts = target().counts
         return {name: n for name, n in counts.items() if name.startswith("rejected_")} == expected
 
-    until(settled, SETTLE_SECONDS, lambda: f"{target(launcher).counts} instead of {expected}")
-    asyncio.run(good_request(launcher))
+    until(settled, SETTLE_SECONDS, lambda: f"{target().counts} instead of {expected}")
+    asyncio.run(good_request(launcher, subject))
     until(lambda: not held(launcher.describe()), SETTLE_SECONDS, lambda: f"still held: {held(launcher.describe())}")
     after = memory(launcher)
-    counts = target(launcher).counts
+    counts = target().counts
     sockets.context.destroy(linger=0)
     print(f"{total} messages in {time.monotonic() - began:.0f} s, {goods + 1} good requests between and after them")
     print(f"refused {decoder.rejected.total()}: {dict(decoder.rejected.most_common())}")
@@ -247,7 +280,7 @@ def run(launcher: EchoLauncher, mutator: Mutator, total: int) -> None:
         print(f"RSS of {name}: {before[name] / 2**20:.1f} -> {size / 2**20:.1f} MiB")
         if size > GROWTH * before[name] + (4 << 20):
             raise SystemExit(f"{name} grows")
-    if target(launcher).pid != pid:
+    if target().pid != pid:
         raise SystemExit("the stage was restarted")
     uncounted = counts["total_received"] - received - total
     if uncounted < 0:
@@ -262,4 +295,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pictures", action="store_true", help="send to a stage that makes pictures")
     main(parser.parse_args())

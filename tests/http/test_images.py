@@ -12,6 +12,7 @@ import numpy
 import openai
 import pytest
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.servers import HttpPipeline, picture
 from tests.support.waiting import until
@@ -144,6 +145,22 @@ def test_a_client_that_goes_away_ends_its_picture(pictures: HttpPipeline) -> Non
         return found
 
     until(lambda: outcome() == "aborted", what="the request is aborted")
+
+
+def test_pictures_are_counted_without_their_previews(pictures: HttpPipeline) -> None:
+    def totals() -> dict[str, float]:
+        names = ("omni_pictures", "omni_stage_pictures", "omni_time_to_first_picture_seconds")
+        found = text_string_to_metric_families(httpx.get(f"{pictures.url}/metrics").text)
+        counted = {family.name: family.samples for family in found if family.name in names}
+        return {
+            name: sum(one.value for one in samples if one.name.endswith(("_total", "_count")))
+            for name, samples in counted.items()
+        }
+
+    before = totals()
+    list(pictures.openai().images.generate(prompt="a fox", stream=True, partial_images=2))
+    until(lambda: totals() == {name: total + 1 for name, total in before.items()}, what="one picture is counted")
+    assert len(before) == 3
 
 
 # -- edits ------------------------------------------------------------------------------------------------------------

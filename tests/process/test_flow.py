@@ -278,8 +278,9 @@ def script(name: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_short_fuzz() -> None:
-    script("fuzz_wire.py", "--messages", "10000", "--seed", "3")
+@pytest.mark.parametrize("options", [("--messages", "10000"), ("--messages", "2000", "--pictures")])
+def test_short_fuzz(options: tuple[str, ...]) -> None:
+    script("fuzz_wire.py", *options, "--seed", "3")
 
 
 def test_short_soak() -> None:

@@ -127,7 +127,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
 
     def extended(self: Dit, prefix: Prefix, end: int) -> None:
         if end > prefix.done:
-            steps[-1].append(("prefix", end - prefix.done))
+            steps[-1].append(("edit" if prefix.given.references else "text", end - prefix.done))
         extend(self, prefix, end)
 
     def denoised(self: Denoiser, pictures: Sequence[Picture]) -> list[torch.Tensor | None]:
@@ -143,19 +143,24 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
 def test_what_pictures_are_made_from_is_computed_in_steps_of_the_budget_between_those_of_others(
     small_steps, painter, computed
 ):
-    slow = replace(FOX, steps=60)
-    for wish in (slow, THREE):
-        small_steps.start(request(wish), painter.inputs(wish))
-    events = run(small_steps)
-    for wish in (slow, THREE):
+    long = replace(FOX, steps=200)
+    waiting = [replace(request(long), priority=-1)]
+    small_steps.start(request(THREE), painter.inputs(THREE))
+
+    def join(step: int) -> None:
+        if waiting and small_steps.counts()["prefix_tokens"]:
+            small_steps.start(waiting.pop(), painter.inputs(long))
+
+    events = run(small_steps, join)
+    for wish in (long, THREE):
         assert close(latents_of(events, wish.name), painter.latents(wish))
     whole = sum(inputs.shape[0] for name, inputs in painter.inputs(THREE).tensors.items() if name.endswith("states"))
-    prepared = [sum(tokens for name, tokens in step if name == "prefix") for step in computed[1:]]
+    prepared = [sum(tokens for name, tokens in step if name == "edit") for step in computed]
     assert sum(prepared) == whole + 2 * sum(one[0].numel() for one in painter.references(THREE))
-    assert sum(map(bool, prepared)) > 3, "in several steps"
-    assert all(sum(tokens for _, tokens in step) <= BUDGET for step in computed[1:])
-    begins = next(index for index, step in enumerate(computed[1:]) if prepared[index])
-    assert str(slow.seed) in dict(computed[1 + begins]), "in a step with another picture"
+    assert all(sum(tokens for _, tokens in step) <= BUDGET for step in computed)
+    parts = [number for number, tokens in enumerate(prepared) if tokens]
+    begins = next(number for number, step in enumerate(computed) if str(long.seed) in dict(step))
+    assert parts[0] < begins < parts[-1], "what comes meanwhile need not wait for all of it"
     assert not any(small_steps.counts().values())
 
 
