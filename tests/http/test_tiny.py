@@ -185,18 +185,20 @@ def test_log_probabilities_of_the_prompt(tiny: HttpPipeline) -> None:
     """In vLLM's form: once for a chat, in each choice of a text completion. The prefix cache has no part in them."""
     client = tiny.openai()
     spoken = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
-    options: dict = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, "seed": 3}
+    question = [{"role": "user", "content": "Why is the sea salt? " * 60}]  # several blocks of the cache
+    options: dict = {"model": MODEL, "messages": question, "max_tokens": 4, "seed": 3}
     two = client.chat.completions.create(**options, n=2, extra_body={"prompt_logprobs": 2, "stage_params": STAGES})
     found = two.prompt_logprobs
     assert len(found) == two.usage.prompt_tokens
     assert found[0] is None
     assert {entry["rank"] for position in found[1:] for entry in position.values()} > {1, 2}
     assert all(len(position) in (2, 3) for position in found[1:])
-    again = client.chat.completions.create(**options, **spoken, extra_body={"prompt_logprobs": 2})
-    assert ranks(again.prompt_logprobs) == ranks(found), "as many, although the prompt is in the cache"
+    for more in ({}, spoken, spoken):
+        again = client.chat.completions.create(**options, **more, extra_body={"prompt_logprobs": 2})
+        assert ranks(again.prompt_logprobs) == ranks(found), "as many, although the prompt is in the cache"
     assert again.choices[0].message.audio.data
     text = "".join(next(iter(position.values()))["decoded_token"] for position in found[1:])
-    assert QUESTION[0]["content"] in text
+    assert question[0]["content"].strip() in text
 
     tokens = [int(next(iter(position))) for position in found[1:]]
     completion = {"model": MODEL, "prompt": tokens, "max_tokens": 2, "n": 2}
@@ -209,7 +211,7 @@ def test_log_probabilities_of_the_prompt(tiny: HttpPipeline) -> None:
     assert "prompt_logprobs" not in client.chat.completions.create(**options).model_extra
     with OmniClient(tiny.endpoint) as own:
         params = {"thinker": {"max_tokens": 2, "prompt_logprobs": 0}}
-        result = own.generate(QUESTION, modalities=["text"], params=params, timeout=120)
+        result = own.generate(question, modalities=["text"], params=params, timeout=120)
     assert [position.token.token_id for position in result.prompt_logprobs] == tokens
 
     for field, given in {

@@ -112,7 +112,7 @@ def test_every_route_and_flag_of_the_server_is_described() -> None:
     from omni_actors.http_server.app import create_routes
     from omni_actors.http_server.settings import ServerSettings
 
-    text = (DOCS / "http.md").read_text()
+    text = "".join(page.read_text() for page in (DOCS / "http.md", *sorted((DOCS / "http").glob("*.md"))))
     for route in create_routes(ServerSettings(endpoint="ipc:///tmp/nobody")).openapi()["paths"]:
         name = re.sub(r"\{(\w+)\}", lambda found: "ID" if found[1].endswith("_id") else found[1].upper(), route)
         assert name in text, name
