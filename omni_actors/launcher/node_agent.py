@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -215,11 +216,14 @@ class NodeAgent:
         """Start replicas one after the other. Never cancelled: that could leave a process that no one owns."""
         while (start := await self._starts.get()) is not None:
             replica_id, order = start
-            await self._processes.kill_former(replica_id)
             try:
+                await self._processes.kill_former(replica_id)
                 await self._processes.start(replica_id, order.slot, order.leader)
             except (OSError, EOFError, OmniError) as error:  # EOFError: the fork server has ended
                 self._report(replica_id, f"cannot start a process: {error}", "")
+            except Exception as error:  # an error in our code: nothing else would tell the coordinator, which waits
+                logger.exception("cannot start %s", replica_id.name)
+                self._report(replica_id, f"cannot start a process: {error!r}", traceback.format_exc())
             self._starting.discard(replica_id)
 
     def _on_exit(self, replica_id: ReplicaId, how: str, code: int | None) -> None:
