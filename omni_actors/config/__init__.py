@@ -12,6 +12,7 @@ from omni_actors.config.parameters import check_parameters, unknown_adapter
 from omni_actors.config.schema import (
     BUILT_IN_PROCESSORS,
     CoordinatorConfig,
+    Executor,
     FlowConfig,
     LossPolicy,
     Modality,
@@ -24,6 +25,7 @@ from omni_actors.config.schema import (
 __all__ = [
     "BUILT_IN_PROCESSORS",
     "CoordinatorConfig",
+    "Executor",
     "FlowConfig",
     "HttpConfig",
     "LoadedConfig",

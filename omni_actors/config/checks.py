@@ -20,6 +20,7 @@ from omni_actors.config.schema import (
     ClusterConfig,
     CoordinatorConfig,
     DecodeConfig,
+    Executor,
     OtlpProtocol,
     PipelineConfig,
     StageConfig,
@@ -65,6 +66,8 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
                 what = "a stage without text" if name in TEXT_PARAMS else f"a stage of kind {stage.kind}"
                 raise ConfigError(f"{where}.sampling.{name} does not apply to {what}.{suggest(name, stage.params)}")
         _check_engine_class(stage, f"{where}.engine_class")
+        if stage.executor is Executor.RAY:
+            _check_ray(stage, where)
         if stage.decode is not None:
             _check_decode(stage.kind, stage.decode, f"{where}.decode")
         if stage.inputs is not None:
@@ -196,6 +199,22 @@ def _check_engine_class(stage: StageConfig, where: str) -> None:
         if "." not in stage.engine_class:
             raise ConfigError(f"{where}: {stage.engine_class!r} is not the dotted path of a class.")
         check_importable(stage.engine_class, where)
+
+
+def _check_ray(stage: StageConfig, where: str) -> None:
+    if stage.spread is not None:
+        raise ConfigError(
+            f"{where}.nodes does not go with executor: ray, as Ray chooses the nodes.", hint="Leave one of them out."
+        )
+    if stage.kind is not StageKind.AUTOREGRESSIVE:
+        raise ConfigError(
+            f"{where}.executor: ray is for autoregressive stages, and this one is of kind {stage.kind}.",
+            hint="Leave it out, and give the stage `node` and `devices`.",
+        )
+    if stage.devices is not None:
+        raise ConfigError(
+            f"{where}.devices does not go with executor: ray, as Ray chooses the GPUs.", hint="Leave one of them out."
+        )
 
 
 def _check_processor(name: str, where: str) -> None:

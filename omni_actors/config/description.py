@@ -18,7 +18,7 @@ from omni_actors.config.devices import (
 )
 from omni_actors.config.dotted_keys import flatten
 from omni_actors.config.loading import LoadedConfig
-from omni_actors.config.schema import PipelineConfig, StageConfig, StageKind
+from omni_actors.config.schema import Executor, PipelineConfig, StageConfig, StageKind
 from omni_actors.config.spread import meeting_port
 
 
@@ -42,6 +42,8 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
     for stage in pipeline.stages:
         taken = {device for index in range(stage.processes) for device in replica_devices(stage, index, devices)}
         where = ", ".join(f"GPU {device}" for device in sorted(taken)) or "CPU"
+        if stage.executor is Executor.RAY:
+            where = f"{gpus_of_replica(stage)} x GPU of the Ray cluster, each with its process on a CPU"
         if pipeline.cluster.nnodes > 1:
             where += f" of node {', '.join(str(rank) for rank in stage.nodes)}"
         if stage.spread is not None:

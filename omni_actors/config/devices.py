@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni_actors.config.schema import DEFAULT_GPU_MEMORY_UTILIZATION, PipelineConfig, StageConfig, StageKind
+from omni_actors.config.schema import DEFAULT_GPU_MEMORY_UTILIZATION, Executor, PipelineConfig, StageConfig, StageKind
 from omni_actors.errors import ConfigError
 
 DEVICE_FILES = Path("/dev")
@@ -97,7 +97,12 @@ def slot_devices(stage: StageConfig, slot: int, devices: int) -> list[int]:
 
 
 def stage_devices(stage: StageConfig, devices: int) -> list[int]:
-    """Return the GPUs of a stage: those configured, else the first ones, or none if the host has or it needs none."""
+    """Return the GPUs of a stage: those configured, else the first ones, or none if the host has or it needs none.
+
+    Those of `executor: ray` are Ray's to choose, on any host.
+    """
+    if stage.executor is Executor.RAY:
+        return []
     if stage.devices is not None:
         return stage.devices
     needs_device = stage.kind in (StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.DIFFUSION)

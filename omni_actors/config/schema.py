@@ -85,6 +85,13 @@ class LossPolicy(enum.StrEnum):
     FAIL = "fail"  # they fail with `stage_lost`
 
 
+class Executor(enum.StrEnum):
+    """Where the workers of a stage with a model run."""
+
+    HOST = "host"  # in the stage's process or, if there are several, in one process per GPU of its host
+    RAY = "ray"  # in actors on GPUs of a Ray cluster
+
+
 class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sources": "from"}):
     """The source of a stage's input.
 
@@ -156,6 +163,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"spre
         devices: GPU numbers of its host, counted among those that CUDA_VISIBLE_DEVICES leaves there; default: the first
             ones for stages with a model. The replicas of a node take them in turn, each one GPU or as many as
             `engine.tensor_parallel_size` and `pipeline_parallel_size` say, divided by the number of `nodes`.
+        executor: where the workers of an autoregressive stage run: `host`, in its process or in one per GPU of its
+            host, or `ray`, in actors on free GPUs of the Ray cluster that its host belongs to, as many as
+            `engine.tensor_parallel_size` and `pipeline_parallel_size` say.
         startup_timeout: seconds until a replica must be ready; default: the coordinator's.
         budget_bytes: bytes that the stage's requests may hold when one more is admitted; it waits until it fits or is
             alone, and whatever comes for admitted requests is taken. Embedding rows in an autoregressive stage; in a
@@ -194,6 +204,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"spre
     node: Rank | Annotated[list[Rank], Meta(min_length=1, max_length=1024)] | None = None
     spread: Annotated[list[Rank], Meta(min_length=2, max_length=1024)] | None = None
     devices: Annotated[list[Annotated[int, Meta(ge=0, le=1023)]], Meta(max_length=1024)] | None = None
+    executor: Executor = Executor.HOST
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1, le=LARGEST)] = 2 << 30
     row_cache_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 1 << 30

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from omni_actors.config import Executor
 from omni_actors.config.spread import RankPlan
 from omni_actors.engine.argument_checks import problem_of
 from omni_actors.engine.executor import executor_backend
@@ -99,6 +100,7 @@ class OmniEngineArgs:
         asynchronous: schedule one step ahead of the device; `None` leaves it to vLLM (on for CUDA, off for CPU).
         where: path of `engine` in the YAML, for messages.
         ranks: this host's part, if the replica is spread over several.
+        executor: where the workers run.
 
     Raises:
         ConfigError: `engine` has an unknown or a reserved field.
@@ -110,6 +112,7 @@ class OmniEngineArgs:
     asynchronous: bool | None = None
     where: str = "engine"
     ranks: RankPlan | None = None
+    executor: Executor = Executor.HOST
 
     def __post_init__(self) -> None:
         known = {item.name for item in dataclasses.fields(EngineArgs)} - RESERVED - OF_RANKS
@@ -166,7 +169,7 @@ class OmniEngineArgs:
         arguments |= {
             "model": self._folder(spec),
             "hf_overrides": spec.hf_overrides,
-            "distributed_executor_backend": executor_backend(math.prod(parallel.values())),
+            "distributed_executor_backend": executor_backend(math.prod(parallel.values()), self.executor),
             **parallel,
             **(self.ranks.engine_arguments if self.ranks is not None else {}),
             "additional_config": {

@@ -16,6 +16,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request, RequestStatus
 
 from omni_actors.clocks import STEADY
+from omni_actors.engine.ray_workers import place_workers
 from omni_actors.engine.scheduler import OmniSchedulerInterface
 from omni_actors.engine.statistics import CoreStatistics
 from omni_actors.engine.worker_base import memory_hint
@@ -105,6 +106,8 @@ class VllmCore:
             )
         self.vllm_config = vllm_config
         self.statistics = CoreStatistics()
+        if vllm_config.parallel_config.use_ray:
+            place_workers(vllm_config.parallel_config)
         try:
             self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
         except Exception as error:
@@ -127,7 +130,8 @@ class VllmCore:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV cache, if a single worker has it all; else 0, as the workers' shares may differ."""
-        alone = self.vllm_config.parallel_config.world_size == 1
+        parallel = self.vllm_config.parallel_config
+        alone = parallel.world_size == 1 and not parallel.use_ray  # whose next GPU may be another one
         return max(0, self._core.available_gpu_memory_for_kv_cache) if alone else 0
 
     def worker_counts(self) -> dict[str, int]:

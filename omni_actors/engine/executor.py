@@ -1,4 +1,4 @@
-"""Where a stage's workers run: one worker in the stage process, several in one process per GPU."""
+"""Where a stage's workers run: one in the stage process, several in one process per GPU, or in actors of Ray."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import os
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from omni_actors.config import Executor
 
-def executor_backend(workers: int) -> str:
+
+def executor_backend(workers: int, executor: Executor = Executor.HOST) -> str:
     """vLLM's `distributed_executor_backend` for this number of workers."""
+    if executor is Executor.RAY:
+        # vLLM's older executor for Ray cannot schedule ahead, and wants hosts whose addresses differ.
+        os.environ["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"
+        return "ray"
     if workers == 1:
         return "omni_actors.engine.executor.OmniUniProcExecutor"
     # A stage process has threads and sockets, which must not be forked.

@@ -106,7 +106,9 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         tool_call_parser=pipeline.tool_call_parser,
         tool_chat_template=pipeline.tool_chat_template,
     )
-    return OmniEngineArgs(model, ENGINE_KINDS[stage.kind], engine, where=f"stages.{stage.name}.engine")
+    return OmniEngineArgs(
+        model, ENGINE_KINDS[stage.kind], engine, where=f"stages.{stage.name}.engine", executor=stage.executor
+    )
 
 
 def check_arguments(pipeline: PipelineConfig, stages: Sequence[StageConfig], *, with_checkpoint: bool) -> None:

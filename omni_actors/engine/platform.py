@@ -79,6 +79,7 @@ def preload_modules() -> list[str]:
         "omni_actors.engine.prompt",
         "omni_actors.engine.autoregressive",
         worker,
+        *(["ray"] if find_spec("ray") else []),  # vLLM imports it wherever it is installed
         "omni_actors.engine.diffusion",
         "omni_actors.engine.diffusion_scheduler",
         "omni_actors.engine.diffusion_worker",

@@ -18,6 +18,7 @@ from omni_actors.errors import ConfigError
 from omni_actors.http_server.settings import check_listening, media_hosts, parse_address
 from omni_actors.launcher.extras import HTTP_PACKAGES, IMAGE_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
 from omni_actors.launcher.one_request import IMAGE_SUFFIXES, needed_modalities
+from omni_actors.launcher.ray_room import check_room
 from omni_actors.paths import check_file_can_be_written, check_folder_can_be_made, check_readable, expanded
 from omni_actors.run_directory import check_run_directory
 from omni_actors.stage.echo import EchoEngine
@@ -57,6 +58,7 @@ def check_launch(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
     if not options.check:  # which also runs where nothing is to be served
         if placement.runs_models(pipeline, rank):
             check_installed()
+        check_room(pipeline)
         for name, _ in placement.replicas_of(pipeline, rank):
             if pipeline.stage(name).kind is StageKind.PROMPT:
                 check_packages(f"The stage {name}", MEDIA_PACKAGES, "cuda", "cpu")

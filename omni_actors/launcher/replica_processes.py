@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from omni_actors.config import PipelineConfig, host_devices, visible_devices
+from omni_actors.config import Executor, PipelineConfig, host_devices, visible_devices
 from omni_actors.config.devices import slot_devices
 from omni_actors.config.models import MODEL_KINDS
 from omni_actors.config.placement import priority_replicas, replicas_of, runs_models, spans_hosts, threads_of
@@ -175,7 +175,9 @@ class ReplicaProcesses:
             inbox_endpoint=inbox,
             remote_endpoint=f"tcp://{self._address}:0" if spans_hosts(self._pipeline) else "",
             devices=tuple(visible),
-            threads=threads_of(bool(placed), sharing, os.cpu_count() or 1) if stage.kind in MODEL_KINDS else 0,
+            threads=threads_of(bool(placed) or stage.executor is Executor.RAY, sharing, os.cpu_count() or 1)
+            if stage.kind in MODEL_KINDS
+            else 0,
             launcher_pid=os.getpid(),
             log_file=str(self._run_directory.log_file(identity.name)),
             run_dir=str(self._run_directory.path),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +14,6 @@ prepare()
 
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
-from tests.support.paths import EXAMPLE_MODULES  # noqa: E402
 from tests.support.qwen3_reference import Qwen3Reference  # noqa: E402
 from tests.support.reference import Reference  # noqa: E402
 from tests.support.servers import HttpPipeline  # noqa: E402
@@ -58,17 +54,3 @@ def qwen3_tts_http(tiny_qwen3_tts: Path) -> Iterator[HttpPipeline]:
     """The tiny Qwen3-TTS pipeline, with voices of its own, and an HTTP server."""
     with HttpPipeline("stage_configs/tiny_qwen3_tts.yaml", {"model": tiny_qwen3_tts}) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def tiny_llama(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with the tokenizer of the tiny Qwen2.5-Omni checkpoint, built for this run."""
-    checkpoint = tmp_path_factory.mktemp("llama") / "tiny_llama"
-    subprocess.run(
-        [sys.executable, "-m", "custom_model.tiny", str(checkpoint), "--tokenizer", str(tiny_checkpoint)],
-        check=True,
-        capture_output=True,
-        timeout=120,
-        env={**os.environ, **EXAMPLE_MODULES},
-    )
-    return checkpoint

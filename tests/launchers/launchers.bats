@@ -63,7 +63,7 @@ job() {
 
 @test "each script explains itself" {
     export OMNI_DIR=$repository
-    for script in single_node.sh ssh_nodes.sh slurm.sbatch; do
+    for script in single_node.sh ssh_nodes.sh slurm.sbatch ray.sh; do
         run "$repository/launch/$script" --help
         [[ $status == 0 && $output == *"launch/$script"* && $output != *source* ]]
         run "$repository/launch/$script"
@@ -121,6 +121,18 @@ job() {
     [[ $status == 2 && $output == *"cannot read"* ]]
     run "$repository/launch/ssh_nodes.sh" /dev/null c.yaml
     [[ $status == 2 && $output == *"no host"* ]]
+}
+
+@test "Ray: the driver gets all arguments, and the place of the YAML" {
+    touch c.yaml
+    launch ray.sh c.yaml --nnodes 2 --keys "a folder"
+    said "called with <$PWD/c.yaml> <--nnodes> <2> <--keys> <a folder>"
+    kill -TERM "$launcher"
+    ends_with 0
+    launch ray.sh qwen2_5_omni
+    said "called with <qwen2_5_omni>"
+    kill -TERM "$launcher"
+    ends_with 0
 }
 
 @test "Slurm: one task a node, each with the job's port; TERM to the batch script ends all" {

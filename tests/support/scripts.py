@@ -19,7 +19,7 @@ class Started:
     """A launcher script in a separate process group; all that it writes is in `output`."""
 
     def __init__(self, folder: Path, script: str, *arguments: str, **environment: str) -> None:
-        self._output = folder / "output"
+        self._output = folder / f"output-{len(list(folder.glob('output-*')))}"
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [str(REPOSITORY / "launch" / script), *arguments],

@@ -1,0 +1,146 @@
+"""Pipelines on a Ray cluster of two nodes: launch/ray.sh, the ends of a job, and stages with `executor: ray`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from omni_actors.client import OmniClient
+from omni_actors.transport.curve import make_client, make_cluster
+from tests.support import ray_platform
+from tests.support.builders import write
+from tests.support.launcher import READY
+from tests.support.paths import REPOSITORY
+from tests.support.pipelines import RunningPipeline
+from tests.support.ray_nodes import RayNodes, spread_chain
+from tests.support.scripts import Started
+
+API_KEY = "not-for-command-lines"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayNodes]:
+    """The cluster that the tests share. Its path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="or-", dir="/tmp") as folder:
+        nodes = RayNodes(Path(folder))
+        try:
+            yield nodes
+        finally:
+            nodes.close()
+
+
+@pytest.fixture
+def job(cluster: RayNodes, start: Callable[..., Started], short_path: Path) -> Callable[..., Started]:
+    """Starts a pipeline on both nodes."""
+    config = write(short_path, spread_chain())
+
+    def begin(*arguments: str, **environment: str) -> Started:
+        return start("ray.sh", str(config), "--nnodes", "2", *arguments, RAY_ADDRESS=cluster.address, **environment)
+
+    return begin
+
+
+def serving(job: Started) -> str:
+    """The endpoint of its clients, once it serves."""
+    job.until("node 1 serves", seconds=30.0)
+    job.until("ready after", seconds=30.0)
+    found = READY.search(job.output)
+    assert found is not None
+    return found[1]
+
+
+def test_a_request_goes_through_both_nodes_and_a_cancelled_job_leaves_nothing(
+    cluster: RayNodes, job: Callable[..., Started], short_path: Path
+) -> None:
+    keys = short_path / "keys"
+    make_cluster(keys)
+    make_client(keys, "someone")
+    running, too_large = job("--keys", str(keys), OMNI_ACTORS_API_KEY=API_KEY), job("--nnodes", "3")
+    endpoint = serving(running)
+    with OmniClient(endpoint, keys=keys) as client:
+        answer = client.generate("over two nodes", modalities=["text", "audio"], timeout=60)
+    assert answer.text == "over two nodes"
+    assert answer.audio is not None
+    assert "starting talker/0, code2wav/0 on node 1" in running.output
+    handed_out = list(cluster.run.glob("omni-keys-*"))
+    assert len(handed_out) == 2
+    assert {path.stat().st_mode & 0o777 for path in handed_out} == {0o700}
+    assert all(not list(path.rglob("client.key_secret")) for path in handed_out)  # that is the client's own
+    secrets = [API_KEY, re.findall(r'secret-key = "(.*)"', (keys / "cluster.key_secret").read_text())[0]]
+    commands = " ".join(part for process in psutil.process_iter(["cmdline"]) for part in process.info["cmdline"] or ())
+    files = [path for path in cluster.run.parent.rglob("*") if path.is_file() and path.parent not in handed_out]
+    assert files
+    assert [path for path in files if any(secret.encode() in path.read_bytes() for secret in secrets)] == []
+    assert [secret for secret in secrets if secret in commands + running.output] == []
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end(seconds=30.0) == 0
+    assert running.output.count("stopping (SIGTERM)") == 2
+    assert too_large.end(seconds=60.0) == 2
+    assert "The pipeline test: it needs 3 nodes, and the Ray cluster has 2." in too_large.output
+    cluster.until_nothing_is_left()
+
+
+def test_a_failed_stage_a_killed_job_and_a_killed_node_end_all_and_leave_nothing(
+    cluster: RayNodes, job: Callable[..., Started]
+) -> None:
+    failing, killed, torn = job("--set", "stages.talker.engine.fail_start=broken"), job(), job()
+    assert failing.end(seconds=60.0) == 1
+    assert "broken" in failing.output
+    assert "ending all" in failing.output
+    kept = [Path(name) for name in re.findall(r"the logs stay in (\S+)/logs", failing.output)]
+    assert kept
+    serving(killed)
+    psutil.Process(killed.process.pid).kill()
+    killed.process.wait()
+    serving(torn)
+    cluster.kill_other_node()
+    assert torn.end(seconds=60.0) == 1
+    assert re.search(r"node [01] \S+ is lost .*; ending all", torn.output), torn.output
+    cluster.until_nothing_is_left(*kept)
+    for folder in kept:
+        shutil.rmtree(folder)
+    cluster.replace_other_node()
+
+
+@pytest.mark.e2e
+def test_a_stage_on_two_of_rays_nodes_answers_as_in_one_process(
+    cluster: RayNodes, tiny_llama: Path, short_path: Path
+) -> None:
+    """A launcher of this host, whose stage has vLLM's Ray executor: two workers, each on a node of its own."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    ray_platform.install(short_path)
+    engine = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 33554432}
+    overrides = {f"stages.thinker.engine.{name}": value for name, value in engine.items()}
+    overrides |= {"stages.thinker.executor": "ray", "stages.thinker.engine.tensor_parallel_size": 2}
+    environment = {
+        "RAY_ADDRESS": cluster.address,
+        "PYTHONPATH": f"{short_path}:{os.environ.get('PYTHONPATH', '')}:{REPOSITORY}",
+        "VLLM_PLUGINS": ray_platform.NAME,
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[-2:]),
+    }
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    messages = [{"role": "user", "content": "The tide is full."}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer(text, return_tensors="pt").input_ids
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    wanted = model.generate(tokens, max_new_tokens=16, do_sample=False)[0, tokens.shape[1] :].tolist()
+    with (
+        RunningPipeline("stage_configs/chat.yaml", {"model": tiny_llama, **overrides}, environment=environment) as chat,
+        OmniClient(chat.endpoint) as client,
+    ):
+        workers = cluster.workers()
+        assert len({parent for parent, _ in workers}) == 2
+        answer = client.generate(
+            "The tide is full.", params={"thinker": {"max_tokens": 16, "temperature": 0.0}}, timeout=60
+        )
+        assert answer.token_ids == wanted
+    cluster.until_no_workers_are_left()

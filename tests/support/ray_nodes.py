@@ -1,0 +1,133 @@
+"""A Ray cluster of two nodes on this machine, in a process of its own: `python -m tests.support.ray_nodes`.
+
+Each node has three processors and a GPU, as Ray counts them; nothing here computes on one. The process prints the
+cluster's address and the process of the node that is not the head's; it replaces that node whenever it reads a line,
+and ends the cluster when its standard input closes. Ray's signal handlers would not suit the process of the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.builders import chain
+from tests.support.paths import REPOSITORY
+from tests.support.processes import processes_of
+from tests.support.waiting import until
+
+NODE = {"num_cpus": 3, "num_gpus": 1, "object_store_memory": 80_000_000, "include_log_monitor": False}
+
+
+class RayNodes:
+    """Two nodes.
+
+    Args:
+        folder: for all that Ray writes, in `ray`, and all that launchers write on the nodes, in `run`.
+        environment: of the nodes, in addition to this process's own.
+    """
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.run, ray = folder / "run", folder / "ray"
+        for made in (self.run, ray):
+            made.mkdir()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            cwd=REPOSITORY,
+            env={
+                **os.environ,
+                "TMPDIR": str(self.run),
+                "RAY_TMPDIR": str(folder),
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_worker_niceness": "0",
+                "RAY_health_check_initial_delay_ms": "1000",
+                "RAY_health_check_period_ms": "1000",  # a node is lost after five that fail
+                **environment,
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address, self._other = self._state()
+
+    def _state(self) -> tuple[str, int]:
+        assert self._process.stdout is not None
+        said = next((line for line in self._process.stdout if line.startswith("[")), None)
+        assert said, "the cluster did not start; its output above says why"
+        address, other = json.loads(said)
+        return address, other
+
+    def kill_other_node(self) -> None:
+        """Kill the raylet of the node that is not the head's. Its parent does not collect it before it is replaced."""
+        psutil.Process(self._other).kill()
+
+    def replace_other_node(self) -> None:
+        """Start a node in the place of the one that was killed."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self.address, self._other = self._state()
+
+    def launchers(self) -> dict[int, str]:
+        """Processes of the pipelines on the nodes: pid -> command line."""
+        return processes_of(self.run)
+
+    def until_nothing_is_left(self, *kept: Path) -> None:
+        """Wait until neither processes nor files of launchers, such as keys, are left; `kept` are run directories."""
+
+        def files() -> set[Path]:
+            return {*self.run.iterdir()} - {*kept}
+
+        until(lambda: not (self.launchers() or files()), 20.0, lambda: f"the end of {self.launchers()} and {files()}")
+
+    def workers(self) -> list[tuple[int, int]]:
+        """Node and process of each of vLLM's workers: (pid of the node's raylet, own pid)."""
+        started = psutil.Process(self._process.pid).children(recursive=True)
+        return [(process.ppid(), process.pid) for process in started if "RayWorkerProc" in _title(process)]
+
+    def until_no_workers_are_left(self) -> None:
+        until(lambda: not self.workers(), 20.0, lambda: f"the end of {self.workers()}")
+
+    def close(self) -> None:
+        try:
+            self._process.communicate(timeout=60)
+        finally:
+            self._process.kill()
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
+
+
+def spread_chain() -> dict[str, Any]:
+    """The echo chain with its last two stages on node 1."""
+    data = chain()
+    for stage in data["stages"][2:]:
+        stage["node"] = 1
+    return data
+
+
+def main() -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    other = cluster.add_node(**NODE)
+    while True:
+        print(json.dumps([cluster.address, other.all_processes["raylet"][0].process.pid]), flush=True)
+        if not sys.stdin.readline():
+            break
+        cluster.remove_node(other, allow_graceful=False)
+        other = cluster.add_node(**NODE)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
