@@ -136,7 +136,11 @@ class ProgressEvent:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """Output for the next stage. `start` is the position of the first row or token; `final` ends the stream."""
+    """Output for the next stage. `start` is the position of the first row or token; `final` ends the stream.
+
+    `generated` counts the tokens that were generated for it, as in `FinishedEvent.output_tokens`; by default each of
+    `token_ids` is one.
+    """
 
     request_id: str
     token_ids: Sequence[int] = ()
@@ -145,6 +149,7 @@ class StreamEvent:
     start: int = 0
     final: bool = False
     lists: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    generated: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

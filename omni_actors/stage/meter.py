@@ -123,7 +123,7 @@ class StageMeter:
             case TextEvent():
                 self.output_tokens += len(event.token_ids)
             case StreamEvent() if "text" not in outputs:  # a stage with text streams the same tokens again
-                self.output_tokens += len(event.token_ids)
+                self.output_tokens += len(event.token_ids) if event.generated is None else event.generated
         if not track.first_output:
             track.first_output = now
             if track.started:  # otherwise there was nothing to compute

@@ -171,7 +171,11 @@ OUTPUT_SECONDS = _histogram(
     "Time from handing a request to the engine until its first output.",
 )
 INPUT_TOKENS = _counter("omni_stage_input_tokens_total", _REPLICA, "Input tokens of done requests.")
-OUTPUT_TOKENS = _counter("omni_stage_output_tokens_total", _REPLICA, "Tokens generated, counted as they are made.")
+OUTPUT_TOKENS = _counter(
+    "omni_stage_output_tokens_total",
+    _REPLICA,
+    "Tokens generated, counted as they are made and as in a request's usage: a frame of several codes is one token.",
+)
 STAGE_AUDIO = _counter("omni_stage_audio_seconds_total", _REPLICA, "Length of the audio made.")
 STAGE_PICTURES = _counter("omni_stage_pictures_total", _REPLICA, "Pictures made, without previews.")
 EARLY_CHUNKS = _gauge("omni_stage_early_chunk_bytes", _REPLICA, "Input that arrived before its announcement.")

@@ -26,6 +26,7 @@ class FrameOutputs(RequestOutputs):
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._sent = 0  # codes
+        self._generated = 0  # first codes since the last event, also those without a frame
         self._events = 0
         self._held: list[list[int]] = []
         self._lead: list[int] = []
@@ -37,6 +38,7 @@ class FrameOutputs(RequestOutputs):
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         """An event for every group of frames, and the rest with the last."""
         finished = output.finish_reason is not None
+        self._generated += len(output.new_token_ids)
         if output.new_token_ids and not finished:
             frame = attachment_of(output).get("codes")
             if frame is None or frame[0] != output.new_token_ids[-1]:
@@ -48,8 +50,15 @@ class FrameOutputs(RequestOutputs):
             self._lead = []
         codes = [*self._lead, *(code for frame in self._held for code in frame)]
         unheard = {UNHEARD: len(self._lead)} if self._lead else {}
-        event = StreamEvent(self._request_id, token_ids=codes, start=self._sent, scalars=unheard, final=finished)
-        self._lead = []
+        event = StreamEvent(
+            self._request_id,
+            token_ids=codes,
+            start=self._sent,
+            scalars=unheard,
+            final=finished,
+            generated=self._generated,
+        )
+        self._lead, self._generated = [], 0
         self._sent += len(codes)
         self._events += 1
         self._held = []

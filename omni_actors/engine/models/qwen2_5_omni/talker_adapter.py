@@ -36,20 +36,24 @@ class CodecOutputs(RequestOutputs):
         self._end_token_ids = end_token_ids
         self._block = block
         self._sent = 0
+        self._generated = 0  # since the last event, with the token that ends the speech
         self._held: list[int] = []
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         """One event per block of codec tokens, and the rest with the last; an end token is left out."""
         tokens = list(output.new_token_ids)
         finished = output.finish_reason is not None
+        self._generated += len(tokens)
         if output.finish_reason is VllmFinishReason.STOP and tokens and tokens[-1] in self._end_token_ids:
             tokens.pop()
         self._held += tokens
         if len(self._held) < self._block and not finished:
             return ()
-        event = StreamEvent(self._request_id, token_ids=self._held, start=self._sent, final=finished)
+        event = StreamEvent(
+            self._request_id, token_ids=self._held, start=self._sent, final=finished, generated=self._generated
+        )
         self._sent += len(self._held)
-        self._held = []
+        self._held, self._generated = [], 0
         return (event,)
 
 

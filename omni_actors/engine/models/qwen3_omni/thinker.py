@@ -113,7 +113,9 @@ class TokenOutputs(ThinkerOutputs):
             return self._first(certain, final=final)
         news, start = self._reply[self._sent : certain], len(self._prompt_token_ids) + self._sent
         self._sent += len(news)
-        return StreamEvent(self._request_id, token_ids=news, start=start, final=final) if news or final else None
+        if not news and not final:
+            return None
+        return StreamEvent(self._request_id, token_ids=news, start=start, final=final, generated=0)
 
     def _first(self, certain: int, *, final: bool) -> StreamEvent:
         tensors: dict[str, HostTensor] = {}
@@ -124,7 +126,7 @@ class TokenOutputs(ThinkerOutputs):
         token_ids = [*self._prompt_token_ids, *self._reply[:certain]]
         scalars = {"prompt_tokens": len(self._prompt_token_ids)}
         return StreamEvent(
-            self._request_id, tensors=tensors, scalars=scalars, token_ids=token_ids, start=0, final=final
+            self._request_id, tensors=tensors, scalars=scalars, token_ids=token_ids, start=0, final=final, generated=0
         )
 
     def _keep(self, emitted: Mapping[str, Any]) -> None:

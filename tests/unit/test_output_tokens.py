@@ -1,0 +1,62 @@
+"""What a stage counts as generated is what the usage of its requests says: tokens, of which a frame of codes is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from omni_actors.engine.adapter import RequestOutputs
+from omni_actors.engine.models.frame_talker.outputs import FrameOutputs
+from omni_actors.engine.models.qwen2_5_omni.talker_adapter import CodecOutputs
+from omni_actors.engine.models.qwen3_omni.thinker import TokenOutputs
+from omni_actors.engine.worker_base import attach
+from omni_actors.stage.engine_interface import OutputEvent, StreamEvent, TextEvent
+from omni_actors.stage.meter import StageMeter
+
+END = 99
+SAMPLED = 14  # tokens of a request, with the last, which has neither frame nor sound
+
+
+def steps(*, frames: bool = False) -> Iterable[EngineCoreOutput]:
+    for index in range(SAMPLED):
+        last = index == SAMPLED - 1
+        output = EngineCoreOutput("r", [END if last else index], finish_reason=FinishReason.STOP if last else None)
+        if frames:
+            attach(output, {"codes": [index, *range(15)]})
+        yield output
+
+
+def counted(events: Iterable[OutputEvent], outputs: tuple[str, ...] = ()) -> int:
+    meter = StageMeter("talker", 0, 1)
+    track = meter.opened("r", 0, has_input=True)
+    for event in events:
+        meter.output(track, event, outputs)
+    return meter.output_tokens
+
+
+@pytest.mark.parametrize("lead", [0, 3], ids=["a text", "a clip that is continued"])
+def test_a_frame_counts_once_and_the_frames_of_a_clip_do_not(lead: int) -> None:
+    outputs = FrameOutputs("r")
+    outputs.lead([7] * 16 * lead)
+    events = [event for output in steps(frames=True) for event in outputs.convert(output)]
+    assert sum(len(event.token_ids) for event in events if isinstance(event, StreamEvent)) == 16 * (SAMPLED - 1 + lead)
+    assert counted(events) == SAMPLED
+
+
+def test_the_token_that_ends_the_speech_counts() -> None:
+    outputs: RequestOutputs = CodecOutputs("r", frozenset({END}), 4)
+    events = [event for output in steps() for event in outputs.convert(output)]
+    assert counted(events) == SAMPLED
+
+
+@pytest.mark.parametrize("modalities", [("text",), ()])
+def test_a_thinker_that_streams_its_text_counts_it_once_and_not_its_prompt(modalities: tuple[str, ...]) -> None:
+    outputs = TokenOutputs("r", [1, 2, 3], decoder=None, streams=True)
+    stream: list[OutputEvent] = []
+    for number, output in enumerate(steps()):
+        stream.append(TextEvent("r", "x", output.new_token_ids))
+        event = outputs.stream(output, number + 1, final=number == SAMPLED - 1)
+        stream += [event] if event is not None else []
+    assert counted(stream, modalities) == SAMPLED
