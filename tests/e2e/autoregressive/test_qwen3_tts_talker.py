@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,10 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, Encoded
+from omni_actors.engine.tensors import to_torch
 from omni_actors.errors import InvalidRequest, OmniError, PromptTooLong, UnknownVoice
+from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import FinishReason
-from omni_actors.stage.engine_interface import FinishedEvent, StageInputs
+from omni_actors.stage.engine_interface import AudioEvent, FinishedEvent, StageInputs, StageRequest
+from tests.support.code2wav import arguments as codec_arguments
 from tests.support.qwen3_tts_reference import Qwen3TtsReference, TtsResult
 from tests.support.spoken_texts import RATE, clip_information, frames_of, speak, text_inputs
 from tests.support.stage_driver import Driver, count_preemptions, make_engine
@@ -261,3 +266,31 @@ def test_others_go_on_while_a_clip_is_encoded_and_a_failure_is_that_requests_own
     assert frames_of(talker, "second").equal(kind.answer("voice", 0).codes)
     assert not talker.events["dropped"]
     assert "no room for a clip" in str(talker.error("broken"))
+
+
+def test_without_weights_dummy_ones_speak_with_a_voice_of_a_clip(
+    tiny_qwen3_tts_kinds: dict[str, Path], tmp_path: Path
+) -> None:
+    """All parts: the clip's encoders, talker and codec."""
+    folder = shutil.copytree(tiny_qwen3_tts_kinds["base"], tmp_path / "dummy")
+    for file in folder.rglob("*.safetensors"):
+        file.unlink()
+    engine = make_engine(folder, "talker", load_format="dummy")
+    try:
+        talker = Driver(engine)
+        speak(talker, "r", TEXTS[0], information=clip_information(CLIP, transcript="One."), max_tokens=5)
+        talker.run()
+        assert frames_of(talker, "r").shape == (4, 16)
+        codes, unheard = talker.tokens("r"), talker.streams("r")[0].scalars
+    finally:
+        engine.shutdown()
+    codec = DiffusionEngine(codec_arguments(folder, load_format="dummy", decode={"policy": "whole"}))
+    try:
+        codec.start(StageRequest("r", StageParams(), 0), StageInputs(codes, scalars=dict(unheard)))
+        made = [event for _ in range(3) for event in codec.step()]
+        (sound,) = [to_torch(event.samples) for event in made if isinstance(event, AudioEvent)]
+    finally:
+        codec.shutdown()
+    assert len(sound) == 4 * 1920
+    assert sound.isfinite().all()
+    assert sound.abs().max() > 0
