@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--stagger", type=float, default=0.0, help="seconds over which the first requests come")
     parser.add_argument("--talker-yields-to", nargs="*", default=["thinker"], choices=["thinker", "code2wav"])
     parser.add_argument("--send-at-once", action="store_true", help="keep no first sound until the rest can follow")
+    parser.add_argument("--pace", type=float, default=Setting.pace, help="coordinator.speech_pace; 0: no speech waits")
     parser.add_argument("--seed", type=int, default=0, help="of the spread of step times")
     parser.add_argument("--json", action="store_true", help="a line for each load instead of a table")
     options = parser.parse_args()
@@ -82,6 +83,7 @@ def main() -> None:
                 talker_yields_to=tuple(options.talker_yields_to),
                 seed=options.seed,
                 keeps=not options.send_at_once,
+                pace=options.pace,
             )
         )
         for policy in options.policy

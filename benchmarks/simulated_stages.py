@@ -18,6 +18,9 @@ from pathlib import Path
 
 from workload import Sample
 
+from omni_actors.config import CoordinatorConfig
+from omni_actors.coordinator.core.slots import Tenant, Ticket
+from omni_actors.coordinator.core.speech import SpeechLine
 from omni_actors.stage.deadlines import FIRST_SECONDS, Piece, choose
 from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag, DevicePriority
 from omni_actors.stage.lead import Lead
@@ -30,10 +33,12 @@ HELD_BACK_SECONDS = 0.11  # of a chunk, whose last samples need frames that are 
 INTERVALS = 9
 LIGHT_BLOCKS = 48  # the vocoder's own
 POLICY = (1, 1, 2, 4, 8)  # and its chunks, in blocks; the last length repeats
-SEATS = 64  # max_num_seqs of thinker and talker
+THINKER_SEATS, TALKER_SEATS = 128, 64  # max_num_seqs
 CHUNKS = 16  # and of the vocoder
 PROMPT_SECONDS = 0.003  # of the prompt stage, which takes one prompt after the other
 HOP_SECONDS = 0.003  # from one stage to the next, or to the client
+TICK_SECONDS = 0.1  # of the coordinator
+FOREVER = 1e9
 SPREAD = 0.12  # of the logarithm of step times
 ORDERS = ("number", "deadline")
 
@@ -63,13 +68,16 @@ class Setting:
     talker_yields_to: tuple[str, ...] = ("thinker",)
     seed: int = 0
     keeps: bool = True
+    pace: float = CoordinatorConfig().speech_pace  # 0: no speech waits
 
 
 @dataclass(eq=False)
 class Answer:
     """One answer: what each stage has made of it."""
 
+    name: str
     began: float
+    speaks: bool = False  # its speech may be made
     sample: Sample = field(default_factory=Sample)
     text: int = 0
     rows: int = 0  # of the thinker, at the talker
@@ -145,7 +153,7 @@ class Thinker(Stage):
     """Writes text; the first step of an answer is its prompt."""
 
     def pick(self) -> list[Answer]:
-        return self.answers[:SEATS]
+        return self.answers[:THINKER_SEATS]
 
     def cost(self) -> tuple[float, float]:
         prompts = sum(PROMPT_TOKENS for answer in self.batch if answer.text == 0)
@@ -160,6 +168,7 @@ class Thinker(Stage):
             answer.text += 1
             if answer.text == 1:
                 answer.sample.first_text = pipeline.now + HOP_SECONDS - answer.began
+                pipeline.later(HOP_SECONDS, lambda answer=answer: pipeline.admission.enter(answer))
             elif answer.text == 2:
                 pipeline.later(HOP_SECONDS, lambda answer=answer: pipeline.talker.answers.append(answer))
             pipeline.later(HOP_SECONDS, lambda answer=answer, rows=answer.text: setattr(answer, "rows", rows))
@@ -172,10 +181,10 @@ class Talker(Stage):
     load = 0.4
 
     def pick(self) -> list[Answer]:
-        return [answer for answer in self.answers[:SEATS] if self._ready(answer)]
+        return [answer for answer in self.answers if self._ready(answer)][:TALKER_SEATS]
 
     def _ready(self, answer: Answer) -> bool:
-        return answer.codec < answer.rows or answer.rows == TEXT_TOKENS
+        return answer.speaks and (answer.codec < answer.rows or answer.rows == TEXT_TOKENS)
 
     def cost(self) -> tuple[float, float]:
         prompts = sum(PROMPT_TOKENS for answer in self.batch if answer.codec == 0)
@@ -258,6 +267,7 @@ class Vocoder(Stage):
 
     def _leave(self, answer: Answer, seconds: float) -> None:
         pipeline = self.pipeline
+        pipeline.later(HOP_SECONDS, lambda: pipeline.admission.sounded(answer, seconds))
         pipeline.later(HOP_SECONDS, lambda: answer.sample.playback.add(pipeline.now - answer.began, seconds))
 
     def _send(self, answer: Answer) -> None:
@@ -279,6 +289,51 @@ class Vocoder(Stage):
             pipeline.later(2 * HOP_SECONDS, lambda: pipeline.ended(answer))
 
 
+class Admission:
+    """The coordinator's part: lets the speech of answers begin, by the rule of the product."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        pace = pipeline.setting.pace
+        settings = CoordinatorConfig(speech_pace=pace, speech_queue=10_000, speech_wait=FOREVER)
+        self._line = SpeechLine(settings) if pace else None
+        self._waiting: dict[str, Answer] = {}
+        self._ticks = False
+
+    def enter(self, answer: Answer) -> None:
+        """An answer has its first text."""
+        if self._line is None:
+            answer.speaks = True
+            return
+        self._waiting[answer.name] = answer
+        self._line.enter(Ticket(answer.name, b"", Tenant(b""), 0, 0, ()), self.pipeline.now)
+        self._begin()
+        if not self._ticks:
+            self._tick()
+
+    def sounded(self, answer: Answer, seconds: float) -> None:
+        """A piece of an answer's sound has come."""
+        if self._line is not None:
+            self._line.sounded(answer.name, seconds, self.pipeline.now)
+            self._begin()
+
+    def leave(self, answer: Answer) -> None:
+        """All of its sound has come."""
+        if self._line is not None:
+            self._line.leave(answer.name, self.pipeline.now)
+            self._begin()
+
+    def _begin(self) -> None:
+        for name, _ in self._line.begin(self.pipeline.now):  # type: ignore[union-attr]
+            self._waiting.pop(name).speaks = True
+
+    def _tick(self) -> None:
+        self._begin()
+        self._ticks = bool(self._waiting)
+        if self._ticks:
+            self.pipeline.later(TICK_SECONDS, self._tick)
+
+
 class Pipeline:
     """The three stages, their device, and clients of which each asks again when it has been answered."""
 
@@ -290,6 +345,7 @@ class Pipeline:
         self.talker = Talker(self, "talker", setting.talker_yields_to, folder)
         self.vocoder = Vocoder(self, "code2wav", ("thinker",), folder)
         self._stages: tuple[Stage, ...] = (self.thinker, self.talker, self.vocoder)
+        self.admission = Admission(self)
         self._slowdown = SHARING[setting.sharing]
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
@@ -319,6 +375,7 @@ class Pipeline:
 
     def ended(self, answer: Answer) -> None:
         """Take an answer; its client asks again."""
+        self.admission.leave(answer)
         answer.sample.total = self.now - answer.began
         self._samples.append(answer.sample)
         self._submit()
@@ -334,7 +391,7 @@ class Pipeline:
         if not self._left:
             return
         self._left -= 1
-        answer = Answer(self.now)
+        answer = Answer(str(next(self._numbers)), self.now)
         spread = self.random.lognormvariate(0, SPREAD)
         self._prompt_free = max(self.now, self._prompt_free) + PROMPT_SECONDS * spread
         self.later(self._prompt_free + 3 * HOP_SECONDS - self.now, lambda: self.thinker.answers.append(answer))

@@ -131,6 +131,18 @@ def test_what_can_be_spoken_is_learnt_and_remembered() -> None:
     assert device.line.waiting == 0, "these can be spoken at once"
 
 
+def test_what_the_last_answers_get_when_no_others_begin_makes_no_room_for_more() -> None:
+    """Without first sounds and the stages before it, a vocoder makes more than it can when the next ones come."""
+    device = Device(20.0)
+    device.ask(60)
+    while device.line.waiting or device.line.speaking > device.line.places / 2:
+        device.run(seconds=STEP)
+    learnt = device.line.places
+    device.capacity = 100.0
+    device.run()
+    assert device.line.places <= learnt
+
+
 def test_short_answers_need_their_places_for_a_moment_only() -> None:
     device = Device(40.0)
     for _ in range(200):
@@ -255,13 +267,16 @@ def test_those_who_waited_for_too_long_are_named() -> None:
 def test_a_rise_is_taken_over_at_once_and_noise_slowly() -> None:
     rate = SoundRate(1.0)
     now = 0.0
-    rate.begin("a", now)
-    for _ in range(20):
+    names = [str(number) for number in range(20)]
+    for name in names:
+        rate.begin(name, now)
+        rate.sound(name, 0.1, now)
+    for name in names:
         now += 0.1
-        rate.sound("a", 1.0, now)
+        rate.sound(name, 1.0, now)
     assert rate.places >= 8
     before = rate.places
-    for _ in range(20):
+    for name in names:
         now += 0.1
-        rate.sound("a", 1.2, now)
+        rate.sound(name, 1.2, now)
     assert before <= rate.places <= LARGE * before

@@ -39,6 +39,7 @@ class _Slice:
     heard: float = 0.0  # with at least one listener
     needed: float = 0.0  # the same, of all listeners together
     sound: float = 0.0  # that they got, but for their first pieces
+    begun: bool = False  # whether an answer began
 
 
 class SoundRate:
@@ -65,6 +66,7 @@ class SoundRate:
         """An answer may be spoken from now on."""
         self.advance(now)
         self._answers[request_id] = _Answer(now)
+        self._slice.begun = True
 
     def sound(self, request_id: str, seconds: float, now: float) -> None:
         """A piece of its sound came. The first one starts its need; how long it took to come says nothing of it."""
@@ -106,8 +108,8 @@ class SoundRate:
         if self._slice.heard >= SLICE_SECONDS or self._slice.sound >= SLICE_SOUND:
             self._slice.ended = now
             self._slices.append(self._slice)
+            self._look(begun=self._slice.begun)
             self._slice = _Slice()
-            self._look()
         while self._slices and self._slices[0].ended < now - WINDOW_SECONDS:
             self._slices.popleft()
             self._full = self._full and bool(self._slices)  # with no measure, nothing is known
@@ -117,14 +119,15 @@ class SoundRate:
         """The part of its time in which an answer has a listener: a small one if it is short, or made as a whole."""
         return max(LEAST_PART, self._heard / self._lives) if self._lives else 1.0
 
-    def _look(self) -> None:
+    def _look(self, begun: bool) -> None:
+        """Learn from the last slices. What answers get while no others begin is more than they get next to those."""
         heard = sum(slice.heard for slice in self._slices)
         needed = sum(slice.needed for slice in self._slices)
         sound = sum(slice.sound for slice in self._slices)
         places = sound / heard / self._pace / self._part
         proven = needed >= PROVEN_SECONDS
         self._full = proven and sound < (needed + heard) * self._pace
-        if places > self._limit:
+        if places > self._limit and begun:
             self._limit = places if places > LARGE * self._limit else self._limit + GAIN * (places - self._limit)
         elif proven and sound < needed * self._pace:
             self._limit = max(1.0, self._limit + GAIN * (places - self._limit))
