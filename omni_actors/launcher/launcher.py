@@ -297,6 +297,8 @@ class Launcher:
             await self._metrics_client.close()
         if self._coordinator is not None:
             await self._coordinator.stop()  # the agent obeys it until then
+        elif self._agent is not None:
+            await self._agent.drain(self._pipeline.coordinator.drain_timeout)
         if self._agent is not None:
             await self._agent.close("the launcher stops")
         stops = [self._processes.stop(self._pipeline.coordinator.shutdown_timeout)]

@@ -7,6 +7,7 @@ with a list of all that runs here; the processes keep working meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -75,7 +76,8 @@ class NodeAgent:
         self._next_report = time.monotonic() + REPORT_SECONDS
         self._last_heard = time.monotonic()
         self._welcomed = self._ever_welcomed = False
-        self._ended = False  # the pipeline has ended, or this agent has given up
+        self._ended = asyncio.Event()  # the pipeline or this node's part in it has, or this agent has given up
+        self._drains = False
         self._decoder: Decoder[CoordinatorToNode] = Decoder(CoordinatorToNode, pipeline.limits)
         self._starts: asyncio.Queue[tuple[ReplicaId, StartReplica] | None] = asyncio.Queue()
         self._starting: set[ReplicaId] = set()
@@ -85,6 +87,17 @@ class NodeAgent:
         self._connect()
         self._starter = asyncio.create_task(self._start_replicas(), name="starter")
         self._beater = asyncio.create_task(self._beat(), name="node heartbeat")
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until the replicas of this node have finished what they hold, at most `seconds`; they get no more."""
+        if not seconds or not self.launched.is_set() or not self._welcomed or self._ended.is_set():
+            return
+        say(f"node {self._rank} leaves; its requests have {seconds:g} s to finish")
+        self._drains = True
+        self._send(NodeLeaving(drains=True))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
 
     async def close(self, reason: str) -> None:
         """Tell the coordinator, start nothing more and disconnect. Idempotent."""
@@ -138,7 +151,7 @@ class NodeAgent:
             self._reconnect("the coordinator has disconnected")
 
     def _reconnect(self, why: str) -> None:
-        if self._ended or self._beater.done():
+        if self._ended.is_set() or self._beater.done():
             return
         logger.warning("reconnecting to the coordinator: %s", why)
         self._next_report = time.monotonic() + REPORT_SECONDS
@@ -146,8 +159,8 @@ class NodeAgent:
         self._connect()
 
     def _give_up(self, why: str) -> None:
-        if not self._ended:
-            self._ended = True
+        if not self._ended.is_set():
+            self._ended.set()
             self._on_shutdown(why, True)
 
     def _send(self, body: Body) -> None:
@@ -194,7 +207,9 @@ class NodeAgent:
         match body:
             case NodeWelcome():
                 self._welcomed = self._ever_welcomed = True
-                if self._on_silence is None:
+                if self._drains:  # another coordinator does not know
+                    self._send(NodeLeaving(drains=True))
+                elif self._on_silence is None:
                     say(f"node {self._rank} is connected to the coordinator at {self._endpoint}")
             case Reregister():
                 # Later: reconnecting closes the socket whose reader has called us.
@@ -207,7 +222,7 @@ class NodeAgent:
             case KillReplica(stage=stage, replica=replica, spawn_epoch=epoch):
                 self._processes.kill_replica(ReplicaId(stage, replica, epoch))
             case Shutdown():
-                self._ended = True
+                self._ended.set()
                 self._on_shutdown(body.reason, body.failed)
 
     # -- processes ----------------------------------------------------------------------------------------------------

@@ -50,9 +50,13 @@ class NodeBeat(Body, tag="node_beat", frozen=True):
 
 
 class NodeLeaving(Body, tag="node_leaving", frozen=True):
-    """Node -> coordinator: this node and its processes end."""
+    """Node -> coordinator: this node and its processes end.
+
+    With `drains` they end once its replicas have finished what they hold: the coordinator then answers with `Shutdown`.
+    """
 
     reason: Annotated[str, Meta(max_length=16384)] = ""
+    drains: bool = False
 
 
 class StartReplica(Body, tag="start_replica", frozen=True):

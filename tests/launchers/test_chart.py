@@ -283,10 +283,11 @@ def test_a_pod_lives_as_long_as_its_server_listens(plain: list[dict[str, Any]]) 
     assert run(command, environment_of(pods, 1)).returncode == 0
 
 
-def test_the_other_pods_serve_until_the_first_is_gone() -> None:
-    (pods,) = of_kind(rendered({"pipeline": PIPELINE, "termination": {"drainSeconds": 3600}}), "StatefulSet")
+def test_the_other_pods_serve_until_the_first_is_gone_or_drains() -> None:
+    (pods,) = of_kind(rendered({"pipeline": PIPELINE, "termination": {"serviceSeconds": 600}}), "StatefulSet")
     command = container_of(pods)["lifecycle"]["preStop"]["exec"]["command"]
-    assert "exec sleep 5" in command[-1]
+    assert "exec sleep 600" in command[-1]
+    assert "until ((SECONDS >= 602))" in command[-1]
     with socket.create_server(("127.0.0.1", 0)) as head:
         script = command[-1].replace("/29600", f"/{head.getsockname()[1]}")
         environment = {"PATH": os.environ["PATH"], **environment_of(pods, 1), "HEAD": "127.0.0.1"}

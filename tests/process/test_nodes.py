@@ -172,8 +172,12 @@ async def test_coordinator_killed_with_two_nodes(launch: Launch, short_path: Pat
         assert await pids(client) == before
 
 
-async def test_a_node_that_dies_may_join_again(launch: Launch, short_path: Path) -> None:
-    hosts = Hosts(launch, short_path, spread_chain())
+async def test_a_node_that_dies_may_join_again_and_one_that_stops_drains_first(
+    launch: Launch, short_path: Path
+) -> None:
+    data = spread_chain(drain_timeout=60.0)
+    data["stages"][2]["engine"] = {"step_seconds": 0.01}
+    hosts = Hosts(launch, short_path, data)
     first, other = hosts.start_both()
     async with AsyncOmniClient(first.endpoint) as client:
         before = await pids(client)
@@ -186,8 +190,18 @@ async def test_a_node_that_dies_may_join_again(launch: Launch, short_path: Path)
         await ask_many(client, 4)
         after = await pids(client)
         assert {name for name in before if before[name] != after[name]} == {"talker/1", "code2wav/1"}
-        assert again.end() == 0  # it says goodbye, so the coordinator need not wait for its heartbeat timeout
+        for stage in ("talker", "code2wav"):
+            await client.operate(Operation.DRAIN, stage, 0)
+        asked = asyncio.create_task(ask_and_check(client, 6 * text_of(28)))
+        await until_busy(client, "talker/1")
+        again.process.send_signal(signal.SIGTERM)
+        await asked  # which no other replica could have
+        assert await asyncio.to_thread(again.wait_end) == 0
+        assert "node 1 leaves; its requests have 60 s to finish" in again.output
+        # It says goodbye, so the coordinator need not wait for its heartbeat timeout.
         await wait_states(client, 1, talker_1="dead", code2wav_1="dead")
+        for stage in ("talker", "code2wav"):
+            await client.operate(Operation.RESTART, stage, 0)
         await ask_and_check(client, "alone again")
 
 

@@ -33,9 +33,9 @@ class AnyOrder(RuleBasedStateMachine):
         listed = [RunningReplica(item.stage, item.index, item.spawn_epoch, 1) for item in replicas if knows]
         self.world.node_hello(*listed, rank=rank, launched=True)
 
-    @rule(rank=st.integers(0, 2))
-    def node_leaves(self, rank: int) -> None:
-        self.world.node(NodeLeaving("a test"), rank)
+    @rule(rank=st.integers(0, 2), drains=st.booleans())
+    def node_leaves(self, rank: int, drains: bool) -> None:
+        self.world.node(NodeLeaving("a test", drains), rank)
 
     @rule(place=places, newer=st.integers(0, 1))
     def hello(self, place: tuple[str, int], newer: int) -> None:

@@ -85,6 +85,48 @@ def test_a_node_without_the_stages_gpus_is_no_place() -> None:
     assert nodes_of(world) == [0, 1], "its own node is full"
 
 
+# -- nodes that stop --------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_stops_ends_once_its_replicas_have_finished_and_takes_none_meanwhile() -> None:
+    world = World(two_hosts()).launch()
+    talker = world.replica("talker", 1)
+    talker.hold("r")
+    drained = world.node(NodeLeaving("SIGTERM", drains=True), 1)
+    assert announced(drained) == ["node 1 stops; requests on its replicas: 1", "talker/1 drains"]
+    assert [replica.state for replica in world.fleet.replicas.of("talker")] == ["ready", "draining"]
+    with pytest.raises(InvalidRequest, match="Node 1 stops; present are: 0"):
+        world.scale("talker", 3, node=1)
+    world.node(NodeLeaving("SIGTERM", drains=True), 1)
+    assert to_node(world.wait(5.0), Shutdown, 1) == []
+    talker.release("r")
+    assert [told.failed for told in to_node(world.wait(1.0), Shutdown, 1)] == [False], "once"
+    world.node(NodeLeaving("the launcher stops"), 1)
+    assert world.state("talker", 1) is ReplicaState.DEAD
+    assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
+    world.ready("talker", 1)
+    assert world.state("talker", 1) is ReplicaState.READY
+
+
+def test_a_replica_that_dies_on_a_node_that_stops_does_not_start_there_again() -> None:
+    world = World(two_hosts(restart_backoff=0.1)).launch()
+    world.replica("talker", 1).hold("r")
+    world.replica("talker", 0).hold("q")
+    world.node(NodeLeaving("SIGTERM", drains=True), 1)
+    world.ended("talker", 1)
+    assert starts(world.wait(2.0), 1) == []
+
+
+def test_a_node_that_stops_with_the_whole_pipeline_ends_with_it() -> None:
+    """Its replicas may be needed for requests that are in flight and have not come to them."""
+    world = World(two_hosts()).launch()
+    world.fleet.stop()
+    world.node(NodeLeaving("SIGTERM", drains=True), 1)
+    assert world.state("talker", 1) is ReplicaState.READY
+    assert to_node(world.wait(2.0), Shutdown, 1) == []
+    assert to_node(world.take(world.fleet.shut_down()), Shutdown, 1)
+
+
 # -- moves ------------------------------------------------------------------------------------------------------------
 
 

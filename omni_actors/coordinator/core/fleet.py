@@ -132,6 +132,7 @@ class Fleet(Operations):
             self._kill_stuck(now)
             self._move_lost(now)
         self._stop_drained(now)
+        self._release_drained()
         self._enforce_ends(now)
         if self.launch.wanted or (self.launch.serving and in_flight):
             self._restart_due(now)
@@ -177,6 +178,8 @@ class Fleet(Operations):
             self._tell_node(node, Reregister())
         elif isinstance(body, NodeBeat):
             self._tell_node(node, NodeBeat())
+        elif isinstance(body, NodeLeaving) and body.drains:
+            self._drain_node(node)
         elif isinstance(body, NodeLeaving):
             self._lose_node(node, f"it leaves: {body.reason}", now)
         elif isinstance(body, ReplicaEnded):
@@ -246,8 +249,13 @@ class Fleet(Operations):
         known = bool(replica.spawn_epoch and self.ranks.hosts(replica.stage))
         return known and self.ranks.common_epoch(*place) != replica.spawn_epoch
 
+    def _involving(self, node: Node) -> list[Replica]:
+        """The replicas that have a process on a node."""
+        whole = [replica for replica in self.nodes.on(node) if not self.ranks.hosts(replica.stage)]
+        return [*whole, *self._with_ranks_on(node)]
+
     def _with_ranks_on(self, node: Node) -> list[Replica]:
-        """The spread replicas that have a process on a node."""
+        """Those of them that are spread over several hosts."""
         stages = [stage for stage in self.ranks.stages if node.rank in self.ranks.hosts(stage)]
         return [replica for stage in stages for replica in self.replicas.of(stage)]
 
@@ -269,6 +277,31 @@ class Fleet(Operations):
                 if any(replica.alive for replica in (*self.nodes.on(node), *self._with_ranks_on(node))):
                     self._lose_node(node, "it has not come back to the restarted coordinator", now)
 
+    def _drain_node(self, node: Node) -> None:
+        """Have the replicas of a node that stops finish what they hold. Others take new requests.
+
+        While the whole pipeline drains they go on: what is in flight may still come to them.
+        """
+        if not node.stays:
+            return
+        node.on(NodeEvent.DRAIN)
+        if not self.launch.wanted:
+            return
+        replicas = self._involving(node)
+        held = {request for replica in replicas for request in replica.requests}
+        self._announce(f"node {node.rank} stops; requests on its replicas: {len(held)}")
+        for replica in replicas:
+            replica.orders.drain = True
+            if replica.ready:
+                self._drain(replica)
+
+    def _release_drained(self) -> None:
+        """Let nodes end whose replicas have finished. If the whole pipeline drains, they end with it."""
+        for node in self.nodes.draining() if self.launch.wanted else ():
+            if not any(replica.requests for replica in self._involving(node)):
+                node.on(NodeEvent.RELEASED)
+                self._tell_node(node, Shutdown(reason="its requests are finished"))
+
     def _lose_node(self, node: Node, why: str, now: float) -> None:
         """Count the replicas of a node as dead until it is back or they have moved."""
         node.on(NodeEvent.LOST)
@@ -276,8 +309,7 @@ class Fleet(Operations):
         away = f"node {node.rank} is away: {why}"
         self._announce(away)
         self.ranks.forget(node.rank)
-        whole = [replica for replica in self.nodes.on(node) if not self.ranks.hosts(replica.stage)]
-        for replica in (*whole, *self._with_ranks_on(node)):
+        for replica in self._involving(node):
             if replica.alive or replica.state is ReplicaState.WAITING:
                 replica.orders.clear_kill()
                 replica.left_with_node = True

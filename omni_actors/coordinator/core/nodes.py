@@ -54,6 +54,11 @@ class Node:
     @property
     def present(self) -> bool:
         """Whether its agent is there."""
+        return self.state in (NodeState.PRESENT, NodeState.DRAINING, NodeState.LEAVING)
+
+    @property
+    def stays(self) -> bool:
+        """Whether its agent is there and is not about to end, so that replicas may start there."""
         return self.state is NodeState.PRESENT
 
     def on(self, event: NodeEvent) -> None:
@@ -105,6 +110,14 @@ class NodeTable:
     def present(self) -> list[Node]:
         """Nodes whose agents are there."""
         return [node for node in self._nodes.values() if node.present]
+
+    def staying(self) -> list[Node]:
+        """Nodes on which replicas may start."""
+        return [node for node in self._nodes.values() if node.stays]
+
+    def draining(self) -> list[Node]:
+        """Nodes that end once their replicas hold nothing."""
+        return [node for node in self._nodes.values() if node.state is NodeState.DRAINING]
 
     def absent(self) -> list[Node]:
         """Nodes that have not come yet or are away."""

@@ -99,13 +99,14 @@ class Operations(Supervision):
 
     def _nodes_for(self, rank: int | None) -> list[Node]:
         """The nodes on which replicas may be added. Raises `InvalidRequest` if the one asked for is not there."""
-        present = self.nodes.present()
+        present = self.nodes.staying()
         if rank is None:
             return present
         chosen = [node for node in present if node.rank == rank]
         if not chosen:
             there = ", ".join(str(node.rank) for node in present)
-            what = "is not there" if self.nodes.find(rank) is not None else "does not belong to this pipeline"
+            known = self.nodes.find(rank)
+            what = "does not belong to this pipeline" if known is None else "stops" if known.present else "is not there"
             raise InvalidRequest(
                 f"Node {rank} {what}; present are: {there or 'none'}.",
                 hint="Name one of these, or leave --node out.",

@@ -52,6 +52,8 @@ class NodeState(enum.StrEnum):
 
     EXPECTED = "expected"  # the pipeline needs it; it has not said hello to this coordinator
     PRESENT = "present"
+    DRAINING = "draining"  # it stops: its replicas finish what they hold, and none starts there
+    LEAVING = "leaving"  # that is done, and it was told to end
     AWAY = "away"  # it left or fell silent; its replicas count as dead until it is back
 
 
@@ -59,11 +61,15 @@ class NodeEvent(enum.StrEnum):
     """What can happen to a node."""
 
     HELLO = "hello"
+    DRAIN = "drain"
+    RELEASED = "released"  # nothing is left to finish
     LOST = "lost"
 
 
 NODE_TRANSITIONS: dict[tuple[NodeState, NodeEvent], NodeState] = {
     **{(state, NodeEvent.HELLO): NodeState.PRESENT for state in NodeState},
+    (NodeState.PRESENT, NodeEvent.DRAIN): NodeState.DRAINING,
+    (NodeState.DRAINING, NodeEvent.RELEASED): NodeState.LEAVING,
     **{(state, NodeEvent.LOST): NodeState.AWAY for state in NodeState},
 }
 

@@ -190,7 +190,7 @@ class Supervision(Outbox):
 
     def _may_start(self, replica: Replica) -> bool:
         """Whether its hosts are there and, if it is spread over several, run nothing of it any more."""
-        return all(node.present for node in self._hosts(replica)) and not (
+        return all(node.stays for node in self._hosts(replica)) and not (
             self.ranks.hosts(replica.stage) and self.ranks.running(replica.stage, replica.index)
         )
 
@@ -243,7 +243,7 @@ class Supervision(Outbox):
 
     def _move(self, replica: Replica, now: float) -> None:
         try:
-            seat = self.seats.move(replica.stage, replica.index, self.nodes.present())
+            seat = self.seats.move(replica.stage, replica.index, self.nodes.staying())
         except InvalidRequest as error:
             if replica.phase != NO_ROOM:
                 replica.phase = NO_ROOM
