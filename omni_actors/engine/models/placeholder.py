@@ -24,19 +24,23 @@ class PlaceholderModel(nn.Module):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
-        raise ConfigError("A diffusion stage got a worker for language models; this is an error in its configuration.")
+        raise _built()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Never called."""
-        raise NotImplementedError
+        raise _built()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Never called."""
-        raise NotImplementedError
+        raise _built()
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Never called."""
-        raise NotImplementedError
+        raise _built()
+
+
+def _built() -> ConfigError:
+    return ConfigError("A diffusion stage got a worker for language models; this is an error in its configuration.")
 
 
 def placeholder_overrides(part: str, max_steps: int) -> Callable[[PretrainedConfig], PretrainedConfig]:
