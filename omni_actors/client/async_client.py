@@ -208,7 +208,7 @@ class AsyncOmniClient:
         try:
             for choice in range(n):
                 streams.append(await self.submit(prompt, **of_choice(options, choice)))
-        except BaseException:
+        except BaseException:  # a cancelled task's, too: no answer of which the caller never hears may go on
             for stream in streams:
                 await stream.abort()
             raise

@@ -84,7 +84,7 @@ class ChoiceStreams:
         waiting = [asyncio.ensure_future(stream.result()) for stream in self.streams]
         try:
             return await asyncio.gather(*waiting)
-        except BaseException:
+        except BaseException:  # a cancelled task's, too: the other answers must not go on unread
             await self.abort()
             await asyncio.gather(*waiting, return_exceptions=True)
             raise

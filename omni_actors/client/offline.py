@@ -62,7 +62,7 @@ class OmniLLM:
             self._keep = True
             self.close()
             raise StartupError(error.message, hint=f"The logs stay in {self._run_dir}.") from error
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the launcher must not stay behind
             self.close()
             raise
 
@@ -83,7 +83,7 @@ class OmniLLM:
                         return client
                     redraw(start_line(description, time.monotonic() - began))
                 time.sleep(POLL_SECONDS)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the client's thread must not stay behind
             client.close()
             raise
 

@@ -37,7 +37,7 @@ class OmniClient:
         self._closed = False
         try:
             self.run(lambda client: client.__aenter__())
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the thread must not stay behind
             self._stop_loop()
             raise
 
@@ -107,7 +107,7 @@ class OmniClient:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work(self._client), self._loop)
         try:
             return future.result()
-        except BaseException:
+        except BaseException:  # Ctrl-C while it waits: the coroutine ends with the call
             future.cancel()
             raise
 

@@ -349,7 +349,7 @@ class Coordinator:
         for instruction in instructions:
             try:
                 self._carry_out(instruction)
-            except Exception:
+            except Exception:  # the rest of the instructions belong to other replicas
                 logger.exception("failed to carry out %s", instruction)
                 self._dropped["failed_instruction"] += 1
 

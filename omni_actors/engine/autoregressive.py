@@ -151,7 +151,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             if running.follows_rows:
                 running.rows = self._scheduler.follow(prepared[0])
             self.core.add(prepared)
-        except Exception as error:
+        except Exception as error:  # vLLM raises several kinds; the engine goes on without this request
             self._scheduler.close_stream(request.request_id)
             self._scheduler.unfollow(request.request_id)
             raise EngineError(f"vLLM refuses the request: {type(error).__name__}: {error}") from error

@@ -110,7 +110,7 @@ class VllmCore:
             place_workers(vllm_config.parallel_config)
         try:
             self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
-        except Exception as error:
+        except Exception as error:  # vLLM and the model's loader raise anything
             raise StartupError(
                 f"The engine core for {vllm_config.model_config.model} does not start: {type(error).__name__}: {error}",
                 hint="The chained exception names the cause; a checkpoint that is cut off is one of them.",
@@ -143,7 +143,7 @@ class VllmCore:
         """Load a LoRA adapter. Raises `problem` if it does not fit the model."""
         try:
             self._core.add_lora(adapter)
-        except Exception as error:
+        except Exception as error:  # vLLM raises anything for files that do not fit
             raise problem(
                 f"The adapter {adapter.lora_name!r} cannot be loaded: {type(error).__name__}: {error}",
                 hint=f"Check the files in {adapter.lora_path}: was it trained for this model?",
@@ -189,7 +189,7 @@ class VllmCore:
         try:
             outputs, executed = self._core.step_fn()
             self._core.post_step(executed)
-        except Exception as error:
+        except Exception as error:  # a model may raise anything; only the requests of the step are to end
             logger.exception("A step of the model failed; its requests end with an error.")
             # Of ranks on several hosts one may be gone, which is not seen from here, and those that are left hang.
             apart = self.vllm_config.parallel_config.nnodes > 1

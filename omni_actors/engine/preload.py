@@ -33,7 +33,7 @@ def import_all() -> None:
             import_model(name)
         name = "the fork server"
         check_forkable()
-    except Exception as error:
+    except Exception as error:  # third-party modules raise anything; the stages report it when they start
         logger.exception("preloading %s failed; stages forked from here will not start", name)
         preloaded.FAILURES.append(f"{name}: {type(error).__name__}: {error}")
 

@@ -119,7 +119,7 @@ class ToolCallReader:
             delta = self._parser.parse_delta(
                 text, list(token_ids), self._request, prompt_token_ids=self._prompt, finished=finished
             )
-        except Exception as error:
+        except Exception as error:  # its two dozen parsers raise anything for text they do not expect
             raise EngineError(f"vLLM's tool parser failed: {type(error).__name__}: {error}") from error
         content = (delta.content if delta is not None else None) or ""
         calls = tuple(self._piece(call) for call in (delta.tool_calls if delta is not None else None) or ())

@@ -75,7 +75,7 @@ class Answer:
             async for item in answer.choices():
                 answer._first.append(item)
                 break
-        except BaseException:
+        except BaseException:  # a cancelled task's, too: a client that goes away early must not leave its request
             await answer.close()
             raise
         return answer

@@ -141,7 +141,7 @@ def _read(reader: Callable[[], T], what: str) -> T:
         raise MalformedMedia(f"{what} cannot be read: {error.error_string}") from error
     except OSError as error:  # of FFmpeg or Pillow; the whole text names the object that holds the file
         raise MalformedMedia(f"{what} cannot be read: {error.strerror or type(error).__name__}.") from error
-    except Exception as error:
+    except Exception as error:  # decoders raise anything for hostile files
         raise MalformedMedia(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 

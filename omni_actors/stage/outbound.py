@@ -190,7 +190,7 @@ class Outbound(threading.Thread):
                 with self._lock:
                     self._maintain(time.monotonic())
             self._linger()
-        except Exception as error:
+        except Exception as error:  # this thread must not end unnoticed: the main thread ends the process
             logger.exception("the outbound thread failed")
             self._on_event(Stop(f"outbound thread: {type(error).__name__}: {error}", failed=True))
         finally:

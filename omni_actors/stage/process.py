@@ -73,7 +73,7 @@ def main(spec: ReplicaSpec) -> None:
     code = 1
     try:
         code = run_further_host(spec) if spec.ranks is not None and spec.ranks.host else StageProcess(spec).run()
-    except BaseException:
+    except BaseException:  # logged before the process ends with it, whatever it is
         logger.exception("the stage process failed")
         raise
     finally:
@@ -134,7 +134,7 @@ class StageProcess:
         end = Stop("failed", failed=True)
         try:
             end = self._live()
-        except Exception as error:
+        except Exception as error:  # whatever it is, the coordinator gets to know it
             logger.exception("fatal")
             self._session.tell(Fatal(message=_describe(error)))
         finally:

@@ -323,7 +323,7 @@ class Sockets:
 def _closed_on_error(socket: Socket) -> Iterator[None]:
     try:
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: an open socket would keep the context from ending
         socket.close()
         raise
 

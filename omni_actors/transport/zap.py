@@ -126,7 +126,7 @@ class ZapAuthenticator(threading.Thread):
                 owner: KeyOwner | None = KeyOwner(CLUSTER)
             else:
                 owner = self._owners.read(self._keys).get(key) if domain == EVERYONE else None
-        except Exception:
+        except Exception:  # the thread has to go on answering: without it no peer could connect
             logger.exception("cannot read the allowed keys; refused a peer at %s", address)
             return refusal
         if owner is None:
