@@ -332,8 +332,8 @@ class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
         interface: network interface of this host for replicas that are spread over several; by default the one that has
             its address. NCCL, gloo and vLLM listen there.
         ranks_port: first port for the meetings of their ranks; each such replica takes one, on its first node.
-        allow_unencrypted_ranks: accept that these ranks talk without encryption and without keys, and that whoever can
-            reach their ports can run code on these hosts. Needed unless all of it stays on loopback.
+        allow_unencrypted_ranks: accept that these ranks talk without encryption and without keys, and that anyone who
+            can reach their ports can run code on these hosts. Needed unless all of it stays on loopback.
     """
 
     nnodes: Annotated[int, Meta(ge=1, le=1024)] = 1

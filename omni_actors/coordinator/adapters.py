@@ -35,7 +35,7 @@ class AdapterOrders:
     """Between operators, the registry and the replicas.
 
     Args:
-        tell: carries out what replicas are told.
+        tell: sends instructions to replicas.
         answer: sends a client what it waits for.
         file: where the loaded adapters are noted.
     """

@@ -35,7 +35,7 @@ class JsonSchema(Strict, frozen=True):
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     schema: AnyObject
-    description: str | None = None  # ignored: the model is not told of the schema
+    description: str | None = None  # ignored: the model does not see the schema
     strict: bool | None = None  # ignored: the schema always holds
 
 

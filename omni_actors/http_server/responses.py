@@ -270,8 +270,8 @@ class ResponseReply:
             self._end(answer)
         except HttpError as error:
             yield self._event("response.failed", response=self.object("failed", error))
-            told = {"code": error.code, "message": error.message, "param": error.param}
-            yield self._event("error", **told, **error.body())
+            about = {"code": error.code, "message": error.message, "param": error.param}
+            yield self._event("error", **about, **error.body())
             return
         if not opened and self._has_message:
             for piece in self._open_message():

@@ -123,7 +123,7 @@ class RequestLog(Observer):
         self._running[request_id] = _RunningRequest(trace_id, parent_id, bool(int(flags, 16) & 1), now, events)
 
     def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
-        """Note the route of an attempt, and when the stages that begin with it were told."""
+        """Note the route of an attempt, and when the stages that begin with it were informed."""
         request = self._running.get(request_id)
         if request is not None:
             now = self._clock()

@@ -103,7 +103,7 @@ class AdapterRegistry:
         return self._drop(adapter)
 
     def answered(self, replica_id: ReplicaId, answer: AdapterLoaded) -> list[AdapterInstruction]:
-        """Take what a replica says of an adapter that it was told to load."""
+        """Take a replica's answer to an order to load an adapter."""
         order = self._orders.get(answer.version)
         if order is None or replica_id not in order.waiting:
             return []
@@ -121,7 +121,7 @@ class AdapterRegistry:
         return [TellReplica(replica.replica_id, LoadAdapter(one)) for one in (*self._loaded.values(), *orders)]
 
     def lost(self, replica: Replica) -> list[AdapterInstruction]:
-        """Wait no longer for a replica: its successor will be told."""
+        """Wait no longer for a replica: its successor gets the order when it is ready."""
         instructions: list[AdapterInstruction] = []
         for order in list(self._orders.values()):
             if replica.replica_id in order.waiting:

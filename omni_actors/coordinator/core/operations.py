@@ -170,7 +170,7 @@ class Operations(Supervision):
         orders.leave = orders.drain = True
         orders.restart = False
         orders.drain_until = now + self._settings.default_timeout
-        if not replica.alive or not replica.spawn_epoch:  # if its process is found later, its node is told to kill it
+        if not replica.alive or not replica.spawn_epoch:  # if its process is found later, its node has to kill it
             if replica.alive:
                 self._lose(replica, "its stage was scaled", restart=False)
             self._forget(replica)

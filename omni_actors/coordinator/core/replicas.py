@@ -87,7 +87,7 @@ class Replica:
     max_media: Mapping[str, int] = field(default_factory=dict)
     parameters: tuple[Parameter, ...] | None = None  # that its model declares
     speech: SpeechAbility | None = None
-    loaded: bool = False  # its model has told these facts
+    loaded: bool = False  # it has reported these facts of its model
     progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
@@ -348,7 +348,7 @@ class ReplicaTable:
         return replica if replica is not None and replica.epoch == epoch else None
 
     def loaded(self, stage: str) -> Replica | None:
-        """A replica of a stage whose model has told its facts, which are the same for all; `None` while none has."""
+        """A replica of a stage that has reported its model's facts, which are those of all, or `None`."""
         return next((replica for replica in self._by_stage.get(stage, {}).values() if replica.loaded), None)
 
     def at(self, replica_id: ReplicaId) -> Replica | None:

@@ -37,7 +37,7 @@ from omni_actors.protocol.nodes import KillReplica, StartReplica
 STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
 MOVE_SECONDS = 2.0  # between two looks for replicas that have to move
 NO_ROOM = "lost with its node; no other has room"
-KILL_SECONDS = 2.0  # for a node to report the end of a process that it was told to kill
+KILL_SECONDS = 2.0  # for a node to report the end of a process that it had to kill
 
 
 class Supervision(Outbox):

@@ -82,7 +82,7 @@ class DenoisingStage(DiffusionModelRunner):
 
     @abstractmethod
     def warm_up_condition(self) -> Any:
-        """The condition of a picture that nobody wants."""
+        """The condition of the picture that is drawn to warm up."""
 
     @abstractmethod
     def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Any, Any, float]:
