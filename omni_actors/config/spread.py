@@ -119,7 +119,8 @@ def check_consent(pipeline: PipelineConfig, *addresses: str | None) -> None:
         if address is not None and not is_loopback(address):
             raise ConfigError(
                 f"stages.{replicas[0][0]}.nodes: the ranks of a replica talk over {address} without encryption "
-                "and keys, and take pickled messages: anyone who can reach their ports can run code on these hosts.",
+                "and without keys, and take pickled messages: anyone who can reach their ports can run code on these "
+                "hosts.",
                 hint="If only trusted hosts can reach them (docs/nodes.md), set cluster.allow_unencrypted_ranks: true.",
             )
 
