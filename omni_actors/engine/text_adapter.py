@@ -81,7 +81,7 @@ class TextAdapter(AutoregressiveAdapter):
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raise `OmniError` for a prompt that is empty, too long, or has other tokens than the model."""
         if not token_ids:
-            raise InvalidRequest("The prompt is empty.")
+            raise InvalidRequest("The prompt is empty.", field="prompt")
         self.check_length(len(token_ids))
         if beyond := [token for token in token_ids if not 0 <= token < self.vocabulary]:
             raise InvalidPayload(f"Token ids {beyond[:8]} are outside the vocabulary of {self.vocabulary}.")

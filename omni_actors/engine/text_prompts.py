@@ -94,7 +94,7 @@ class TextPromptProcessor:
             return
         parts = [part for message in prompt.messages for part in message.content]
         if not any(part.media is not None or (part.text and part.text.strip()) for part in parts):
-            raise InvalidRequest("The prompt is empty.", hint="Send some text, audio, image or video.")
+            raise InvalidRequest("The prompt is empty.", hint="Send some text, audio, image or video.", field="prompt")
         named = {part.media for part in parts} | prompt.sounds
         if unused := [index for index in range(len(prompt.media)) if index not in named]:
             raise InvalidRequest(f"No message refers to media {unused}.")

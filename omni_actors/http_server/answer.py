@@ -185,12 +185,21 @@ class AnswerResponse(Response):
             await self._answer.close()
 
 
-def text_or_sound(modalities: Sequence[str] | None) -> list[str]:
-    """The modalities of an answer that is a message. Raises `HttpError` for those of pictures."""
+def text_or_sound(modalities: Sequence[str] | None, audio: object) -> list[str]:
+    """The modalities of an answer that is a message.
+
+    Args:
+        audio: how it is to be spoken, if the request says so.
+
+    Raises:
+        HttpError: they are those of pictures, or `audio` is given for an answer that is not spoken.
+    """
     for modality in modalities or ():
         if modality in PICTURES:
             message = "A message has no pictures: ask /v1/images/generations for them."
             raise bad_field("modalities", message, "unknown_modality")
+    if audio is not None and "audio" not in (modalities or ()):
+        raise bad_field("audio", 'audio needs "audio" among the modalities: modalities: ["text", "audio"].')
     return list(modalities or ["text"])
 
 

@@ -66,7 +66,6 @@ WANTED = {  # pydantic's types of errors, as far as the routes' parameters can h
     "less_than_equal": "at most {le}",
     "string_too_long": "a text of at most {max_length} characters",
     "string_type": "a text",
-    "value_error": "a file",  # of a form
 }
 ERROR_SCHEMA = {
     "type": "object",

@@ -44,6 +44,7 @@ FIELDS: dict[str, str] = {
     ErrorCode.UNKNOWN_MODALITY: "modalities",
     ErrorCode.PROMPT_TOO_LONG: "messages",
     ErrorCode.MALFORMED_MEDIA: "messages",
+    "prompt": "messages",
 }
 
 
@@ -68,7 +69,7 @@ async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request:
             **body.tool_options(),
         },
         {**FIELDS, **body.error_fields()},
-        modalities=text_or_sound(body.modalities),
+        modalities=text_or_sound(body.modalities, body.audio),
         voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
         params=params,
         seed=body.seed,

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, File, Form, UploadFile
+from fastapi import APIRouter, Depends
+from msgspec import Meta
 from starlette.responses import Response
 
 from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.form_body import Form, FormBody
+from omni_actors.http_server.schema_fields import Strict
 from omni_actors.http_server.state import State, json_response
 from omni_actors.http_server.stores import UploadedFile
 
 router = APIRouter()
 
 
-@router.post("/v1/files", response_class=Response)
-async def upload(
-    file: Annotated[UploadFile, File()], state: State, purpose: Annotated[str, Form(max_length=64)] = "user_data"
-) -> Response:
+class UploadForm(Strict, frozen=True):
+    """The fields of POST /v1/files besides the file."""
+
+    purpose: Annotated[str, Meta(max_length=64)] = "user_data"
+
+
+UPLOAD = FormBody(UploadForm)
+
+
+@router.post("/v1/files", response_class=Response, openapi_extra=UPLOAD.openapi())
+async def upload(form: Annotated[Form[UploadForm], Depends(UPLOAD)], state: State) -> Response:
     """Upload an image, audio or video for `{"type": "file", "file": {"file_id": ...}}`."""
-    data = await file.read()
+    data = form.file
     if not data:
         raise HttpError(400, "The file is empty.", param="file", code="invalid_value")
     if len(data) > state.settings.media_bytes:
         raise HttpError(413, f"Each file is limited to {state.settings.media_bytes} bytes.", param="file")
-    return json_response(_file(state.files.add(file.filename or "file", purpose, data)))
+    return json_response(_file(state.files.add(form.names[0], form.fields.purpose, data)))
 
 
 @router.get("/v1/files", response_class=Response)

@@ -22,6 +22,7 @@ class Form(NamedTuple, Generic[T]):
 
     fields: T
     files: list[bytes]
+    names: list[str]
 
     @property
     def file(self) -> bytes:
@@ -44,14 +45,20 @@ class FormBody(Generic[T]):
 
     async def __call__(self, request: Request) -> Form[T]:
         """Decode the body. Raises `HttpError` 400 for the first error."""
-        async with request.form(max_files=self._max_files, max_fields=MAX_FIELDS) as form:
+        async with request.form(max_files=MAX_FIELDS, max_fields=MAX_FIELDS) as form:
             fields: dict[str, Any] = {}
-            files = []
+            files: list[bytes] = []
+            names: list[str] = []
             for name, value in form.multi_items():
                 if not isinstance(value, str) and name in self._names:
+                    if len(files) == self._max_files:
+                        raise bad_field(self._file, f"{self._file}: there may be {self._max_files} at most.")
                     files.append(await value.read())
+                    names.append(value.filename or "file")
                 elif not isinstance(value, str):
                     raise bad_field(name[:100], f"Only the field {self._file} may be a file.")
+                elif name in self._names:
+                    raise bad_field(self._file, f"{self._file}: must be a file.")
                 elif name.endswith(LIST):
                     fields.setdefault(name.removesuffix(LIST), []).append(value)
                 elif name in fields:
@@ -60,7 +67,7 @@ class FormBody(Generic[T]):
                     fields[name] = value
         if not files:
             raise bad_field(self._file, f"{self._file}: the field is missing.", "missing_required_parameter")
-        return Form(decode(msgspec.json.encode(fields), self._kind), files)
+        return Form(decode(msgspec.json.encode(fields), self._kind), files, names)
 
     @property
     def _names(self) -> tuple[str, ...]:

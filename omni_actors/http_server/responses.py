@@ -35,6 +35,7 @@ FIELDS: dict[str, str] = {
     ErrorCode.PROMPT_TOO_LONG: "input",
     ErrorCode.MALFORMED_MEDIA: "input",
     "messages": "input",
+    "prompt": "input",
 }
 MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 Conversation = list[dict[str, Any]]
@@ -58,7 +59,7 @@ async def create(body: Annotated[ResponsesRequest, Depends(BODY)], request: Requ
         state,
         {"messages": [*instructions, *before, *asked], **body.tool_options()},
         FIELDS,
-        modalities=text_or_sound(body.modalities),
+        modalities=text_or_sound(body.modalities, body.audio),
         voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
         params=state.stage_params(
             body.params_by_stage(), description, state.adapted(model, description, body.stage_fields())

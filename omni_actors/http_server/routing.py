@@ -5,16 +5,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from fastapi.routing import APIRoute
+from starlette.datastructures import QueryParams
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
-from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.errors import HttpError, bad_field
 
 PREFIX = "/v1"
 
 
 def check_route(routes: Sequence[BaseRoute], scope: Scope) -> None:
-    """Raise `HttpError` 404 for a path that no route has, 405 for one whose routes have other methods."""
+    """Raise `HttpError` 404 for a path that no route has, 405 for one whose routes have other methods.
+
+    And 400 for a parameter of the query that the route does not have, except where probes and browsers add their own.
+    """
     path: str = scope["path"]
     if path == "/" or not path.endswith("/"):
         same = [path]
@@ -25,6 +30,8 @@ def check_route(routes: Sequence[BaseRoute], scope: Scope) -> None:
         for route in routes:
             match, _ = route.matches({**scope, "path": candidate})
             if match is Match.FULL:
+                if isinstance(route, APIRoute) and path.startswith(f"{PREFIX}/"):
+                    _check_query(route, scope)
                 return
             if match is Match.PARTIAL and isinstance(route, Route):
                 methods |= route.methods or set()
@@ -34,6 +41,18 @@ def check_route(routes: Sequence[BaseRoute], scope: Scope) -> None:
     error = HttpError(405, f"{path[:200]} takes {allowed}, not {scope['method'][:20]}.", code="http_405")
     error.headers["allow"] = allowed
     raise error
+
+
+def _check_query(route: APIRoute, scope: Scope) -> None:
+    known = [field.alias for field in route.dependant.query_params]
+    for name in QueryParams(scope["query_string"]):
+        if name not in known:
+            what = f"it has {', '.join(known)}" if known else "it has none"
+            raise bad_field(
+                name[:100],
+                f"{name[:100]}: {route.path} has no such parameter of the query; {what}.",
+                "unknown_parameter",
+            )
 
 
 def no_route(routes: Sequence[BaseRoute], path: str) -> HttpError:

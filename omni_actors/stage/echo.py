@@ -164,7 +164,7 @@ class EchoEngine(StageEngine):
                 for part in message.content:
                     tokens += (part.text or "").encode()
         if not tokens:
-            raise InvalidRequest("The prompt is empty.")
+            raise InvalidRequest("The prompt is empty.", field="prompt")
         if min(tokens) < 0:
             raise InvalidPayload(f"The prompt has the negative token id {min(tokens)}.")
         limit = self._options.max_input_tokens

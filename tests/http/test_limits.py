@@ -313,4 +313,4 @@ def test_uploads_are_limited(small: str) -> None:
     assert response.json()["error"]["param"] == "file"
     response = httpx.post(f"{small}/v1/files", files={"other": ("a", b"x")})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "file"
+    assert response.json()["error"]["param"] == "other"

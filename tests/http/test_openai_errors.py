@@ -68,7 +68,9 @@ ERRORS = [
         None,
     ),
     ({"messages": []}, openai.BadRequestError, "messages", None),
-    ({"messages": [{"role": "user", "content": ""}]}, openai.BadRequestError, None, "invalid_request"),
+    ({"messages": [{"role": "user", "content": ""}]}, openai.BadRequestError, "messages", "invalid_request"),
+    ({"audio": {"voice": "Ethan", "format": "wav"}}, openai.BadRequestError, "audio", "invalid_value"),
+    ({"extra_query": {"api-version": "1"}}, openai.BadRequestError, "api-version", "unknown_parameter"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, openai.BadRequestError, "messages[0].role", None),
     ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content", "missing_required_parameter"),
     (
@@ -237,3 +239,21 @@ def test_full_admission_is_429_with_retry_after(slow: HttpPipeline) -> None:
     wait_in_flight(slow, 0)
     # The client's own retries get through once there is room.
     assert slow.openai(max_retries=3).chat.completions.create(model="echo", messages=HELLO, max_tokens=2)
+
+
+def test_other_routes_name_what_they_do_not_know(echo: HttpPipeline) -> None:
+    client = echo.openai()
+    file = ("a.wav", b"RIFF")
+    for call, param in (
+        (lambda: client.responses.create(model="echo", input=""), "input"),
+        (lambda: client.responses.create(model="echo", input="x", extra_body={"audio": {"voice": "Ethan"}}), "audio"),
+        (lambda: client.files.list(purpose="vision"), "purpose"),
+        (lambda: client.files.create(file=file, purpose="vision", extra_body={"folder": "x"}), "folder"),
+        (lambda: client.models.list(extra_query={"limit": 1}), "limit"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            call()
+        assert caught.value.param == param
+    listed = httpx.get(f"{echo.url}/v1/requests", params={"limt": 3}).json()["error"]
+    assert listed["message"] == "limt: /v1/requests has no such parameter of the query; it has limit."
+    assert httpx.get(f"{echo.url}/health", params={"now": 1}).status_code == 200

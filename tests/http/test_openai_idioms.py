@@ -179,5 +179,5 @@ def test_parameters_of_paths_and_queries_are_refused_in_plain_words(echo: HttpPi
     for limit, said in ((0, "at least 1"), (201, "at most 200"), ("many", "a whole number")):
         error = httpx.get(f"{echo.url}/v1/requests", params={"limit": limit}).json()["error"]
         assert error["message"] == f"limit: must be {said}."
-    error = httpx.post(f"{echo.url}/v1/files", data={"file": "x"}, files={"other": b""}).json()["error"]
+    error = httpx.post(f"{echo.url}/v1/files", files={"file": (None, "x")}).json()["error"]
     assert error["message"] == "file: must be a file."
