@@ -1,6 +1,6 @@
 """Measures the CPU time and memory of the coordinator's decisions alone, at a size that no test machine has.
 
-    python benchmarks/simulate_routing.py [--requests N] [--replicas N] [--turnover N]
+    python benchmarks/simulate_routing.py [--requests N] [--replicas N] [--turnover N] [--choices]
 
 Fills the pure request core (`coordinator/core/`) with requests, without sockets or stages (this script answers for
 them), then lets requests end and new ones arrive. Prints microseconds of CPU time per kind of event, and bytes per
@@ -78,6 +78,16 @@ class Simulation:
         self.seconds[kind] = self.seconds.get(kind, 0.0) + time.process_time() - began
         self.events[kind] = self.events.get(kind, 0) + events
         return made
+
+    def time_choices(self) -> None:
+        """Time each choice of a replica apart. It stays a part of what it is a part of, and the timer with it."""
+        router = self.state.planner.router
+        choose = router.choose
+
+        def timed(*arguments: Any) -> Any:
+            return self.timed("choice of a replica, with the timer", lambda: [choose(*arguments)])[0]
+
+        router.choose = timed
 
     def admit(self, count: int) -> None:
         def submit() -> list[Any]:
@@ -167,7 +177,7 @@ def batches(items: list[str], size: int) -> Iterator[list[str]]:
         yield items[begin : begin + size]
 
 
-def measure(replicas: int, requests: int, turnover: int) -> dict[str, Any]:
+def measure(replicas: int, requests: int, turnover: int, choices: bool = False) -> dict[str, Any]:
     simulation = Simulation(replicas, requests, keeps_routes=False)
     gc.collect()
     before = resident()
@@ -176,6 +186,8 @@ def measure(replicas: int, requests: int, turnover: int) -> dict[str, Any]:
     gc.collect()
     memory = (resident() - before) / requests
     simulation = Simulation(replicas, requests, keeps_routes=True)
+    if choices:
+        simulation.time_choices()
     simulation.admit(requests)
     gc.collect()
     gc.freeze()  # as in a long-running coordinator: the garbage collector does not scan old objects again and again
@@ -205,10 +217,14 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1000, help="of all stages together")
     parser.add_argument("--requests", type=int, default=100_000, help="in flight")
     parser.add_argument("--turnover", type=int, default=5000, help="requests that end and are replaced")
+    parser.add_argument("--choices", action="store_true", help="time each choice of a replica; all else seems slower")
     arguments = parser.parse_args()
     for divisor in (10, 1):
         replicas, requests = arguments.replicas // divisor, arguments.requests // divisor
-        print(json.dumps(measure(replicas, requests, min(arguments.turnover, requests)), indent=1), flush=True)
+        print(
+            json.dumps(measure(replicas, requests, min(arguments.turnover, requests), arguments.choices), indent=1),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
         raise ConfigError(
             f"cluster.node_rank: there is no node {pipeline.cluster.node_rank}; {_known_nodes(pipeline.cluster)}."
         )
-    check_spread(pipeline)
+    check_spread(pipeline, devices)
     _check_memory_shares(pipeline, devices)
     _check_times(pipeline)
     _check_sizes(pipeline)

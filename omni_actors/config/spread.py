@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from omni_actors.addresses import interface_address, is_loopback, tcp_port
-from omni_actors.config.devices import gpus_of_replica
+from omni_actors.config.devices import gpus_of_replica, stage_devices
 from omni_actors.config.schema import PipelineConfig, StageConfig, StageKind
 from omni_actors.errors import ConfigError
 
@@ -64,11 +64,17 @@ def has_ranks_on(pipeline: PipelineConfig, rank: int) -> bool:
     return any(rank in pipeline.stage(name).nodes for name, _ in spread_replicas(pipeline))
 
 
-def check_spread(pipeline: PipelineConfig) -> None:
-    """Raise `ConfigError` for the first thing wrong with replicas that are spread over several hosts."""
+def check_spread(pipeline: PipelineConfig, devices: int) -> None:
+    """Raise `ConfigError` for the first thing wrong with replicas that are spread over several hosts.
+
+    Args:
+        devices: number of GPUs of this host.
+    """
     for stage in pipeline.stages:
         if stage.spread is not None:
             _check_stage(stage, f"stages.{stage.name}")
+            if pipeline.cluster.node_rank in stage.nodes and not stage_devices(stage, devices):
+                _check_cpu(stage, f"stages.{stage.name}")
     replicas = spread_replicas(pipeline)
     if replicas:
         _check_ports(pipeline, len(replicas))
@@ -94,6 +100,16 @@ def _check_stage(stage: StageConfig, where: str) -> None:
             f"{where}.nodes names {hosts} nodes, but engine.tensor_parallel_size times pipeline_parallel_size is "
             f"{size}, which {hosts} does not divide.",
             hint="Every node runs the same number of ranks: change the sizes or the nodes.",
+        )
+
+
+def _check_cpu(stage: StageConfig, where: str) -> None:
+    """A rank takes others for neighbours by the number of its host's devices, and a CPU is one."""
+    ranks = gpus_of_replica(stage) // len(stage.nodes)
+    if stage.kind is not StageKind.ECHO and ranks > 1:
+        raise ConfigError(
+            f"{where}.nodes: this host has no GPU, and vLLM runs one rank of a replica on a host's CPU, not {ranks}.",
+            hint="Make engine.tensor_parallel_size times pipeline_parallel_size the number of nodes, or use GPUs.",
         )
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from omni_actors.config import PipelineConfig, host_devices, replica_devices, visible_devices
-from omni_actors.config.devices import shared_devices
+from omni_actors.config.devices import COMPUTING_KINDS, shared_devices
 from omni_actors.launcher.mps_guardian import GuardianAnswer, GuardianSpec
 from omni_actors.logs import get_logger
 from omni_actors.processes import describe_exit
@@ -45,7 +45,6 @@ class MpsPlan(NamedTuple):
     """The replicas of this host that compute under MPS, and the GPUs that they use."""
 
     shared: Mapping[int, Sequence[Replica]]  # a GPU that several replicas share -> these
-    replicas: frozenset[Replica]
     devices: tuple[int, ...]  # also those that such a replica has to itself
 
     def __str__(self) -> str:
@@ -58,23 +57,26 @@ class MpsPlan(NamedTuple):
 def plan(pipeline: PipelineConfig, rank: int, devices: int) -> MpsPlan:
     """Find the replicas of a node, which has this many `devices`, that share a GPU with another one."""
     shared = shared_devices(pipeline, rank, devices)
-    replicas = frozenset(replica for sharing in shared.values() for replica in sharing)
+    replicas = {replica for sharing in shared.values() for replica in sharing}
     used = {device for stage, index in replicas for device in replica_devices(pipeline.stage(stage), index, devices)}
-    return MpsPlan(shared, replicas, tuple(sorted(used)))
+    return MpsPlan(shared, tuple(sorted(used)))
 
 
 class MpsClients(NamedTuple):
-    """The replicas that connect to the launcher's own daemon, and what they need for it."""
+    """Which replicas connect to the launcher's own daemon, and what they need for it.
 
-    replicas: frozenset[Replica]
+    They are those whose GPUs the daemon has, whether they were there when it started or came later.
+    """
+
+    stages: frozenset[str]  # that compute on GPUs
     pipe_directory: str
-    uuids: Mapping[str, str]  # a GPU as CUDA_VISIBLE_DEVICES names it for this host -> its UUID
+    uuids: Mapping[str, str]  # a GPU of the daemon as CUDA_VISIBLE_DEVICES names it for this host -> its UUID
 
     def apply(
-        self, replica: Replica, visible: Sequence[str], environment: Mapping[str, str]
+        self, stage: str, visible: Sequence[str], environment: Mapping[str, str]
     ) -> tuple[Sequence[str], dict[str, str]]:
         """Return the GPUs and the variables of a replica's process, given those that it has without MPS."""
-        if replica not in self.replicas:
+        if stage not in self.stages or not visible or not self.uuids.keys() >= set(visible):
             return visible, dict(environment)
         return [self.uuids[name] for name in visible], {PIPE_VARIABLE: self.pipe_directory, **environment}
 
@@ -152,7 +154,8 @@ class MpsChild:
             self._guardian.kill()
             return f"no answer within {START_SECONDS:g} s"
         if not answer.refused:
-            self.clients = MpsClients(wanted.replicas, str(folder), answer.uuids)
+            computing = frozenset(stage.name for stage in self._pipeline.stages if stage.kind in COMPUTING_KINDS)
+            self.clients = MpsClients(computing, str(folder), answer.uuids)
             self._watching = asyncio.create_task(self._watch(self._guardian), name="MPS guardian")
         return answer.refused
 

@@ -86,7 +86,6 @@ def test_the_daemon_gets_all_gpus_of_a_replica_that_shares_one(tmp_path: Path) -
     found = plan(load(tmp_path, data, devices=3).pipeline, 0, 3)
     assert dict(found.shared) == {1: [("thinker", 0), ("talker", 0)]}
     assert found.devices == (0, 1)
-    assert found.replicas == {("thinker", 0), ("talker", 0)}
 
 
 LISTENER = """
@@ -111,7 +110,9 @@ def test_a_daemon_of_another_user_is_not_used(short_path: Path, user: int) -> No
         daemon.communicate()
 
 
-def test_only_replicas_that_share_a_gpu_get_the_pipes(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_on_a_gpu_of_the_daemon_get_the_pipes_whenever_they_come(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("omni_actors.launcher.replica_processes.host_devices", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     theirs = {"environment": {"CUDA_MPS_CLIENT_PRIORITY": 1}, "devices": [0]}
@@ -120,11 +121,12 @@ def test_only_replicas_that_share_a_gpu_get_the_pipes(short_path: Path, monkeypa
         processes = ReplicaProcesses(pipeline, run, "ipc:///control")
         assert processes.mps == NO_MPS
         assert processes.spec(ReplicaId("talker", 0, 7), 0).devices == ("4",)
-        processes.mps = MpsClients(frozenset({("talker", 0)}), "/run/pipes", {"4": "GPU-d"})
+        processes.mps = MpsClients(frozenset({"thinker", "talker", "code2wav"}), "/run/pipes", {"4": "GPU-d"})
         talker, code2wav = (processes.spec(ReplicaId(stage, 0, 7), 0) for stage in ("talker", "code2wav"))
-    assert talker.devices == ("GPU-d",)
+        added = processes.spec(ReplicaId("talker", 5, 7), 0)  # by `ctl scale`
     expected = {"CUDA_MPS_PIPE_DIRECTORY": "/run/pipes", "CUDA_MPS_CLIENT_PRIORITY": "1"}
-    assert dict(talker.environment) == expected
+    assert [dict(each.environment) for each in (talker, added)] == [expected, expected]
+    assert talker.devices == added.devices == ("GPU-d",)
     assert code2wav.devices == ("5",)
     assert code2wav.environment == ()
 

@@ -77,6 +77,8 @@ def test_the_check_shows_where_ranks_run_and_meet(tmp_path: Path) -> None:
         ({}, {"engine": sizes(), "nodes": [1]}, r"thinker\.nodes"),
         ({}, {"engine": sizes(), "node": 0}, "both node and nodes"),
         ({}, {"engine": sizes(), "devices": [0, 1, 2], "replicas": 2, "nodes": [1, 2]}, None),
+        ({}, {"engine": sizes(2, 2)}, "this host has no GPU, and vLLM runs one rank .* on a host's CPU, not 2"),
+        ({}, {"engine": sizes(2, 2), "nodes": [1, 2]}, None),
         ({}, {"kind": "diffusion"}, "a stage of kind diffusion cannot be spread"),
         ({"ranks_port": 65535}, {"engine": sizes(), "replicas": 2}, "need the ports 65535 to 65536"),
         ({"ranks_port": 29599}, {"engine": sizes(), "replicas": 2}, "at the ports 29599 to 29600, and cluster.master"),
