@@ -55,28 +55,42 @@ async def test_answers_at_once_are_those_that_transformers_gives_to_each(
     pipeline: RunningPipeline, qwen3_reference: Qwen3Reference
 ) -> None:
     """Whole chain: text, and sound that only the right codes of all 16 codebooks make."""
+    noise = numpy.random.default_rng(3)
     tone = (0.3 * numpy.sin(0.05 * numpy.arange(16_000))).astype(numpy.float32)
-    picture = numpy.random.default_rng(3).integers(0, 255, (96, 128, 3), dtype=numpy.uint8)
-    cases: list[tuple[str, str, int, int, dict[str, Any]]] = [
-        (TEXTS[index % 3], VOICES[index % 3], 6 + 4 * index, 12 + 7 * index, {}) for index in range(4)
+    picture = noise.integers(0, 255, (96, 128, 3), dtype=numpy.uint8)
+    film = noise.integers(0, 255, (4, 64, 64, 3), dtype=numpy.uint8)
+    spoken = {"use_audio_in_video": True}
+    media: list[tuple[list[str], dict[str, Any], dict[str, Any], dict[str, Any]]] = [  # for us, and for transformers
+        (
+            ["image", "audio"],
+            {"audios": [(tone, 16_000)], "images": [picture]},
+            {"audios": [tone], "images": [Image.fromarray(picture)]},
+            {},
+        ),
+        (["video"], {"videos": [(film, 2.0)]}, {"videos": [film], "fps": 2.0}, {}),
+        (
+            ["video"],
+            {"videos": [(film, 2.0, (tone, 16_000))]},
+            {"videos": [film], "audios": [tone], "fps": 2.0, **spoken},
+            spoken,
+        ),
     ]
-    cases.append((TEXTS[1], "ethan", 8, 20, {"audios": tone, "images": picture}))
+    nothing: tuple[list[str], dict[str, Any], dict[str, Any], dict[str, Any]] = ([], {}, {}, {})
+    cases = [(TEXTS[index % 3], VOICES[index % 3], 6 + 4 * index, 12 + 7 * index, nothing) for index in range(4)]
+    cases += [(TEXTS[1], voice, 8, 20, each) for voice, each in zip(VOICES, media, strict=True)]
     async with AsyncOmniClient(pipeline.endpoint) as client:
-        given = {"audios": [(tone, 16_000)], "images": [picture]}
         outputs = await asyncio.gather(
             *(
-                client.generate(
-                    text, voice=voice, params=greedy(thinker, talker), timeout=120, **(given if media else {})
-                )
-                for text, voice, thinker, talker, media in cases
+                client.generate(text, voice=voice, params=greedy(thinker, talker), timeout=120, **given)
+                for text, voice, thinker, talker, (_, given, _, _) in cases
             )
         )
-    for (text, voice, thinker, talker, media), output in zip(cases, outputs, strict=True):
-        shown = [{"type": "image"}, {"type": "audio"}] if media else []
-        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
-        oracle = {"audios": [tone], "images": [Image.fromarray(picture)]} if media else {}
-        inputs = qwen3_reference.inputs(messages, **oracle)
-        wanted = qwen3_reference.generate(inputs, voice=voice, thinker_max_tokens=thinker, talker_max_tokens=talker)
+    for (text, voice, thinker, talker, (shown, _, oracle, how)), output in zip(cases, outputs, strict=True):
+        parts = [*({"type": kind} for kind in shown), {"type": "text", "text": text}]
+        inputs = qwen3_reference.inputs([{"role": "user", "content": parts}], **oracle)
+        wanted = qwen3_reference.generate(
+            inputs, voice=voice, thinker_max_tokens=thinker, talker_max_tokens=talker, **how
+        )
         assert_equal(output, wanted)
         assert output.usage["code2wav"].first_output < output.usage["talker"].finished, "sound streams"
     pipeline.assert_idle()

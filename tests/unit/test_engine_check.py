@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from omni_actors import config, launch
 from omni_actors.errors import ConfigError
@@ -31,6 +32,17 @@ def test_every_shipped_configuration_is_right(path: Path) -> None:
     (line,) = check(path)
     assert line.startswith("engine options checked")
     assert line.endswith(f": {', '.join(names)}")
+
+
+@pytest.mark.parametrize("name", ["qwen3_omni", "qwen3_omni_2gpu", "tiny_qwen3_omni"])
+def test_without_the_stages_of_speech_a_configuration_serves_checkpoints_that_only_write(
+    name: str, tmp_path: Path
+) -> None:
+    """As Thinking and Captioner need it."""
+    data = yaml.safe_load((REPOSITORY / "stage_configs" / f"{name}.yaml").read_text())
+    data["stages"] = [stage for stage in data["stages"] if stage["name"] not in ("talker", "code2wav")]
+    (line,) = check(write(tmp_path, data))
+    assert line.endswith(": prompt, thinker")
 
 
 @pytest.mark.parametrize(
