@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.engine.tensors import to_torch
+from omni_actors.protocol.fields import Scalar
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest
 from tests.support.reference import InjectedNoise, Reference, one_thread, vocoder_noise
 
 WHOLE = {"policy": "whole"}
@@ -31,6 +36,17 @@ def run_dry(engine: DiffusionEngine) -> None:
             return
         engine.step()
     pytest.fail("the engine does not become idle")
+
+
+def sound_of(checkpoint: Path, codes: list[int], scalars: Mapping[str, Scalar], **engine: Any) -> torch.Tensor:
+    """What a vocoder of its own makes of a whole utterance: f32 [samples]."""
+    vocoder = DiffusionEngine(arguments(checkpoint, **engine))
+    try:
+        vocoder.start(StageRequest("r", StageParams(), 0), StageInputs(codes, scalars=scalars))
+        events = [event for _ in range(50) if vocoder.runnable() for event in vocoder.step()]
+    finally:
+        vocoder.shutdown()
+    return torch.cat([to_torch(event.samples) for event in events if isinstance(event, AudioEvent)])
 
 
 def codec_tokens(count: int, seed: int) -> list[int]:

@@ -14,6 +14,7 @@ from omni_actors.engine.tensors import to_host
 from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, PromptTooLong, UnknownVoice
 from omni_actors.protocol.results import FinishReason
 from omni_actors.stage.engine_interface import StageInputs
+from tests.support.code2wav import sound_of
 from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
 from tests.support.stage_driver import Driver, count_preemptions, make_engine
 
@@ -225,6 +226,10 @@ def test_preempted_requests_equal_transformers_and_repeat_their_seed(
             for name in short:
                 assert torch.equal(frames(driver, f"{name}{number}"), spoken[name].answer.codes)
         assert torch.equal(frames(driver, "sampled"), frames(unhurried, "sampled"))
+        wanted = spoken["two turns"].answer.waveform
+        sound = sound_of(tiny_qwen3_checkpoint, frames(driver, "two turns1").flatten().tolist(), {})
+        assert wanted.abs().max() > 0.05, "a silent reference proves nothing"
+        torch.testing.assert_close(sound, wanted, atol=1e-4, rtol=0)
         driver.assert_idle()
     finally:
         small.shutdown()

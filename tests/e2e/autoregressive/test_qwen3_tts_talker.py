@@ -12,14 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, Encoded
-from omni_actors.engine.tensors import to_torch
 from omni_actors.errors import InvalidRequest, OmniError, PromptTooLong, UnknownVoice
-from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import FinishReason
-from omni_actors.stage.engine_interface import AudioEvent, FinishedEvent, StageInputs, StageRequest
-from tests.support.code2wav import arguments as codec_arguments
+from omni_actors.stage.engine_interface import FinishedEvent, StageInputs
+from tests.support.code2wav import sound_of
 from tests.support.qwen3_tts_reference import Qwen3TtsReference, TtsResult
 from tests.support.spoken_texts import RATE, clip_information, frames_of, speak, text_inputs
 from tests.support.stage_driver import Driver, count_preemptions, make_engine
@@ -284,13 +281,7 @@ def test_without_weights_dummy_ones_speak_with_a_voice_of_a_clip(
         codes, unheard = talker.tokens("r"), talker.streams("r")[0].scalars
     finally:
         engine.shutdown()
-    codec = DiffusionEngine(codec_arguments(folder, load_format="dummy", decode={"policy": "whole"}))
-    try:
-        codec.start(StageRequest("r", StageParams(), 0), StageInputs(codes, scalars=dict(unheard)))
-        made = [event for _ in range(3) for event in codec.step()]
-        (sound,) = [to_torch(event.samples) for event in made if isinstance(event, AudioEvent)]
-    finally:
-        codec.shutdown()
+    sound = sound_of(folder, codes, unheard, load_format="dummy")
     assert len(sound) == 4 * 1920
     assert sound.isfinite().all()
     assert sound.abs().max() > 0
