@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from omni_actors.engine.adapter import RequestOutputs
-from omni_actors.engine.models.frame_talker.outputs import FrameOutputs
-from omni_actors.engine.models.qwen2_5_omni.talker_adapter import CodecOutputs
-from omni_actors.engine.models.qwen3_omni.thinker import TokenOutputs
-from omni_actors.engine.worker_base import attach
-from omni_actors.stage.engine_interface import OutputEvent, StreamEvent, TextEvent
-from omni_actors.stage.meter import StageMeter
+from omni_actors.engine.platform import prepare
+
+prepare()
+
+from vllm.v1.engine import EngineCoreOutput, FinishReason  # noqa: E402
+
+from omni_actors.engine.adapter import RequestOutputs  # noqa: E402
+from omni_actors.engine.models.frame_talker.outputs import FrameOutputs  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.talker_adapter import CodecOutputs  # noqa: E402
+from omni_actors.engine.models.qwen3_omni.thinker import TokenOutputs  # noqa: E402
+from omni_actors.engine.worker_base import attach  # noqa: E402
+from omni_actors.stage.engine_interface import OutputEvent, StreamEvent, TextEvent  # noqa: E402
+from omni_actors.stage.meter import StageMeter  # noqa: E402
 
 END = 99
 SAMPLED = 14  # tokens of a request, with the last, which has neither frame nor sound
