@@ -222,6 +222,9 @@ class EchoEngine(StageEngine):
 
     def _advance(self, echo: _Echo) -> list[EngineEvent]:
         request_id = echo.request.request_id
+        if not echo.tokens:  # only the prompt was asked for
+            del self._active[request_id]
+            return [FinishedEvent(request_id, FinishReason.LENGTH, 0, 0)]
         token = echo.tokens[echo.sent % len(echo.tokens)]
         if token == CRASH_TOKEN:
             raise EngineError("A test asked this stage to end.")

@@ -235,6 +235,12 @@ REALTIME_INTERRUPTIONS = _http(
     ("reason",),
     "Answers that the user cut short, by speaking (turn_detected) or through the client (client_cancelled).",
 )
+REALTIME_PREPARATIONS = _http(
+    Kind.COUNTER,
+    "omni_realtime_preparations_total",
+    ("outcome",),
+    "Prompts computed while the user still spoke, by outcome: computed, cancelled (the turn was over) or failed.",
+)
 REALTIME_FIRST_AUDIO = _http(
     Kind.HISTOGRAM,
     "omni_realtime_first_audio_seconds",

@@ -14,6 +14,7 @@ from openai.types.realtime import RealtimeResponse, RealtimeServerEvent
 from pydantic import BaseModel, TypeAdapter
 
 from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.realtime.ahead_of_turn import AheadOfTurn
 from omni_actors.http_server.realtime.client_events import parse
 from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, Send, Session, Transcribe
 from omni_actors.http_server.realtime.session_config import RATE, Pipeline, ServerVad, SessionConfig
@@ -48,10 +49,16 @@ class Talk:
     """A session that remembers what it sent, asked and cancelled."""
 
     def __init__(
-        self, pipeline: Pipeline = PIPELINE, vad: ServerVad | None = None, audio_seconds: float = 10.0, **config: Any
+        self,
+        pipeline: Pipeline = PIPELINE,
+        vad: ServerVad | None = None,
+        audio_seconds: float = 10.0,
+        ahead: AheadOfTurn | None = None,
+        **config: Any,
     ) -> None:
         first = SessionConfig(model="echo", output="audio" if pipeline.speaks else "text", turn_detection=vad, **config)
-        self.session = Session(first, pipeline, detects=True, audio_seconds=audio_seconds, expires=0)
+        self.session = Session(first, pipeline, detects=True, audio_seconds=audio_seconds, expires=0, ahead=ahead)
+        self.instructions: Instructions = []
         self.events: list[dict[str, Any]] = []
         self.asked: list[Ask] = []
         self.cancelled: list[str] = []
@@ -63,6 +70,7 @@ class Talk:
     def take(self, instructions: Instructions) -> list[dict[str, Any]]:
         """Notes instructions; returns the events among them."""
         before = len(self.events)
+        self.instructions += instructions
         for instruction in instructions:
             match instruction:
                 case Send(event):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omni_actors.client import RequestStream
 from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
 from omni_actors.http_server.realtime.session import Ask
-from omni_actors.http_server.realtime.session_config import RATE
+from omni_actors.http_server.realtime.session_config import RATE, SessionConfig
 from omni_actors.http_server.realtime.tools import tool_options
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.client import Description
@@ -26,7 +26,7 @@ async def submit(
     config = ask.config
     limit = {} if config.max_output_tokens == "inf" else {"max_tokens": config.max_output_tokens}
     return await state.client.submit(
-        {"messages": ask.messages, **tool_options(config.tools, config.tool_choice, config.parallel_tool_calls)},
+        prompting(config, ask.messages),
         modalities=["text", "audio"] if config.output == "audio" else ["text"],
         voice=config.voice if config.output == "audio" else None,
         params=state.stage_params(config.stage_params, description, state.adapted(config.model, description, limit)),
@@ -36,6 +36,11 @@ async def submit(
         traceparent=traceparent,
         tenant=tenant,
     )
+
+
+def prompting(config: SessionConfig, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The prompt of a session's messages, with its tools."""
+    return {"messages": messages, **tool_options(config.tools, config.tool_choice, config.parallel_tool_calls)}
 
 
 def response_usage(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class AudioBuffer:
             raise HttpError(413, message, param="audio", code="media_too_large")
         self._data += pcm
 
+    def read(self, start: int, end: int) -> bytes:
+        """The sound between two positions, which stays."""
+        return bytes(self._data[self._offset(start) : self._offset(end)])
+
     def take(self, start: int | None = None, end: int | None = None) -> bytes:
         """Remove everything before `end` and return it from `start` on; the whole buffer by default."""
         first = self._offset(self.start if start is None else start)

@@ -21,7 +21,16 @@ from omni_actors.http_server.realtime import server_events as server
 from omni_actors.http_server.realtime.answers import Latency, response_usage, submit, was_cut
 from omni_actors.http_server.realtime.outbox import ANSWER_BYTES, EVENT_BYTES, Outbox
 from omni_actors.http_server.realtime.pacing import Pace
-from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, Send, Session, Transcribe
+from omni_actors.http_server.realtime.preparation import Preparation
+from omni_actors.http_server.realtime.session import (
+    Ask,
+    Cancel,
+    EndPreparation,
+    Instructions,
+    Send,
+    Session,
+    Transcribe,
+)
 from omni_actors.http_server.realtime.session_config import BYTES_PER_SECOND
 from omni_actors.http_server.realtime.transcriber import Transcriber
 from omni_actors.http_server.realtime.voice_activity import VoiceActivity
@@ -56,6 +65,7 @@ class Connection:
         self._traceparent: str | None = websocket.state.traceparent
         self._outbox = Outbox(websocket.send_text, state.settings.write_timeout)
         self._transcriber = Transcriber(session.transcripts, self._outbox, state, tenant, self._traceparent)
+        self._preparation = Preparation(state, tenant, self._traceparent)
         self._activity: VoiceActivity | None = None
         self._answers: dict[str, asyncio.Task[None]] = {}
 
@@ -69,7 +79,8 @@ class Connection:
         try:
             await asyncio.wait((reader, writer, transcriber), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for error in await _end((writer, reader, transcriber, *self._answers.values())):
+            tasks = (writer, reader, transcriber, *self._answers.values(), *self._preparation.tasks)
+            for error in await _end(tasks):
                 if isinstance(error, TimeoutError):
                     logger.warning("the client of a realtime session does not read; the session ends", extra=about)
                 elif isinstance(error, Exception) and not isinstance(error, WebSocketDisconnect | OSError):
@@ -119,6 +130,8 @@ class Connection:
             self._carry_out(self._session.receive(event))
             if isinstance(event, client.AppendAudio) and self._session.position > before:
                 await self._listen(event.audio, before)
+                if not self._preparation.tasks and (prepare := self._session.prepare()) is not None:
+                    self._preparation.start(prepare)
         self._reservation.settle(self._session.held)
 
     async def _listen(self, pcm: bytes, position: int) -> None:
@@ -151,6 +164,8 @@ class Connection:
                         self._count(event)
                 case Cancel(response_id):
                     self._answers[response_id].cancel()
+                case EndPreparation():
+                    self._preparation.end()
                 case Transcribe():
                     self._transcriber.put(instruction)
                 case Ask(response_id):

@@ -9,6 +9,7 @@ from starlette.websockets import WebSocket
 
 from omni_actors.errors import OmniError
 from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.realtime.ahead_of_turn import AheadOfTurn
 from omni_actors.http_server.realtime.connection import Connection
 from omni_actors.http_server.realtime.session import Session
 from omni_actors.http_server.realtime.session_config import RATE, Pipeline, ServerVad, SessionConfig
@@ -46,6 +47,11 @@ def _model(websocket: WebSocket, state: ServerState, description: Description) -
     return state.model_name(websocket.query_params.get("model"), description)
 
 
+def _hears(description: Description, pipeline: Pipeline) -> bool:
+    """Whether the stage that answers reads the user's sound itself, and does not need all of it for that."""
+    return description.outputs.get("text") in pipeline.stages[:2]
+
+
 def _session(state: ServerState, description: Description, model: str) -> Session:
     settings = state.settings
     pipeline = Pipeline(
@@ -67,4 +73,5 @@ def _session(state: ServerState, description: Description, model: str) -> Sessio
         detects=state.realtime.detects,
         audio_seconds=settings.audio_seconds,
         expires=int(time.time() + settings.realtime_session_seconds),
+        ahead=AheadOfTurn(settings.realtime_ahead_seconds if _hears(description, pipeline) else 0.0),
     )

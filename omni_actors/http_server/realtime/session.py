@@ -13,6 +13,7 @@ from omni_actors.errors import ErrorCode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime import client_events as client
 from omni_actors.http_server.realtime import server_events as server
+from omni_actors.http_server.realtime.ahead_of_turn import AheadOfTurn
 from omni_actors.http_server.realtime.audio_buffer import MIN_COMMIT, AudioBuffer, milliseconds
 from omni_actors.http_server.realtime.call_items import CallItem, ResultItem
 from omni_actors.http_server.realtime.conversation import Conversation
@@ -59,7 +60,18 @@ class Transcribe(NamedTuple):
     question: str
 
 
-Instruction = Send | Ask | Cancel | Transcribe
+class Prepare(NamedTuple):
+    """Have the pipeline compute a prompt whose last turn is not over yet; it is not answered."""
+
+    config: SessionConfig
+    messages: Sequence[Mapping[str, Any]]
+
+
+class EndPreparation(NamedTuple):
+    """End that, if it is still going on: the turn is over, or is none."""
+
+
+Instruction = Send | Ask | Cancel | Transcribe | EndPreparation
 Instructions = list[Instruction]
 
 
@@ -72,10 +84,18 @@ class Session:
         detects: whether the server can find turns.
         audio_seconds: sound that may wait in the buffer, and that the conversation may hold.
         expires: Unix time at which the session ends, to show.
+        ahead: decides how much of a turn is computed before its end.
     """
 
     def __init__(
-        self, config: SessionConfig, pipeline: Pipeline, *, detects: bool, audio_seconds: float, expires: int
+        self,
+        config: SessionConfig,
+        pipeline: Pipeline,
+        *,
+        detects: bool,
+        audio_seconds: float,
+        expires: int,
+        ahead: AheadOfTurn | None = None,
     ) -> None:
         self.id = server.new_id("sess")
         self._config = config
@@ -87,6 +107,7 @@ class Session:
         self.transcripts = Transcripts(self._conversation)
         self._buffer = AudioBuffer(audio_seconds)
         self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
+        self._ahead = ahead or AheadOfTurn(0.0)
         self._turn_id = ""
         self._turn_start = 0
         self._response: Response | None = None
@@ -136,7 +157,7 @@ class Session:
             case client.ClearAudio():
                 self._buffer.take()
                 self._forget_turn()
-                return [Send(server.AudioCleared())]
+                return [EndPreparation(), Send(server.AudioCleared())]
             case client.CreateItem():
                 return self._add(self._item_of(event.item, "item"), event.previous_item_id)
             case client.RetrieveItem():
@@ -251,12 +272,25 @@ class Session:
 
     def _commit_sound(self, item_id: str, pcm: bytes) -> Instructions:
         committed = server.AudioCommitted(item_id=item_id, previous_item_id=self._conversation.last_id)
-        return [Send(committed), *self._add(Item.of_sound(item_id, pcm))]
+        return [EndPreparation(), Send(committed), *self._add(Item.of_sound(item_id, pcm))]
 
     def _transcribe(self, item_id: str) -> Instructions:
         """Comes after the answer has been asked for, which is more urgent."""
         transcription = self._config.transcription
         return [Transcribe(item_id, transcription.question())] if transcription is not None else []
+
+    def prepare(self) -> Prepare | None:
+        """What the user has said so far, if enough of it is new and its answer would begin with this prompt."""
+        if self._response is not None or (self._detector is not None and not self._detector.speaking):
+            return None
+        start = self._turn_start if self._detector is not None else self._buffer.start
+        end = self._ahead.due(start, self._buffer.end, self._conversation.audio_bytes)
+        if end is None:
+            return None
+        turn = Item.of_sound("", self._buffer.read(start, end))
+        if not self._conversation.has_room(turn):
+            return None
+        return Prepare(self._config, prompt_of(self._config.instructions, [*self._conversation, turn]))
 
     def _forget_turn(self) -> None:
         if self._detector is not None:
