@@ -123,14 +123,49 @@ class DiffusionStream(ABC):
         """Free the stream's device memory. None of its jobs is running any more."""
 
 
-class KnownJobs(DiffusionStream):
+class JobQueue(DiffusionStream):
+    """A request whose jobs are known as soon as their input is there.
+
+    Args:
+        jobs: one after the other; a subclass may append more.
+        held_bytes: device memory that they leave for those after them, at most.
+        free: frees it.
+    """
+
+    def __init__(
+        self, jobs: Iterable[DiffusionJob] = (), held_bytes: int = 0, free: Callable[[], None] = lambda: None
+    ) -> None:
+        self._jobs = deque(jobs)
+        self._held_bytes = held_bytes
+        self._free = free
+
+    def next_job(self) -> DiffusionJob | None:
+        """The oldest job."""
+        return self._jobs.popleft() if self._jobs else None
+
+    @property
+    def held_bytes(self) -> int:
+        """As the runner said."""
+        return self._held_bytes
+
+    @property
+    def job_bytes(self) -> int:
+        """The most that one of the jobs to come needs, of those that are known."""
+        return max((job.held_bytes + job.most_bytes for job in self._jobs), default=0)
+
+    def close(self) -> None:
+        """Forget the jobs that are left, and free what the others left."""
+        self._jobs.clear()
+        self._free()
+
+
+class KnownJobs(JobQueue):
     """A request all of whose input has come when it starts, so that its jobs are known.
 
     Args:
         jobs: one after the other.
         input_tokens: length of the input, for the usage report.
-        held_bytes: device memory that the jobs leave for those after them, at most.
-        free: frees it.
+        held_bytes: see `JobQueue`; so is `free`.
     """
 
     def __init__(
@@ -140,10 +175,8 @@ class KnownJobs(DiffusionStream):
         held_bytes: int = 0,
         free: Callable[[], None] = lambda: None,
     ) -> None:
-        self._jobs = deque(jobs)
+        super().__init__(jobs, held_bytes, free)
         self._input_tokens = input_tokens
-        self._held_bytes = held_bytes
-        self._free = free
 
     @property
     def input_tokens(self) -> int:
@@ -155,29 +188,10 @@ class KnownJobs(DiffusionStream):
         if token_ids or not complete:
             raise InvalidRequest("This stage takes its input as a whole.")
 
-    def next_job(self) -> DiffusionJob | None:
-        """The next job."""
-        return self._jobs.popleft() if self._jobs else None
-
     @property
     def finished(self) -> bool:
         """Whether all jobs have been returned."""
         return not self._jobs
-
-    @property
-    def held_bytes(self) -> int:
-        """As the runner said."""
-        return self._held_bytes
-
-    @property
-    def job_bytes(self) -> int:
-        """The most that one of the jobs to come needs."""
-        return max((job.held_bytes + job.most_bytes for job in self._jobs), default=0)
-
-    def close(self) -> None:
-        """Forget the jobs that are left, and free what the others left."""
-        self._jobs.clear()
-        self._free()
 
 
 class SingleJob(KnownJobs):

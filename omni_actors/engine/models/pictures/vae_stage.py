@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -11,7 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from omni_actors.config.parameters import check_parameters
-from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult
+from omni_actors.engine.diffusion_runner import (
+    DiffusionJob,
+    DiffusionModelRunner,
+    DiffusionStream,
+    JobQueue,
+    StepResult,
+)
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config
 from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS
 from omni_actors.engine.tensors import to_torch
@@ -30,12 +35,12 @@ MAX_STEPS = 16  # vLLM wants some length; each job has one
 ACTIVATIONS = 6
 
 
-class _Latents(DiffusionStream):
+class _Latents(JobQueue):
     """The latents of a request: first those of previews, then those of the picture. Each becomes a job."""
 
     def __init__(self, runner: VaeStage) -> None:
+        super().__init__()
         self._runner = runner
-        self._jobs: deque[DiffusionJob] = deque()
         self._complete = False
         self._seen = 0
 
@@ -57,28 +62,10 @@ class _Latents(DiffusionStream):
         self._complete = complete
         self._seen += len(tensor.data) // tensor.dtype.itemsize
 
-    def next_job(self) -> DiffusionJob | None:
-        """That of the oldest latents."""
-        return self._jobs.popleft() if self._jobs else None
-
     @property
     def finished(self) -> bool:
         """Whether the picture's job has been returned."""
         return self._complete and not self._jobs
-
-    @property
-    def held_bytes(self) -> int:
-        """Nothing is kept between the jobs."""
-        return 0
-
-    @property
-    def job_bytes(self) -> int:
-        """Of the jobs to come; all have the size of the first."""
-        return 0
-
-    def close(self) -> None:
-        """Forget latents that no job was made of."""
-        self._jobs.clear()
 
 
 def load_vae(folder: Path, class_name: str, device: torch.device, dtype: torch.dtype, *, dummy: bool) -> Any:
