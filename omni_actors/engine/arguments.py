@@ -24,7 +24,7 @@ from omni_actors.engine.models import (
     prompted_stage,
     register_models,
 )
-from omni_actors.engine.models.diffusers_layout import checkpoint_folder
+from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_folder
 from omni_actors.engine.platform import prepare
 from omni_actors.errors import ConfigError
 from omni_actors.stage.start_phases import phase
@@ -177,7 +177,8 @@ class OmniEngineArgs:
             },
         }
         if spec.folder and not arguments.get("skip_tokenizer_init"):
-            arguments.setdefault("tokenizer", str(checkpoint_folder(self.model_config.model) / spec.tokens_folder))
+            folder = checkpoint_folder(self.model_config.model)
+            arguments.setdefault("tokenizer", str(part_folder(folder, spec.tokens_folder)))
         arguments |= self._classes(platform)
         if self.asynchronous is not None:
             arguments["async_scheduling"] = self.asynchronous
@@ -203,7 +204,7 @@ class OmniEngineArgs:
     def _folder(self, spec: ModelSpec) -> str:
         """What vLLM takes for the checkpoint: one part of it, if it has a folder for each."""
         model = self.model_config.model
-        return str(checkpoint_folder(model) / spec.folder) if spec.folder else model
+        return str(part_folder(checkpoint_folder(model), spec.folder)) if spec.folder else model
 
     def _parallel_sizes(self) -> dict[str, int]:
         """vLLM's parallel sizes by name. Raises `ConfigError` for sizes that this kind of stage cannot have."""

@@ -31,15 +31,20 @@ def checkpoint_folder(model: str) -> Path:
         raise ConfigError(f"Cannot find the checkpoint {model!r}: {error}") from error
 
 
+def part_folder(folder: Path, part: str) -> Path:
+    """The folder of a part. Raises `ConfigError` if it is missing."""
+    if not (folder / part).is_dir():
+        raise ConfigError(f"The checkpoint {folder} has no folder {part!r}.", hint="Download it completely.")
+    return folder / part
+
+
 def part_config(folder: Path, part: str, name: str = "config.json") -> dict[str, Any]:
     """The configuration of a part.
 
     Raises:
         ConfigError: the folder or the file is missing, or it is no JSON object.
     """
-    if not (folder / part).is_dir():
-        raise ConfigError(f"The checkpoint {folder} has no folder {part!r}.", hint="Download it completely.")
-    return read_json_object(folder / part / name)
+    return read_json_object(part_folder(folder, part) / name)
 
 
 def part_tensors(folder: Path, part: str) -> Iterator[tuple[str, torch.Tensor]]:

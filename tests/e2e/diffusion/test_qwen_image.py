@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.diffusion_runner import StepResult
 from omni_actors.engine.models.diffusers_layout import part_config
@@ -310,12 +312,22 @@ def test_the_vae_makes_the_pictures_of_diffusers_with_their_alpha_channel(tiny_q
 
 
 @pytest.mark.parametrize(
-    ("stage", "part"), [("dit", "transformer"), ("dit", "scheduler"), ("vae", "vae"), ("vae_encoder", "text_encoder")]
+    ("stage", "part"),
+    [
+        ("dit", "transformer"),
+        ("dit", "scheduler"),
+        ("vae", "vae"),
+        ("vae_encoder", "text_encoder"),
+        ("text_encoder", "text_encoder"),
+        ("text_encoder", "processor"),
+    ],
 )
 def test_a_checkpoint_without_one_of_its_folders_is_refused_before_anything_is_loaded(
     tiny_qwen_image, tmp_path, stage, part
 ):
     damaged = tmp_path / "damaged"
     shutil.copytree(tiny_qwen_image, damaged, ignore=shutil.ignore_patterns(part))
-    with pytest.raises((ConfigError, StartupError), match=part):
-        engine(damaged, stage)
+    text = OmniEngineArgs(OmniModelConfig(str(damaged), "text_encoder"), "encoder")
+    start = text.create_engine_config if stage == "text_encoder" else partial(engine, damaged, stage)
+    with pytest.raises((ConfigError, StartupError), match=f"has no folder '{part}'"):
+        start()
