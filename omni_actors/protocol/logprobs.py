@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from omni_actors.protocol.fields import TokenId
 
 MAX_LOGPROBS = 20  # likeliest tokens per position
-MAX_PROMPT_LOGPROBS = 65_536  # of a prompt: its tokens times the entries of each, which are made between two steps
+MAX_PROMPT_LOGPROBS = 32_768  # of a prompt: its tokens times the entries of each, which are made between two steps
 PIECE_LOGPROBS = 4_096  # of those, in one message
 
 

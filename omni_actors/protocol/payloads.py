@@ -189,7 +189,7 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         logprobs: how many of the likeliest tokens to report at each position, with the logarithms of their
             probabilities and that of the token taken; only for stages with text.
         prompt_logprobs: the same for each position of the prompt but the first; the prompt is computed without the
-            prefix cache, and may have so many tokens that 65,536 probabilities are reported.
+            prefix cache, and may have so many tokens that 32,768 probabilities are reported.
         stop_token_ids: tokens that end generation, in addition to the model's own; not part of the text.
         ignore_eos: continue past the model's own end tokens.
         adapter: LoRA adapter for the model, by its name in the pipeline's `adapters`; only for stages with text.

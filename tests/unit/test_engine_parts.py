@@ -161,9 +161,9 @@ def plugin(tmp_path, monkeypatch):
 
 def test_log_probabilities_of_a_prompt_are_bounded():
     check_prompt_logprobs(StageParams(), 10**6, embeds=True)
-    check_prompt_logprobs(StageParams(prompt_logprobs=1), 32_768, embeds=False)
+    check_prompt_logprobs(StageParams(prompt_logprobs=1), 16_384, embeds=False)
     for count, positions, embeds, says in (
-        (1, 32_769, False, "1 likeliest tokens .* at 32769 positions exceed the limit of 65536"),
+        (1, 16_385, False, "1 likeliest tokens .* at 16385 positions exceed the limit of 32768"),
         (20, 3_500, False, "at 3500 positions"),
         (0, 4, True, "embeddings has no tokens"),
     ):
