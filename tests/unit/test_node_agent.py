@@ -10,7 +10,7 @@ from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.codec import Decoder, encode
 from omni_actors.protocol.control import Shutdown
 from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.protocol.nodes import NodeToCoordinator, NodeWelcome, ReplicaEnded, StartReplica
+from omni_actors.protocol.nodes import Launched, NodeLeaving, NodeToCoordinator, NodeWelcome, ReplicaEnded, StartReplica
 from omni_actors.run_directory import RunDirectory
 from omni_actors.stage.process import ReplicaSpec
 from omni_actors.transport.sockets import Sockets
@@ -52,6 +52,38 @@ async def test_an_error_in_our_code_that_keeps_a_replica_from_starting_is_report
             ("thinker", "cannot start a process: KeyError('thinker')"),
         ]
         assert "in spec" in ended[0].log
+    finally:
+        await agent.close("a test")
+        run_directory.close()
+        sockets.context.destroy(linger=0)
+
+
+async def test_a_drain_is_asked_for_of_each_coordinator_and_ends_at_its_deadline(short_path: Path) -> None:
+    sockets = Sockets()
+    control, endpoint = sockets.router(f"ipc://{short_path}/control")
+    config = pipeline()
+    run_directory = RunDirectory(str(short_path / "run"))
+    agent = NodeAgent(config, endpoint, ReplicaProcesses(config, run_directory, endpoint), lambda reason, failed: None)
+    decoder: Decoder[NodeToCoordinator] = Decoder(NodeToCoordinator, config.limits)
+    asked: list[NodeLeaving] = []
+
+    def times() -> int:
+        while control.poll(0):
+            body = decoder.decode(control.recv_multipart()[1:]).body
+            asked.extend([body] if isinstance(body, NodeLeaving) else [])
+        return len(asked)
+
+    try:
+        until(lambda: control.poll(0))
+        name = control.recv_multipart()[0]
+        for body in (NodeWelcome(), Launched()):
+            control.send_multipart([name, *encode(Header(""), body)])
+        await eventually(agent.launched.is_set)
+        await agent.drain(0.05)  # no coordinator says that all is finished
+        await eventually(lambda: times() == 1)
+        control.send_multipart([name, *encode(Header(""), NodeWelcome())])
+        await eventually(lambda: times() == 2)
+        assert all(body.drains for body in asked)
     finally:
         await agent.close("a test")
         run_directory.close()
