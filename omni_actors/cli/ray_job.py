@@ -116,6 +116,7 @@ class _Job:
         self._names = [f"{rank} {host}" for rank, (host, _) in enumerate(addresses)]
         master, free = addresses[0]
         variables = {name: value for name, value in os.environ.items() if name.startswith("OMNI_ACTORS_")}
+        variables[ray_cluster.ADDRESS] = ray.get_runtime_context().gcs_address  # a host may be a node of several
         starts = []
         for rank, (node, (host, _)) in enumerate(zip(self._nodes, addresses, strict=True)):
             arguments = [*self._arguments, "--nnodes", str(len(bundles)), "--node-rank", str(rank)]

@@ -82,9 +82,6 @@ class RayNode:
             variables: environment, in addition to this process's own.
             keys: files of the pipeline's key folder, by name.
         """
-        import ray
-
-        cluster = ray.get_runtime_context().gcs_address  # that of this actor: a host may be a node of several
         command = [sys.executable, "-m", "omni_actors.launch", *arguments]
         environment = {name: value for name, value in os.environ.items() if name not in OF_A_RAY_WORKER}
         self._process = subprocess.Popen(
@@ -93,7 +90,7 @@ class RayNode:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ray kills the process groups of a job that has ended
-            env={**environment, "PYTHONUNBUFFERED": "1", "RAY_ADDRESS": cluster, **variables},
+            env={**environment, "PYTHONUNBUFFERED": "1", **variables},
         )
         if (held := self._process.stdin) is not None:
             held.write(msgspec.json.encode(Order(command, dict(keys))) + b"\n")
@@ -103,6 +100,8 @@ class RayNode:
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         for line in process.stdout or ():
             self._lines.put(line.decode(errors="replace").rstrip("\n"))
+        if process.stdout is not None:
+            process.stdout.close()
         self._lines.put(None)
 
     def follow(self) -> Report:

@@ -18,6 +18,7 @@ from omni_actors.engine import ray_check
 from omni_actors.engine.executor import executor_backend
 from omni_actors.errors import ConfigError, StartupError
 from omni_actors.launcher import ray_room
+from omni_actors.launcher.ray_node import RayNode
 from omni_actors.transport.curve import make_client, make_cluster
 from tests.support.builders import load, write
 from tests.support.ray_nodes import spread_chain
@@ -234,6 +235,24 @@ def test_a_job_that_cannot_be_is_refused_before_ray_is_asked(
     config = write(tmp_path, spread_chain())
     assert ray_job.main([str(config), "--nnodes", "2", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_actor_passes_on_what_its_launcher_prints_and_holds_it_until_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_RAYLET_PID", str(os.getppid()))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    node = RayNode()
+    node.start(["--help"], {"COLUMNS": "80"}, {"cluster.key": "a key"})
+    lines, code = [], None
+    while code is None:
+        report = node.follow()
+        lines, code = [*lines, *report.lines], report.code
+    assert code == 0
+    assert any(line.startswith("usage:") for line in lines)
+    assert list(tmp_path.glob("omni-keys-*")) == []
+    node.stop()
+    node.stop()
 
 
 def test_check_describes_the_pipeline_and_asks_no_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
