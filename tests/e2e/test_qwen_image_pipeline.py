@@ -170,7 +170,7 @@ def test_pictures_that_cannot_be_edited_are_refused_and_leave_nothing_behind(pip
         ("A fox", {"dit": {"guidance_scale": 4.0}}, InvalidRequest, "guidance_scale", "needs a negative_prompt"),
         ("A fox", {"prompt": {"negative_prompt": "no"}}, InvalidRequest, "negative_prompt", "guidance_scale above 1"),
         ("A <|image_pad|>", {}, InvalidRequest, None, "contains <|image_pad|> 1 times".replace("|", r"\|")),
-        (" ", {}, InvalidRequest, None, "empty"),
+        (" ", {}, InvalidRequest, "prompt", "empty"),
         ("A fox", {"vae_encoder": {"width": 64}}, InvalidRequest, "width", "no parameter 'width'"),
         ("word " * 3000, {}, OmniError, None, "tokens; at most 2047 fit"),
     ],
