@@ -13,7 +13,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
-from omni_actors.engine.adapter import AutoregressiveAdapter, RequestOutputs
+from omni_actors.engine.adapter import AutoregressiveAdapter, PromptOnly, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
 from omni_actors.engine.grammars import GrammarCompiler, Prepared, needs_grammar
@@ -136,7 +136,8 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         if (stream := admission.stream) is not None:
             self._scheduler.open_stream(request_id, stream)
         prompt_tokens = len(admission.request.prompt_token_ids or ())
-        running = _Running(admission.outputs, prompt_tokens, admission.row_per_position)
+        outputs = PromptOnly() if request.params.max_tokens == 0 else admission.outputs
+        running = _Running(outputs, prompt_tokens, admission.row_per_position)
         running.adapter = request.adapter.version if request.adapter is not None else None
         if needs_grammar(admission.request) or admission.work is not None:
             self._compiling[request_id] = admission.request

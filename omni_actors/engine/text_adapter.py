@@ -10,7 +10,7 @@ import msgspec
 from vllm.tokenizers import TokenizerLike, cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
-from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, PromptOnly, RequestOutputs
+from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.core import make_request
 from omni_actors.engine.lora import LoraAdapters
 from omni_actors.engine.sampling import check_prompt_logprobs, make_sampling_params
@@ -71,8 +71,6 @@ class TextAdapter(AutoregressiveAdapter):
             raise InvalidPayload(f"This model takes token ids only; it got the tensors {sorted(inputs.tensors)[:8]}.")
         token_ids = list(inputs.token_ids)
         self.check_tokens(token_ids)
-        if request.params.max_tokens == 0:
-            return Admission(self.make_request(request, token_ids, None), PromptOnly())
         calls = self.tool_calls(inputs, token_ids)
         core_request = self.make_request(request, token_ids, calls)
         decoder = TextDecoder(self._tokenizer, core_request)

@@ -172,6 +172,9 @@ class ServerState:
             if stage not in stages:
                 known = ", ".join(sorted(stages))
                 raise bad_field("stage_params", f"There is no stage {stage[:64]!r}; the stages are {known}.")
+            if fields.max_tokens == 0 and stage != self.text_stage(description):
+                param = f"stage_params.{stage}.max_tokens"
+                raise bad_field(param, f"{param} must be at least 1: {stage} makes no text.")
             params[stage] = fields.merged_over(params.get(stage, StageParams()))
         return params
 

@@ -116,6 +116,7 @@ def failure_free(instructions: list[Instruction]) -> bool:
             "min_",
         ),
         (("text", "audio"), {"params": {"thinker": StageParams(max_tokens=0)}}, ErrorCode.INVALID_REQUEST, "nothing"),
+        (("text",), {"params": {"talker": StageParams(max_tokens=0)}}, ErrorCode.INVALID_REQUEST, "makes no text"),
     ],
 )
 def test_refusals_name_what_would_be_right(modalities, fields, code, words) -> None:

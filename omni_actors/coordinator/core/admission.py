@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from omni_actors.config import CoordinatorConfig, PipelineConfig, check_parameters, suggest, unknown_adapter
+from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig, check_parameters, suggest, unknown_adapter
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice
 from omni_actors.media.limits import check_counts
 from omni_actors.protocol.adapters import Adapter
@@ -132,6 +132,10 @@ def _stage_params(
                     f"{suggest(parameter, stage.params - DECLARED_PARAMS)}",
                     field=parameter,
                 )
+        if own is not None and own.max_tokens == 0 and Modality.TEXT not in stage.outputs:
+            raise InvalidRequest(
+                f"max_tokens must be at least 1 for stage {stage.name!r}, which makes no text.", field="max_tokens"
+            )
         if own is not None and stage.name in declared:
             check_parameters(stage.name, declared[stage.name], own)
         merged[stage.name] = own.merged_over(stage.sampling) if own is not None else stage.sampling

@@ -10,7 +10,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreOutput
 
-from omni_actors.engine.adapter import Admission, PromptOnly, RequestOutputs
+from omni_actors.engine.adapter import Admission
 from omni_actors.engine.encoded_requests import RequestReader
 from omni_actors.engine.models.thinker_state import EmitRows
 from omni_actors.engine.scheduler import RowStream
@@ -133,10 +133,8 @@ class ThinkerAdapter(TextAdapter):
             prompt_embeds=embeds,
             mm_features=features or None,
         )
-        outputs: RequestOutputs = PromptOnly()
-        if not prompt_only:
-            decoder = TextDecoder(self._tokenizer, core_request)
-            outputs = self.outputs_class(request.request_id, token_ids, decoder, request.streams, calls)
+        decoder = TextDecoder(self._tokenizer, core_request)
+        outputs = self.outputs_class(request.request_id, token_ids, decoder, request.streams, calls)
         # Embeddings are held as long as the request, on the device too: they count for the budget.
         stream = RowStream(0, complete=True, held_bytes=embeds.nbytes) if embeds is not None else None
         return Admission(core_request, outputs, stream, row_per_position=self.row_per_position and emits)
