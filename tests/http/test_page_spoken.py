@@ -142,11 +142,26 @@ def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page
     expect(page.locator("#error")).to_be_hidden()
 
 
-def test_an_answer_of_which_nothing_was_heard_is_forgotten(
-    slow: HttpPipeline, page: Page, sent: list[dict[str, Any]]
-) -> None:
+def test_an_answer_of_which_nothing_was_heard_is_forgotten(slow: HttpPipeline, page: Page) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def connect(route: WebSocketRoute) -> None:
+        server = route.connect_to_server()
+
+        def to_server(data: str) -> None:
+            sent.append(json.loads(data))
+            server.send(data)
+
+        def to_page(data: str) -> None:
+            if json.loads(data)["type"] != "response.output_audio.delta":  # as if the user spoke before there is any
+                route.send(data)
+
+        route.on_message(to_server)
+        server.on_message(to_page)
+
+    page.route_web_socket("**/v1/realtime", connect)
     converse(page, slow, "w" * 900)
-    until(page, lambda: of_kind(sent, DELETE), "speech before there is sound")
+    until(page, lambda: of_kind(sent, DELETE), "speech during the answer", 15)
     page.keyboard.press("Alt+m")
     expect(page.locator("li.assistant.interrupted").first).to_be_visible()
     expect(said(page, 0)).to_have_text("")
