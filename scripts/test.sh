@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Checks style, types, licences and known vulnerabilities, and runs all tests with the coverage of each package, child
-# processes included. The parts that wait for hundreds of processes and that keep all cores busy run without coverage,
-# which makes them a third longer: the others reach the floors.
+# processes included. The part that keeps all cores busy runs without coverage; the others reach the floors.
 #
 #   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
@@ -39,7 +38,7 @@ shared=(tests/e2e tests/http)
 coverage run -m pytest "${parallel[@]}" tests/e2e "--ignore=$spread" || status=$?
 coverage run -m pytest "${parallel[@]}" tests/http || status=$?
 coverage run -m pytest "${parallel[@]}" "${waiting[@]/#/--ignore=}" "${shared[@]/#/--ignore=}" || status=$?
-python -m pytest "${parallel[@]}" "${waiting[@]}" || status=$?
+coverage run -m pytest "${parallel[@]}" "${waiting[@]}" || status=$?
 python -m pytest "$spread" || status=$?
 coverage combine --quiet
 coverage report
