@@ -59,6 +59,18 @@ def of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["type"] == kind]
 
 
+def noting(route: WebSocketRoute, sent: list[dict[str, Any]]) -> WebSocketRoute:
+    """Connect a page to the server, and note what the page sends; returns the server's side."""
+    server = route.connect_to_server()
+
+    def forward(data: str) -> None:
+        sent.append(json.loads(data))
+        server.send(data)
+
+    route.on_message(forward)
+    return server
+
+
 def converse(page: Page, pipeline: HttpPipeline, instructions: str) -> None:
     """Begin a conversation, in which the echo stages repeat the instructions and what they said before."""
     open_page(page, pipeline)
@@ -146,18 +158,11 @@ def test_an_answer_of_which_nothing_was_heard_is_forgotten(slow: HttpPipeline, p
     sent: list[dict[str, Any]] = []
 
     def connect(route: WebSocketRoute) -> None:
-        server = route.connect_to_server()
-
-        def to_server(data: str) -> None:
-            sent.append(json.loads(data))
-            server.send(data)
-
         def to_page(data: str) -> None:
             if json.loads(data)["type"] != "response.output_audio.delta":  # as if the user spoke before there is any
                 route.send(data)
 
-        route.on_message(to_server)
-        server.on_message(to_page)
+        noting(route, sent).on_message(to_page)
 
     page.route_web_socket("**/v1/realtime", connect)
     converse(page, slow, "w" * 900)
@@ -193,14 +198,8 @@ def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipel
     received: list[dict[str, Any]] = []
 
     def connect(route: WebSocketRoute) -> None:
-        server = route.connect_to_server()
-
-        def forward(data: str) -> None:
-            received.append(json.loads(data))
-            server.send(data)
-
         connections.append(route)
-        route.on_message(forward)
+        noting(route, received)
 
     page.route_web_socket("**/v1/realtime", connect)
     converse(page, echo, "sea")

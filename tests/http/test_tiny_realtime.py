@@ -18,7 +18,7 @@ from omni_actors.client import OmniClient
 from omni_actors.http_server.realtime.ahead_of_turn import MARGIN
 from omni_actors.http_server.realtime.session_config import RATE
 from tests.support.paths import REPOSITORY
-from tests.support.realtime import speech
+from tests.support.realtime import answer_on, speech
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, eventually
 
@@ -70,7 +70,6 @@ async def test_a_turn_that_was_computed_while_the_user_spoke_has_the_same_answer
 
 async def spoken(tiny: HttpPipeline, voice: numpy.ndarray, before: float) -> tuple[str, bytes]:
     """The answer to a turn of which each piece is sent once the one before was computed."""
-    text, pcm = "", b""
     async with (
         AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none") as client,
         client.realtime.connect(model=MODEL) as connection,
@@ -86,15 +85,9 @@ async def spoken(tiny: HttpPipeline, voice: numpy.ndarray, before: float) -> tup
                 await eventually(lambda number=number: computed(tiny.url) >= before + number, 30)
         await connection.input_audio_buffer.commit()
         await connection.response.create()
-        async for event in connection:
-            if event.type == "response.output_audio_transcript.delta":
-                text += event.delta
-            elif event.type == "response.output_audio.delta":
-                pcm += base64.b64decode(event.delta)
-            elif event.type == "response.done":
-                assert event.response.status == "incomplete", "the limit of tokens ends it"
-                return text, pcm
-    raise AssertionError("the server ended the session before the response")
+        answer = await answer_on(connection)
+    assert answer.response.status == "incomplete", "the limit of tokens ends it"
+    return answer.text, answer.pcm
 
 
 async def test_what_is_discarded_or_left_leaves_no_request(tiny: HttpPipeline) -> None:

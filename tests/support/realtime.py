@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 import numpy
 from openai import AsyncOpenAI
+from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from openai.types.realtime import RealtimeResponse, RealtimeServerEvent
 from pydantic import BaseModel, TypeAdapter
 
@@ -167,7 +168,6 @@ async def spoken_turn(url: str, model: str, recording: bytes, voice: str, **fiel
         recording: i16 at `RATE`.
         fields: further ones of the session.
     """
-    text, pcm = "", b""
     async with (
         AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
         client.realtime.connect(model=model) as connection,
@@ -178,13 +178,19 @@ async def spoken_turn(url: str, model: str, recording: bytes, voice: str, **fiel
         await connection.input_audio_buffer.append(audio=base64.b64encode(recording).decode())
         await connection.input_audio_buffer.commit()
         await connection.response.create()
-        async for event in connection:
-            if event.type == "response.output_audio_transcript.delta":
-                text += event.delta
-            elif event.type == "response.output_audio.delta":
-                pcm += base64.b64decode(event.delta)
-            elif event.type == "response.done":
-                return Turn(text, pcm, event.response)
+        return await answer_on(connection)
+
+
+async def answer_on(connection: AsyncRealtimeConnection) -> Turn:
+    """Hear the answer that was asked for on a connection of the `openai` package."""
+    text, pcm = "", b""
+    async for event in connection:
+        if event.type == "response.output_audio_transcript.delta":
+            text += event.delta
+        elif event.type == "response.output_audio.delta":
+            pcm += base64.b64decode(event.delta)
+        elif event.type == "response.done":
+            return Turn(text, pcm, event.response)
     raise AssertionError("the server ended the session before the response")
 
 
