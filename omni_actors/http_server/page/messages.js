@@ -84,8 +84,9 @@ export class QuestionView {
     follow();
   }
 
-  /** Shows that no more of it will be understood. */
-  end() {
+  /** Shows that no more of it will be understood. Without the whole text, what there is of it breaks off. */
+  end(whole = this.turn.text && `${this.turn.text} …`) {
+    this.write(whole);
     this.item.classList.remove("working");
     this.actions.hidden = !this.turn.text;
     if (!this.turn.text) this.say.replaceChildren(make("small", {}, "not written down"));

@@ -166,10 +166,7 @@ const EVENTS = {
     const turn = turns.get(item_id);
     turn?.question.write(turn.text + delta);
   },
-  "conversation.item.input_audio_transcription.completed": ({ item_id, transcript }) => {
-    turns.get(item_id)?.question.write(transcript);
-    endTurn(item_id);
-  },
+  "conversation.item.input_audio_transcription.completed": ({ item_id, transcript }) => endTurn(item_id, transcript),
   "conversation.item.input_audio_transcription.failed": ({ item_id }) => endTurn(item_id),
   "conversation.item.deleted": ({ item_id }) => endTurn(item_id),
   "conversation.item.retrieved": ({ item }) => {
@@ -197,8 +194,8 @@ function receive(event) {
   show();
 }
 
-function endTurn(itemId) {
-  turns.get(itemId)?.question.end();
+function endTurn(itemId, transcript) {
+  turns.get(itemId)?.question.end(transcript);
   turns.delete(itemId);
 }
 
