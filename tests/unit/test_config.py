@@ -242,7 +242,7 @@ def test_parameters_must_fit_the_kind_of_stage(tmp_path: Path) -> None:
         ({"decode": {"polcy": "whole"}}, ["'stages.code2wav.decode.polcy'", "Did you mean 'policy'"]),
         ({"decode": {"policy": "half"}}, ["policy"]),
         ({"decode": {"first_blocks": 0}}, ["first_blocks"]),
-        ({"decode": {"precision": "fp8"}}, ["precision"]),
+        ({"decode": {"precision": "int8"}}, ["precision"]),
         ({"decode": {"policy": "whole", "first_blocks": 2}}, ["no chunks"]),
         ({"decode": {"first_blocks": 4, "largest_blocks": 2}}, ["largest_blocks (2)", "first_blocks (4)"]),
         ({"kind": "echo", "decode": {}}, ["only diffusion stages decode"]),
