@@ -4,22 +4,25 @@
     python benchmarks/pictures.py --http http://127.0.0.1:8000 --concurrency 1 8 --sizes 512x512 1024x1024 2048x2048
 
 Closed loop, as in serve.py: always so many requests in flight, whose sizes take turns. Columns, each 'p50 / p95 / p99':
-`first_progress_ms` is the time from the request to its first finished step, `picture_s` that to the whole picture at
-the client, for all and by size; `pictures_per_s` is the throughput. images.py measures the denoising step alone. A
-warm-up round precedes each load. With `--references N` each picture is made from N others, noise of 1024 x 1024
-pixels, where the model takes any (qwen_image). `--json FILE` writes the results with versions and flags.
+`first_progress_ms` is the time from the request to its first finished step, `step_ms` that between steps as the client
+learns of them, on average of a picture, `after_ms` that from the last step to the whole picture at the client, and
+`picture_s` from the request to it, for all and by size; `pictures_per_s` is the throughput. images.py measures the
+denoising step alone. A warm-up round precedes each load. With `--references N` each picture is made from N others,
+noise of 1024 x 1024 pixels, where the model takes any (qwen_image). With `--during 2048x2048` one picture of that size
+is always in the making, too, which the figures leave out. `--json FILE` writes the results with versions and flags.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import itertools
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +42,19 @@ class Picture:
 
     size: str
     first_progress: float = 0.0
+    last_progress: float = 0.0
     steps: int = 0
     total: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step, after the first."""
+        return (self.last_progress - self.first_progress) / max(self.steps - 1, 1)
+
+    @property
+    def after(self) -> float:
+        """Seconds from the last step to the whole picture."""
+        return self.total - self.last_progress
 
 
 def noise(seed: int) -> bytes:
@@ -64,9 +78,9 @@ def form(fields: dict[str, Any], files: Sequence[bytes]) -> aiohttp.FormData:
 class Orders:
     """Asks for pictures whose sizes take turns, each with a prompt and a seed of its own."""
 
-    def __init__(self, client: aiohttp.ClientSession, options: argparse.Namespace) -> None:
+    def __init__(self, client: aiohttp.ClientSession, options: argparse.Namespace, sizes: Sequence[str]) -> None:
         self._client = client
-        self._sizes = itertools.cycle(options.sizes)
+        self._sizes = itertools.cycle(sizes)
         self._numbers = itertools.count()
         self._body: dict[str, Any] = {"stream": True, "progress": True, "num_inference_steps": options.steps}
         if options.guidance is not None:
@@ -86,6 +100,7 @@ class Orders:
         async for came, event in events(self._client, path, sent):
             if event["type"].endswith(".progress"):
                 picture.first_progress = picture.first_progress or came - began
+                picture.last_progress = came - began
                 picture.steps = event["step"]
             elif event["type"].endswith(".completed"):
                 picture.total = came - began
@@ -107,6 +122,24 @@ async def closed_loop(order: Orders, concurrency: int, count: int) -> tuple[list
     return pictures, time.perf_counter() - began
 
 
+@contextlib.asynccontextmanager
+async def others(order: Orders | None) -> AsyncIterator[None]:
+    """One further picture is in the making all the time."""
+
+    async def again() -> None:
+        while order is not None:
+            await order()
+
+    task = asyncio.create_task(again())
+    try:
+        yield
+        if order is not None and task.done():
+            task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 def summary(load: str, pictures: Sequence[Picture], wall: float) -> dict[str, Any]:
     """A row of the table. Pictures of one step report no progress."""
     row: dict[str, Any] = {
@@ -117,6 +150,8 @@ def summary(load: str, pictures: Sequence[Picture], wall: float) -> dict[str, An
     }
     if firsts := [1000 * picture.first_progress for picture in pictures if picture.steps]:
         row["first_progress_ms"] = workload.quantiles(firsts, 0)
+        row["step_ms"] = workload.quantiles([1000 * picture.step for picture in pictures], 1)
+        row["after_ms"] = workload.quantiles([1000 * picture.after for picture in pictures], 0)
     row["picture_s"] = workload.quantiles([picture.total for picture in pictures], 3)
     sizes = sorted({picture.size for picture in pictures}, key=lambda size: int(size.partition("x")[0]))
     for size in sizes if len(sizes) > 1 else ():
@@ -128,10 +163,14 @@ async def main(options: argparse.Namespace) -> None:
     rows = []
     async with http_client(options.http, options.timeout, LONGEST_LINE) as client:
         for concurrency in options.concurrency:
-            await closed_loop(Orders(client, options), concurrency, max(concurrency, len(options.sizes)))
+            order = Orders(client, options, options.sizes)
+            await closed_loop(order, concurrency, max(concurrency, len(options.sizes)))
             count = max(options.rounds * concurrency, 3 * len(options.sizes))
-            pictures, wall = await closed_loop(Orders(client, options), concurrency, count)
-            rows.append(summary(f"c={concurrency}", pictures, wall))
+            large = Orders(client, options, [options.during]) if options.during else None
+            async with others(large):
+                pictures, wall = await closed_loop(order, concurrency, count)
+            during = f" during {options.during}" if options.during else ""
+            rows.append(summary(f"c={concurrency}{during}", pictures, wall))
             print(json.dumps(rows[-1]), flush=True)
     print(workload.table(rows))
     print(", ".join(f"{name} {value}" for name, value in workload.versions().items()))
@@ -159,6 +198,7 @@ if __name__ == "__main__":
     parser.add_argument("--concurrency", type=positive, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=positive, default=3, help="pictures per concurrency = rounds * concurrency")
     parser.add_argument("--sizes", type=size, nargs="+", default=["1024x1024"], help="they take turns")
+    parser.add_argument("--during", type=size, help="one picture of this size is always in the making, too")
     parser.add_argument("--steps", type=positive, default=8)
     parser.add_argument("--guidance", type=float, help="guidance_scale; the pipeline's without this")
     parser.add_argument("--negative-prompt", help="which qwen_image needs for guidance")

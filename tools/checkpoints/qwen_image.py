@@ -137,17 +137,36 @@ def _processor(layout: TokenLayout) -> Any:
     )
 
 
-def tiny_pipeline(seed: int = 0) -> QwenImage21Pipeline:
-    """Returns diffusers' pipeline of these parts."""
+def pipeline_of(transformer: Any, vae: Any, text_encoder: Any = None) -> QwenImage21Pipeline:
+    """Returns diffusers' pipeline of these parts, with the tiny processor; without an encoder it encodes no prompt."""
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImage21Pipeline
 
     return QwenImage21Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
-        vae=tiny_vae(seed),
-        text_encoder=tiny_text_encoder(seed),
+        vae=vae,
+        text_encoder=text_encoder,
         processor=_processor(TINY_TOKENS),
-        transformer=tiny_transformer(seed),
+        transformer=transformer,
     )
+
+
+def tiny_pipeline(seed: int = 0) -> QwenImage21Pipeline:
+    """Returns diffusers' pipeline of these parts."""
+    return pipeline_of(tiny_transformer(seed), tiny_vae(seed), tiny_text_encoder(seed))
+
+
+def full_transformer() -> QwenImage21Transformer2DModel:
+    """Returns the diffusion transformer at its published size, on the device that is set."""
+    from diffusers import QwenImage21Transformer2DModel
+
+    return QwenImage21Transformer2DModel()
+
+
+def full_vae() -> AutoencoderKLQwenImage21:
+    """Returns the VAE at its published size, on the device that is set."""
+    from diffusers import AutoencoderKLQwenImage21
+
+    return AutoencoderKLQwenImage21()
 
 
 def write_tiny_qwen_image(folder: Path, seed: int = 0) -> None:
@@ -166,13 +185,13 @@ def write_full_qwen_image(folder: Path) -> None:
 
     Raises FolderError if the folder holds other files.
     """
-    from diffusers import AutoencoderKLQwenImage21, FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DModel
+    from diffusers import FlowMatchEulerDiscreteScheduler
 
     from tools.checkpoints import claim_folder
 
     claim_folder(folder, {"kind": "full-qwen-image"})
     with torch.device("meta"):
-        transformer, vae = QwenImage21Transformer2DModel(), AutoencoderKLQwenImage21()
+        transformer, vae = full_transformer(), full_vae()
     transformer.save_config(folder / "transformer")
     vae.save_config(folder / "vae")
     FlowMatchEulerDiscreteScheduler(**SCHEDULER).save_config(folder / "scheduler")

@@ -72,16 +72,47 @@ def tiny_text_encoder(seed: int = 0) -> Any:
     return drawn(Qwen3ForCausalLM(config), seed, "text_encoder")
 
 
+def make_scheduler(shift: float = 3.0) -> Any:
+    """Returns diffusers' scheduler; `shift` is that of its times, 3 for Turbo and 6 for Z-Image."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, use_dynamic_shifting=False, shift=shift)
+
+
 def tiny_pipeline(seed: int = 0, *, shift: float = 3.0) -> ZImagePipeline:
-    """Returns diffusers' pipeline of these parts; `shift` is that of its times, 3 for Turbo and 6 for Z-Image."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
+    """Returns diffusers' pipeline of these parts; for `shift` see `make_scheduler`."""
+    from diffusers import ZImagePipeline
 
     return ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, use_dynamic_shifting=False, shift=shift),
+        scheduler=make_scheduler(shift),
         vae=tiny_vae(seed),
         text_encoder=tiny_text_encoder(seed),
         tokenizer=make_tokenizer(TINY_TOKENS),
         transformer=tiny_transformer(seed),
+    )
+
+
+def full_transformer() -> ZImageTransformer2DModel:
+    """Returns the diffusion transformer at its published size, on the device that is set."""
+    from diffusers import ZImageTransformer2DModel
+
+    return ZImageTransformer2DModel(axes_lens=[1536, 512, 512])
+
+
+def full_vae() -> AutoencoderKL:
+    """Returns the VAE at its published size, on the device that is set."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(128, 256, 512, 512),
+        layers_per_block=2,
+        latent_channels=16,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
     )
 
 
@@ -90,28 +121,16 @@ def write_full_z_image(folder: Path) -> None:
 
     Raises FolderError if the folder holds other files.
     """
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
     from transformers import Qwen3Config
 
     from tools.checkpoints import claim_folder
 
     claim_folder(folder, {"kind": "full-z-image"})
     with torch.device("meta"):
-        transformer = ZImageTransformer2DModel(axes_lens=[1536, 512, 512])
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(128, 256, 512, 512),
-            layers_per_block=2,
-            latent_channels=16,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
+        transformer, vae = full_transformer(), full_vae()
     transformer.save_config(folder / "transformer")
     vae.save_config(folder / "vae")
-    FlowMatchEulerDiscreteScheduler(shift=3.0).save_config(folder / "scheduler")
+    make_scheduler().save_config(folder / "scheduler")
     Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=FULL_TOKENS.vocab_size,

@@ -1,0 +1,330 @@
+"""Measures how close our pictures are to those of diffusers, and those of a batch to those made alone, in decibels.
+
+    python benchmarks/picture_equality.py
+    python benchmarks/picture_equality.py --model qwen-image --size published --steps 8 40 --float32
+
+Both get the same weights, hidden states and noise; the VAE is the same, in the same precision. `ours` is how far our
+pictures are from diffusers', `batch` how far those are that were made together (three sizes, joining one after the
+other) from those made alone: the peak signal-to-noise ratio (PSNR) of pictures with 255 levels, the worst of the three.
+With `--float32`, `truth` and `theirs` are how far ours and diffusers' are from what diffusers makes in float32: a
+correct implementation is as far from it as another. `contrast` is the standard deviation of the pictures' levels, which
+the PSNR depends on: photographs have 50 to 70.
+
+The weights are random. As drawn for tests they make networks that amplify a difference more than trained ones; so at
+published sizes those matrices whose output is added to a layer's input are smaller by the root of twice the number of
+layers, as networks are initialised for training. Without a GPU, `--size tiny --device cpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omni_actors.engine.platform import prepare
+
+prepare()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import workload  # noqa: E402
+
+from omni_actors.engine.models.pictures.denoising import Denoiser, Picture, PictureSpec  # noqa: E402
+from omni_actors.engine.models.pictures.network import PackedNetwork, without_weights  # noqa: E402
+from omni_actors.engine.models.pictures.packing import fastest_attention  # noqa: E402
+from omni_actors.engine.models.pictures.schedule import FlowSchedule  # noqa: E402
+from omni_actors.engine.models.qwen_image import dit as qwen_dit  # noqa: E402
+from omni_actors.engine.models.qwen_image import dit_stage as qwen_stage  # noqa: E402
+from omni_actors.engine.models.qwen_image import weights as qwen_weights  # noqa: E402
+from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix  # noqa: E402
+from omni_actors.engine.models.z_image import dit as z_dit  # noqa: E402
+from omni_actors.engine.models.z_image import dit_stage as z_stage  # noqa: E402
+from omni_actors.engine.models.z_image import weights as z_weights  # noqa: E402
+from tools.checkpoints import qwen_image, z_image  # noqa: E402
+
+SIZES = {"tiny": ((64, 96), (128, 64), (96, 96)), "published": ((512, 512), (256, 384), (512, 768))}  # height, width
+PROMPTS = (40, 77, 100)  # tokens
+JOINS = (0, 1, 3)  # steps after which a picture joins the batch
+PEAK = 255.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A picture: its size in pixels, its steps, the states of its prompt f32 [tokens, width], and its seed."""
+
+    height: int
+    width: int
+    steps: int
+    states: torch.Tensor
+    seed: int
+
+
+class Family(ABC):
+    """diffusers' parts of a model, and ours with the same weights.
+
+    Attributes:
+        text_width: of the states of a prompt.
+    """
+
+    text_width: int
+    branches: tuple[str, ...]  # names of the matrices whose output is added to a layer's input
+
+    def __init__(self, transformer: Any, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.reference, self.vae = transformer, vae
+        self.device, self.dtype = device, dtype
+
+    @abstractmethod
+    def denoiser(self) -> Denoiser:
+        """Ours, in the type of numbers that is measured."""
+
+    @abstractmethod
+    def spec(self, wanted: Wanted) -> PictureSpec:
+        """What our denoiser takes."""
+
+    @abstractmethod
+    def paint(self, transformer: Any, vae: Any, wanted: Wanted, noise: torch.Tensor) -> torch.Tensor:
+        """diffusers' latents [channels, height, width] of a transformer with its VAE, from noise of the same shape."""
+
+    @abstractmethod
+    def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """The picture [channels, height, width], -1 to 1."""
+
+    def network(self, make: Callable[[], PackedNetwork], load: Callable[..., None], compiled: bool) -> PackedNetwork:
+        """Ours, with the weights of diffusers'."""
+        network = without_weights(make, self.device, self.dtype)
+        load(network, self.reference.state_dict().items())
+        network.attend = fastest_attention(self.device.type, self.dtype)
+        if compiled:
+            network.compile()
+        return network
+
+    def levels(self, vae: Any, latents: torch.Tensor) -> np.ndarray:
+        """The picture u8 [height, width, channels]."""
+        dtype = next(vae.parameters()).dtype
+        picture = self.decode(vae, latents.to(self.device, dtype)).float() / 2 + 0.5
+        return (picture.clamp(0, 1) * PEAK).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+
+
+class ZImage(Family):
+    """Z-Image and Z-Image-Turbo, which have the same sizes."""
+
+    branches = ("attention.to_out", "feed_forward.w2")
+
+    def __init__(self, *given: Any, compiled: bool) -> None:
+        super().__init__(*given)
+        self.config = z_stage.dit_config(written_config(self.reference))
+        self.text_width, self.compiled = self.config.text_width, compiled
+        self.scheduler = z_image.make_scheduler()
+
+    def denoiser(self) -> Denoiser:
+        network = self.network(lambda: z_dit.Dit(self.config), z_weights.load, self.compiled)
+        return Denoiser(network, FlowSchedule.from_config(self.scheduler.config))
+
+    def spec(self, wanted: Wanted) -> PictureSpec:
+        return PictureSpec((wanted.height // 16, wanted.width // 16), wanted.steps, wanted.seed, wanted.states)
+
+    def paint(self, transformer: Any, vae: Any, wanted: Wanted, noise: torch.Tensor) -> torch.Tensor:
+        from diffusers import ZImagePipeline
+
+        pipeline = ZImagePipeline(
+            scheduler=self.scheduler, vae=vae, text_encoder=None, tokenizer=None, transformer=transformer
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        states = wanted.states.to(self.device, next(transformer.parameters()).dtype)
+        latents: torch.Tensor = pipeline(
+            prompt_embeds=[states], height=wanted.height, width=wanted.width, num_inference_steps=wanted.steps,
+            guidance_scale=0.0, latents=noise[None].to(self.device), output_type="latent",
+        ).images[0]  # fmt: skip
+        return latents
+
+    def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
+        picture: torch.Tensor = vae.decode(scaled[None], return_dict=False)[0][0]
+        return picture
+
+
+class QwenImage(Family):
+    """Qwen-Image-2.1."""
+
+    branches = ("attn.to_out", "img_mlp.out")
+
+    def __init__(self, *given: Any, compiled: bool) -> None:
+        super().__init__(*given)
+        self.config = qwen_stage.dit_config(written_config(self.reference))
+        self.text_width, self.compiled = self.config.text_width, compiled
+        self.pipeline = qwen_image.pipeline_of(self.reference, self.vae)
+
+    def denoiser(self) -> Denoiser:
+        network = self.network(lambda: qwen_dit.Dit(self.config), qwen_weights.load, self.compiled)
+        return Denoiser(network, FlowSchedule.from_config(self.pipeline.scheduler.config, rising=False))
+
+    def spec(self, wanted: Wanted) -> PictureSpec:
+        condition = Prefix(Condition(wanted.states, (len(wanted.states),)))
+        return PictureSpec((wanted.height // 16, wanted.width // 16), wanted.steps, wanted.seed, condition)
+
+    def paint(self, transformer: Any, vae: Any, wanted: Wanted, noise: torch.Tensor) -> torch.Tensor:
+        pipeline, dtype = self.pipeline, next(transformer.parameters()).dtype
+        pipeline.register_modules(transformer=transformer, vae=vae)
+        pipeline.set_progress_bar_config(disable=True)
+        states = wanted.states[None].to(self.device, dtype)
+        shown = torch.zeros(states.shape[:2], dtype=torch.bool, device=self.device)
+        pipeline.encode_prompt = lambda **_: (states, None, shown)
+        tokens = pipeline(
+            "", height=wanted.height, width=wanted.width, num_inference_steps=wanted.steps,
+            latents=noise.flatten(1).T[None].to(self.device), output_type="latent",
+        ).images[0]  # fmt: skip
+        latents: torch.Tensor = tokens.T.reshape(noise.shape)
+        return latents
+
+    def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        mean, spread = (latents.new_tensor(vae.config[name]).view(-1, 1, 1) for name in ("latents_mean", "latents_std"))
+        picture: torch.Tensor = vae.decode((latents * spread + mean)[None, :, None], return_dict=False)[0][0, :, 0]
+        return picture
+
+
+def written_config(model: Any) -> dict[str, Any]:
+    """What diffusers would write to config.json."""
+    written: dict[str, Any] = json.loads(model.to_json_string())
+    return written
+
+
+@torch.no_grad()
+def drawn(model: Any, branches: Sequence[str], layers: int) -> Any:
+    """Random weights that keep the size of what goes through a network."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or "norm" in name or name.endswith("gamma"):
+            parameter.fill_(0.0 if name.endswith(("bias", "text_norm.weight")) else 1.0)
+            continue
+        spread = parameter[0].numel() ** -0.5
+        parameter.normal_(0.0, spread / math.sqrt(2 * layers) if any(part in name for part in branches) else spread)
+    return model.eval().requires_grad_(False)
+
+
+def family(options: argparse.Namespace) -> Family:
+    """What is measured."""
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    chosen, module = {"z-image": (ZImage, z_image), "qwen-image": (QwenImage, qwen_image)}[options.model]
+    if options.size == "tiny":
+        parts = module.tiny_transformer().to(device), module.tiny_vae().to(device)
+    else:
+        with torch.random.fork_rng(), device, default_dtype(torch.bfloat16):
+            torch.manual_seed(0)
+            transformer, vae = module.full_transformer(), module.full_vae()
+            layers = len(getattr(transformer, "layers", None) or transformer.transformer_blocks)
+            parts = drawn(transformer, chosen.branches, layers), drawn(vae, (), 1)
+    transformer, vae = (rounded(rounded(part, torch.bfloat16), dtype) for part in parts)
+    return chosen(transformer, vae, device, dtype, compiled=device.type == "cuda" and not options.eager)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New parameters are of this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def rounded(model: Any, dtype: torch.dtype) -> Any:
+    """The model with weights of this type. Buffers stay as they are, as when diffusers loads a checkpoint."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+@torch.inference_mode()
+def made(denoiser: Denoiser, specs: Sequence[PictureSpec], joins: Sequence[int]) -> list[torch.Tensor]:
+    """Latents of pictures in one batch, which each joins after so many steps."""
+    pictures: list[Picture | None] = [None] * len(specs)
+    step = 0
+    while any(one is None or one.done < one.spec.num_steps for one in pictures):
+        for index, spec in enumerate(specs):
+            if pictures[index] is None and step >= joins[index]:
+                pictures[index] = denoiser.begin(spec)
+        denoiser.step([one for one in pictures if one is not None and one.done < one.spec.num_steps])
+        step += 1
+    denoiser.forget()
+    return [denoiser.latents(one) for one in pictures if one is not None]
+
+
+def decibels(one: np.ndarray, other: np.ndarray) -> float:
+    """The peak signal-to-noise ratio of two pictures u8; infinite if they are equal."""
+    error = np.mean((one.astype(np.float64) - other) ** 2)
+    return math.inf if error == 0 else 10 * math.log10(PEAK**2 / error)
+
+
+@torch.inference_mode()
+def compared(models: Family, denoiser: Denoiser, options: argparse.Namespace, steps: int) -> dict[str, Any]:
+    """A row of the table."""
+    generator = torch.Generator().manual_seed(1)
+    wanted = [
+        Wanted(height, width, steps, torch.randn(tokens, models.text_width, generator=generator), seed)
+        for seed, ((height, width), tokens) in enumerate(zip(SIZES[options.size], PROMPTS, strict=True))
+    ]
+    network = denoiser.network
+    noises = [
+        denoiser.latents(Picture(models.spec(one), network.patches_of(_noise(network, one)), [], torch.zeros(0)))
+        for one in wanted
+    ]
+
+    def levels(latents: Sequence[torch.Tensor]) -> list[np.ndarray]:
+        return [models.levels(models.vae, one) for one in latents]
+
+    def worst(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
+        return round(min(map(decibels, first, second)), 1)
+
+    alone = levels([made(denoiser, [models.spec(one)], [0])[0] for one in wanted])
+    together = levels(made(denoiser, [models.spec(one) for one in wanted], JOINS))
+    pairs = list(zip(wanted, noises, strict=True))
+    theirs = levels([models.paint(models.reference, models.vae, one, noise) for one, noise in pairs])
+    row = {
+        "model": options.model, "size": options.size, "steps": steps, "dtype": options.dtype,
+        "ours": worst(alone, theirs), "batch": worst(together, alone),
+        "contrast": round(float(np.mean([one.std() for one in theirs])), 1),
+    }  # fmt: skip
+    if options.float32:
+        transformer, vae = (rounded(copy.deepcopy(part), torch.float32) for part in (models.reference, models.vae))
+        exact = [models.paint(transformer, vae, one, noise) for one, noise in pairs]
+        truth = [models.levels(vae, one) for one in exact]
+        row |= {"truth": worst(alone, truth), "theirs": worst(theirs, truth)}
+    return row
+
+
+def _noise(network: PackedNetwork, wanted: Wanted) -> torch.Tensor:
+    """The noise that our denoiser draws for a picture, f32 [channels, height, width]."""
+    edges = (wanted.height // 16 * network.patch, wanted.width // 16 * network.patch)
+    return torch.randn((network.channels, *edges), generator=torch.Generator().manual_seed(wanted.seed))
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Measures, prints the table, and returns its rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["z-image", "qwen-image"], default="z-image")
+    parser.add_argument("--size", choices=list(SIZES), default="tiny", help="of the networks, and of the pictures")
+    parser.add_argument("--steps", type=int, nargs="+", default=[8])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--eager", action="store_true", help="do not compile our network")
+    parser.add_argument("--float32", action="store_true", help="also compare with diffusers in float32")
+    options = parser.parse_args(arguments)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    models = family(options)
+    denoiser = models.denoiser()
+    rows = []
+    for steps in options.steps:
+        rows.append(compared(models, denoiser, options, steps))
+        print(rows[-1], flush=True)
+    print(workload.table(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
