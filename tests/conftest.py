@@ -194,7 +194,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of real processes without models, by their folder."""
+    """Marks the tests of real processes without models, by their folder, and has the longest begin first."""
+    sharing.sharing_first(items)
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in ECHO_STAGES and item.get_closest_marker("e2e") is None:
