@@ -23,7 +23,7 @@ from omni_actors.coordinator.core.slots import Tenant, Ticket
 from omni_actors.coordinator.core.speech import SpeechLine
 from omni_actors.stage.deadlines import FIRST_SECONDS, Piece, choose
 from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag, DevicePriority
-from omni_actors.stage.lead import Lead
+from omni_actors.stage.lead import Ahead, Arrivals, Forecast, Outlook
 from omni_actors.telemetry.playback import Playback
 
 PROMPT_TOKENS, TEXT_TOKENS, CODEC_TOKENS = 65, 64, 512
@@ -31,6 +31,7 @@ BLOCK = 12  # codec tokens
 BLOCK_SECONDS = 0.24
 HELD_BACK_SECONDS = 0.11  # of a chunk, whose last samples need frames that are not there yet
 INTERVALS = 9
+PIECES_AHEAD = 8  # that are looked at
 LIGHT_BLOCKS = 48  # the vocoder's own
 POLICY = (1, 1, 2, 4, 8)  # and its chunks, in blocks; the last length repeats
 THINKER_SEATS, TALKER_SEATS = 128, 64  # max_num_seqs
@@ -45,7 +46,7 @@ ORDERS = ("number", "deadline")
 # By how much a stage slows down for each other one on the device, times that one's load for MPS; without MPS the
 # device goes from one process to the next, and short steps wait for long ones.
 SHARING = {
-    "mps": {"thinker": 0.4, "talker": 0.8, "code2wav": 1.5},
+    "mps": {"thinker": 0.4, "talker": 1.0, "code2wav": 2.2},
     "turns": {"thinker": 1.0, "talker": 2.5, "code2wav": 1.1},
 }
 
@@ -68,6 +69,10 @@ class Setting:
     talker_yields_to: tuple[str, ...] = ("thinker",)
     seed: int = 0
     keeps: bool = True
+    slowness: float = 1.0  # of the device
+    lengths: tuple[int, ...] = (CODEC_TOKENS,)  # codec tokens of the answers, in turn
+    rate: float = 0.0  # requests a second, at random moments, in place of a closed loop
+    cold: bool = False  # no warm-up
     pace: float = CoordinatorConfig().speech_pace  # 0: no speech waits
 
 
@@ -77,12 +82,14 @@ class Answer:
 
     name: str
     began: float
+    tokens: int = CODEC_TOKENS  # of its sound, in the end
     speaks: bool = False  # its speech may be made
     sample: Sample = field(default_factory=Sample)
     text: int = 0
     rows: int = 0  # of the thinker, at the talker
     codec: int = 0
     arrived: int = 0  # codec tokens at the vocoder
+    arrivals: Arrivals = field(default_factory=Arrivals)
     chunk: int = 0
     begin: int = 0  # block at which the chunk begins
     steps: int = 0  # of the chunk
@@ -140,6 +147,7 @@ class Stage(ABC):
             self.batch, self._began = batch, self.pipeline.now
             spread = self.pipeline.random.lognormvariate(0, SPREAD)
             self.host, self.device = (milliseconds / 1000 * spread for milliseconds in self.cost())
+            self.device *= self.pipeline.setting.slowness
 
     def end(self) -> None:
         """End the step."""
@@ -188,7 +196,7 @@ class Talker(Stage):
 
     def cost(self) -> tuple[float, float]:
         prompts = sum(PROMPT_TOKENS for answer in self.batch if answer.codec == 0)
-        return 1.7 + 0.03 * len(self.batch), 1.1 + 0.03 * len(self.batch) + 0.005 * prompts
+        return 2.2 + 0.03 * len(self.batch), 1.1 + 0.03 * len(self.batch) + 0.005 * prompts
 
     def urgent(self) -> bool:
         return any(answer.codec < BLOCK and self._ready(answer) for answer in self.answers)
@@ -197,10 +205,10 @@ class Talker(Stage):
         vocoder = self.pipeline.vocoder
         for answer in self.batch:
             answer.codec += 1
-            if answer.codec % BLOCK == 0 or answer.codec == CODEC_TOKENS:
+            if answer.codec % BLOCK == 0 or answer.codec == answer.tokens:
                 tokens = answer.codec
                 self.pipeline.later(HOP_SECONDS, lambda answer=answer, tokens=tokens: vocoder.arrive(answer, tokens))
-        self.answers = [answer for answer in self.answers if answer.codec < CODEC_TOKENS]
+        self.answers = [answer for answer in self.answers if answer.codec < answer.tokens]
 
 
 class Vocoder(Stage):
@@ -208,7 +216,8 @@ class Vocoder(Stage):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
-        self._lead = Lead()
+        self._forecast = Forecast(CHUNKS)
+        self._share = 0.0  # of a light step, in the last one
         self._running: list[Answer] = []  # chunks begun, in the order "number"
 
     def arrive(self, answer: Answer, tokens: int) -> None:
@@ -217,19 +226,20 @@ class Vocoder(Stage):
             answer.first_due = self.pipeline.now + FIRST_SECONDS
             self.answers.append(answer)
         answer.arrived = tokens
+        answer.arrivals.add(self.pipeline.now, tokens)
 
     def _end(self, answer: Answer) -> int:
         """The block at which the answer's chunk ends."""
-        policy, total = self.pipeline.setting.policy, -(-CODEC_TOKENS // BLOCK)
+        policy, total = self.pipeline.setting.policy, -(-answer.tokens // BLOCK)
         return min(answer.begin + policy[min(answer.chunk, len(policy) - 1)], total)
 
     def _blocks(self, answer: Answer) -> int:
         """The chunk's blocks, with its look-ahead."""
-        total = -(-CODEC_TOKENS // BLOCK)
+        total = -(-answer.tokens // BLOCK)
         return min(self._end(answer) + 1, total) - answer.begin
 
     def _ready(self, answer: Answer) -> bool:
-        return answer.arrived == CODEC_TOKENS or answer.arrived >= (answer.begin + self._blocks(answer)) * BLOCK
+        return answer.arrived == answer.tokens or answer.arrived >= (answer.begin + self._blocks(answer)) * BLOCK
 
     def pick(self) -> list[Answer]:
         ready = [answer for answer in self.answers if self._ready(answer)]
@@ -243,6 +253,7 @@ class Vocoder(Stage):
     def cost(self) -> tuple[float, float]:
         self._running = list(self.batch)
         blocks = sum(self._blocks(answer) for answer in self.batch)
+        self._share = blocks / LIGHT_BLOCKS
         self.load = min(1.0, 0.4 + blocks / 60)
         device = 2.8 + 0.14 * blocks
         decoded = [self._end(answer) - answer.begin for answer in self.batch if answer.steps == INTERVALS - 1]
@@ -259,11 +270,37 @@ class Vocoder(Stage):
             if answer.steps == INTERVALS:
                 self._running.remove(answer)
                 self._send(answer)
+        self._foresee()
         for answer in [*self.batch, *self.answers]:
             if answer.kept and answer.leaves <= self.pipeline.now:
                 for seconds in answer.kept:
                     self._leave(answer, seconds)
                 answer.kept.clear()
+
+    def _foresee(self) -> None:
+        """Note how long the step took, and decide when first sounds that are kept leave."""
+        now = self.pipeline.now
+        self._forecast.stepped(self._share, self._began, now)
+        kept = [answer for answer in self.answers if answer.kept]
+        if kept and self.pipeline.setting.keeps:
+            outlooks = {answer: self._outlook(answer) for answer in self.answers}
+            self._forecast.look(list(outlooks.values()), now)
+            for answer in kept:
+                answer.leaves = outlooks[answer].leaves()
+
+    def _outlook(self, answer: Answer) -> Outlook:
+        """What is to be made of an answer."""
+        policy, complete = self.pipeline.setting.policy, answer.arrived == answer.tokens
+        total = -(-answer.tokens // BLOCK) if complete else math.inf
+        ahead, begin, chunk, steps = [], answer.begin, answer.chunk, INTERVALS - answer.steps
+        while begin < total and len(ahead) < PIECES_AHEAD:
+            end = min(begin + policy[min(chunk, len(policy) - 1)], total)
+            window_end = min(end + 1, total)
+            missing = 0 if complete else max(0, int(window_end) * BLOCK - answer.arrived)
+            before = max(0.0, begin * BLOCK_SECONDS - HELD_BACK_SECONDS)
+            ahead.append(Ahead(before, (window_end - begin) / LIGHT_BLOCKS, steps, missing))
+            begin, chunk, steps = end, chunk + 1, INTERVALS
+        return Outlook(answer.made, answer.due, answer.arrivals, ahead)
 
     def _leave(self, answer: Answer, seconds: float) -> None:
         pipeline = self.pipeline
@@ -272,13 +309,13 @@ class Vocoder(Stage):
 
     def _send(self, answer: Answer) -> None:
         pipeline, end = self.pipeline, self._end(answer)
-        last = end * BLOCK >= CODEC_TOKENS
-        total = CODEC_TOKENS / BLOCK * BLOCK_SECONDS if last else end * BLOCK_SECONDS - HELD_BACK_SECONDS
+        last = end * BLOCK >= answer.tokens
+        total = answer.tokens / BLOCK * BLOCK_SECONDS if last else end * BLOCK_SECONDS - HELD_BACK_SECONDS
         seconds = total - answer.made.seconds
         first = not answer.made.first
         answer.made.add(pipeline.now, seconds)
         if first:
-            answer.leaves = pipeline.now + (self._lead.begin(answer.made) if pipeline.setting.keeps else 0.0)
+            answer.leaves = FOREVER if pipeline.setting.keeps else pipeline.now
         answer.begin, answer.steps, answer.queued = end, 0, pipeline.now
         answer.chunk += 1
         answer.kept.append(seconds)
@@ -348,7 +385,7 @@ class Pipeline:
         self.admission = Admission(self)
         self._slowdown = SHARING[setting.sharing]
         self._events: list[tuple[float, int, Callable[[], object]]] = []
-        self._numbers = itertools.count()
+        self._numbers, self._answers = itertools.count(), itertools.count()
         self._samples: list[Sample] = []
         self._left = 0
         self._prompt_free = 0.0
@@ -359,7 +396,8 @@ class Pipeline:
 
     def run(self) -> tuple[list[Sample], float]:
         """Warm up with one answer for each client, then measure; return the samples and the seconds they took."""
-        self._load(self.setting.concurrency, 0.0)
+        if not self.setting.cold:
+            self._load(self.setting.concurrency, 0.0)
         self._samples.clear()
         began = self.now
         self._load(max(3, self.setting.rounds * self.setting.concurrency), self.setting.stagger)
@@ -378,12 +416,19 @@ class Pipeline:
         self.admission.leave(answer)
         answer.sample.total = self.now - answer.began
         self._samples.append(answer.sample)
-        self._submit()
+        if not self.setting.rate:
+            self._submit()
 
     def _load(self, count: int, stagger: float) -> None:
         self._left, goal = count, len(self._samples) + count
-        for number in range(self.setting.concurrency):
-            self.later(stagger * number / self.setting.concurrency, self._submit)
+        if self.setting.rate:
+            moment = 0.0
+            for _ in range(count):
+                moment += self.random.expovariate(self.setting.rate)
+                self.later(moment, self._submit)
+        else:
+            for number in range(self.setting.concurrency):
+                self.later(stagger * number / self.setting.concurrency, self._submit)
         while len(self._samples) < goal:
             self._advance()
 
@@ -391,7 +436,8 @@ class Pipeline:
         if not self._left:
             return
         self._left -= 1
-        answer = Answer(str(next(self._numbers)), self.now)
+        number = next(self._answers)
+        answer = Answer(str(number), self.now, self.setting.lengths[number % len(self.setting.lengths)])
         spread = self.random.lognormvariate(0, SPREAD)
         self._prompt_free = max(self.now, self._prompt_free) + PROMPT_SECONDS * spread
         self.later(self._prompt_free + 3 * HOP_SECONDS - self.now, lambda: self.thinker.answers.append(answer))

@@ -126,8 +126,8 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
         solver: method by which Qwen2.5-Omni's flow is solved: `rk4`, the default, evaluates the network four times in
             an interval, as the reference does, `midpoint` twice, `euler` once. docs/benchmarks.md has what the cheaper
             ones cost in sound.
-        smooth_start: keep the first sound of an answer for as long as the answers before it would have had to, so that
-            no gap follows; nothing while there is little load, and at most 2 s.
+        smooth_start: keep the first sound of an answer until the rest of it is foreseen to follow without a gap;
+            nothing while there is little load, and at most 5 s.
     """
 
     policy: Literal["chunks", "whole"] = "chunks"
@@ -295,7 +295,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     keys_dir: Line | None = None
     max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     max_queued: Annotated[int, Meta(ge=0, le=10_000)] = 256
-    speech_pace: Annotated[float, Meta(ge=0, le=1000)] = 1.2
+    speech_pace: Annotated[float, Meta(ge=0, le=1000)] = 1.4
     speech_queue: Annotated[int, Meta(ge=0, le=10_000)] = 256
     speech_wait: Seconds = 120.0
     startup_timeout: Seconds = 600.0

@@ -31,7 +31,7 @@ from omni_actors.stage.engine_interface import (
     StageInputs,
     StageRequest,
 )
-from omni_actors.stage.lead import Lead
+from omni_actors.stage.lead import Ahead, Arrivals, Forecast, Outlook
 from omni_actors.telemetry.playback import Playback
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class _Running:
 
     `job` is the one in the core, of which `done` steps are done, and `answered` says that there was output. `claim` is
     what it takes of the stage's budget, known with its first job. Its first sound is due at `first_due`; `made` are the
-    moments at which its pieces were made, and those in `kept` leave together at `leaves`.
+    moments at which its pieces were made, those in `kept` leave together at `leaves`, and `arrivals` are of its input.
     """
 
     request: StageRequest
@@ -63,6 +63,8 @@ class _Running:
     made: Playback = field(default_factory=Playback)
     kept: list[EngineEvent] = field(default_factory=list)
     leaves: float = 0.0
+    left: bool = False
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     @property
     def due(self) -> float:
@@ -86,7 +88,8 @@ class DiffusionEngine(VllmEngine[_Running]):
         self._runner = cast("DiffusionWorker", self.core.worker).model_runner
         self._facts = self._runner.facts
         self._jobs: dict[str, str] = {}  # id of a job in the core -> request
-        self._lead = Lead() if arguments.model_config.decode.get("smooth_start", True) else None
+        self._keeps = bool(arguments.model_config.decode.get("smooth_start", True))  # first sounds, for a while
+        self._forecast = Forecast(self._scheduler.places)
         self._keeping: dict[str, _Running] = {}  # requests with sound that has not left
 
     @property
@@ -104,6 +107,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         stream = self._runner.open(request, inputs)
         first_due = self._scheduler.clock() + FIRST_SECONDS
         running = self._requests[request.request_id] = _Running(request, stream, first_due)
+        running.arrivals.add(self._scheduler.clock(), stream.input_tokens)
         self._submit(running)
 
     def extend(
@@ -121,6 +125,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         except OmniError:
             self.abort(request_id)  # without this input it could never end
             raise
+        running.arrivals.add(self._scheduler.clock(), running.stream.input_tokens)
         if running.job_id is None:
             self._submit(running)
 
@@ -172,17 +177,25 @@ class DiffusionEngine(VllmEngine[_Running]):
 
     def step(self) -> Sequence[EngineEvent]:
         """Do one denoise step of all jobs that fit; the events are those of completed jobs, previews and progress."""
+        began = self._scheduler.clock()
+        events: list[EngineEvent] = []
         try:
             outputs = self.core.step()
         except StepFailed as failure:
             error = failure.for_request()
             ended = [self._jobs.pop(job_id) for job_id in failure.request_ids if job_id in self._jobs]
-            events: list[EngineEvent] = []
             for request_id in ended:
                 self._release(running := self._requests.pop(request_id))
                 events += [*self._let_go(running), ErrorEvent(request_id, error)]
             return events
-        events = self._leaving()
+        if outputs:
+            jobs = (
+                self._requests[self._jobs[output.request_id]].job
+                for output in outputs
+                if output.request_id in self._jobs
+            )
+            share = sum(job.share for job in jobs if job is not None)
+            self._forecast.stepped(share, began, self._scheduler.clock())
         for output in outputs:
             running_id = self._jobs.get(output.request_id)
             if running_id is None:  # aborted while its last step was in flight
@@ -192,7 +205,8 @@ class DiffusionEngine(VllmEngine[_Running]):
             else:
                 del self._jobs[output.request_id]
                 events += self._job_done(running_id, attachment_of(output))
-        return events
+        self._foresee()
+        return [*events, *self._leaving()]
 
     def _step_done(self, request_id: str, result: dict[str, Any]) -> list[EngineEvent]:
         """Progress, and the latents of a preview if the runner has made them."""
@@ -215,7 +229,7 @@ class DiffusionEngine(VllmEngine[_Running]):
             running.answered |= bool(running.kept or pictures or others)
             if not running.stream.finished:
                 self._submit(running)
-                return [*events, *(self._let_go(running) if running.leaves <= self._scheduler.clock() else ())]
+                return events
             if not running.answered:
                 raise EngineError("The model ended the request without an output.")
         except OmniError as error:
@@ -231,12 +245,27 @@ class DiffusionEngine(VllmEngine[_Running]):
             return
         if not torch.isfinite(audio).all():
             raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")
-        first = not running.made.first
         running.made.add(self._scheduler.clock(), audio.shape[-1] / self._facts.sample_rate)
-        if first and self._lead is not None:
-            running.leaves = running.made.first + self._lead.begin(running.made)
         running.kept.append(AudioEvent(request_id, to_host(audio), self._facts.sample_rate))
         self._keeping[request_id] = running
+
+    def _foresee(self) -> None:
+        """Decide when first sounds that are kept leave."""
+        kept = [running for running in self._keeping.values() if not running.left]
+        if not kept or not self._keeps:
+            return
+        outlooks = {running.request.request_id: self._outlook(running) for running in self._requests.values()}
+        self._forecast.look(list(outlooks.values()), self._scheduler.clock())
+        for running in kept:
+            running.leaves = outlooks[running.request.request_id].leaves()
+
+    def _outlook(self, running: _Running) -> Outlook:
+        """What is to be made of a request."""
+        job = running.job if running.job_id is not None else None
+        now = [Ahead(running.made.seconds, job.share, max(1, job.num_steps - running.done))] if job is not None else []
+        return Outlook(
+            running.made, running.due, running.arrivals, [*now, *running.stream.ahead(self._facts.sample_rate)]
+        )
 
     def _leaving(self) -> list[EngineEvent]:
         """The sound whose time to leave has come."""
@@ -247,6 +276,7 @@ class DiffusionEngine(VllmEngine[_Running]):
     def _let_go(self, running: _Running) -> list[EngineEvent]:
         """The request's sound, which may leave now."""
         self._keeping.pop(running.request.request_id, None)
+        running.left |= bool(running.kept)
         events, running.kept = running.kept, []
         return events
 

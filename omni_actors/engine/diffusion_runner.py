@@ -18,6 +18,7 @@ from omni_actors.engine.worker_base import OmniRunnerBase
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
+from omni_actors.stage.lead import Ahead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,6 +103,10 @@ class DiffusionStream(ABC):
     @abstractmethod
     def next_job(self) -> DiffusionJob | None:
         """The next job, or None while its input is missing. Each job is returned once."""
+
+    def ahead(self, sample_rate: int) -> Sequence[Ahead]:
+        """The pieces of sound of the jobs that `next_job` has not returned; none if they are not known."""
+        return ()
 
     @property
     @abstractmethod

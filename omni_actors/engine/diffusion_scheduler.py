@@ -37,7 +37,7 @@ class DiffusionMixin(StallMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.budget = DeviceBudget(omni_options(self.vllm_config).get("latent_budget_bytes", NO_LIMIT))
-        self._places: int = self.vllm_config.scheduler_config.max_num_seqs
+        self.places: int = self.vllm_config.scheduler_config.max_num_seqs
         self._step_tokens: int = self.vllm_config.scheduler_config.max_num_batched_tokens
         self._by_priority = self.vllm_config.scheduler_config.policy == "priority"
         # vLLM would count jobs that skip a step, so that an urgent one could not enter.
@@ -76,7 +76,7 @@ class DiffusionMixin(StallMixin):
             return fitting
 
         pieces = [self._piece(request) for request in unfinished.values()]
-        self._chosen = set(choose(pieces, self.clock(), self._places, fits))
+        self._chosen = set(choose(pieces, self.clock(), self.places, fits))
         for request in self.running:
             if request.request_id in unfinished and request.request_id not in self._chosen:
                 self._leave_out(request)

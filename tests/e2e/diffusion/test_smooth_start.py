@@ -1,4 +1,4 @@
-"""The vocoder keeps first sounds while others would have had gaps, and sends the same sound as without."""
+"""The vocoder keeps first sounds until the rest can follow, and sends the same sound as without."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import NoReturn
 import pytest
 
 from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.stage.lead import LONGEST_SECONDS
 from tests.support.code2wav import CHUNKS, difference, run_dry
 from tests.support.speech import Spec, Speech
 
 pytestmark = pytest.mark.e2e
 
 BLOCK = 12  # codec tokens
-LATE = 1.0  # seconds after the first piece, at which tokens for the second come
+SLOW = 1.0  # seconds for the tokens of a block, which are heard in 0.24 s
 SPEC: Spec = (4 * BLOCK, "Ethan", 0.5, 3)
 
 
@@ -25,9 +26,9 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def clock() -> Clock:
-    return Clock()
+    return Clock()  # for all tests, because the vocoders are, and time does not go back
 
 
 @pytest.fixture
@@ -50,31 +51,30 @@ def go_on(speech: Speech) -> None:
     pytest.fail("the engine does not become idle")
 
 
-def begin(engine: DiffusionEngine, name: str) -> Speech:
-    """An answer whose first piece has been made."""
+def begin(engine: DiffusionEngine, clock: Clock, name: str, pace: float = SLOW) -> Speech:
+    """An answer whose first piece has been made, and whose tokens take so many seconds per block."""
     speech = Speech(engine)
-    speech.start(name, SPEC, first=2 * BLOCK)
+    speech.start(name, SPEC, first=BLOCK)
+    go_on(speech)
+    clock.now += pace
+    speech.feed(name, BLOCK)
     go_on(speech)
     return speech
 
 
-def answer_late(engine: DiffusionEngine, clock: Clock, name: str) -> Speech:
-    """A whole answer, the second piece of which comes too late."""
-    speech = begin(engine, name)
-    clock.now += LATE
-    speech.feed_all(name)
-    go_on(speech)
-    return speech
+def test_a_first_sound_leaves_at_once_if_the_rest_comes_faster_than_it_is_heard(
+    engine: DiffusionEngine, clock: Clock
+) -> None:
+    speech = begin(engine, clock, "fast", pace=0.05)
+    assert len(speech.heard["fast"]) == 1
+    speech.feed_all("fast")
+    speech.run()
 
 
-def test_the_first_sound_is_kept_for_as_long_as_the_last_answers_needed(engine: DiffusionEngine, clock: Clock) -> None:
-    clock.now += 100  # nothing is known of the load now
-    before = [answer_late(engine, clock, f"before{number}") for number in range(3)]
-    assert len(before[0].heard["before0"]) > 1, "nothing was kept of the first"
-    first = len(before[0].heard["before0"][0]) / 24_000
-    speech = begin(engine, "kept")
+def test_a_first_sound_is_kept_if_its_answers_tokens_come_too_slowly(engine: DiffusionEngine, clock: Clock) -> None:
+    speech = begin(engine, clock, "kept")
     assert not speech.heard["kept"]
-    clock.now += LATE - first - 0.01
+    clock.now += LONGEST_SECONDS - 0.01
     assert not engine.runnable()
     clock.now += 0.02
     assert engine.runnable()
@@ -83,19 +83,28 @@ def test_the_first_sound_is_kept_for_as_long_as_the_last_answers_needed(engine: 
     assert not engine.runnable()
     speech.feed_all("kept")
     speech.run()
-    assert difference(speech.wave("kept"), before[0].wave("before0")) <= 1e-5
+    fast = begin(engine, clock, "fast", pace=0.05)
+    fast.feed_all("fast")
+    fast.run()
+    assert difference(speech.wave("kept"), fast.wave("fast")) <= 1e-5
 
 
-def test_kept_sound_goes_with_the_end_of_its_answer_or_with_the_answer(engine: DiffusionEngine, clock: Clock) -> None:
-    clock.now += 200
-    for number in range(3):
-        answer_late(engine, clock, f"before{number}")
-    speech = begin(engine, "whole")
-    speech.feed_all("whole")
-    go_on(speech)
-    assert "whole" in speech.finished
-    assert len(speech.wave("whole")) == SPEC[0] * 480
-    gone = begin(engine, "gone")
+def test_what_is_kept_leaves_as_soon_as_the_rest_is_sure(engine: DiffusionEngine, clock: Clock) -> None:
+    """Before the end of the answer: all its tokens are there, and the stage makes sound of them in no time."""
+    speech = begin(engine, clock, "sure")
+    assert not speech.heard["sure"]
+    speech.feed_all("sure")
+    speech.step()
+    while not speech.heard["sure"]:
+        assert engine.runnable()
+        speech.step()
+    assert "sure" not in speech.finished
+    speech.run()
+    assert len(speech.wave("sure")) == SPEC[0] * 480
+
+
+def test_a_request_that_is_aborted_leaves_nothing_kept(engine: DiffusionEngine, clock: Clock) -> None:
+    gone = begin(engine, clock, "gone")
     engine.abort("gone")
     clock.now += 10
     assert not engine.runnable()
@@ -105,10 +114,7 @@ def test_kept_sound_goes_with_the_end_of_its_answer_or_with_the_answer(engine: D
 def test_kept_sound_leaves_before_the_error_of_a_later_chunk(
     engine: DiffusionEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock.now += 300
-    for number in range(3):
-        answer_late(engine, clock, f"before{number}")
-    speech = begin(engine, "failing")
+    speech = begin(engine, clock, "failing")
     assert not speech.heard["failing"]
 
     def integrate(job_ids: Sequence[str]) -> NoReturn:

@@ -15,6 +15,7 @@ from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionStream
 from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.decoder import CodecSizes
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.stage.lead import PIECES_AHEAD, Ahead
 
 # Copies of the widest activation that are alive at a time, for the memory estimates.
 COPIES = 4
@@ -170,6 +171,22 @@ class CodecStream(DiffusionStream):
         held = 0 if last else self._cutting.state_bytes
         needed = self._cutting.step_bytes(chunk.frames)
         return DiffusionJob(chunk, 1, needed, needed, held)
+
+    def ahead(self, sample_rate: int) -> list[Ahead]:
+        """The chunks that `next_job` has not returned."""
+        policy, sizes = self._cutting.policy, self._cutting.sizes
+        if policy is None or self._finished:
+            return []
+        received = len(self._codes) // sizes.num_quantizers
+        total = received if self._complete else None
+        pieces: list[Ahead] = []
+        begin = self._frame
+        while len(pieces) < PIECES_AHEAD and (total is None or begin < total):
+            missing = 0 if self._complete else max(0, policy.end(begin) - received) * sizes.num_quantizers
+            before = sizes.samples(begin) - sizes.samples(min(self._silent, begin))
+            pieces.append(Ahead(before / sample_rate, 0.0, 1, missing))
+            begin = policy.end(begin)
+        return pieces
 
     def _chunk(self, begin: int, end: int, *, last: bool) -> CodecChunk:
         sizes = self._cutting.sizes

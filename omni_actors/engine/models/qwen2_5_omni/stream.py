@@ -10,6 +10,7 @@ Everything here runs on the host, before a chunk reaches the device. The chunks 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionStream
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import receptive_frames
 from omni_actors.engine.models.qwen2_5_omni.dit import solver_times
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.stage.lead import PIECES_AHEAD, Ahead
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniToken2WavConfig
@@ -276,19 +278,52 @@ class Code2WavStream(DiffusionStream):
 
     def next_job(self) -> DiffusionJob | None:
         """The next chunk, once its tokens and those of its look-ahead are there."""
-        policy, begin, size = self._geometry.policy, self._block, self._geometry.tokens_per_block
-        total = -(-len(self._tokens) // size) if self._complete else None
+        policy, total = self._geometry.policy, self._total
         if self._finished:
             return None
         if policy is None:
-            return None if total is None else self._job(begin, total, total, last=True)
-        end = policy.end(begin)
+            return None if total is None else self._job(self._block, total, total, last=True)
+        end, window_end = self._cut(policy, self._block)
+        return None if self._missing(window_end) else self._job(self._block, end, window_end, last=end == total)
+
+    def ahead(self, sample_rate: int) -> list[Ahead]:
+        """The chunks that `next_job` has not returned."""
+        geometry, policy, total = self._geometry, self._geometry.policy, self._total
+        if policy is None or self._finished:
+            return []
+        rate = sample_rate / math.prod(geometry.config.bigvgan_config.upsample_rates)  # frames a second
+        pieces: list[Ahead] = []
+        begin, emitted = self._block, self._emitted
+        while len(pieces) < PIECES_AHEAD and (total is None or begin < total):
+            end, window_end = self._cut(policy, begin)
+            share = (window_end - begin) / LIGHT_BLOCKS
+            pieces.append(Ahead(emitted / rate, share, max(1, self._sizes[0]), self._missing(window_end)))
+            emitted = self._emit_to(emitted, end, (window_end - end) * geometry.frames_per_block)
+            begin = end
+        return pieces
+
+    @property
+    def _total(self) -> int | None:
+        """Blocks of the utterance, once it is complete."""
+        return -(-len(self._tokens) // self._geometry.tokens_per_block) if self._complete else None
+
+    def _cut(self, policy: ChunkPolicy, begin: int) -> tuple[int, int]:
+        """The ends of the chunk that begins at a block, and of its window."""
+        total, end = self._total, policy.end(begin)
         window_end = end + policy.look_ahead
-        if total is not None:
-            end, window_end = min(end, total), min(window_end, total)
-        elif len(self._tokens) < window_end * size:
-            return None
-        return self._job(begin, end, window_end, last=end == total)
+        return (end, window_end) if total is None else (min(end, total), min(window_end, total))
+
+    def _missing(self, window_end: int) -> int:
+        """Tokens that a window lacks."""
+        return 0 if self._complete else max(0, window_end * self._geometry.tokens_per_block - len(self._tokens))
+
+    def _emit_to(self, emitted: int, end: int, ahead: int) -> int:
+        """The frame after the last one that is sent with a chunk, which has `ahead` frames of look-ahead.
+
+        The vocoder has to wait for the frames behind a sample, except for those of the look-ahead, which it has.
+        """
+        final = end * self._geometry.frames_per_block
+        return max(emitted, final - max(0, self._geometry.context - ahead))
 
     def _job(self, begin: int, end: int, window_end: int, *, last: bool) -> DiffusionJob:
         geometry = self._geometry
@@ -296,9 +331,8 @@ class Code2WavStream(DiffusionStream):
         tokens = tuple(self._tokens[begin * size : window_end * size])
         frames = len(tokens) * geometry.frames_per_token  # of the window
         final = begin * frames_per_block + (frames if last else (end - begin) * frames_per_block)
-        # The vocoder has to wait for the frames behind a sample, except for those of the look-ahead, which it has.
         ahead = begin * frames_per_block + frames - final
-        emit_to = final if last else max(self._emitted, final - max(0, context - ahead))
+        emit_to = final if last else self._emit_to(self._emitted, end, ahead)
         payload = Code2WavPayload(
             token_ids=tokens,
             noise=self._noise.take(begin, window_end),
