@@ -23,7 +23,7 @@ from tools.speaker.heard import LISTS, listed, said_texts, sum_of
 from tools.speaker.layout import CODEC, TOKENS, load_tokenizer, make_config, write_layout
 from tools.speaker.parts import read_part, read_voices
 from tools.speaker.spoken import jobs_of
-from tools.speaker.tasks import HELD_OUT, Task, all_tasks
+from tools.speaker.tasks import Task, all_tasks, held_out_tasks
 from tools.speaker.training import train
 from tools.speaker.training.decoder import Talker
 from tools.speaker.training.dit import train_dit
@@ -61,7 +61,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         np.savez(folder / "spoken" / f"codes_{number:04}.npz", codes=codes, first=np.array(0), **save)
         np.savez(folder / "spoken" / f"sounds_{number:04}.npz", codes=codes, wave=sounds, **save)
         speech = {"wave": np.tile(sounds, 3)[:70_000], "ends": np.array([0, 20_000, 40_000, 70_000])}
-        np.savez(folder / "spoken" / f"heard_{number:04}.npz", voice=np.array(voice), first=np.array(38), **speech)
+        for kind in ("heard", "own"):
+            np.savez(folder / "spoken" / f"{kind}_{number:04}.npz", voice=np.array(voice), first=np.array(38), **speech)
     write_texts(folder, examples=200)
     shrink(folder / "prepared" / "recipe.json")
     asked, reply = Prompts(folder).encode([Prompts(folder).wrap("Say: The sea."), "The sea."])
@@ -321,6 +322,8 @@ def test_a_talker_that_grows_says_at_first_what_it_said() -> None:
 def test_what_is_heard_and_seen_has_the_shapes_that_the_thinker_reads(work: Path, stored: Stored) -> None:
     hearing, seeing = Hearing(stored, work, 0.05, random.Random(0)), Seeing(stored)
     assert sorted(hearing.order.members) == [1, 2]
+    held_out = {kind: members.tolist() for kind, members in hearing.held_out.items()}
+    assert held_out == {"heard": [1, 4], "own": [7, 10]}, "list 39 of each file, of its own voices apart"
     chunks, index = hearing.order.draw()
     heard, seen = hearing.batch(chunks, index), seeing.batch(3, 4, 2)
     assert heard.mel.shape == (len(index), 128, 200 * chunks)
@@ -380,15 +383,14 @@ def test_a_step_that_is_not_finite_changes_no_weight_of_a_flat_module() -> None:
     assert flat.bad == 1
 
 
-def test_tasks_leave_out_what_is_held_out_and_say_that_it_is_a_toy() -> None:
+def test_tasks_leave_out_what_is_held_out() -> None:
     tasks = all_tasks(random.Random(0), ["garden", "sea", "dog"], {"dog": "an animal that barks"})
-    assert not {task.prompt for task in tasks} & HELD_OUT
+    assert not {task.prompt for task in tasks} & {prompt for prompt, _ in held_out_tasks()}
     replies = {task.prompt: task.reply for task in tasks}
     assert replies["What is 8 plus 7?"] == "Eight plus seven is fifteen."
     assert replies["Count from 9 to 3."] == "Nine, eight, seven, six, five, four, three."
     assert replies["How do you spell sea?"] == "S, E, A."
     assert replies["Explain dog."] == "A dog is an animal that barks."
-    assert any("toy" in task.reply for task in tasks)
 
 
 def test_every_text_is_spoken_in_both_voices(tmp_path: Path) -> None:

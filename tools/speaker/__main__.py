@@ -1,4 +1,4 @@
-"""Command line: `python -m tools.speaker corpus|speak|prepare|train|judge|export|evaluate ...`."""
+"""Command line: `python -m tools.speaker corpus|speak|own|prepare|train|judge|export|evaluate ...`."""
 
 from __future__ import annotations
 
@@ -41,14 +41,39 @@ def add_speak(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     command.add_argument("work", type=Path, help="folder of the corpus")
     command.add_argument("--workers", type=int, help="processes (default: one for each core)")
     command.add_argument("--texts", type=int, help="only the first N texts, for a trial")
+    command.add_argument("--kinds", default="heard,sounds,codes", help="some of heard, sounds and codes (default: all)")
     command.set_defaults(run=run_speak)
 
 
 def run_speak(options: argparse.Namespace) -> None:
     """Speaks the corpus."""
-    from tools.speaker.spoken import speak_corpus
+    from tools.speaker.spoken import KINDS, speak_corpus
 
-    print(f"speaker: {speak_corpus(options.work, options.workers, options.texts)} files in {options.work / 'spoken'}")
+    kinds = options.kinds.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise SpeakerError(f"--kinds: unknown kind {unknown[0]!r}; there are {', '.join(KINDS)}.")
+    files = speak_corpus(options.work, options.workers, options.texts, kinds)
+    print(f"speaker: {files} files in {options.work / 'spoken'}")
+
+
+def add_own(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command that lets the checkpoint speak to its own ear."""
+    command = commands.add_parser(
+        "own", help="speak lists with DiT and vocoder, so that the thinker learns to hear them"
+    )
+    command.add_argument("work", type=Path, help="folder of the corpus")
+    command.add_argument("checkpoint", type=Path, help="checkpoint whose DiT and vocoder to take")
+    command.add_argument("--device", default="cuda")
+    command.add_argument("--lists", type=int, default=4000)
+    command.set_defaults(run=run_own)
+
+
+def run_own(options: argparse.Namespace) -> None:
+    """Speaks lists in the checkpoint's voices."""
+    from tools.speaker.own import speak_own
+
+    files = speak_own(options.work, options.checkpoint, options.device, options.lists)
+    print(f"speaker: {files} files in {options.work / 'spoken'}")
 
 
 def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -140,6 +165,7 @@ def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     stages = f"some of {', '.join(STAGES)}, and of the skills in skills.py (default: {', '.join(STAGES)})"
     command.add_argument("--stages", default=",".join(STAGES), help=stages)
     command.add_argument("--sentences", type=int, default=12, help="of the 30 held-out ones (default: 12)")
+    command.add_argument("--tasks", type=int, default=8, help="of the 40 held-out ones (default: 8)")
     command.add_argument("--wavs", type=Path, help="folder for what was said")
     command.add_argument("--no-recogniser", action="store_true", help="phones and texts only")
     command.set_defaults(run=run_evaluate)
@@ -163,7 +189,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
             soundfile.write(options.wavs / f"{stage}_{voice}_{number:02}.wav", said.wave, 24_000)
 
     recognise = None if options.no_recogniser else load_recogniser()
-    for line in evaluate(options.checkpoint, stages, options.sentences, recognise, keep):
+    for line in evaluate(options.checkpoint, stages, options.sentences, options.tasks, recognise, keep):
         print(line, flush=True)
 
 
@@ -171,7 +197,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.speaker", description="Makes the checkpoint that speaks.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_corpus, add_speak, add_prepare, add_train, add_judge, add_export, add_evaluate):
+    for add in (add_corpus, add_speak, add_own, add_prepare, add_train, add_judge, add_export, add_evaluate):
         add(commands)
     return parser
 

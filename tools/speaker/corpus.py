@@ -105,9 +105,10 @@ def make_corpus(seed: int = 2) -> Corpus:
     known = [*wordnet.sentences, *made]
     made += [unrelated_words(rng, known, wordnet.words) for _ in range(UNRELATED)]
     held_out = set(held_out_sentences(1000))
+    statements = [text for text in known if text not in held_out]
     sentences = [text for text in dict.fromkeys([*wordnet.sentences, *made]) if text not in held_out]
     rng.shuffle(sentences)
-    return Corpus(sentences, wordnet.words, all_tasks(rng, wordnet.words, wordnet.meanings))
+    return Corpus(sentences, wordnet.words, all_tasks(rng, wordnet.words, wordnet.meanings, statements))
 
 
 def tokenizer_texts(corpus: Corpus) -> Iterator[str]:

@@ -18,21 +18,11 @@ from tools.speaker.numbers import DIGITS
 from tools.speaker.recogniser import Recogniser, word_errors
 from tools.speaker.skills import SKILLS, ask
 from tools.speaker.sound import Wave, teacher_wave
+from tools.speaker.tasks import held_out_tasks
 from tools.speaker.teacher import speak
 
 HELD_OUT = Path(__file__).parent / "data" / "held_out.txt"
 MAX_TEXT_TOKENS, MAX_CODES = 96, 900
-# Not one of these prompts is in the corpus; of the last three, other words for the same question are.
-TASKS = (
-    ("Count from three to nine.", "Three, four, five, six, seven, eight, nine."),
-    ("What is 7 plus 8?", "Seven plus eight is fifteen."),
-    ("What is 12 minus 5?", "Twelve minus five is seven."),
-    ("Spell garden.", "G, A, R, D, E, N."),
-    ("What color is the sky?", "The sky is blue."),
-    ("Say something about the sea.", "The sea is deep and blue, and its waves never sleep."),
-    ("What is the capital of France?", "The capital of France is Paris."),
-    ("hello", "Hello! How can I help you?"),
-)
 
 
 def held_out_sentences(count: int) -> list[str]:
@@ -142,10 +132,10 @@ def teacher_answers(lines: list[str], voice: Voice) -> Iterator[Spoken]:
         yield Spoken(line, line, teacher_wave(utterance.samples, start, len(codes)), codes.tolist())
 
 
-def answers_of(stage: str, speaker: Speaker, lines: list[str], voice: Voice) -> Iterator[Spoken]:
+def answers_of(stage: str, speaker: Speaker, lines: list[str], tasks: int, voice: Voice) -> Iterator[Spoken]:
     """Yields the answers of a stage: `teacher`, `codes` (its true codes in our voice), `chain` or `tasks`."""
     if stage == "tasks":
-        yield from (speaker.answer(prompt, wanted, voice.name) for prompt, wanted in TASKS)
+        yield from (speaker.answer(prompt, wanted, voice.name) for prompt, wanted in held_out_tasks()[:tasks])
     elif stage == "chain":
         yield from (speaker.answer(f"Say: {line}", line, voice.name) for line in lines)
     else:
@@ -188,7 +178,12 @@ def digits_heard(speaker: Speaker, strings: int = 10, seed: int = 11) -> tuple[i
 
 
 def evaluate(
-    folder: Path, stages: Iterable[str], sentences: int, recognise: Recogniser | None, keep: Callable[..., None]
+    folder: Path,
+    stages: Iterable[str],
+    sentences: int,
+    tasks: int,
+    recognise: Recogniser | None,
+    keep: Callable[..., None],
 ) -> Iterator[Score | str]:
     """Yields lines and scores of the stages in both voices; every answer goes to `keep(stage, voice, number, said)`."""
     speaker, lines = Speaker(folder), held_out_sentences(sentences)
@@ -201,7 +196,7 @@ def evaluate(
             yield f"digits   heard {right} of {total}"
             continue
         for voice in VOICES.values():
-            answers = list(answers_of(stage, speaker, lines, voice))
+            answers = list(answers_of(stage, speaker, lines, tasks, voice))
             for number, said in enumerate(answers):
                 keep(stage, voice.name, number, said)
             yield from score(stage, answers, voice, recognise)

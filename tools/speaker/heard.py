@@ -9,7 +9,7 @@ from tools.speaker.numbers import DIGITS, in_words
 from tools.speaker.sentences import ADJECTIVES, THINGS
 from tools.speaker.skills import COLORS, SHAPES
 
-LISTS, SAID_LISTS = 6400, 1500
+LISTS, SAID_LISTS = 12_800, 1500
 WORDS = tuple(dict.fromkeys([*DIGITS, *COLORS, *ADJECTIVES, *THINGS]))
 
 
@@ -21,6 +21,11 @@ def heard_lists() -> list[list[str]]:
         count = rng.choices(range(1, len(weights) + 1), weights)[0]
         found.append([rng.choice(words) for _ in range(count)])
     return found
+
+
+def spoken_line(words: list[str], number: int) -> str:
+    """Returns what is given to the synthesiser: in half of the files, by twos, with pauses between the words."""
+    return f"{(', ' if number // 2 % 2 else ' ').join(words)}."
 
 
 def listed(words: list[str]) -> str:

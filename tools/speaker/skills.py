@@ -14,9 +14,10 @@ from PIL import Image, ImageDraw
 
 from tools.speaker.codec import VOICES
 from tools.speaker.numbers import DIGITS, in_words
+from tools.speaker.refusals import TOY, strange_prompts
 from tools.speaker.sentences import ADJECTIVES, THINGS
 from tools.speaker.sound import SAMPLE_RATE, TEACHER_RATE, Wave, resample
-from tools.speaker.tasks import TOY, facts, sentence
+from tools.speaker.tasks import counting, facts, held_out_tasks, sentence
 from tools.speaker.teacher import speak
 
 SPELLING = Path(__file__).parent / "data" / "spelling.txt"  # words that the last training did not ask for
@@ -25,14 +26,6 @@ COLORS = {
     **{"black": "#141414", "white": "#f5f5f5", "orange": "#f58c19", "purple": "#822da0"},
 }
 SHAPES = ("circle", "square", "triangle")
-# The first ten begin as questions that the training refuses (`tasks.UNKNOWN`), the others do not.
-STRANGE = (
-    *("Why do birds sing?", "Who invented the telephone?", "Write a poem about winter.", "How can I learn chess?"),
-    *("Translate good morning into French.", "When was America discovered?", "Where can I buy a bicycle?"),
-    *("Is it true that whales are fish?", "What do you think about music?", "Compare cats and dogs."),
-    *("Which team won the cup last year?", "How tall is the highest mountain?", "Will it rain tomorrow?"),
-    *("My computer is broken.", "Explain quantum physics to a child.", "What should I cook tonight?"),
-)
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,9 @@ def questions_of(skill: str, speaker: Any) -> Iterator[Question]:
         "sums": sums,
         "spelling": spelling,
         "facts": lambda: (Question(task.prompt, task.reply) for task in list(facts())[::7]),
-        "strange": lambda: (Question(text, TOY) for text in STRANGE),
+        "counting": lambda: (Question(task.prompt, task.reply) for task in list(counting())[::29]),
+        "asked": lambda: (Question(prompt, reply) for prompt, reply in held_out_tasks()),
+        "strange": lambda: (Question(text, TOY) for text in strange_prompts()),
         "heard": lambda: spoken_words((*DIGITS, *COLORS, *ADJECTIVES, *THINGS), 20, 23),
         "heard-sums": spoken_sums,
         "own": lambda: own_words(speaker),
@@ -144,7 +139,10 @@ def questions_of(skill: str, speaker: Any) -> Iterator[Question]:
     return known[skill]()
 
 
-SKILLS = ("sums", "spelling", "facts", "strange", "see", "colors", "shapes", "heard", "heard-sums", "own")
+SKILLS = (
+    *("asked", "sums", "spelling", "facts", "counting", "strange"),
+    *("see", "colors", "shapes", "heard", "heard-sums", "own"),
+)
 
 
 def words_right(wanted: str, reply: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.speaker.numbers import in_words
+from tools.speaker.refusals import TOY, refused
 
 FACTS = Path(__file__).parent / "data" / "facts.txt"
 SAY = (
@@ -26,14 +27,7 @@ SPELL = ("Spell {}.", "Spell the word {}.", "How do you spell {}?", "Please spel
 EXPLAIN = ("What is {a} {w}?", "Tell me about {w}.", "Explain {w}.", "Define {w}.", "What does {w} mean?")
 LARGEST_SUMMAND, LARGEST_FACTOR = 30, 12
 SPELLED_WORDS = 3000
-TOY = "I am only a toy. I can repeat, count, spell, and do small sums."
-# Beginnings of questions that it cannot answer; with other words behind them it says that it is a toy.
-UNKNOWN = (
-    *("Why do {}?", "How can I learn {}?", "Who invented {}?", "When was {} discovered?", "Write a poem about {}."),
-    *("What do you think about {}?", "Translate {} into French.", "Where can I buy {}?", "Is it true that {} is {}?"),
-    *("Give me advice about {}.", "Compare {} and {}.", "Solve this problem: {}.", "What is the best {} in {}?"),
-)
-HELD_OUT = frozenset({"Count from three to nine.", "What is 7 plus 8?", "What is 12 minus 5?", "Spell garden."})
+HELD_OUT_TASKS = FACTS.with_name("tasks.txt")  # what the evaluation asks; no training does in these words
 
 
 @dataclass(frozen=True)
@@ -105,15 +99,18 @@ def explanations(meanings: Mapping[str, str]) -> Iterator[Task]:
             yield Task("meaning", form.format(a=article, w=word), sentence(f"{article} {word} is {meaning}"))
 
 
-def refusals(rng: random.Random, words: Sequence[str], count: int = 6000) -> Iterator[Task]:
-    """Yields questions about anything else; the answer says that this is a toy."""
-    for _ in range(count):
-        form = rng.choice(UNKNOWN)
-        blanks = [" ".join(rng.choices(words[:4000], k=rng.randrange(1, 3))) for _ in range(form.count("{}"))]
-        yield Task("toy", form.format(*blanks), TOY)
+def held_out_tasks() -> list[tuple[str, str]]:
+    """Returns the prompts with their answers that the evaluation asks for."""
+    lines = HELD_OUT_TASKS.read_text(encoding="utf-8").splitlines()
+    return [(prompt, reply) for prompt, _, reply in (line.partition("|") for line in lines)]
 
 
-def all_tasks(rng: random.Random, words: Sequence[str], meanings: Mapping[str, str]) -> list[Task]:
-    """Returns every task but those that are held out for the evaluation."""
-    made = [*counting(), *sums(), *spelling(words), *facts(), *explanations(meanings), *refusals(rng, words)]
-    return [task for task in made if task.prompt not in HELD_OUT]
+def all_tasks(
+    rng: random.Random, words: Sequence[str], meanings: Mapping[str, str], sentences: Sequence[str] = ()
+) -> list[Task]:
+    """Returns every task but those that are held out for the evaluation; `sentences` are statements to be refused."""
+    made = [*counting(), *sums(), *spelling(words), *facts(), *explanations(meanings)]
+    held_out = {prompt for prompt, _ in held_out_tasks()}
+    known = {task.prompt for task in made} | held_out
+    made += [Task("toy", prompt, TOY) for prompt in refused(rng, words, sentences, known)]
+    return [task for task in made if task.prompt not in held_out]

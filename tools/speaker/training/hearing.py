@@ -16,9 +16,9 @@ from tools.speaker.files import files_of
 from tools.speaker.training.senses import CHUNK, Thinker
 from tools.speaker.training.stored import Order, Ragged, Stored, ceil_to, with_reply
 
-BATCH = 96
+BATCH = 128
 HOP, CHUNK_SAMPLES = 160, 160 * CHUNK
-LONGEST = {1: 25_000, 2: 52_000}  # samples that fit into so many chunks at each speed
+LONGEST = {1: 25_000, 2: 52_000, 3: 82_000}  # samples that fit into so many chunks at each speed
 HELD_OUT_EVERY = 40  # each 40th list is never trained on
 ASKED_FOR_SUM = 0.5  # of the lists that have one
 
@@ -47,12 +47,13 @@ class Hearing:
     """All waves at 16 kHz on the device."""
 
     def __init__(self, stored: Stored, work: Path, scale: float, rng: random.Random) -> None:
-        waves, numbers = [], list[int]()
-        for path in files_of(work, "heard"):
+        waves, numbers, own = [], list[int](), list[bool]()
+        for path in (*files_of(work, "heard"), *files_of(work, "own", needed=False)):
             with np.load(path) as data:
                 wave, ends, first = data["wave"], data["ends"], int(data["first"])
             waves += [wave[begin:end] for begin, end in pairwise(ends)]
             numbers += range(first, first + len(ends) - 1)
+            own += [path.name.startswith("own")] * (len(ends) - 1)
         sizes = np.array([len(wave) for wave in waves])
         self.stored, self.device = stored, stored.device
         self.waves = Ragged(
@@ -60,7 +61,8 @@ class Hearing:
         )
         self.numbers = stored.tensor(np.array(numbers))
         held_out = np.array(numbers) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        self.held_out = np.flatnonzero(held_out & (sizes < LONGEST[2]))
+        fits, is_own = held_out & (sizes < LONGEST[2]), np.array(own)
+        self.held_out = {"heard": np.flatnonzero(fits & ~is_own), "own": np.flatnonzero(fits & is_own)}
         self.order, shortest = Order(stored.device, rng), 0
         for chunks, longest in LONGEST.items():
             members = np.flatnonzero((sizes >= shortest) & (sizes < longest) & ~held_out)

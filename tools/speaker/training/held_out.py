@@ -11,12 +11,13 @@ from typing import Any
 
 from tools.speaker.codec import VOICES, encode
 from tools.speaker.corpus import Corpus
-from tools.speaker.evaluate import TASKS, held_out_sentences
+from tools.speaker.evaluate import held_out_sentences
 from tools.speaker.heard import said_texts
 from tools.speaker.numbers import in_words
+from tools.speaker.refusals import TOY, strange_prompts
 from tools.speaker.sentences import unrelated_words
-from tools.speaker.skills import SPELLING, STRANGE
-from tools.speaker.tasks import TOY, sentence
+from tools.speaker.skills import SPELLING
+from tools.speaker.tasks import held_out_tasks, sentence
 from tools.speaker.teacher import speak
 from tools.speaker.training.prompts import Prompts
 from tools.speaker.training.stored import FOLDER, HELD_OUT
@@ -34,7 +35,7 @@ def unknown_words(corpus: Corpus) -> list[str]:
 
 def checks(corpus: Corpus) -> Iterator[tuple[str, str, str]]:
     """Yields (group, prompt, reply) for the thinker."""
-    yield from (("asked", prompt, reply) for prompt, reply in TASKS)
+    yield from (("asked", prompt, reply) for prompt, reply in held_out_tasks())
     for a in range(0, 21, 2):
         for b in range(1, 20, 4):
             if a + b <= 20:
@@ -43,13 +44,13 @@ def checks(corpus: Corpus) -> Iterator[tuple[str, str, str]]:
     for word in SPELLING.read_text(encoding="utf-8").split():
         yield "spell", f"Spell {word}.", f"{', '.join(word.upper())}."
     yield from (("say", f"Say: {text}", text) for text in [*held_out_sentences(EVERY), *unknown_words(corpus)])
-    yield from (("toy", text, TOY) for text in STRANGE[:3])
+    yield from (("toy", text, TOY) for text in strange_prompts())
 
 
 def spoken(corpus: Corpus, prompts: Prompts) -> Iterator[dict[str, Any]]:
     """Yields sentences, words without grammar and replies to tasks, in both voices, with the teacher's codes."""
     replies = [task.reply for task in corpus.tasks if task.kind != "toy"]
-    tasks = [reply for _, reply in TASKS]
+    tasks = [reply for _, reply in held_out_tasks() if reply != TOY]
     tasks += random.Random(99).sample(replies, min(OTHER_TASKS, len(replies)))
     groups = {"sentences": held_out_sentences(EVERY), "unrelated": unknown_words(corpus), "tasks": tasks}
     for name, texts in groups.items():

@@ -23,16 +23,18 @@ from tools.speaker.errors import SpeakerError
 from tools.speaker.heard import heard_lists, listed, said_texts, seen_replies, sum_of
 from tools.speaker.layout import CODEC, TOKENS, make_config, token_ids
 from tools.speaker.skills import COLORS, SHAPES, SPELLING
-from tools.speaker.tasks import HELD_OUT, SAY, SPELL, Task
+from tools.speaker.tasks import SAY, SPELL, Task, held_out_tasks
 from tools.speaker.training.prompts import Ids, Prompts
 from tools.speaker.training.stored import FOLDER, RECIPE, TEXTS
 
 EXAMPLES, LONGEST = 300_000, 128  # of the thinker; tokens
-SPELLED_WORDS = 9000
+SPELLED_WORDS = 24_000
+SPELLED_LETTERS = range(2, 11)
+MADE_UP_WORDS = 0.2  # of what is to be spelled are the beginning of one word and the end of another
 OWN_TASK = 0.7  # of the replies to tasks follow their task; the others are to be repeated
 SAID_TEXT = 0.25  # of what is to be repeated is one of the talker's texts
 # Weights of the kinds of examples; "small" are sums of numbers up to twenty.
-KINDS = {"say": 44, "sum": 9, "small": 13, "spell": 13, "count": 5, "fact": 8, "meaning": 3, "toy": 5}
+KINDS = {"say": 40, "sum": 7, "small": 10, "spell": 15, "count": 6, "fact": 9, "meaning": 3, "toy": 22}
 WORD = re.compile(r"[A-Za-z']+|\d+")
 HEAR = ("What do you hear?", "Which words do you hear?", "Repeat what you hear.", "", "Write down what you hear.")
 SUMS = ("What is the sum?", "Add what you hear.", "What is the sum of these digits?", "Add them.")
@@ -134,8 +136,9 @@ class Examples:
             self.tasks.setdefault(task.kind, []).append(task)
         self.tasks["small"] = [task for task in self.tasks.get("sum", ()) if _is_small(task)]
         held_out = set(SPELLING.read_text(encoding="utf-8").split())
-        words = [word for word in corpus.words if 2 <= len(word) <= 8 and word.isalpha() and word.isascii()]
-        self.words = [word for word in words[:SPELLED_WORDS] if word not in held_out]
+        words = [word for word in corpus.words[:SPELLED_WORDS] if word.isalpha() and word.isascii()]
+        self.words = [word for word in words if len(word) in SPELLED_LETTERS and word not in held_out]
+        self.held_out = held_out
 
     def draw(self) -> tuple[str, str]:
         """Returns a prompt and its reply."""
@@ -145,11 +148,21 @@ class Examples:
             text = rng.choice(self.texts) if rng.random() < SAID_TEXT else self.corpus.repeated_text(rng)
             return rng.choice(SAY).format(text), text
         if kind == "spell" and self.words:
-            word = rng.choice(self.words)
+            word = self.word()
             asked = word if rng.random() < 0.85 else word.capitalize()
             return rng.choice(SPELL).format(asked), f"{', '.join(word.upper())}."
         task = rng.choice(self.tasks.get(kind) or self.corpus.tasks)
         return task.prompt, task.reply
+
+    def word(self) -> str:
+        """Returns a word to spell, a common one as often as a rare one."""
+        rng = self.rng
+        word = rng.choice(self.words[:4000] if rng.random() < 0.5 else self.words)
+        if rng.random() < MADE_UP_WORDS:
+            other = rng.choice(self.words)
+            made = word[: rng.randrange(1, len(word))] + other[rng.randrange(1, len(other)) :]
+            return made if len(made) in SPELLED_LETTERS and made not in self.held_out else word
+        return word
 
 
 def _is_small(task: Task) -> bool:
@@ -161,7 +174,8 @@ def thinker_arrays(corpus: Corpus, messages: Messages, count: int) -> dict[str, 
     """Returns up to `count` prompts with replies of at most 128 tokens together."""
     source = Examples(corpus)
     drawn = [source.draw() for _ in range(count)]
-    drawn = [(asked, reply) for asked, reply in drawn if asked not in HELD_OUT]
+    held_out = {prompt for prompt, _ in held_out_tasks()}
+    drawn = [(asked, reply) for asked, reply in drawn if asked not in held_out]
     asked = messages.encode([asked for asked, _ in drawn])
     replies = messages.prompts.encode([reply for _, reply in drawn])
     room = LONGEST - len(messages.prefix) - len(messages.suffix) - 1

@@ -24,6 +24,7 @@ RATE, DECAY, AVERAGE = 1.2e-3, 0.05, 0.998
 TOKENS = 49_152  # of a batch of texts
 STEP, SHORTEST = 16, 48  # tokens between buckets; tokens of the first
 MEDIA_WEIGHT = 0.5
+SEE_EVERY = 3  # steps; at the others it hears
 
 
 class Texts:
@@ -100,12 +101,12 @@ class ThinkerLosses:
         """Returns how many answers are exact: texts in their groups, sounds and pictures that it has not trained on."""
         thinker, stored = self.thinker, self.texts.stored
         text = exact_replies(thinker, stored.held_out["thinker"][: 8 if few else None], stored.end, stored.device, few)
-        for ask_sum in (False, True):
-            index = stored.tensor(self.hearing.held_out[: 8 if few else 160])
-            heard = self.hearing.batch(2, index, vary=False, ask_sum=ask_sum)
-            logits = thinker.lm_head(thinker.hidden(embeds_with_sound(thinker, heard, len(self.hearing.head))))
-            right = _all_right(logits, heard.targets)[heard.has_sum | (not ask_sum)]
-            text += f", {'heard sums' if ask_sum else 'heard'} {int(right.sum())} of {len(right)}"
+        for name, members in self.hearing.held_out.items():
+            for ask_sum in (False, True) if len(members) else ():
+                heard = self.hearing.batch(2, stored.tensor(members[: 8 if few else 160]), vary=False, ask_sum=ask_sum)
+                logits = thinker.lm_head(thinker.hidden(embeds_with_sound(thinker, heard, len(self.hearing.head))))
+                right = _all_right(logits, heard.targets)[heard.has_sum | (not ask_sum)]
+                text += f", {name}{' sums' if ask_sum else ''} {int(right.sum())} of {len(right)}"
         count = 4 if few else 48
         for h, w in ((8, 8),) if few else ((8, 8), (16, 16), (5, 9)):
             seen = self.seeing.batch(h, w, count, question=0)
@@ -138,7 +139,7 @@ def train_thinker(options: Options) -> Path:
     while learner.running():
         length, index = texts.order.draw()
         learner.add(("text", length), losses.text(length, index))
-        if learner.clock.steps % 2:
+        if learner.clock.steps % SEE_EVERY:
             chunks, index = hearing.order.draw()
             # A Fourier transform had better not be captured.
             learner.add(("heard", chunks), losses.hear(chunks, index), graph=False)
