@@ -70,7 +70,7 @@ async def turn(url: str, seconds: float, seed: int) -> tuple[float, float]:
 
 async def measure(url: str, options: argparse.Namespace) -> dict[float, tuple[float, float]]:
     """Medians by the length of the turn, after a turn that is not counted."""
-    await turn(url, 2.5, seed=0)
+    await turn(url, min(options.seconds), seed=0)
     found = {}
     for seconds in options.seconds:
         turns = [await turn(url, seconds, seed=int(1000 * seconds) + number) for number in range(options.times)]

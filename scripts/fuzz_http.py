@@ -195,7 +195,9 @@ class Case:
 
     def _change(self, body: dict[str, Any]) -> None:
         """Change one value of the body, at any depth."""
-        container, key = self.chance.choice(list(spots(body)))
+        if not (found := list(spots(body))):
+            return  # an earlier change has taken its last member
+        container, key = self.chance.choice(found)
         what = self.chance.randrange(7)
         if what == 0:
             del container[key]

@@ -36,6 +36,7 @@ def responses(given: object, **more: object) -> tuple[str, dict[str, Any]]:
 
 TOOLS = [{"type": "function", "function": FUNCTION}]
 VIDEO = {"type": "video_url", "video_url": {"url": uri("video/mp4", FILM)}}
+LONG_SOUND = {"type": "input_audio", "input_audio": {"data": uri("a", SOUND + bytes(60_000))[14:], "format": "wav"}}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
 VALID = [
     chat("hi"),
@@ -44,6 +45,8 @@ VALID = [
     chat([{"type": "image_url", "image_url": {"url": uri("image/png", PICTURE)}}, {"type": "text", "text": "x"}]),
     chat([{"type": "input_audio", "input_audio": {"data": uri("a", SOUND)[14:], "format": "wav"}}]),
     chat([VIDEO, {"type": "text", "text": "x"}], mm_processor_kwargs={"use_audio_in_video": True}),
+    chat([LONG_SOUND, VIDEO, {"type": "text", "text": "x"}]),
+    responses([{"role": "user", "content": [LONG_SOUND]}]),
     chat([{"type": "file", "file": {"file_id": "file-1"}}], tools=None, response_format={"type": "text"}),
     chat("hi", stage_params={"talker": {"temperature": 0.5}, "code2wav": {"num_steps": 2}}, stop_token_ids=[1, 2]),
     chat("hi", n=3, seed=1, stop=["x", "yz"], logit_bias={"5": -100}, frequency_penalty=0.5),

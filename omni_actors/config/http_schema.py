@@ -17,8 +17,8 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         head_bytes: largest head of a request: its first line and headers.
         head_timeout: seconds for a request's head to arrive.
         body_bytes: largest request body.
-        bodies_bytes: all request bodies that arrive or are handled at a time, with the media fetched for them; at least
-            `body_bytes`.
+        bodies_bytes: all request bodies that arrive or are handled at a time, with the media fetched for them
+            or decoded while they arrive; at least `body_bytes`.
         media_parts: number of media in one request.
         media_bytes: largest audio, image or video.
         audio_seconds: longest audio.

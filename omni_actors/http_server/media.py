@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy
@@ -29,33 +29,37 @@ from omni_actors.http_server.chat_messages import (
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.long_strings import base64_of, string_of
+from omni_actors.http_server.media_ahead import AHEAD, Begun, MediaAhead, Outcome, Taken, looked_at
+from omni_actors.http_server.reservations import Reservation
 from omni_actors.http_server.schema_fields import refuse_effects
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.media.decoders import Decoder, DecoderThreads
-from omni_actors.media.limits import DEFAULT_VIDEO_RATE, MediaLimits, MediaTooLarge, check_counts
-from omni_actors.media.messages import AUDIO_FILE, IMAGE_FILE, UNKNOWN_FILE, VIDEO_FILE, Item
+from omni_actors.media.limits import MediaLimits, MediaTooLarge, check_counts
+from omni_actors.media.messages import AUDIO_FILE, UNKNOWN_FILE, Item
 from omni_actors.protocol.payloads import MEDIA_MODALITIES
 
 MAX_URL = 2048  # bytes of a URL, or of a data: URI before its data
 MIN_BASE64 = 16  # characters; a shorter one may be anything
 BASE64 = re.compile(rb"[A-Za-z0-9+/_-]+={0,2}\s*")
 MediaPart = AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart | FilePart
-KINDS = {"audio": AUDIO_FILE, "image": IMAGE_FILE, "video": VIDEO_FILE}
 T = TypeVar("T")
 
 
 class _Medium(NamedTuple):
-    """A medium of a request: its bytes, the field that they came in, and the part of a message that they complete."""
+    """A medium of a request: its bytes, the field that they came in, and what was begun while the body arrived."""
 
     modality: str
     data: bytes
     param: str
-    part: dict[str, Any]
+    begun: Begun | None = None
 
-    @classmethod
-    def of(cls, modality: str, data: bytes, param: str) -> _Medium:
-        return cls(modality, data, param, {"type": modality})
+
+class _Reading(NamedTuple):
+    """A medium that is being read, and the empty part of a message that it will fill."""
+
+    task: asyncio.Task[_Medium]
+    part: dict[str, Any]
 
 
 class MediaReader:
@@ -95,17 +99,53 @@ class MediaReader:
         """
         self._check_count(messages)
         check_calls(messages, calls)
-        found: list[_Medium] = []
-        converted = [
-            await self._message(message, f"messages[{index}]", found) for index, message in enumerate(messages)
-        ]
+        ahead = AHEAD.get(None)
+        reading: list[_Reading] = []
         try:
+            converted, found = await self._read_all(messages, reading)
             tracks = ["audio" for medium in found if sound_in_video and medium.modality == "video"]
-            check_counts([medium.modality for medium in found] + tracks, max_media)
-        except InvalidRequest as error:
-            raise bad_field("messages", error.message) from None
-        await self._check(found, sound_in_video)
+            try:
+                check_counts([medium.modality for medium in found] + tracks, max_media)
+            except InvalidRequest as error:
+                raise bad_field("messages", error.message) from None
+            values = await self._checked(found, ahead.taken if ahead is not None else Taken(), sound_in_video)
+        except asyncio.CancelledError:
+            if ahead is not None:
+                ahead.close()
+            raise
+        finally:
+            for task, _ in reading:
+                task.cancel()
+            await asyncio.gather(*(task for task, _ in reading), return_exceptions=True)
+            if ahead is not None:
+                ahead.withdraw()
+        for (_, part), medium, value in zip(reading, found, values, strict=True):
+            part.update({"type": medium.modality, medium.modality: value})
         return converted
+
+    async def _read_all(
+        self, messages: Sequence[AnyMessage], reading: list[_Reading]
+    ) -> tuple[list[dict[str, Any]], list[_Medium]]:
+        """Convert messages and read their media, side by side. Raises the first error in the order of the messages."""
+        try:
+            converted = [
+                self._message(message, f"messages[{index}]", reading) for index, message in enumerate(messages)
+            ]
+        except HttpError:
+            await _in_order(reading)
+            raise
+        return converted, await _in_order(reading)
+
+    def ahead(self, reservation: Reservation, *, decoded: bool) -> MediaAhead:
+        """Begin with the media of a request while its body arrives.
+
+        Args:
+            reservation: counts what is held.
+            decoded: decode sound and pictures, too, instead of checking their files.
+        """
+        settings = self._settings
+        count, size = settings.media_parts, settings.media_bytes
+        return MediaAhead(self._decoders, self._limits(), count, size, reservation, decoded=decoded)
 
     async def recording(self, data: bytes, param: str) -> tuple[dict[str, Any], float]:
         """The part of a message with an uploaded sound, and its length in seconds, 0 if it does not say that.
@@ -149,9 +189,8 @@ class MediaReader:
             if not data:
                 raise bad_field(param, "The file is empty.")
             self._check_size(len(data), param)
-        found = [_Medium.of("image", data, param) for data in files]
-        await self._check(found)
-        return [medium.part for medium in found]
+        values = await self._checked([_Medium("image", data, param) for data in files], Taken())
+        return [{"type": "image", "image": value} for value in values]
 
     def _check_count(self, messages: Sequence[AnyMessage]) -> None:
         parts = [part for message in messages for part in message.content or () if not isinstance(part, str)]
@@ -161,7 +200,8 @@ class MediaReader:
                 "messages", f"The messages have {count} media; at most {self._settings.media_parts} are allowed."
             )
 
-    async def _message(self, message: AnyMessage, where: str, found: list[_Medium]) -> dict[str, Any]:
+    def _message(self, message: AnyMessage, where: str, reading: list[_Reading]) -> dict[str, Any]:
+        """A message whose media are empty parts: they are filled when what is added to `reading` has been read."""
         role = "user" if isinstance(message, UserMessage) else "assistant"
         if isinstance(message, SystemMessage):
             role = "system"
@@ -184,11 +224,9 @@ class MediaReader:
             if isinstance(part, TextPart):
                 parts.append({"type": "text", "text": part.text})
                 continue
-            medium = await self._part(part, f"{where}.content[{index}]")
-            if not medium.data:
-                raise bad_field(medium.param, "The data is empty.")
-            found.append(medium)
-            parts.append(medium.part)
+            parts.append({})
+            task = asyncio.create_task(self._part(part, f"{where}.content[{index}]"), name="medium")
+            reading.append(_Reading(task, parts[-1]))
         return {"role": role, "content": parts, **calls}
 
     def _said(self, message: AssistantMessage, where: str) -> str:
@@ -203,10 +241,16 @@ class MediaReader:
         return text if text is not None else message.audio.transcript or ""
 
     async def _part(self, part: MediaPart, where: str) -> _Medium:
+        medium = await self._read(part, where)
+        if not medium.data:
+            raise bad_field(medium.param, "The data is empty.")
+        return medium
+
+    async def _read(self, part: MediaPart, where: str) -> _Medium:
         if isinstance(part, AudioPart):
             param = f"{where}.input_audio.data"
             text = await asyncio.to_thread(string_of, part.input_audio.data, param)
-            return _Medium.of("audio", await self._base64(text, param), param)
+            return await self._base64(text, "audio", param)
         if isinstance(part, FilePart):
             return await self._file(part, f"{where}.file")
         if isinstance(part, ImageUrlPart):
@@ -216,8 +260,7 @@ class MediaReader:
         else:
             modality, url = "video", part.video_url.url
         param = f"{where}.{modality}_url.url"
-        text = await asyncio.to_thread(string_of, url, param)
-        return _Medium.of(modality, await self._bytes(text, modality, param), param)
+        return await self._url(await asyncio.to_thread(string_of, url, param), modality, param)
 
     async def _file(self, part: FilePart, where: str) -> _Medium:
         if (part.file.file_id is None) == (not part.file.is_inline):
@@ -225,8 +268,7 @@ class MediaReader:
         if part.file.is_inline:
             param = f"{where}.file_data"
             text = await asyncio.to_thread(string_of, part.file.file_data, param)
-            modality = modality_of(text, param)
-            return _Medium.of(modality, await self._bytes(text, modality, param), param)
+            return await self._url(text, modality_of(text, param), param)
         param = f"{where}.file_id"
         file = self._files.find(part.file.file_id or "")
         if file is None:
@@ -235,9 +277,9 @@ class MediaReader:
             )
         items = [(Item(UNKNOWN_FILE, "The file", len(file.data)), file.data)]
         measured = await self._on_decoder(lambda decoder: decoder.measure(items, MediaLimits()), param)
-        return _Medium.of(measured.modality, file.data, param)
+        return _Medium(measured.modality, file.data, param)
 
-    async def _bytes(self, url: memoryview, modality: str, param: str) -> bytes:
+    async def _url(self, url: memoryview, modality: str, param: str) -> _Medium:
         start = bytes(url[:MAX_URL])
         if start[:5].lower() != b"data:":
             if looks_like_base64(start):
@@ -249,18 +291,23 @@ class MediaReader:
                 )
             if len(url) > MAX_URL:
                 raise bad_field(param, f"A URL is limited to {MAX_URL} bytes.", "invalid_url")
-            return await self._fetcher.fetch(start.decode(errors="replace"), param)
+            data = await self._fetcher.fetch(start.decode(errors="replace"), param)
+            return _Medium(modality, data, param)
         head, comma, _ = start.partition(b",")
         kind = head[5:].decode(errors="replace").lower()
         if not comma or not kind.endswith(";base64"):
             raise bad_field(param, "A data: URI must have the form data:TYPE;base64,DATA.", "invalid_url")
         if not kind.startswith(f"{modality}/") and not kind.startswith("application/octet-stream"):
             raise bad_field(param, f"The type {kind.partition(';')[0]!r} is not {modality}.", "invalid_url")
-        return await self._base64(url[len(head) + 1 :], param)
+        return await self._base64(url[len(head) + 1 :], modality, param)
 
-    async def _base64(self, text: memoryview, param: str) -> bytes:
+    async def _base64(self, text: memoryview, modality: str, param: str) -> _Medium:
         self._check_size((len(text) - 4) * 3 // 4, param)
-        return await asyncio.to_thread(base64_of, text, param)
+        ahead = AHEAD.get(None)
+        begun = await ahead.find(text) if ahead is not None else None
+        if begun is not None and begun.modality == modality:
+            return _Medium(modality, begun.data, param, begun)
+        return _Medium(modality, await asyncio.to_thread(base64_of, text, param), param)
 
     def _check_size(self, size: int, param: str) -> None:
         limit = self._settings.media_bytes
@@ -275,35 +322,78 @@ class MediaReader:
             video_seconds=self._settings.video_seconds,
         )
 
-    async def _check(self, found: Sequence[_Medium], sound_in_video: bool = False) -> None:
-        """Check audio and images by their headers, decode video, and complete the parts of the messages.
+    async def _checked(self, found: Sequence[_Medium], taken: Taken, sound_in_video: bool = False) -> list[Any]:
+        """Check audio and images by their headers and decode video, side by side; what the client library takes.
 
         The stage that decodes audio and images checks them again, and more.
         """
         limits = self._limits()
+        begun = [medium.begun or Begun(self._decoders, medium.modality, medium.data, limits, taken) for medium in found]
+        values = []
         used = 0
-        for medium in found:
-            check = partial(_checked, medium, limits, used, sound_in_video)
-            value, size = await self._on_decoder(check, medium.param)
-            medium.part[medium.modality] = value
-            used += size
+        try:
+            for medium, one in zip(found, begun, strict=True):
+                value, size = await self._outcome(medium, one, limits, used)
+                used += size
+                if medium.modality == "video" and sound_in_video:
+                    value = (*value, medium.data)
+                    used += await self._sound_track(medium, limits, used)
+                values.append(value)
+        except asyncio.CancelledError:
+            for one in begun:
+                one.cancel()
+            raise
+        finally:
+            for one in begun:
+                one.withdraw()
+        return values
+
+    async def _outcome(self, medium: _Medium, begun: Begun, limits: MediaLimits, used: int) -> Outcome:
+        with _named(medium.param):
+            outcome = await begun.outcome(used)
+        if outcome is not None:
+            return outcome
+        return await self._on_decoder(
+            lambda decoder: looked_at(decoder, medium.modality, medium.data, limits, used), medium.param
+        )
+
+    async def _sound_track(self, medium: _Medium, limits: MediaLimits, used: int) -> int:
+        """The bytes of a video's sound track after decoding."""
+        item = Item(AUDIO_FILE, "The sound track that use_audio_in_video asks for", len(medium.data))
+        measured = await self._on_decoder(
+            lambda decoder: decoder.measure([(item, medium.data)], limits, used), medium.param
+        )
+        return measured.size
 
     async def _on_decoder(self, work: Callable[[Decoder], T], param: str) -> T:
         """Run `work` on a thread with a decoder: C code reads these files, in a process that it alone can break."""
         task = self._decoders.submit(work)
         try:
-            return await asyncio.wrap_future(task.future)
+            with _named(param):
+                return await asyncio.wrap_future(task.future)
         except asyncio.CancelledError:
             task.cancel()
             raise
-        except MediaTooLarge as error:
-            raise HttpError(413, str(error), param=param, code="media_too_large") from None
-        except MalformedMedia as error:
-            raise bad_field(param, error.message, "malformed_media") from None
-        except InvalidRequest as error:
-            raise bad_field(param, str(error)) from None
-        except OmniError as error:
-            raise HttpError.of(error) from None
+
+
+@contextlib.contextmanager
+def _named(param: str) -> Iterator[None]:
+    """Turn what a decoder raises into an `HttpError` about the field `param`."""
+    try:
+        yield
+    except MediaTooLarge as error:
+        raise HttpError(413, str(error), param=param, code="media_too_large") from None
+    except MalformedMedia as error:
+        raise bad_field(param, error.message, "malformed_media") from None
+    except InvalidRequest as error:
+        raise bad_field(param, str(error)) from None
+    except OmniError as error:
+        raise HttpError.of(error) from None
+
+
+async def _in_order(reading: Sequence[_Reading]) -> list[_Medium]:
+    """What has been read. Raises the error of the first medium that has one, in the order of the request."""
+    return [await task for task, _ in reading]
 
 
 def check_calls(messages: Sequence[AnyMessage], calls: Collection[str]) -> None:
@@ -320,21 +410,6 @@ def check_calls(messages: Sequence[AnyMessage], calls: Collection[str]) -> None:
 def looks_like_base64(text: bytes) -> bool:
     """Whether the beginning of a text that should be a URL is probably base64."""
     return len(text) >= MIN_BASE64 and BASE64.fullmatch(text) is not None
-
-
-def _checked(
-    medium: _Medium, limits: MediaLimits, used: int, sound_in_video: bool, decoder: Decoder
-) -> tuple[Any, int]:
-    """What the client library takes for a medium, and its bytes after decoding."""
-    items = [(Item(KINDS[medium.modality], f"The {medium.modality}", len(medium.data)), medium.data)]
-    if medium.modality == "video":
-        (frames,) = decoder.decode(items, limits, used)
-        if not sound_in_video:
-            return (frames, DEFAULT_VIDEO_RATE), frames.nbytes
-        track = [(Item(AUDIO_FILE, "The sound track that use_audio_in_video asks for", len(medium.data)), medium.data)]
-        size = frames.nbytes + decoder.measure(track, limits, used + frames.nbytes).size
-        return (frames, DEFAULT_VIDEO_RATE, medium.data), size
-    return medium.data, decoder.measure(items, limits, used).size
 
 
 def modality_of(url: memoryview, param: str) -> str:

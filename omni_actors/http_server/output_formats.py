@@ -94,4 +94,5 @@ def _text(value: Raw, name: str) -> str:
         raise bad_field(name, f"{name} is limited to {MAX_FREE_FORM} bytes.")
     if not bytes(memoryview(value)[:1]) == b"{":
         raise bad_field(name, f"{name} must be an object.")
+    decode(value, dict[str, Any], name)  # a raw value may hold what is not UTF-8
     return bytes(value).decode()

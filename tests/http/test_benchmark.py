@@ -1,4 +1,4 @@
-"""benchmarks/serve.py measures a running pipeline through our client and over HTTP."""
+"""Benchmarks that measure a running pipeline over HTTP, at toy size: they measure what their table says."""
 
 from __future__ import annotations
 
@@ -45,3 +45,28 @@ def test_pictures_of_mixed_sizes_are_measured_over_http(pictures: HttpPipeline, 
         assert 0 < first <= 1000 * whole + 1
         assert min(small, large) <= whole <= max(small, large)
         assert row["pictures_per_s"] > 0
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of a Markdown table, without its head."""
+    rows = [line.strip("| \n").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def test_the_wait_after_spoken_turns_is_measured_by_their_length(echo: HttpPipeline) -> None:
+    command = [sys.executable, "benchmarks/listening.py", "--url", echo.url, "--seconds", "0.2", "0.4", "--times", "2"]
+    run = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120, capture_output=True, text=True)
+    rows = cells(run.stdout)
+    assert [row[:2] for row in rows] == [["as it is", "0.2"], ["as it is", "0.4"]]
+    assert all(0 <= float(text) < 1e6 for _, _, text, _ in rows)
+    assert all(0 < float(sound) < 1e6 for _, _, _, sound in rows)
+
+
+def test_the_wait_after_a_large_body_is_measured(echo: HttpPipeline) -> None:
+    command = [sys.executable, "benchmarks/upload.py", "--url", echo.url, "--at-once", "--times", "2"]
+    command += ["--pictures", "1", "--film-seconds", "1"]
+    run = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120, capture_output=True, text=True)
+    ((size, seconds, median, least, most),) = cells(run.stdout)
+    assert 6 < float(size) < 12
+    assert float(seconds) > 0
+    assert 0 < float(least) <= float(median) <= float(most)

@@ -285,3 +285,11 @@ def test_metadata_is_a_bounded_mapping_of_strings() -> None:
         with pytest.raises(HttpError, match=said) as caught:
             decode(chat(metadata=metadata), ChatRequest).refuse_unsupported()
         assert caught.value.param == "metadata"
+
+
+def test_a_schema_that_is_not_utf8_is_an_error_of_its_field() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": {"title": "Rome"}}}
+    body = decode(chat(response_format=form).replace(b"Rome", b"R\xffme"), ChatRequest)
+    with pytest.raises(HttpError, match="it is not UTF-8") as caught:
+        body.stage_fields()
+    assert caught.value.param == "response_format.json_schema.schema"
