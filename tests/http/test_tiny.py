@@ -45,6 +45,22 @@ def samples_of(audio_data: str) -> numpy.ndarray:
     return soundfile.read(io.BytesIO(base64.b64decode(audio_data)), dtype="float32")[0]
 
 
+def test_media_decoded_while_they_arrive_give_the_answer_of_uploaded_files(tiny: HttpPipeline) -> None:
+    client = tiny.openai()
+    files = {"audio/wav": sound(3.0), "image/png": picture(200, 200)}
+    uris = [{"file_data": f"data:{kind};base64,{base64.b64encode(data).decode()}"} for kind, data in files.items()]
+    assert all(len(uri["file_data"]) > 65_536 for uri in uris), "shorter ones are decoded after the body"
+    ids = [{"file_id": client.files.create(file=data, purpose="user_data").id} for data in files.values()]
+    texts = set()
+    for given in (uris, ids):
+        parts = [*({"type": "file", "file": file} for file in given), {"type": "text", "text": "What is this?"}]
+        messages: Any = [{"role": "user", "content": parts}]
+        answer = client.chat.completions.create(model=MODEL, messages=messages, extra_body={"stage_params": STAGES})
+        texts.add(answer.choices[0].message.content)
+    (text,) = texts
+    assert text
+
+
 def test_answers_equal_those_of_the_client_library(tiny: HttpPipeline) -> None:
     """Same prompt, voice, parameters and seed: same text and same samples, whole and streamed."""
     with OmniClient(tiny.endpoint) as client:
