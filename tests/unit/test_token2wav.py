@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,11 @@ def test_channels_last_vocoder_is_the_same(
     small_bigvgan: Qwen2_5OmniToken2WavBigVGANModel, monkeypatch: pytest.MonkeyPatch
 ):
     """The layout; the activation itself is compared below."""
-    monkeypatch.setattr(bigvgan, "_Activation", lambda module: lambda hidden: module(hidden[:, :, 0])[:, :, None])
+
+    def activation(module: Qwen2_5OmniAntiAliasedActivation1d, offset: torch.Tensor) -> Callable[..., torch.Tensor]:
+        return lambda hidden: module(hidden[:, :, 0] + offset[:, None])[:, :, None]
+
+    monkeypatch.setattr(bigvgan, "_Activation", activation)
     fused = bigvgan.FusedVocoder(small_bigvgan, torch.float64)
     mel = torch.randn(3, 4, 20, dtype=torch.float64)
     assert torch.allclose(fused(mel), bigvgan.Vocoder(small_bigvgan)(mel).float(), rtol=0, atol=1e-6)
@@ -165,8 +170,9 @@ def test_snake_kernel(length: int):
     torch.nn.init.normal_(module.act.alpha, std=0.5)
     torch.nn.init.normal_(module.act.beta, std=0.5)
     hidden = 3 * torch.randn(2, 40, length, device=DEVICE)
-    fused = kernels.anti_aliased_snake(hidden[:, :, None], *bigvgan._Activation(module).parameters)
-    assert torch.allclose(fused[:, :, 0], module(hidden), rtol=0, atol=1e-5)
+    offset = torch.randn(40, device=DEVICE)
+    fused = kernels.anti_aliased_snake(hidden[:, :, None], *bigvgan._Activation(module, offset).parameters)
+    assert torch.allclose(fused[:, :, 0], module(hidden + offset[:, None]), rtol=0, atol=1e-5)
 
 
 def test_snake_kernel_carries_its_values_through_the_loop_when_compiled():
@@ -179,7 +185,7 @@ import triton
 spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])
 kernels = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kernels)
-pointers = dict.fromkeys(("source", "output", "up", "down", "frequency", "magnitude"), "*fp32")
+pointers = dict.fromkeys(("source", "output", "offset", "up", "down", "frequency", "magnitude"), "*fp32")
 signature = {**pointers, "length": "i32", "channels": "i32", "STEPS": "constexpr", "LANES": "constexpr"}
 source = ASTSource(kernels._anti_aliased_snake, signature=signature, constexprs={"STEPS": 8, "LANES": 32})
 text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]

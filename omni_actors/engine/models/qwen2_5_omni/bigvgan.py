@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from omni_actors.engine.models.qwen2_5_omni.kernels import anti_aliased_snake
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+        Qwen2_5OmniAMPBlock,
         Qwen2_5OmniAntiAliasedActivation1d,
         Qwen2_5OmniToken2WavBigVGANModel,
     )
@@ -82,12 +83,12 @@ class Vocoder:
 class _Convolution:
     """A one-dimensional convolution as a two-dimensional one over [batch, channels, 1, samples], channels last."""
 
-    def __init__(self, module: nn.Conv1d | nn.ConvTranspose1d, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Conv1d | nn.ConvTranspose1d, dtype: torch.dtype, *, biased: bool = True) -> None:
         self.function: Callable[..., torch.Tensor] = (
             F.conv_transpose2d if isinstance(module, nn.ConvTranspose1d) else F.conv2d
         )
         self.weight = module.weight[:, :, None].to(dtype).contiguous(memory_format=torch.channels_last)
-        self.bias = None if module.bias is None else module.bias.to(dtype)
+        self.bias = module.bias.to(dtype) if biased and module.bias is not None else None
         self.options = {
             name: (first, *getattr(module, name)) for name, first in (("stride", 1), ("padding", 0), ("dilation", 1))
         }
@@ -97,10 +98,11 @@ class _Convolution:
 
 
 class _Activation:
-    """The parameters of `anti_aliased_snake`."""
+    """The parameters of `anti_aliased_snake`; `offset` [channels] is what its input lacks."""
 
-    def __init__(self, module: Qwen2_5OmniAntiAliasedActivation1d) -> None:
+    def __init__(self, module: Qwen2_5OmniAntiAliasedActivation1d, offset: torch.Tensor) -> None:
         self.parameters: tuple[torch.Tensor, ...] = (
+            offset.float(),
             module.upsample.filter.flatten().float().contiguous(),
             module.downsample.filter.flatten().float().contiguous(),
             module.act.alpha.exp().float(),
@@ -111,7 +113,26 @@ class _Activation:
         return anti_aliased_snake(hidden, *self.parameters)
 
 
-_Layer = tuple[_Activation, _Convolution, _Activation, _Convolution]
+class _ResidualBlock:
+    """Residual layers whose convolutions leave out their biases: a bias is a pass over memory, and there are a hundred.
+
+    Activations add what their input lacks; `offset` [channels] is what the result lacks.
+    """
+
+    def __init__(self, block: Qwen2_5OmniAMPBlock, dtype: torch.dtype) -> None:
+        self.offset = torch.zeros_like(block.convs1[0].bias)
+        self._layers: list[tuple[_Activation, _Convolution, _Activation, _Convolution]] = []
+        for act1, conv1, act2, conv2 in zip(
+            block.activations[::2], block.convs1, block.activations[1::2], block.convs2, strict=True
+        ):
+            first, second = (_Convolution(conv, dtype, biased=False) for conv in (conv1, conv2))
+            self._layers.append((_Activation(act1, self.offset), first, _Activation(act2, conv1.bias), second))
+            self.offset = self.offset + conv2.bias
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        for act1, conv1, act2, conv2 in self._layers:
+            hidden = hidden + conv2(act2(conv1(act1(hidden))))
+        return hidden
 
 
 class FusedVocoder(Vocoder):
@@ -125,39 +146,27 @@ class FusedVocoder(Vocoder):
         super().__init__(model)
         self._dtype = dtype
         self._pre, self._post = _Convolution(model.conv_pre, dtype), _Convolution(model.conv_post, dtype)
-        self._activate_post = _Activation(model.activation_post)
+        self._activate_post = _Activation(model.activation_post, torch.zeros_like(model.activation_post.act.alpha))
         self._ups = [_Convolution(upsample, dtype) for (upsample,) in model.ups]
-        self._blocks: list[list[_Layer]] = [
-            [
-                (_Activation(act1), _Convolution(conv1, dtype), _Activation(act2), _Convolution(conv2, dtype))
-                for act1, conv1, act2, conv2 in zip(
-                    block.activations[::2], block.convs1, block.activations[1::2], block.convs2, strict=True
-                )
-            ]
-            for block in model.resblocks
-        ]
+        blocks = [_ResidualBlock(block, dtype) for block in model.resblocks]
+        kernels: int = model.num_residual_blocks
+        self._stages = [blocks[first : first + kernels] for first in range(0, len(blocks), kernels)]
+        missing = [torch.stack([block.offset for block in stage]).mean(dim=0) for stage in self._stages]
+        self._offsets = [offset[:, None, None].to(dtype) for offset in missing]
 
     @torch.inference_mode()
     def __call__(self, mel: torch.Tensor) -> torch.Tensor:
         """Decode `mel` f32 [requests, mel_dim, frames] to f32 [requests, samples] on the same device."""
-        kernels: int = self.model.num_residual_blocks
         hidden = self._decibels(mel)[:, :, None].to(self._dtype)
         hidden = self._pre(hidden.contiguous(memory_format=torch.channels_last))
-        for index, upsample in enumerate(self._ups):
+        for upsample, (first, *others), offset in zip(self._ups, self._stages, self._offsets, strict=True):
             source = upsample(hidden)
-            first, *others = self._blocks[index * kernels :][:kernels]
-            hidden = self._residual(first, source)
+            hidden = first(source)
             for block in others:
-                hidden = hidden + self._residual(block, source)
-            hidden = hidden / kernels
+                hidden = hidden + block(source)
+            hidden = torch.add(offset, hidden, alpha=1 / (1 + len(others)))
         hidden = self._post(self._activate_post(hidden))
         return hidden.float().clamp(-1.0, 1.0)[:, 0, 0]
-
-    @staticmethod
-    def _residual(block: Sequence[_Layer], hidden: torch.Tensor) -> torch.Tensor:
-        for act1, conv1, act2, conv2 in block:
-            hidden = hidden + conv2(act2(conv1(act1(hidden))))
-        return hidden
 
 
 @dataclass(frozen=True)

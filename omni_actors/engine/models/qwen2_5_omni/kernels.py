@@ -368,14 +368,14 @@ def _snake(value, alpha, share):
 
 
 @triton.jit
-def _sample(source, index, length, channels, channel, inside):
+def _sample(source, index, length, channels, channel, inside, missing):
     place = tl.minimum(tl.maximum(index, 0), length - 1)  # the edges are repeated
-    return tl.load(source + place * channels + channel, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(source + place * channels + channel, mask=inside, other=0.0).to(tl.float32) + missing
 
 
 @triton.jit(do_not_specialize=["length"])  # it varies from window to window, and a variant takes long to compile
 def _anti_aliased_snake(
-    source, output, up, down, frequency, magnitude, length, channels, STEPS: tl.constexpr, LANES: tl.constexpr
+    source, output, offset, up, down, frequency, magnitude, length, channels, STEPS: tl.constexpr, LANES: tl.constexpr
 ):
     """Walk along the samples with one lane per channel, so that every intermediate value is computed once.
 
@@ -390,6 +390,7 @@ def _anti_aliased_snake(
     output += line
     alpha = tl.load(frequency + channel, mask=inside, other=0.0)
     share = tl.load(magnitude + channel, mask=inside, other=0.0)
+    missing = tl.load(offset + channel, mask=inside, other=0.0)
     u0, u1, u2, u3 = tl.load(up), tl.load(up + 1), tl.load(up + 2), tl.load(up + 3)
     u4, u5, u6, u7 = tl.load(up + 4), tl.load(up + 5), tl.load(up + 6), tl.load(up + 7)
     u8, u9, u10, u11 = tl.load(up + 8), tl.load(up + 9), tl.load(up + 10), tl.load(up + 11)
@@ -398,16 +399,16 @@ def _anti_aliased_snake(
     d8, d9, d10, d11 = tl.load(down + 8), tl.load(down + 9), tl.load(down + 10), tl.load(down + 11)
 
     # The first sample of the doubled rate is repeated before itself.
-    x0 = _sample(source, 0, length, channels, channel, inside)
-    head = (u5 + u7 + u9 + u11) * x0 + u3 * _sample(source, 1, length, channels, channel, inside)
-    head = _snake(2.0 * (head + u1 * _sample(source, 2, length, channels, channel, inside)), alpha, share)
+    x0 = _sample(source, 0, length, channels, channel, inside, missing)
+    head = (u5 + u7 + u9 + u11) * x0 + u3 * _sample(source, 1, length, channels, channel, inside, missing)
+    head = _snake(2.0 * (head + u1 * _sample(source, 2, length, channels, channel, inside, missing)), alpha, share)
 
-    x0 = _sample(source, first - 6, length, channels, channel, inside)
-    x1 = _sample(source, first - 5, length, channels, channel, inside)
-    x2 = _sample(source, first - 4, length, channels, channel, inside)
-    x3 = _sample(source, first - 3, length, channels, channel, inside)
-    x4 = _sample(source, first - 2, length, channels, channel, inside)
-    x5 = _sample(source, first - 1, length, channels, channel, inside)
+    x0 = _sample(source, first - 6, length, channels, channel, inside, missing)
+    x1 = _sample(source, first - 5, length, channels, channel, inside, missing)
+    x2 = _sample(source, first - 4, length, channels, channel, inside, missing)
+    x3 = _sample(source, first - 3, length, channels, channel, inside, missing)
+    x4 = _sample(source, first - 2, length, channels, channel, inside, missing)
+    x5 = _sample(source, first - 1, length, channels, channel, inside, missing)
     # These values never reach a result, but each needs its own tensor: Triton's compiler (not its interpreter) takes
     # names that begin as the same value and are only assigned to one another for constants of the loop.
     o0, e1, o1 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
@@ -417,7 +418,7 @@ def _anti_aliased_snake(
     e6, o6 = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     for step in range(STEPS + 6):
         pair = first - 3 + step
-        x6 = _sample(source, pair + 3, length, channels, channel, inside)
+        x6 = _sample(source, pair + 3, length, channels, channel, inside, missing)
         even = u1 * x5 + u3 * x4 + u5 * x3 + u7 * x2 + u9 * x1 + u11 * x0
         odd = u0 * x6 + u2 * x5 + u4 * x4 + u6 * x3 + u8 * x2 + u10 * x1
         even, odd = _snake(2.0 * even, alpha, share), _snake(2.0 * odd, alpha, share)
@@ -435,6 +436,7 @@ def _anti_aliased_snake(
 
 def anti_aliased_snake(
     hidden: torch.Tensor,
+    offset: torch.Tensor,
     up_filter: torch.Tensor,
     down_filter: torch.Tensor,
     frequency: torch.Tensor,
@@ -442,7 +444,8 @@ def anti_aliased_snake(
 ) -> torch.Tensor:
     """Apply BigVGAN's activation to `hidden` [batch, channels, 1, samples], channels last in memory, in one pass.
 
-    Both filters are f32 [12]; `frequency` and `magnitude` f32 [channels] are the snake's exponentiated parameters.
+    `offset` f32 [channels] is added to `hidden` first: biases of convolutions, which need no pass of their own. Both
+    filters are f32 [12]; `frequency` and `magnitude` f32 [channels] are the snake's exponentiated parameters.
     """
     batch, channels, _, length = hidden.shape
     hidden = hidden.contiguous(memory_format=torch.channels_last)
@@ -453,6 +456,7 @@ def anti_aliased_snake(
     _anti_aliased_snake[(triton.cdiv(length, steps), triton.cdiv(channels, lanes), batch)](
         hidden,
         output,
+        offset,
         up_filter,
         down_filter,
         frequency,
