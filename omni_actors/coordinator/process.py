@@ -18,12 +18,11 @@ from pathlib import Path
 
 import msgspec
 import setproctitle
-from msgspec import Struct
 
 from omni_actors import logs
-from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.launch import StartHistory
 from omni_actors.coordinator.memory_file import MemoryFile
+from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.coordinator.shell import Coordinator, Endpoints
 from omni_actors.errors import OmniError
 from omni_actors.processes import EXIT_OK
@@ -37,43 +36,6 @@ ORPHAN_SECONDS = 3.0  # after which a process without a launcher ends even if it
 FAREWELL_SECONDS = 0.2  # for the last answers to clients when the launcher is dead
 EXIT_REFUSED = 3
 ADAPTERS_FILE = "adapters.json"
-
-
-class CoordinatorSpec(Struct, frozen=True):
-    """Settings of the process.
-
-    Args:
-        began: when the launch began, on the monotonic clock.
-        started: when the launcher's process started, on the same.
-        last_start: seconds that the last start of this pipeline took.
-    """
-
-    pipeline: PipelineConfig
-    client: str
-    control: str
-    results: str
-    launcher_pid: int
-    run_dir: str
-    run_dir_is_temporary: bool
-    began: float
-    started: float
-    last_start: float | None = None
-
-
-class Listening(Struct, frozen=True, tag="listening"):
-    """The coordinator has bound its sockets."""
-
-    client: str
-    control: str
-
-
-class Finished(Struct, frozen=True, tag="finished"):
-    """The coordinator ends in order; `failure` says why the launch failed, if it did."""
-
-    failure: str = ""
-
-
-Answer = Listening | Failed | Finished
 
 
 def main() -> int:

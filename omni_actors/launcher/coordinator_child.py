@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.process import Answer, CoordinatorSpec, Finished, Listening
+from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.errors import OmniError, StartupError
 from omni_actors.launcher import start_times
 from omni_actors.logs import get_logger

@@ -10,7 +10,10 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import sys
+import threading
 import time
+import types
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -41,6 +44,40 @@ LIGHT_PRELOAD = "omni_actors.stage.process"
 TAIL_LINES = 20
 POLL_SECONDS = 0.02
 KILL_SECONDS = 2.0  # for the system to remove a killed process
+
+
+class WithoutMainModule:
+    """A context in which processes are started that do not import this process's main module.
+
+    multiprocessing would have them do so before anything else: the launcher's main module, with all that it imports,
+    took longer than all else that a stage does before it has its engine. Several threads may be inside.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._main_module = self._none = types.ModuleType("__main__")
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._main_module, sys.modules["__main__"] = sys.modules["__main__"], self._none
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                sys.modules["__main__"] = self._main_module
+
+
+without_main_module = WithoutMainModule()
+
+
+def start_light(process: ForkServerProcess) -> None:
+    """Start a process without this one's main module."""
+    with without_main_module:
+        process.start()
 
 
 class RankHost(NamedTuple):
@@ -122,7 +159,7 @@ class ReplicaProcesses:
         spec = self.spec(identity, slot, leader)
         process = self._context.Process(target=main, args=(spec,), name=f"omni:{identity.stage}")
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, process.start)
+        await loop.run_in_executor(None, start_light, process)
         self._processes[identity] = process
         self._none_left.clear()
         loop.add_reader(process.sentinel, self._ended, identity)

@@ -233,7 +233,7 @@ def _prepare_for_workers(spec: ReplicaSpec, stage: StageConfig) -> None:
     # kernel caches, stay where they are.
     tempfile.tempdir = str(scratch_folder(Path(spec.run_dir), spec.name))
     if stage.kind in MODEL_KINDS:
-        # A new process begins with the main module of the one that started it, which is the launcher's here.
+        # A new process begins with the main module of the one that started it; a stage has none.
         sys.modules["__main__"] = importlib.import_module("omni_actors.engine.worker_main")
 
 

@@ -103,6 +103,15 @@ def test_light_parts_load_neither_torch_nor_vllm(code: str) -> None:
     assert not loaded_by(code) & {"torch", "vllm", "transformers", "triton"}
 
 
+def test_the_launcher_loads_no_coordinator() -> None:
+    """It starts one in a process of its own."""
+    program = (
+        "import omni_actors.launch, sys; print([name for name in sys.modules if name.endswith('coordinator.shell')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
 def test_core_loads_no_zmq() -> None:
     assert "zmq" not in loaded_by("import omni_actors.coordinator.core.lifecycle")
 
