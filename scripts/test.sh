@@ -32,14 +32,15 @@ coverage erase
 export PYTHONPATH="$PWD/tests/support/startup${PYTHONPATH:+:$PYTHONPATH}"  # imports what is not ours without coverage
 status=0
 waiting=(tests/chaos tests/nodes tests/process)
-spread=tests/e2e/test_several_workers.py  # the workers of a spread stage spin, and would starve what runs next to them
+# The workers of a spread stage spin, and would starve what runs next to them.
+spread=(tests/e2e/test_several_workers.py tests/nodes/test_ranks_over_hosts.py)
 parallel=(--durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder)
 shared=(tests/e2e tests/http)
-coverage run -m pytest "${parallel[@]}" tests/e2e "--ignore=$spread" || status=$?
+coverage run -m pytest "${parallel[@]}" tests/e2e "${spread[@]/#/--ignore=}" || status=$?
 coverage run -m pytest "${parallel[@]}" tests/http || status=$?
 coverage run -m pytest "${parallel[@]}" "${waiting[@]/#/--ignore=}" "${shared[@]/#/--ignore=}" || status=$?
-coverage run -m pytest "${parallel[@]}" "${waiting[@]}" || status=$?
-python -m pytest "$spread" || status=$?
+coverage run -m pytest "${parallel[@]}" "${waiting[@]}" "${spread[@]/#/--ignore=}" || status=$?
+python -m pytest --durations=15 "${spread[@]}" || status=$?
 coverage combine --quiet
 coverage report
 python scripts/coverage_floors.py || status=1

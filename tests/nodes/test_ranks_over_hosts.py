@@ -15,7 +15,7 @@ import pytest
 from omni_actors.config.spread import RankPlan
 from tests.support.network import Network
 from tests.support.paths import REPOSITORY, import_path
-from tests.support.several_workers import answer
+from tests.support.several_workers import START, answer
 from tests.support.stage_driver import Driver, make_engine
 from tests.support.waiting import until
 
@@ -24,20 +24,22 @@ DEVICE = "omni0"
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("stage", "how"), [("thinker", "tensor"), ("talker", "pipeline")])
+@pytest.mark.parametrize(("stage", "how", "begin"), [("thinker", "tensor", "spawn"), ("talker", "pipeline", "fork")])
 def test_ranks_on_two_hosts_give_the_answers_of_one_and_die_with_their_processes(
-    network: Network, tiny_checkpoint: Path, short_path: Path, stage: str, how: str
+    network: Network, tiny_checkpoint: Path, short_path: Path, stage: str, how: str, begin: str
 ) -> None:
     """The further host's process comes late: the first one waits for it."""
     leader, other = (host.address for host in network.hosts)
     plans = [RankPlan(host, 2, leader, 29710, address, DEVICE) for host, address in enumerate((leader, other))]
+
+    paths = {"TMPDIR": str(short_path), "PYTHONPATH": import_path()}
 
     def start(host: int, **output: Any) -> subprocess.Popen[str]:
         arguments = [str(tiny_checkpoint), stage, json.dumps({f"{how}_parallel_size": 2}), json.dumps(plans[host])]
         return subprocess.Popen(
             network.hosts[host].command(sys.executable, "-m", "tests.support.several_workers", *arguments),
             cwd=REPOSITORY,
-            env={**os.environ, **plans[host].environment, "TMPDIR": str(short_path), "PYTHONPATH": import_path()},
+            env={**os.environ, **plans[host].environment, START: begin, **paths},
             stdin=subprocess.PIPE,
             text=True,
             **output,
