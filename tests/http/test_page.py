@@ -6,7 +6,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from tests.support.browser import answered, ask, data, in_flight, needs_chromium, open_page, sent_messages, until
+from tests.support.browser import answered, ask, data, in_flight, needs_chromium, open_page, plays, sent_messages, until
 from tests.support.servers import HttpPipeline
 
 pytestmark = needs_chromium
@@ -22,8 +22,7 @@ def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> N
     assert data(page, "audio-seconds") == pytest.approx(27 * 0.02)
     until(page, lambda: data(page, "peak") > 0.2, "sound")  # what the analyser hears on the way to the loudspeaker
     expect(page.locator("body")).to_have_attribute("data-playing", "false")
-    page.get_by_label("Play again (0.5 s)").click()
-    expect(page.locator("body")).to_have_attribute("data-playing", "true")
+    plays(page, page.get_by_label("Play again (0.5 s)").click)
     expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")  # not a routed answer
     assert lanes(page) == ["prompt", "thinker", "talker", "code2wav", "this page"]
     expect(page.locator("#measurements")).to_contain_text("First sound")
@@ -152,7 +151,7 @@ def test_the_timeline_of_a_request_is_shown_as_it_ended(echo: HttpPipeline, page
 def test_sound_plays_before_the_answer_is_complete(slow: HttpPipeline, page: Page) -> None:
     open_page(page, slow)
     page.locator("#toggle-details-panel").click()
-    ask(page, "w" * 40)  # two seconds of text, then two seconds of sound, one step each 50 ms
+    ask(page, "w" * 400)  # twenty seconds of text and of sound, one step each 50 ms
     expect(page.locator("li.assistant .say")).to_contain_text("wwwww")
     expect(page.locator(".stages .busy").first).to_be_visible()
     until(page, lambda: data(page, "peak") > 0.2, "sound")

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from tests.support.browser import answered, ask, needs_chromium, open_page, sent, sent_messages, until
+from tests.support.browser import answered, ask, needs_chromium, open_page, plays, sent, sent_messages, until
 from tests.support.servers import HttpPipeline, picture, sound
 
 pytestmark = needs_chromium
@@ -171,7 +171,7 @@ def test_the_page_stays_where_its_reader_has_scrolled_to(slow: HttpPipeline, pag
         return len(page.locator("li.assistant .say").inner_text()) > before + 8
 
     open_page(page, slow)
-    ask(page, "ab\n\n" * 40)
+    ask(page, "ab\n\n" * 200)
     until(page, lambda: grown(0), "an answer")
     assert distance() < 48
     page.locator("#messages").evaluate("list => { list.scrollTop = 0; }")
@@ -211,13 +211,11 @@ def test_files_and_recordings_are_sent(echo: HttpPipeline, page: Page) -> None:
     page.wait_for_timeout(700)
     page.locator("#record").click()
     expect(page.locator("#attachments li")).to_have_count(2)
-    page.get_by_label("Listen to recording").click()
-    expect(page.locator("body")).to_have_attribute("data-playing", "true")
+    plays(page, page.get_by_label("Listen to recording").click)
     messages = sent_messages(page, lambda: ask(page, "what is this?"))
     assert [part["type"] for part in messages[0]["content"]] == ["audio_url", "audio_url", "text"]
     expect(page.locator("li.assistant .say")).to_have_text("what is this?")
-    page.locator("li.user").get_by_label("Listen to recording").click()
-    expect(page.locator("body")).to_have_attribute("data-playing", "true")
+    plays(page, page.locator("li.user").get_by_label("Listen to recording").click)
 
 
 def test_files_are_attached_by_drop_and_by_paste(silent: Page) -> None:

@@ -84,6 +84,19 @@ def until(page: Page, condition: Callable[[], object], what: str, seconds: float
     raise TimeoutError(f"waited {seconds * PATIENCE} s for {what}")
 
 
+def plays(page: Page, act: Callable[[], None]) -> None:
+    """Wait until the page plays something after an action, for however short a time."""
+    page.evaluate(
+        """() => {
+            const body = document.body, note = () => { window.played ||= body.dataset.playing === "true"; };
+            window.played = false;
+            new MutationObserver(note).observe(body, { attributeFilter: ["data-playing"] });
+        }"""
+    )
+    act()
+    page.wait_for_function("window.played")
+
+
 def in_flight(pipeline: HttpPipeline) -> int:
     return httpx.get(f"{pipeline.url}/v1/status").json()["in_flight"]
 
