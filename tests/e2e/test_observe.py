@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import re
 
 import pytest
 
-from omni_actors.cli.top import scrape
 from omni_actors.client import AsyncOmniClient
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.timeline import chrome_trace
-from tests.support.observations import LOG_LINE, STAGES, assert_causal, grown, reported, scrape_until
+from tests.support.observations import LOG_LINE, STAGES, assert_causal, grown, reported, scrape_until, settled
 from tests.support.pipelines import RunningPipeline
 
 pytestmark = pytest.mark.e2e
 
 MARKER = "Zauberwort"
-REPORT_SECONDS = 1.0  # two heartbeats, after which the stages have reported everything before
 OTHER_LOG = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b|\[transformers\]|Traceback")  # besides progress bars and C++
 SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 24}}
 
 
 async def test_a_spoken_answer_is_timed_and_counted(tiny_pipeline: RunningPipeline) -> None:
     async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
-        await asyncio.sleep(REPORT_SECONDS)  # for the requests of other tests
-        before = await scrape(client)
+        before = await settled(client)
         stream = await client.submit(f"{MARKER}: why is the sea salt?", params=SHORT)
         await stream.result()
         timeline = await client.timeline(stream.request_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 from collections.abc import AsyncIterator, Iterator
@@ -11,12 +10,11 @@ import numpy
 import openai
 import pytest
 
-from omni_actors.cli.top import scrape
 from omni_actors.client import AsyncOmniClient, OmniClient
 from omni_actors.errors import Aborted, DeadlineExceeded
 from omni_actors.telemetry import metric_table as table
 from tests.support.browser import ask, chromium, data, needs_chromium, open_page, until, watched_page
-from tests.support.observations import STAGES, assert_causal, grown, reported, scrape_until
+from tests.support.observations import STAGES, assert_causal, grown, reported, scrape_until, settled
 from tests.support.realtime import spoken_turn
 from tests.support.servers import HttpPipeline, close_clients, tone
 
@@ -28,7 +26,6 @@ SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 20}}
 LONG = {"thinker": {"max_tokens": 600, "ignore_eos": True}, "talker": {"max_tokens": 800, "min_tokens": 800}}
 FRAME = 1920  # samples of 80 ms
 END = 555  # samples that the end of the sound has less
-REPORT_SECONDS = 1.0  # two heartbeats, after which the stages have reported everything before
 
 
 @pytest.fixture
@@ -103,8 +100,7 @@ def test_the_web_page_plays_a_spoken_answer(http: HttpPipeline) -> None:
 
 
 async def test_an_answer_is_timed_counted_and_given_credit(client: AsyncOmniClient) -> None:
-    await asyncio.sleep(REPORT_SECONDS)  # for the requests of other tests
-    before = await scrape(client)
+    before = await settled(client)
     stream = await client.submit(QUESTION, params=SHORT, timeout=120)
     await stream.result()
     timeline = await client.timeline(stream.request_id)

@@ -26,7 +26,16 @@ from omni_actors.telemetry.timeline import stages
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
 from tests.support.load import disturbed_chain
-from tests.support.observations import LOG_LINE, STAGES, assert_causal, event_names, grown, reported, scrape_until
+from tests.support.observations import (
+    LOG_LINE,
+    STAGES,
+    assert_causal,
+    event_names,
+    grown,
+    reported,
+    scrape_until,
+    settled,
+)
 from tests.support.processes import processes_of
 from tests.support.waiting import until
 
@@ -43,7 +52,7 @@ async def client(echo: EchoLauncher) -> AsyncOmniClient:
 
 
 async def test_every_stage_and_edge_counts_its_share_of_a_request(client: AsyncOmniClient) -> None:
-    before = await scrape(client)
+    before = await settled(client)
     prompt = [65] * 1000
     for _ in range(2):
         await client.generate({"prompt_token_ids": prompt}, params={"prompt": {"max_tokens": 10}})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
+import time
 from collections.abc import Callable
 
 from omni_actors.cli.top import Scrape, scrape
@@ -11,19 +13,32 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.protocol.telemetry import RequestTimeline
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.metric_table import Metric
+from tests.support.waiting import PATIENCE
 
+REPORTS = 3  # one may have been on its way, and one is made while the other is read
 STAGES = ("prompt", "thinker", "talker", "code2wav")
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) \S+( \S+=\S+)* [\w.]+: ")
 
 
 async def scrape_until(client: AsyncOmniClient, enough: Callable[[Scrape], bool]) -> Scrape:
     """The metrics as soon as the stages have reported enough; they do so once per heartbeat interval."""
-    for _ in range(100):
-        now = await scrape(client)
-        if enough(now):
-            return now
+    deadline = time.monotonic() + 5 * PATIENCE
+    while not enough(now := await scrape(client)):
+        assert time.monotonic() < deadline, "the stages did not report the expected metrics"
         await asyncio.sleep(0.05)
-    raise AssertionError("the stages did not report the expected metrics")
+    return now
+
+
+async def settled(client: AsyncOmniClient) -> Scrape:
+    """The metrics with all in them that has ended before: every stage has reported several times since."""
+    now = await scrape(client)
+    for _ in range(REPORTS):
+        now = await scrape_until(client, functools.partial(_all_reported, now))
+    return now
+
+
+def _all_reported(before: Scrape, now: Scrape) -> bool:
+    return all(grown(before, now, table.CPU_SECONDS, stage, "0") > 0 for stage in STAGES)
 
 
 def grown(before: Scrape, now: Scrape, metric: Metric, *labels: str, suffix: str = "") -> float:
