@@ -135,3 +135,27 @@ class HttpAsker(Asker):
             stage: (times["first_output"], times["finished"]) for stage, times in usage.get("stages", {}).items()
         }
         return sample
+
+
+class SpeechAsker(Asker):
+    """Has texts spoken over HTTP, as `/v1/audio/speech` streams them."""
+
+    def __init__(self, client: aiohttp.ClientSession, model: str, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self._client = client
+        params = {stage: given for stage, given in self._params.items() if stage == "talker"}
+        self._body: dict[str, Any] = {"model": model, "response_format": "pcm", "stage_params": params}
+        if options.voice:
+            self._body["voice"] = options.voice
+
+    async def __call__(self, index: int) -> Sample:
+        began = time.perf_counter()
+        sample = Sample()
+        body = self._body | {"input": self._prompt(), "seed": index}
+        async with self._client.post("/v1/audio/speech", json=body) as response:
+            if not response.ok:
+                raise RuntimeError(await response.text(errors="replace"))
+            async for data in response.content.iter_any():
+                sample.playback.add(time.perf_counter() - began, len(data) / SAMPLE_BYTES / SAMPLE_RATE)
+        sample.total = time.perf_counter() - began
+        return sample

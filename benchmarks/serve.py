@@ -5,6 +5,7 @@
     python benchmarks/serve.py --endpoint ipc:///tmp/omni-x/client --http http://127.0.0.1:8000
 
 With `--http` every load is measured twice, through our client and over HTTP; with `--only-http`, too, only over HTTP.
+With `--speech` requests go over HTTP to /v1/audio/speech, of a pipeline that speaks the text that it is given, too.
 
 All requests have the same lengths (`--text-tokens`, `--codec-tokens`, no earlier end). workload.py defines the columns
 and their units. A warm-up round precedes each load. `--json FILE` writes the results with versions and flags.
@@ -26,7 +27,7 @@ from typing import Any
 
 import msgspec
 import workload
-from askers import Asker, ClientAsker, HttpAsker, http_client
+from askers import Asker, ClientAsker, HttpAsker, SpeechAsker, http_client
 from workload import Sample
 
 from omni_actors import config
@@ -85,7 +86,8 @@ async def measure(
         print(f"{description.pipeline} ({description.model}): {stages}", file=sys.stderr)
         askers: dict[str, Asker] = {} if only_http else {"": ClientAsker(client, options)}
         if url:
-            askers[" over HTTP"] = HttpAsker(http, description.pipeline, options)
+            asker = SpeechAsker if options.speech else HttpAsker
+            askers[" over HTTP"] = asker(http, description.pipeline, options)
         for concurrency in options.concurrency:
             for way, ask in askers.items():
                 await workload.closed_loop(ask, concurrency, concurrency)
@@ -137,7 +139,7 @@ async def main(options: argparse.Namespace) -> None:
     facts: dict[str, Any] = {}
     with workload.DeviceMemory() as memory:
         if options.endpoint:
-            rows = await measure(options.endpoint, options, options.http, only_http=options.only_http)
+            rows = await measure(options.endpoint, options, options.http, only_http=options.only_http or options.speech)
         else:
             async with pipeline(options) as (endpoint, ready):
                 facts["ready_s"] = round(ready, 1)
@@ -155,11 +157,15 @@ if __name__ == "__main__":
     parser.add_argument("--endpoint", help="measure a running pipeline instead")
     parser.add_argument("--http", default="", metavar="URL", help="measure the running pipeline's HTTP server, too")
     parser.add_argument("--only-http", action="store_true", help="leave out the measurement through our client")
+    parser.add_argument("--speech", action="store_true", help="have texts spoken by /v1/audio/speech; needs --http")
+    parser.add_argument("--voice", help="of --speech; by default the model's own")
     add_load_arguments(parser)
     arguments = parser.parse_args()
     if not (arguments.config or arguments.endpoint):
         parser.error("give a pipeline's YAML or --endpoint")
     if arguments.http and not arguments.endpoint:
         parser.error("--http needs --endpoint: start the pipeline with --http HOST:PORT first")
+    if arguments.speech and not arguments.http:
+        parser.error("--speech needs --http")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(main(arguments))

@@ -31,6 +31,19 @@ def test_a_load_is_measured_over_both_ways(echo: HttpPipeline, tmp_path: Path) -
     assert ours["prompt_tokens"] == http["prompt_tokens"]
 
 
+def test_texts_are_spoken_over_http(echo: HttpPipeline, tmp_path: Path) -> None:
+    report = tmp_path / "speech.json"
+    command = [sys.executable, "benchmarks/serve.py", "--endpoint", echo.endpoint, "--http", echo.url, "--speech"]
+    command += ["--concurrency", "2", "--rounds", "2", "--codec-tokens", "8", "--json", str(report)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120)
+    (row,) = json.loads(report.read_text())["rows"]
+    assert (row["load"], row["requests"]) == ("c=2 over HTTP", 4)
+    assert row["stalled"].endswith(" of 4")
+    first, end = (float(row[name].split(" / ")[0]) for name in ("ttfa_ms", "e2e_s"))
+    assert 0 < first <= 1000 * end + 10
+    assert row["audio_s_per_s"] > 0
+
+
 def test_pictures_of_mixed_sizes_are_measured_over_http(pictures: HttpPipeline, tmp_path: Path) -> None:
     report = tmp_path / "pictures.json"
     command = [sys.executable, "benchmarks/pictures.py", "--http", pictures.url, "--concurrency", "1", "3"]
