@@ -1,8 +1,9 @@
 """The code predictor of Qwen's speech models alone: milliseconds a frame, at published sizes, with random weights.
 
-Compares, for each batch size: every kernel launched by Python (eager), one CUDA graph for all passes of a frame
-(graph), and a predictor without cached keys that reads all codes so far again in every pass (re-prefill), in a graph,
-too. Needs torch alone, and a GPU:
+Compares, for each batch size: the project's few kernels launched by Python (eager) and as one CUDA graph for all passes
+of a frame (graph), torch's many (torch, and torch in a graph), and a predictor without cached keys that reads all codes
+so far again in every pass (re-prefill), in a graph, too. `same` is the share of codes that are the same as torch's:
+with random weights many codes are nearly equally likely, and the products are rounded differently. On a GPU:
 
     python benchmarks/code_predictor.py --json predictor.json
 """
@@ -10,20 +11,19 @@ too. Needs torch alone, and a GPU:
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-MODULE = Path(__file__).resolve().parents[1] / "omni_actors" / "engine" / "models" / "code_predictor.py"
+from omni_actors.engine.models.code_predictor import CodePredictor, GraphedPredictor, PredictorConfig, batch_sizes
+
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3-omni": {"input_size": 1024, "vocab_size": 2048},
     "qwen3-tts-1.7b": {"input_size": 2048, "vocab_size": 2048, "temperature": 0.9, "top_p": 1.0},
@@ -42,21 +42,10 @@ PUBLISHED = {
 }
 
 
-def load_module() -> ModuleType:
-    """The predictor's module by its path: importing its package would need vLLM."""
-    spec = importlib.util.spec_from_file_location("code_predictor", MODULE)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(MODULE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def make_predictor(module: ModuleType, size: str, device: torch.device, dtype: torch.dtype) -> Any:
+def make_predictor(size: str, device: torch.device, dtype: torch.dtype) -> CodePredictor:
     """A predictor with random weights, the same in every run."""
     torch.manual_seed(0)
-    predictor = module.CodePredictor(module.PredictorConfig(**{**PUBLISHED, **SIZES[size]}))
+    predictor = CodePredictor(PredictorConfig(**{**PUBLISHED, **SIZES[size]}))
     with torch.no_grad():
         for parameter in predictor.parameters():
             if parameter.dim() > 1 and not bool((parameter == 1).all()):
@@ -135,29 +124,36 @@ def graphed(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> C
 
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures, with the share of codes that are the same as in the eager run."""
+    """All figures, with the share of codes that are the same as torch's."""
     device = torch.device(options.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    module = load_module()
-    predictor = make_predictor(module, options.size, device, dtype)
-    bucketed = module.GraphedPredictor(predictor, max(options.batches), dtype, device)
+    predictor = make_predictor(options.size, device, dtype)
+    plain = make_predictor(options.size, device, dtype)
+    plain.fused = False
+    bucketed = GraphedPredictor(predictor, max(options.batches), dtype, device)
     if device.type == "cuda":
-        bucketed.capture(module.batch_sizes(max(options.batches)))
+        bucketed.capture(batch_sizes(max(options.batches)))
     figures: list[dict[str, Any]] = []
     for batch in options.batches:
         inputs = make_inputs(predictor, batch, device, dtype, options.greedy)
-        eager = predictor(*inputs)[0]
-        ways: dict[str, Callable[[], Any]] = {"eager": lambda inputs=inputs: predictor(*inputs)}
-        ways["graph"] = lambda inputs=inputs: bucketed(*inputs)
+        eager = plain(*inputs)[0]
+        ways: dict[str, Callable[[], Any]] = {
+            "eager": lambda inputs=inputs: predictor(*inputs),
+            "graph": lambda inputs=inputs: bucketed(*inputs),
+        }
+        others = {"torch": plain, "re-prefill": lambda *given: without_cache(plain, *given)}
+        for name, function in others.items():
+            if device.type == "cuda":
+                ways[f"{name}, graph"] = graphed(function, inputs)
+            else:
+                ways[name] = lambda inputs=inputs, function=function: function(*inputs)
         if device.type == "cuda":
-            ways["re-prefill"] = graphed(lambda *given: without_cache(predictor, *given), inputs)
-        else:
-            ways["re-prefill"] = lambda inputs=inputs: without_cache(predictor, *inputs)
+            ways["torch"] = lambda inputs=inputs: plain(*inputs)
         for way, call in ways.items():
             same = float((call()[0] == eager).float().mean())
             times = milliseconds(call, device, options.repeats)
             figures.append({"batch": batch, "way": way, **times, "same_codes": same})
-            print(f"{batch:4d}  {way:10s}  {times['median_ms']:8.3f} ms  p95 {times['p95_ms']:8.3f}  same {same:.4f}")
+            print(f"{batch:4d}  {way:17s}  {times['median_ms']:8.3f} ms  p95 {times['p95_ms']:8.3f}  same {same:.4f}")
     memory = torch.cuda.max_memory_reserved() if device.type == "cuda" else 0
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return {"size": options.size, "device": name, "torch": torch.__version__, "bytes": memory, "figures": figures}

@@ -98,5 +98,5 @@ def test_the_benchmark_compares_equal_codes(tmp_path: Path) -> None:
     arguments = ["--size", "tiny", "--batches", "1", "3", "--repeats", "1", "--device", "cpu", "--json", str(path)]
     assert benchmark.main(arguments) == 0
     figures = json.loads(path.read_text())["figures"]
-    assert [figure["way"] for figure in figures] == ["eager", "graph", "re-prefill"] * 2
+    assert [figure["way"] for figure in figures] == ["eager", "graph", "torch", "re-prefill"] * 2
     assert all(figure["same_codes"] == 1.0 for figure in figures)
