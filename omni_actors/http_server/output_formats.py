@@ -13,6 +13,7 @@ from omni_actors.http_server.schema_fields import ABSENT, MAX_FREE_FORM, NULLABL
 from omni_actors.protocol.payloads import StructuredOutputs
 
 AnyObject = Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
+SchemaName = Annotated[str, Meta(min_length=1, max_length=64)]
 OptionalObject = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT})]
 FORM_SCHEMA = {"anyOf": [{"$ref": "#/components/schemas/StructuredOutputs"}, {"type": "null"}]}
 StructuredFields = Annotated[Raw, Meta(extra_json_schema=FORM_SCHEMA)]
@@ -33,7 +34,7 @@ class JsonObjectFormat(ResponseFormat, frozen=True, tag="json_object"):
 class JsonSchema(Strict, frozen=True):
     """A schema with its name."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    name: SchemaName
     schema: AnyObject
     description: str | None = None  # ignored: the model does not see the schema
     strict: bool | None = None  # ignored: the schema always holds
@@ -53,7 +54,28 @@ class StructuralTagFormat(ResponseFormat, frozen=True, tag="structural_tag"):
     triggers: Annotated[Raw, Meta(extra_json_schema={"type": ["array", "null"]})] = ABSENT
 
 
+class FlatSchemaFormat(ResponseFormat, frozen=True, omit_defaults=True, tag="json_schema"):
+    """The same, as `/v1/responses` has it."""
+
+    name: SchemaName
+    schema: AnyObject
+    description: str | None = None  # ignored, as is the next one
+    strict: bool | None = None
+
+
+FlatFormat = TextFormat | JsonObjectFormat | FlatSchemaFormat
 AnyResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+
+
+def flat_form(given: FlatFormat | None) -> StructuredOutputs | None:
+    """The form that `text.format` of a response asks for. Raises `HttpError` if its schema is wrong."""
+    match given:
+        case JsonObjectFormat():
+            return StructuredOutputs(json_object=True)
+        case FlatSchemaFormat(schema=schema):
+            return StructuredOutputs(json=_text(schema, "text.format.schema"))
+        case _:
+            return None
 
 
 def output_form(response_format: AnyResponseFormat | None, structured: Raw) -> StructuredOutputs | None:

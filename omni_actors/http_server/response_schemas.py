@@ -9,6 +9,7 @@ from msgspec import Meta, Raw
 
 from omni_actors.http_server import chat_messages as chat
 from omni_actors.http_server.errors import bad_field
+from omni_actors.http_server.output_formats import FlatFormat, flat_form
 from omni_actors.http_server.schema_fields import (
     ABSENT,
     EmptyList,
@@ -135,16 +136,10 @@ class FlatChoice(Strict, frozen=True):
     name: str
 
 
-class TextFormat(Strict, frozen=True):
-    """The form of the text."""
-
-    type: Literal["text"] = "text"
-
-
 class TextOptions(Strict, frozen=True):
     """The form of the text; `verbosity` is ignored."""
 
-    format: TextFormat | None = None
+    format: FlatFormat | None = None
     verbosity: str | None = None
 
 
@@ -204,7 +199,12 @@ class ResponsesRequest(Submission, frozen=True, kw_only=True):
 
     def stage_fields(self) -> dict[str, Any]:
         """The sampling fields that are set, under the names of `StageParams`."""
-        fields = {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
+        fields: dict[str, Any] = {
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "structured_outputs": flat_form(self.text.format) if self.text is not None else None,
+        }
         return {name: value for name, value in fields.items() if value is not None}
 
     def tool_options(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from omni_actors.http_server.answer import Answer, AnswerResponse, finish_reason
 from omni_actors.http_server.audio_formats import encoded, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
+from omni_actors.http_server.output_formats import TextFormat
 from omni_actors.http_server.response_schemas import Located, ResponsesRequest, messages_of
 from omni_actors.http_server.schema_fields import free_form
 from omni_actors.http_server.schemas import voice_name
@@ -36,6 +37,8 @@ FIELDS: dict[str, str] = {
     ErrorCode.MALFORMED_MEDIA: "input",
     "messages": "input",
     "prompt": "input",
+    "structured_outputs.json": "text.format.schema",
+    "structured_outputs": "text.format",
 }
 MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 Conversation = list[dict[str, Any]]
@@ -194,9 +197,9 @@ class ResponseReply:
             "reasoning": {"effort": None, "summary": None},
             "store": body.store is not False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _plain((body.text and body.text.format) or TextFormat())},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": _plain(body.tools or []),
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": self._usage,
@@ -330,6 +333,11 @@ class ResponseReply:
         data = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def _plain(value: Any) -> Any:
+    """A copy in plain lists and mappings: the structs of a request hold parts of its body, and so all of it."""
+    return msgspec.json.decode(msgspec.json.encode(value))
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -117,6 +117,17 @@ def test_a_response_is_spoken(echo: HttpPipeline) -> None:
     assert events[-1].type == "response.completed"
 
 
+def test_a_response_names_its_form_and_its_tools(echo: HttpPipeline) -> None:
+    form: Any = {"type": "json_schema", "name": "tide", "schema": {"type": "object"}, "strict": True}
+    tool: Any = {"type": "function", "name": "tide", "parameters": {"type": "object"}, "strict": None}
+    client = echo.openai()
+    made = client.responses.create(model="echo", input="hi", text={"format": form}, tools=[tool], tool_choice="none")
+    for response in (made, client.responses.retrieve(made.id)):
+        assert response.text.format.to_dict() == form
+        assert response.tools[0].name == "tide"
+        assert response.tools[0].parameters == {"type": "object"}
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -134,7 +145,9 @@ def test_a_response_is_spoken(echo: HttpPipeline) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": []}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"temprature": 1}, "temprature"),
         ({"input": "x" * 5000}, "input"),

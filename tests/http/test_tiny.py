@@ -256,7 +256,7 @@ class Tide(pydantic.BaseModel):
 
 
 def test_an_answer_has_the_form_that_the_request_asks_for(tiny: HttpPipeline) -> None:
-    """By the openai client's own parser, by vLLM's field, in both routes, and in the client library."""
+    """By the openai client's own parsers, by vLLM's field, in all routes, and in the client library."""
     client = tiny.openai()
     options: dict = {"model": MODEL, "messages": QUESTION, "max_tokens": 90, "seed": 3, "frequency_penalty": 2}
     parsed = client.chat.completions.parse(**options, response_format=Tide)
@@ -264,6 +264,15 @@ def test_an_answer_has_the_form_that_the_request_asks_for(tiny: HttpPipeline) ->
     assert parsed.choices[0].finish_reason == "stop"
     with client.chat.completions.stream(**options, response_format=Tide) as stream:
         assert stream.get_final_completion().choices[0].message.content == parsed.choices[0].message.content
+    stages = {"thinker": {"frequency_penalty": 2}}
+    response = client.responses.parse(
+        model=MODEL,
+        input=QUESTION[0]["content"],
+        max_output_tokens=90,
+        text_format=Tide,
+        extra_body={"seed": 3, "stage_params": stages},
+    )
+    assert response.output_parsed == parsed.choices[0].message.parsed
     regex = {"structured_outputs": {"regex": "tide-[0-9]{3}"}}
     chat = client.chat.completions.create(**options, extra_body=regex).choices[0].message.content
     text = client.completions.create(model=MODEL, prompt="tide", seed=3, extra_body=regex).choices[0].text
@@ -293,6 +302,13 @@ def test_what_only_the_model_can_refuse_names_the_field(tiny: HttpPipeline, fiel
         tiny.openai().chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4, **fields)
     assert caught.value.param == param
     assert caught.value.code == "invalid_request"
+
+
+def test_a_schema_of_a_response_that_only_the_model_can_refuse_is_named(tiny: HttpPipeline) -> None:
+    form: Any = {"type": "json_schema", "name": "a", "schema": {"type": "sea"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        tiny.openai().responses.create(model=MODEL, input="x", max_output_tokens=4, text={"format": form})
+    assert caught.value.param == "text.format.schema"
 
 
 async def test_a_spoken_turn_equals_that_of_the_client_library(tiny: HttpPipeline) -> None:

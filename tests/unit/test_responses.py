@@ -1,0 +1,60 @@
+"""What a response of /v1/responses keeps of the request that it answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from omni_actors.http_server.decoding import decode
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.response_schemas import ResponsesRequest
+from omni_actors.http_server.responses import ResponseReply
+from omni_actors.protocol.client import Description
+from omni_actors.protocol.payloads import StructuredOutputs
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FORM = {"type": "json_schema", "name": "city", "schema": SCHEMA}
+
+
+def request(**fields: Any) -> ResponsesRequest:
+    return decode(json.dumps({"input": "hi", **fields}).encode(), ResponsesRequest)
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, StructuredOutputs(json_object=True)),
+        (FORM, StructuredOutputs(json=json.dumps(SCHEMA))),
+    ],
+)
+def test_a_form_is_that_of_the_text_stage(form: dict[str, Any], wanted: StructuredOutputs | None) -> None:
+    assert request(text={"format": form}).stage_fields().get("structured_outputs") == wanted
+
+
+def test_a_schema_that_is_too_long_is_refused() -> None:
+    form = {**FORM, "schema": {"title": "x" * 70_000}}
+    with pytest.raises(HttpError, match="limited to 65536 bytes") as caught:
+        request(text={"format": form}).stage_fields()
+    assert caught.value.param == "text.format.schema"
+
+
+def test_a_kept_response_holds_nothing_of_the_body() -> None:
+    """A part of the body would hold all of it, with its media, and would not be counted."""
+    tool = {"type": "function", "name": "weather", "parameters": SCHEMA}
+    body = request(text={"format": FORM}, tools=[tool], metadata={"a": "b"})
+    description = Description("p", "m", ("text",), (), 0, True, 1, 9, ())
+    kept = ResponseReply("resp_1", "echo", False, body, description).object("completed")
+    assert kept["text"] == {"format": FORM}
+    assert kept["tools"][0]["parameters"] == SCHEMA
+    plain = (str, int, float, bool, type(None), dict, list)
+
+    def check(value: Any) -> None:
+        assert isinstance(value, plain)
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        for item in inner:
+            check(item)
+
+    check(kept)
