@@ -75,6 +75,7 @@ VALID = [
         tools=[{"type": "function", **FUNCTION}],
         tool_choice={"type": "function", "name": "weather"},
     ),
+    responses("hi", include=["message.output_text.logprobs"], top_logprobs=2, stream=True),
     responses("hi", text={"format": {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}}),
     responses("hi", previous_response_id="resp_1", stream=True, stream_options={"include_obfuscation": False}),
 ]

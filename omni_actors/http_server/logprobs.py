@@ -14,10 +14,14 @@ def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any] | Non
     """The `logprobs` of a chat completion's choice; `None` without any."""
     if not positions:
         return None
-    content = [
+    return {"content": token_logprobs(positions), "refusal": None}
+
+
+def token_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[str, Any]]:
+    """An entry for each token, as chats and responses have it."""
+    return [
         {**_entry(position.token), "top_logprobs": [_entry(token) for token in position.top]} for position in positions
     ]
-    return {"content": content, "refusal": None}
 
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:

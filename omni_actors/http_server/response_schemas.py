@@ -21,7 +21,6 @@ from omni_actors.http_server.schema_fields import (
     Strict,
     Submission,
     Text,
-    Zero,
     free_form,
     is_null,
     refuse_effects,
@@ -31,6 +30,7 @@ from omni_actors.http_server.schemas import (
     AudioParameters,
     Function,
     FunctionName,
+    Likeliest,
     NamedTool,
     Tool,
     tool_options,
@@ -39,7 +39,8 @@ from omni_actors.protocol.fields import PositiveInt
 from omni_actors.protocol.tools import MAX_TOOLS, CallId, Json, ToolName
 
 Truncation = Annotated[Raw, Meta(extra_json_schema={"enum": [None, "disabled"]})]  # nothing is ever cut
-Include = Annotated[Raw, Meta(extra_json_schema={"enum": [None, [], ["reasoning.encrypted_content"]]})]
+LOGPROBS = "message.output_text.logprobs"
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # the second one without effect
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,6 +168,8 @@ class ResponsesRequest(Submission, frozen=True, kw_only=True):
     modalities: Annotated[list[str], Meta(min_length=1, max_length=8)] | None = None
     audio: AudioParameters | None = None
     text: TextOptions | None = None
+    include: Annotated[list[Include], Meta(max_length=8)] | None = None
+    top_logprobs: Likeliest | None = None
     metadata: Metadata = ABSENT
     user: str | None = None  # ignored, as are the next four
     service_tier: str | None = None
@@ -178,13 +181,11 @@ class ResponsesRequest(Submission, frozen=True, kw_only=True):
     background: Off = ABSENT
     context_management: EmptyList = ABSENT
     conversation: Null = ABSENT
-    include: Include = ABSENT
     max_tool_calls: Null = ABSENT
     moderation: Null = ABSENT
     prompt: Null = ABSENT
     prompt_cache_options: EmptyObject = ABSENT
     reasoning: EmptyObject = ABSENT
-    top_logprobs: Zero = ABSENT
     truncation: Truncation = ABSENT
 
     HINTS: ClassVar[dict[str, str]] = {
@@ -203,9 +204,17 @@ class ResponsesRequest(Submission, frozen=True, kw_only=True):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "logprobs": self._likeliest(),
             "structured_outputs": flat_form(self.text.format) if self.text is not None else None,
         }
         return {name: value for name, value in fields.items() if value is not None}
+
+    def _likeliest(self) -> int | None:
+        if LOGPROBS in (self.include or ()):
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise bad_field("top_logprobs", f"top_logprobs needs include: [{LOGPROBS!r}].")
+        return None
 
     def tool_options(self) -> dict[str, Any]:
         """The tools of the request and how they may be called, as the client library takes them."""

@@ -19,12 +19,14 @@ from omni_actors.http_server.answer import Answer, AnswerResponse, finish_reason
 from omni_actors.http_server.audio_formats import encoded, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
+from omni_actors.http_server.logprobs import token_logprobs
 from omni_actors.http_server.output_formats import TextFormat
 from omni_actors.http_server.response_schemas import Located, ResponsesRequest, messages_of
 from omni_actors.http_server.schema_fields import free_form
 from omni_actors.http_server.schemas import voice_name
 from omni_actors.http_server.state import ServerState, State, json_response
 from omni_actors.protocol.client import Description
+from omni_actors.protocol.logprobs import PositionLogprobs
 from omni_actors.protocol.tools import CollectedCalls, ToolCallPiece
 
 router = APIRouter()
@@ -141,6 +143,7 @@ class ResponseReply:
         self._model = model
         self._created = int(time.time())
         self._texts: list[str] = []
+        self._logprobs: list[PositionLogprobs] = []
         self._calls = CollectedCalls()
         self._audio: bytes | None = None
         self._usage: dict[str, Any] | None = None
@@ -154,6 +157,7 @@ class ResponseReply:
         async for item in answer:
             if isinstance(item, Text):
                 self._texts.append(item.text)
+                self._logprobs.extend(item.logprobs)
                 self._calls.add(item.tool_calls)
             elif isinstance(item, Audio):
                 pieces.append(item.samples)
@@ -200,6 +204,7 @@ class ResponseReply:
             "text": {"format": _plain((body.text and body.text.format) or TextFormat())},
             "tool_choice": body.tool_choice or "auto",
             "tools": _plain(body.tools or []),
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": self._usage,
@@ -224,7 +229,7 @@ class ResponseReply:
     def _message_item(self, status: str) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
         if status != "in_progress":
-            content.append(_text_part("".join(self._texts)))
+            content.append(_text_part("".join(self._texts), self._logprobs))
         item: dict[str, Any] = {
             "id": f"msg_{self.id[5:]}",
             "type": "message",
@@ -253,19 +258,23 @@ class ResponseReply:
         yield self._event("response.created", response=self.object("in_progress"))
         yield self._event("response.in_progress", response=self.object("in_progress"))
         opened = False  # the message
+        sent = 0  # log probabilities
         try:
             async for item in answer:
                 if isinstance(item, Audio):
                     yield self._event("response.audio.delta", delta=pcm16(item.samples))
                 if not isinstance(item, Text):
                     continue
+                self._logprobs.extend(item.logprobs)
                 if item.text:
                     if not opened:
                         opened = True
                         for piece in self._open_message():
                             yield piece
                     self._texts.append(item.text)
-                    yield self._event("response.output_text.delta", **self._part, delta=item.text, logprobs=[])
+                    likely = token_logprobs(self._logprobs[sent:])  # a token may end inside a character
+                    sent = len(self._logprobs)
+                    yield self._event("response.output_text.delta", **self._part, delta=item.text, logprobs=likely)
                     if self._spoken:
                         yield self._event("response.audio.transcript.delta", delta=item.text)
                 for call in item.tool_calls:
@@ -314,15 +323,17 @@ class ResponseReply:
         """The ends of the message and of the calls."""
         found: list[bytes] = []
         status = "incomplete" if self._length else "completed"
-        text = "".join(self._texts)
+        text, likely = "".join(self._texts), token_logprobs(self._logprobs)
         if self._spoken:
             found.append(self._event("response.audio.transcript.done"))
             found.append(self._event("response.audio.done"))
         for index, item in enumerate(self._output(status)):
             where = {"item_id": item["id"], "output_index": index}
             if item["type"] == "message":
-                found.append(self._event("response.output_text.done", **self._part, text=text, logprobs=[]))
-                found.append(self._event("response.content_part.done", **self._part, part=_text_part(text)))
+                found.append(self._event("response.output_text.done", **self._part, text=text, logprobs=likely))
+                found.append(
+                    self._event("response.content_part.done", **self._part, part=_text_part(text, self._logprobs))
+                )
             else:
                 named = {"arguments": item["arguments"], "name": item["name"]}
                 found.append(self._event("response.function_call_arguments.done", **where, **named))
@@ -340,5 +351,5 @@ def _plain(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(text: str, logprobs: Sequence[PositionLogprobs] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs(logprobs)}

@@ -181,6 +181,12 @@ def test_log_probabilities_whole_and_streamed(tiny: HttpPipeline) -> None:
     spoken = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
     assert len(client.chat.completions.create(**options, **spoken).choices[0].logprobs.content) == 6
 
+    response: dict = {"model": MODEL, "input": QUESTION[0]["content"], "max_output_tokens": 6, "top_logprobs": 2}
+    response |= {"include": ["message.output_text.logprobs"], "extra_body": {"seed": 3}}
+    part = client.responses.create(**response).output[0].content[0]
+    assert [entry.to_dict() for entry in part.logprobs] == [entry.to_dict() for entry in tokens]
+    deltas = [event for event in client.responses.create(**response, stream=True) if "text.delta" in event.type]
+    assert [entry.token for delta in deltas for entry in delta.logprobs] == [entry.token for entry in tokens]
     text = {"model": MODEL, "prompt": "tide", "max_tokens": 6, "seed": 3, "logprobs": 2}
     choice = client.completions.create(**text).choices[0]
     assert "".join(choice.logprobs.tokens) == choice.text

@@ -41,6 +41,33 @@ def test_a_schema_that_is_too_long_is_refused() -> None:
     assert caught.value.param == "text.format.schema"
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"include": ["reasoning.encrypted_content"], "top_logprobs": 0}, None),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 3}, 3),
+    ],
+)
+def test_log_probabilities_are_those_of_the_text_stage(fields: dict[str, Any], wanted: int | None) -> None:
+    assert request(**fields).stage_fields().get("logprobs") == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"include": ["web_search_call.results"]}, "include[0]"),
+    ],
+)
+def test_log_probabilities_that_cannot_come_are_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        request(**fields).stage_fields()
+    assert caught.value.param == param
+
+
 def test_a_kept_response_holds_nothing_of_the_body() -> None:
     """A part of the body would hold all of it, with its media, and would not be counted."""
     tool = {"type": "function", "name": "weather", "parameters": SCHEMA}
