@@ -205,7 +205,8 @@ class EncoderEngine(VllmEngine[_Encoding]):
             raise ModelOutputInvalid("The encoder's hidden states hold NaN or infinite values.")
         request_id = running.request.request_id
         hosted = {name: to_host(states) for name, states in tensors.items()}
-        done: FinishedEvent = self._finished(request_id, FinishReason.STOP, running.tokens, 0)
+        shown = sum(each.mm_position.length for one in running.sequences.values() for each in one.features)
+        done: FinishedEvent = self._finished(request_id, FinishReason.STOP, running.tokens, 0, picture_tokens=shown)
         return [StreamEvent(request_id, tensors=hosted, final=True), done]
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:

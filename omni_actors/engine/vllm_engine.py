@@ -33,10 +33,11 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         input_tokens: int,
         output_tokens: int,
         stop_reason: int | str | None = None,
+        picture_tokens: int = 0,
     ) -> FinishedEvent:
         """End a request that the core has finished."""
         del self._requests[request_id]
-        return FinishedEvent(request_id, reason, input_tokens, output_tokens, stop_reason)
+        return FinishedEvent(request_id, reason, input_tokens, output_tokens, stop_reason, picture_tokens)
 
     def _failed(self, request_id: str, error: OmniError) -> ErrorEvent:
         """End a request that the core may still compute."""

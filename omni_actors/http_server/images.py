@@ -161,13 +161,14 @@ class Pictures:
 def image_usage(
     usage: Mapping[str, StageUsage], pictures: Sequence[NDArray[numpy.uint8]], description: Description
 ) -> dict[str, Any]:
-    """OpenAI's usage: the tokens that the first stage read, once for all pictures, and a token for 16 x 16 pixels."""
-    entry = usage.get(description.stages[0].stage)
-    read = entry.input_tokens if entry is not None else 0
+    """OpenAI's usage: what the first stage that counts tokens read, once for all; a token for 16 x 16 pixels made."""
+    entries = (usage.get(stage.stage) for stage in description.stages)
+    entry = next((entry for entry in entries if entry is not None and entry.input_tokens), None)
+    read, shown = (entry.input_tokens, entry.picture_tokens) if entry is not None else (0, 0)
     made = sum(math.ceil(one.shape[0] / TOKEN_PIXELS) * math.ceil(one.shape[1] / TOKEN_PIXELS) for one in pictures)
     return {
         "input_tokens": read,
-        "input_tokens_details": {"text_tokens": read, "image_tokens": 0},
+        "input_tokens_details": {"text_tokens": read - shown, "image_tokens": shown},
         "output_tokens": made,
         "output_tokens_details": {"text_tokens": 0, "image_tokens": made},
         "total_tokens": read + made,

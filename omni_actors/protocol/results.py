@@ -135,7 +135,8 @@ class FinishReason(enum.StrEnum):
 class StageUsage(Struct, frozen=True, omit_defaults=True):
     """What a stage did for one request. `first_output` and `finished` are seconds since `OpenRequest` arrived.
 
-    `stop_reason` is the stop string or stop token that ended a text, `None` if the model did.
+    `stop_reason` is the stop string or stop token that ended a text, `None` if the model did. `picture_tokens` says how
+    many of an encoder's input tokens stand for pictures.
     """
 
     finish_reason: FinishReason
@@ -144,6 +145,7 @@ class StageUsage(Struct, frozen=True, omit_defaults=True):
     first_output: float = 0.0
     finished: float = 0.0
     stop_reason: TokenId | Annotated[str, Meta(max_length=4096)] | None = None
+    picture_tokens: Count = 0
 
 
 class StageDone(Body, tag="stage_done", frozen=True):

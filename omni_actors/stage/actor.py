@@ -384,6 +384,7 @@ class StageActor:
             first_output=max(0.0, attempt.first_output - attempt.opened) if attempt.first_output else 0.0,
             finished=max(0.0, self._clock() - attempt.opened),
             stop_reason=event.stop_reason,
+            picture_tokens=event.picture_tokens,
         )
         timeline = self._meter.done(attempt.track, event.input_tokens, event.output_tokens)
         messages.append(self._result(attempt, StageDone(usage=usage, timeline=timeline)))

@@ -158,6 +158,7 @@ class FinishedEvent:
 
     Args:
         stop_reason: the stop string, or the stop token other than the model's own end, that ended a text.
+        picture_tokens: of the input tokens, those that stand for pictures, as far as the engine tells them apart.
     """
 
     request_id: str
@@ -165,6 +166,7 @@ class FinishedEvent:
     input_tokens: int
     output_tokens: int
     stop_reason: int | str | None = None
+    picture_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

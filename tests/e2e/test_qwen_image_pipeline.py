@@ -19,6 +19,7 @@ import pytest
 from PIL import Image as Picture
 
 from omni_actors.client import AsyncOmniClient, Image, Progress
+from omni_actors.engine.models.qwen_image.prompt_template import written
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, OmniError
 from tests.support.picture_wishes import Wish, equal, params
 from tests.support.qwen_image import WISHES, Painter
@@ -133,6 +134,11 @@ def test_the_openai_client_edits_a_picture(pipeline, painter):
     )
     pixels = np.asarray(Picture.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
     assert equal(pixels, painter.pixels(EDIT))
+    details = answer.usage.input_tokens_details
+    assert details.image_tokens == 4 * 4, "the reference, scaled to 128 x 128, in tokens of 32 x 32"
+    text = painter.pipeline.processor.tokenizer(written(EDIT.prompt, 1))["input_ids"]
+    assert details.text_tokens == len(text) - 1
+    assert answer.usage.input_tokens == len(text) - 1 + 4 * 4
     close_clients()
 
 

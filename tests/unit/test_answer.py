@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
 from omni_actors.http_server.answer import usage_of
+from omni_actors.http_server.images import image_usage
 from omni_actors.protocol.client import Description, StageStatus
 from omni_actors.protocol.results import FinishReason, StageUsage
 
@@ -12,15 +14,18 @@ from omni_actors.protocol.results import FinishReason, StageUsage
 WORK = {"prompt": (0, 5), "thinker": (5, 7), "talker": (9, 40), "code2wav": (40, 100), "leveller": (3, 3)}
 
 
-def usage(order: list[str], outputs: dict[str, str], ran: list[str]) -> dict:
+def description(order: list[str], outputs: dict[str, str]) -> Description:
     stages = tuple(StageStatus(name, replica, 1, "ready", 1, 0) for name in order for replica in (0, 1))
-    description = Description(
+    return Description(
         "p", "m", tuple(outputs), (), 24_000, True, in_flight=1, max_in_flight=1, stages=stages, outputs=outputs
     )
+
+
+def usage(order: list[str], outputs: dict[str, str], ran: list[str]) -> dict:
     reported = {
         name: StageUsage(FinishReason.STOP, input_tokens=WORK[name][0], output_tokens=WORK[name][1]) for name in ran
     }
-    return usage_of(reported, description)
+    return usage_of(reported, description(order, outputs))
 
 
 @pytest.mark.parametrize(
@@ -50,3 +55,16 @@ def test_an_answer_without_audio_has_no_audio_tokens() -> None:
     shown = usage(order, {"text": "thinker", "audio": "code2wav"}, ["prompt", "thinker"])
     assert shown["completion_tokens_details"] == {"text_tokens": 7, "audio_tokens": 0}
     assert list(shown["stages"]) == ["prompt", "thinker"]
+
+
+def test_a_picture_counts_what_the_encoder_read_of_texts_and_of_pictures_apart() -> None:
+    reported = {
+        "prompt": StageUsage(FinishReason.STOP, output_tokens=30),
+        "text_encoder": StageUsage(FinishReason.STOP, input_tokens=30, picture_tokens=16),
+        "dit": StageUsage(FinishReason.STOP, input_tokens=90, output_tokens=8),
+    }
+    shown = image_usage(
+        reported, [numpy.zeros((64, 40, 4), numpy.uint8)], description(list(reported), {"image": "dit"})
+    )
+    assert (shown["input_tokens"], shown["output_tokens"], shown["total_tokens"]) == (30, 12, 42)
+    assert shown["input_tokens_details"] == {"text_tokens": 14, "image_tokens": 16}
