@@ -70,10 +70,15 @@ class Family(ABC):
 
     Attributes:
         text_width: of the states of a prompt.
+        channels: of the latents.
+        latent_pixels: pixels along an edge of a latent pixel.
+        branches: parts of the names of the matrices whose output is added to a layer's input.
     """
 
     text_width: int
-    branches: tuple[str, ...]  # names of the matrices whose output is added to a layer's input
+    channels: int
+    latent_pixels: int
+    branches: tuple[str, ...]
 
     def __init__(self, transformer: Any, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.reference, self.vae = transformer, vae
@@ -95,14 +100,17 @@ class Family(ABC):
     def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
         """The picture [channels, height, width], -1 to 1."""
 
-    def network(self, make: Callable[[], PackedNetwork], load: Callable[..., None], compiled: bool) -> PackedNetwork:
+    def network(self, make: Callable[[], PackedNetwork], load: Callable[..., None]) -> PackedNetwork:
         """Ours, with the weights of diffusers'."""
         network = without_weights(make, self.device, self.dtype)
         load(network, self.reference.state_dict().items())
         network.attend = fastest_attention(self.device.type, self.dtype)
-        if compiled:
-            network.compile()
         return network
+
+    def noise(self, wanted: Wanted) -> torch.Tensor:
+        """The noise that our denoiser draws for a picture, f32 [channels, height, width]."""
+        edges = (wanted.height // self.latent_pixels, wanted.width // self.latent_pixels)
+        return torch.randn((self.channels, *edges), generator=torch.Generator().manual_seed(wanted.seed))
 
     def levels(self, vae: Any, latents: torch.Tensor) -> np.ndarray:
         """The picture u8 [height, width, channels]."""
@@ -114,16 +122,17 @@ class Family(ABC):
 class ZImage(Family):
     """Z-Image and Z-Image-Turbo, which have the same sizes."""
 
+    latent_pixels = 8
     branches = ("attention.to_out", "feed_forward.w2")
 
-    def __init__(self, *given: Any, compiled: bool) -> None:
+    def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.config = z_stage.dit_config(written_config(self.reference))
-        self.text_width, self.compiled = self.config.text_width, compiled
+        self.text_width, self.channels = self.config.text_width, self.config.channels
         self.scheduler = z_image.make_scheduler()
 
     def denoiser(self) -> Denoiser:
-        network = self.network(lambda: z_dit.Dit(self.config), z_weights.load, self.compiled)
+        network = self.network(lambda: z_dit.Dit(self.config), z_weights.load)
         return Denoiser(network, FlowSchedule.from_config(self.scheduler.config))
 
     def spec(self, wanted: Wanted) -> PictureSpec:
@@ -152,16 +161,17 @@ class ZImage(Family):
 class QwenImage(Family):
     """Qwen-Image-2.1."""
 
+    latent_pixels = 16
     branches = ("attn.to_out", "img_mlp.out")
 
-    def __init__(self, *given: Any, compiled: bool) -> None:
+    def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.config = qwen_stage.dit_config(written_config(self.reference))
-        self.text_width, self.compiled = self.config.text_width, compiled
+        self.text_width, self.channels = self.config.text_width, self.config.channels
         self.pipeline = qwen_image.pipeline_of(self.reference, self.vae)
 
     def denoiser(self) -> Denoiser:
-        network = self.network(lambda: qwen_dit.Dit(self.config), qwen_weights.load, self.compiled)
+        network = self.network(lambda: qwen_dit.Dit(self.config), qwen_weights.load)
         return Denoiser(network, FlowSchedule.from_config(self.pipeline.scheduler.config, rising=False))
 
     def spec(self, wanted: Wanted) -> PictureSpec:
@@ -206,11 +216,10 @@ def drawn(model: Any, branches: Sequence[str], layers: int) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def family(options: argparse.Namespace) -> Family:
-    """What is measured."""
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    chosen, module = {"z-image": (ZImage, z_image), "qwen-image": (QwenImage, qwen_image)}[options.model]
-    if options.size == "tiny":
+def family(model: str, size: str, device: torch.device, dtype: torch.dtype) -> Family:
+    """The parts of a model; its weights can be written in bfloat16, whatever their type."""
+    chosen, module = {"z-image": (ZImage, z_image), "qwen-image": (QwenImage, qwen_image)}[model]
+    if size == "tiny":
         parts = module.tiny_transformer().to(device), module.tiny_vae().to(device)
     else:
         with torch.random.fork_rng(), device, default_dtype(torch.bfloat16):
@@ -219,7 +228,7 @@ def family(options: argparse.Namespace) -> Family:
             layers = len(getattr(transformer, "layers", None) or transformer.transformer_blocks)
             parts = drawn(transformer, chosen.branches, layers), drawn(vae, (), 1)
     transformer, vae = (rounded(rounded(part, torch.bfloat16), dtype) for part in parts)
-    return chosen(transformer, vae, device, dtype, compiled=device.type == "cuda" and not options.eager)
+    return chosen(transformer, vae, device, dtype)
 
 
 @contextlib.contextmanager
@@ -269,11 +278,6 @@ def compared(models: Family, denoiser: Denoiser, options: argparse.Namespace, st
         Wanted(height, width, steps, torch.randn(tokens, models.text_width, generator=generator), seed)
         for seed, ((height, width), tokens) in enumerate(zip(SIZES[options.size], PROMPTS, strict=True))
     ]
-    network = denoiser.network
-    noises = [
-        denoiser.latents(Picture(models.spec(one), network.patches_of(_noise(network, one)), [], torch.zeros(0)))
-        for one in wanted
-    ]
 
     def levels(latents: Sequence[torch.Tensor]) -> list[np.ndarray]:
         return [models.levels(models.vae, one) for one in latents]
@@ -283,7 +287,7 @@ def compared(models: Family, denoiser: Denoiser, options: argparse.Namespace, st
 
     alone = levels([made(denoiser, [models.spec(one)], [0])[0] for one in wanted])
     together = levels(made(denoiser, [models.spec(one) for one in wanted], JOINS))
-    pairs = list(zip(wanted, noises, strict=True))
+    pairs = [(one, models.noise(one)) for one in wanted]
     theirs = levels([models.paint(models.reference, models.vae, one, noise) for one, noise in pairs])
     row = {
         "model": options.model, "size": options.size, "steps": steps, "dtype": options.dtype,
@@ -298,12 +302,6 @@ def compared(models: Family, denoiser: Denoiser, options: argparse.Namespace, st
     return row
 
 
-def _noise(network: PackedNetwork, wanted: Wanted) -> torch.Tensor:
-    """The noise that our denoiser draws for a picture, f32 [channels, height, width]."""
-    edges = (wanted.height // 16 * network.patch, wanted.width // 16 * network.patch)
-    return torch.randn((network.channels, *edges), generator=torch.Generator().manual_seed(wanted.seed))
-
-
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Measures, prints the table, and returns its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -316,8 +314,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--float32", action="store_true", help="also compare with diffusers in float32")
     options = parser.parse_args(arguments)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    models = family(options)
+    models = family(options.model, options.size, torch.device(options.device), getattr(torch, options.dtype))
     denoiser = models.denoiser()
+    if models.device.type == "cuda" and not options.eager:
+        denoiser.network.compile()
     rows = []
     for steps in options.steps:
         rows.append(compared(models, denoiser, options, steps))

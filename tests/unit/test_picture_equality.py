@@ -64,3 +64,13 @@ def test_attention_that_looks_into_other_pictures_shows_in_batches_alone(
     row = measured(benchmark, "--model", "qwen-image")
     assert row["ours"] >= WANTED
     assert row["batch"] < TOGETHER
+
+
+@pytest.mark.usefixtures("benchmark")  # which makes the folder importable
+def test_diffusers_pictures_are_timed_at_the_sizes_that_are_asked_for() -> None:
+    timing = importlib.import_module("vs_diffusers")
+    options = ["--size", "tiny", "--device", "cpu", "--steps", "2", "--rounds", "1", "--sizes", "64x64", "96x64"]
+    rows = timing.main(["--model", "qwen-image", *options])
+    assert [(row["size"], row["steps"]) for row in rows] == [("64x64", 2), ("96x64", 2)]
+    for row in rows:
+        assert 1000 * row["picture_s"] == pytest.approx(2 * row["step_ms"] + row["after_ms"], abs=2)

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import yaml
 
 from omni_actors.engine.models.diffusers_layout import part_config
+from omni_actors.engine.models.pictures.denoising import PictureSpec
 from omni_actors.engine.models.qwen_image.dit import Dit, DitConfig
-from omni_actors.engine.models.qwen_image.dit_stage import dit_config
-from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix
+from omni_actors.engine.models.qwen_image.dit_stage import SPEC, dit_config
+from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix, parts
 from omni_actors.engine.models.qwen_image.weights import load
 from omni_actors.errors import ConfigError
+from tests.support.paths import REPOSITORY
 from tools.checkpoints.qwen_image import tiny_transformer, write_full_qwen_image
 
+YAML = REPOSITORY / "stage_configs" / "qwen_image.yaml"
 TINY = DitConfig(channels=16, layers=3, heads=3, head_width=32, text_width=64, axes=(8, 12, 12))
 
 
@@ -138,3 +142,13 @@ def test_weights_that_do_not_fit_are_refused(reference, change, message):
     change(weights)
     with pytest.raises(ConfigError, match=message):
         load(Dit(TINY), weights.items())
+
+
+def test_a_second_picture_of_512_pixels_can_join_the_first_in_the_pipeline_that_is_shipped():
+    tokens = (512 // 16) ** 2
+    stage = next(stage for stage in yaml.safe_load(YAML.read_text())["stages"] if stage["name"] == "dit")
+    spec = PictureSpec((32, 32), 40, 0, Prefix(Condition(torch.zeros(300, 8), (300,))))
+    for most in (stage["engine"]["max_num_batched_tokens"], SPEC.engine["max_num_batched_tokens"]):
+        (_, last), *others = reversed(parts(spec.conditions, most))
+        assert not others
+        assert tokens + (tokens + last) <= most, "its first step computes its prompt, too"

@@ -41,16 +41,19 @@ def waves(moments: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turn pairs of neighbours in [tokens, heads, head_dim] by `rotation` f32 [tokens, head_dim / 2, 2] (cos, sin)."""
-    even, odd = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = rotation[:, None].unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(heads.dtype)
+    """Turn pairs of neighbours in [tokens, heads, head_dim] by what `rotation_at` gave for these tokens."""
+    # Every value is made of itself and its neighbour, rather than pairs of pairs: so it compiles to one kernel with the
+    # norm before it, over whole heads.
+    cos, sin = rotation[:, None].unbind(2)
+    own = heads.float()
+    neighbours = own.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (own * cos + neighbours * sin).to(heads.dtype)
 
 
 def rotation_at(
     positions: torch.Tensor, axes: Sequence[int], theta: float, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Cosines and sines f32 [tokens, head_dim / 2, 2] for positions i64 [tokens, axes] on the CPU.
+    """Factors f32 [tokens, 2, head_dim] for positions i64 [tokens, axes] on the CPU: of values and of their neighbours.
 
     Args:
         axes: dimensions of a head that turn along each axis.
@@ -62,4 +65,5 @@ def rotation_at(
         steps = torch.arange(0, dimensions, 2, dtype=dtype) / dimensions
         parts.append(torch.outer(positions[:, axis].to(dtype), theta**-steps).float())
     angles = torch.cat(parts, -1)
-    return torch.stack((angles.cos(), angles.sin()), -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)), 1).flatten(2)

@@ -70,7 +70,7 @@ class Batch:
         prefixes: of the sequences.
         pictures: packing of the pictures.
         sequences: packing of prefixes and pictures.
-        rotation: f32 [tokens of the pictures, head_width / 2, 2].
+        rotation: f32 [tokens of the pictures, 2, head_width].
     """
 
     prefixes: Sequence[Prefix]

@@ -173,7 +173,7 @@ class QwenImageDit(DenoisingStage):
 
     def _activations(self, tokens: int) -> int:
         """Bytes that computing so many tokens takes."""
-        return tokens * (ACTIVATIONS * self.config.width * self.dtype.itemsize + 4 * sum(self.config.axes))
+        return tokens * (ACTIVATIONS * self.config.width * self.dtype.itemsize + 8 * sum(self.config.axes))
 
     def _extend(self, part: Part) -> None:
         for prefix, end in part:
@@ -214,8 +214,8 @@ SPEC = ModelSpec(
     folder="text_encoder",
     hf_overrides=placeholder_overrides("vision_config", MAX_STEPS),
     vllm_models={ARCHITECTURE: PlaceholderModel},
-    # Tokens in a step: those of one picture of 512 x 512 with guidance, or of two without.
-    engine={"max_num_seqs": 32, "max_num_batched_tokens": 2048, "dtype": "bfloat16"},
+    # Tokens in a step: those of one picture of 512 x 512 with guidance, or of two without, and of a prompt.
+    engine={"max_num_seqs": 32, "max_num_batched_tokens": 2560, "dtype": "bfloat16"},
     required={"max_model_len": MAX_STEPS + 1, "skip_tokenizer_init": True},
     params=DEFAULTS,
     runner="omni_actors.engine.models.qwen_image.dit_stage.QwenImageDit",

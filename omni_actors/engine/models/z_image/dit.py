@@ -143,7 +143,7 @@ class Prompt:
 
     Args:
         tokens: [filled length, width], refined.
-        rotation: f32 [filled length, head_dim / 2, 2].
+        rotation: f32 [filled length, 2, head_dim].
     """
 
     tokens: torch.Tensor
@@ -158,11 +158,11 @@ class Batch:
 
     Args:
         pictures: packing of the filled pictures.
-        picture_rotation: f32 [filled, head_dim / 2, 2].
+        picture_rotation: f32 [filled, 2, head_dim].
         slots: i64 [own]; the place of each own token among the filled ones. None if they are the same.
         prompts: [tokens, width]; all refined prompts.
         sequences: packing of the sequences of picture and prompt.
-        rotation: f32 [tokens of sequences, head_dim / 2, 2].
+        rotation: f32 [tokens of sequences, 2, head_dim].
         order: i64 [tokens of sequences]; the place of each among the filled pictures and then the prompts.
         outputs: i64 [own]; the place of each own token in the sequences.
     """
@@ -279,7 +279,7 @@ class Dit(PackedNetwork):
         return moment
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
-        """Cosines and sines f32 [tokens, head_dim / 2, 2] for positions i64 [tokens, 3] along the axes."""
+        """Factors f32 [tokens, 2, head_dim] for positions i64 [tokens, 3] along the axes."""
         return moved(rotation_at(positions, self.config.axes, self.config.theta), self.device)
 
 

@@ -83,7 +83,7 @@ class ZImageDit(DenoisingStage):
         texts = [filled(len(each)) for each in spec.conditions]
         tokens = sum(filled(spec.tokens) + text for text in texts)
         width, itemsize = self.config.width, self.dtype.itemsize
-        rotation = 4 * sum(self.config.axes)
+        rotation = 8 * sum(self.config.axes)
         step = tokens * (ACTIVATIONS * width * itemsize + rotation)
         job = DiffusionJob(
             spec,

@@ -1,0 +1,50 @@
+"""PNG files, compressed in strips at the same time: alone, 1024 x 1024 pixels take Pillow a tenth of a second."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy
+from numpy.typing import NDArray
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+COLOR_TYPES = {3: 2, 4: 6}  # by channels: RGB, RGBA
+BITS = 8  # of a value
+UP = 2  # the filter: each row as its difference from the one above it
+LEVEL = 1  # zlib's: a fifth of the time of its default, for files that are a little larger
+WINDOW = 15  # of zlib, as the base-2 logarithm of its bytes
+HEADER = b"\x78\x01"  # of a zlib stream with this window and level
+STRIP_BYTES = 1 << 18  # less is not worth a thread
+MOST_STRIPS = 8
+
+
+def png(pixels: NDArray[numpy.uint8]) -> bytes:
+    """A PNG file of a picture, u8 [height, width, 3 or 4]."""
+    height, width, channels = pixels.shape
+    flat = pixels.reshape(height, -1)
+    rows = numpy.empty((height, 1 + width * channels), numpy.uint8)
+    rows[:, 0] = UP
+    rows[0, 1:] = flat[0]
+    numpy.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
+    count = max(1, min(MOST_STRIPS, os.cpu_count() or 1, rows.nbytes // STRIP_BYTES, height))
+    *others, last = numpy.array_split(rows, count)
+    with ThreadPoolExecutor(count) as threads:
+        strips = [*threads.map(_deflated, others, [zlib.Z_SYNC_FLUSH] * len(others)), _deflated(last, zlib.Z_FINISH)]
+    strips[0] = HEADER + strips[0]
+    strips[-1] += struct.pack(">I", zlib.adler32(rows))
+    header = struct.pack(">IIBBBBB", width, height, BITS, COLOR_TYPES[channels], 0, 0, 0)
+    chunks = [_chunk(b"IHDR", header), *(_chunk(b"IDAT", strip) for strip in strips), _chunk(b"IEND", b"")]
+    return b"".join((SIGNATURE, *chunks))
+
+
+def _deflated(rows: NDArray[numpy.uint8], end: int) -> bytes:
+    """A part of a zlib stream, without the stream's header and checksum; the lock of Python is free meanwhile."""
+    compressor = zlib.compressobj(LEVEL, zlib.DEFLATED, -WINDOW)
+    return compressor.compress(rows) + compressor.flush(end)
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(data, zlib.crc32(name)))
