@@ -34,7 +34,7 @@ def png(pixels: NDArray[numpy.uint8]) -> bytes:
     with ThreadPoolExecutor(count) as threads:
         strips = [*threads.map(_deflated, others, [zlib.Z_SYNC_FLUSH] * len(others)), _deflated(last, zlib.Z_FINISH)]
     strips[0] = HEADER + strips[0]
-    strips[-1] += struct.pack(">I", zlib.adler32(rows))
+    strips[-1] += struct.pack(">I", zlib.adler32(rows.data))
     header = struct.pack(">IIBBBBB", width, height, BITS, COLOR_TYPES[channels], 0, 0, 0)
     chunks = [_chunk(b"IHDR", header), *(_chunk(b"IDAT", strip) for strip in strips), _chunk(b"IEND", b"")]
     return b"".join((SIGNATURE, *chunks))
@@ -43,7 +43,7 @@ def png(pixels: NDArray[numpy.uint8]) -> bytes:
 def _deflated(rows: NDArray[numpy.uint8], end: int) -> bytes:
     """A part of a zlib stream, without the stream's header and checksum; the lock of Python is free meanwhile."""
     compressor = zlib.compressobj(LEVEL, zlib.DEFLATED, -WINDOW)
-    return compressor.compress(rows) + compressor.flush(end)
+    return compressor.compress(rows.data) + compressor.flush(end)
 
 
 def _chunk(name: bytes, data: bytes) -> bytes:

@@ -47,7 +47,8 @@ def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     cos, sin = rotation[:, None].unbind(2)
     own = heads.float()
     neighbours = own.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (own * cos + neighbours * sin).to(heads.dtype)
+    turned: torch.Tensor = own * cos + neighbours * sin
+    return turned.to(heads.dtype)
 
 
 def rotation_at(
