@@ -151,10 +151,10 @@ def test_the_timeline_of_a_request_is_shown_as_it_ended(echo: HttpPipeline, page
 def test_sound_plays_before_the_answer_is_complete(slow: HttpPipeline, page: Page) -> None:
     open_page(page, slow)
     page.locator("#toggle-details-panel").click()
-    ask(page, "w" * 400)  # twenty seconds of text and of sound, one step each 50 ms
+    ask(page, "w" * 80)  # four seconds of text, then four seconds of sound, one step each 50 ms
     expect(page.locator("li.assistant .say")).to_contain_text("wwwww")
     expect(page.locator(".stages .busy").first).to_be_visible()
-    until(page, lambda: data(page, "peak") > 0.2, "sound")
+    until(page, lambda: data(page, "peak") > 0.2, "sound", 10)
     expect(page.locator("li.assistant.working")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("body")).to_have_attribute("data-playing", "false")

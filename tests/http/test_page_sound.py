@@ -11,7 +11,7 @@ import pytest
 import soundfile
 from playwright.sync_api import Page, expect
 
-from tests.support.browser import answered, ask, needs_chromium, open_page
+from tests.support.browser import answered, ask, needs_chromium, open_page, until
 from tests.support.servers import HttpPipeline, sound
 
 pytestmark = needs_chromium
@@ -51,7 +51,7 @@ def expect_playing(page: Page, playing: bool) -> None:
 
 def expect_more_heard(page: Page, pieces: int) -> None:
     """Wait until more pieces have begun than before, however soon they end: looking at times may miss a short one."""
-    page.wait_for_function(f"window.heard.length > {pieces}")
+    until(page, lambda: page.evaluate("window.heard.length") > pieces, "sound")
 
 
 @pytest.fixture

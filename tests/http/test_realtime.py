@@ -180,7 +180,7 @@ async def test_interruption_ends_the_answer_in_every_stage(slow: HttpPipeline) -
     """By the client, and by speech. What was not heard is no part of the next prompt."""
     before = values(slow.url, "omni_realtime_interruptions_total")
     async with openai_session(slow.url) as connection:
-        await say(connection, "one two three four " * 40)  # long enough for the end not to come by itself
+        await say(connection, "one two three four " * 3)  # three seconds of text, then three of sound, which are enough
         await connection.response.create()
         events = await until_event(connection, "response.output_audio.delta")
         await connection.response.cancel()

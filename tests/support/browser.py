@@ -94,7 +94,7 @@ def plays(page: Page, act: Callable[[], None]) -> None:
         }"""
     )
     act()
-    page.wait_for_function("window.played")
+    until(page, lambda: page.evaluate("window.played"), "something to play")
 
 
 def in_flight(pipeline: HttpPipeline) -> int:
