@@ -39,6 +39,7 @@ CHUNKS = 16  # and of the vocoder
 PROMPT_SECONDS = 0.003  # of the prompt stage, which takes one prompt after the other
 HOP_SECONDS = 0.003  # from one stage to the next, or to the client
 TICK_SECONDS = 0.1  # of the coordinator
+HEARTBEAT_SECONDS = 0.5  # after which a stage reports what it can make
 FOREVER = 1e9
 SPREAD = 0.12  # of the logarithm of step times
 ORDERS = ("number", "deadline")
@@ -261,6 +262,11 @@ class Vocoder(Stage):
             device += 3.5 + 1.1 * sum(decoded) * BLOCK_SECONDS
         return 1.0, device
 
+    @property
+    def listeners(self) -> int:
+        """For how many it makes sound in time."""
+        return self._forecast.listeners
+
     def urgent(self) -> bool:
         return any(not answer.made.first and self._ready(answer) for answer in self.answers)
 
@@ -312,6 +318,7 @@ class Vocoder(Stage):
         last = end * BLOCK >= answer.tokens
         total = answer.tokens / BLOCK * BLOCK_SECONDS if last else end * BLOCK_SECONDS - HELD_BACK_SECONDS
         seconds = total - answer.made.seconds
+        self._forecast.completed(self._blocks(answer) / LIGHT_BLOCKS, INTERVALS, seconds)
         first = not answer.made.first
         answer.made.add(pipeline.now, seconds)
         if first:
@@ -335,7 +342,9 @@ class Admission:
         settings = CoordinatorConfig(speech_pace=pace, speech_queue=10_000, speech_wait=FOREVER)
         self._line = SpeechLine(settings) if pace else None
         self._waiting: dict[str, Answer] = {}
-        self._ticks = False
+        self._reported = -HEARTBEAT_SECONDS
+        if self._line is not None:
+            pipeline.later(0.0, self._tick)
 
     def enter(self, answer: Answer) -> None:
         """An answer has its first text."""
@@ -345,8 +354,6 @@ class Admission:
         self._waiting[answer.name] = answer
         self._line.enter(Ticket(answer.name, b"", Tenant(b""), 0, 0, ()), self.pipeline.now)
         self._begin()
-        if not self._ticks:
-            self._tick()
 
     def sounded(self, answer: Answer, seconds: float) -> None:
         """A piece of an answer's sound has come."""
@@ -365,10 +372,11 @@ class Admission:
             self._waiting.pop(name).speaks = True
 
     def _tick(self) -> None:
+        if self.pipeline.now - self._reported >= HEARTBEAT_SECONDS:
+            self._reported = self.pipeline.now
+            self._line.report("code2wav/0", self.pipeline.vocoder.listeners)  # type: ignore[union-attr]
         self._begin()
-        self._ticks = bool(self._waiting)
-        if self._ticks:
-            self.pipeline.later(TICK_SECONDS, self._tick)
+        self.pipeline.later(TICK_SECONDS, self._tick)
 
 
 class Pipeline:
@@ -382,10 +390,10 @@ class Pipeline:
         self.talker = Talker(self, "talker", setting.talker_yields_to, folder)
         self.vocoder = Vocoder(self, "code2wav", ("thinker",), folder)
         self._stages: tuple[Stage, ...] = (self.thinker, self.talker, self.vocoder)
-        self.admission = Admission(self)
         self._slowdown = SHARING[setting.sharing]
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers, self._answers = itertools.count(), itertools.count()
+        self.admission = Admission(self)
         self._samples: list[Sample] = []
         self._left = 0
         self._prompt_free = 0.0

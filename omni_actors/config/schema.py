@@ -295,7 +295,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     keys_dir: Line | None = None
     max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     max_queued: Annotated[int, Meta(ge=0, le=10_000)] = 256
-    speech_pace: Annotated[float, Meta(ge=0, le=1000)] = 1.4
+    speech_pace: Annotated[float, Meta(ge=0, le=1000)] = 1.2
     speech_queue: Annotated[int, Meta(ge=0, le=10_000)] = 256
     speech_wait: Seconds = 120.0
     startup_timeout: Seconds = 600.0

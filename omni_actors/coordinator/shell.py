@@ -375,6 +375,7 @@ class Coordinator:
             case ReplicaLost(replica, why, evidence):
                 self._stages.close(replica.replica_id)
                 self._collector.replica_ended(replica.stage, replica.index)
+                self._requests.speech.take_beat(replica.stage, replica.index, 0)
                 self._adapter_orders.carry_out(self._adapters.lost(replica))
                 self._do(self._requests.replica_lost(replica, STEADY(), why, evidence))
             case ReplicaRemoved(stage, index):
@@ -384,6 +385,7 @@ class Coordinator:
                     self._memory.write(state)
             case Measured(replica, Heartbeat() as beat):
                 self._collector.requests.message_received(replica.name, beat.sent)
+                self._requests.speech.take_beat(replica.stage, replica.index, beat.listeners)
             case Measured(replica, Snapshot() as snapshot):
                 self._collector.take_snapshot(replica.stage, replica.index, snapshot)
             case GiveUp():

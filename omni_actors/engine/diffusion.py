@@ -225,7 +225,7 @@ class DiffusionEngine(VllmEngine[_Running]):
             pictures = picture_events(request_id, result, preview=job is not None and job.preview)
             others = other_tensors(request_id, result, final=running.stream.finished)
             events: list[EngineEvent] = [*_progress(running), *pictures, *others]
-            self._take_audio(request_id, running, result.get("audio"))
+            self._take_audio(request_id, running, job, result.get("audio"))
             running.answered |= bool(running.kept or pictures or others)
             if not running.stream.finished:
                 self._submit(running)
@@ -239,13 +239,18 @@ class DiffusionEngine(VllmEngine[_Running]):
         done = self._finished(request_id, FinishReason.STOP, running.stream.input_tokens, running.steps)
         return [*events, done]
 
-    def _take_audio(self, request_id: str, running: _Running, audio: torch.Tensor | None) -> None:
+    def _take_audio(
+        self, request_id: str, running: _Running, job: DiffusionJob | None, audio: torch.Tensor | None
+    ) -> None:
         """Check a piece of sound, and keep it until it leaves."""
         if audio is None:  # all of it is held back until the next chunk, or this is no sound
             return
         if not torch.isfinite(audio).all():
             raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")
-        running.made.add(self._scheduler.clock(), audio.shape[-1] / self._facts.sample_rate)
+        seconds = audio.shape[-1] / self._facts.sample_rate
+        running.made.add(self._scheduler.clock(), seconds)
+        if job is not None:
+            self._forecast.completed(job.share, job.num_steps, seconds)
         running.kept.append(AudioEvent(request_id, to_host(audio), self._facts.sample_rate))
         self._keeping[request_id] = running
 
@@ -284,6 +289,11 @@ class DiffusionEngine(VllmEngine[_Running]):
         """Whether a step would do something: compute, or send sound that was kept."""
         now = self._scheduler.clock() if self._keeping else 0.0
         return super().runnable() or any(running.leaves <= now for running in self._keeping.values())
+
+    @property
+    def listeners(self) -> int:
+        """For how many listeners at a time it makes sound as fast as they hear it; 0 while that is not known."""
+        return self._forecast.listeners
 
     def statistics(self) -> EngineStatistics:
         """Totals of vLLM's scheduler, and the state of the budget."""

@@ -98,12 +98,14 @@ class Peers(Body, tag="peers", frozen=True):
 class Heartbeat(Body, tag="heartbeat", frozen=True):
     """Stage -> coordinator: alive. `progress` counts iterations of the engine loop, `counts` what the stage holds.
 
-    The coordinator compares clocks by `sent`.
+    The coordinator compares clocks by `sent`. `listeners`: for so many at a time the stage makes sound as fast as they
+    hear it; 0 if it makes none or cannot tell.
     """
 
     progress: Count
     counts: dict[str, int] = {}
     sent: Moment = 0.0
+    listeners: Count = 0
 
 
 class Shutdown(Body, tag="shutdown", frozen=True):

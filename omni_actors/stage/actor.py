@@ -202,6 +202,11 @@ class StageActor:
             "retained_bytes": self._budget.used,
         }
 
+    @property
+    def listeners(self) -> int:
+        """See `StageEngine.listeners`."""
+        return self._engine.listeners
+
     def counts(self) -> dict[str, int]:
         """What this stage and its engine hold now; all zero when it is idle."""
         return {

@@ -314,6 +314,11 @@ class StageEngine(ABC):
     def counts(self) -> dict[str, int]:
         """What the engine holds now, by name; all zero when it is idle, which leak checks rely on."""
 
+    @property
+    def listeners(self) -> int:
+        """For how many listeners it makes sound as fast as they hear it; 0 if it makes none or cannot tell."""
+        return 0
+
     def take_scheduled(self) -> Sequence[tuple[str, float]] | None:
         """Return requests first scheduled since the last call, with the time (monotonic clock, seconds).
 

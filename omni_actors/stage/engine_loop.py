@@ -153,6 +153,7 @@ class EngineLoop:
         self._emit(self._actor.tick())
         dropped = {f"dropped_{reason}": count for reason, count in self._actor.dropped.items()}
         self._inbound.pulse.counts = {**self._actor.counts(), **self._outbound.counts(), **dropped}
+        self._inbound.pulse.listeners = self._actor.listeners
         if now >= self._next_snapshot:
             self._next_snapshot = now + self._heartbeat_interval
             self._report_metrics()

@@ -73,3 +73,4 @@ class Pulse:
 
     progress: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+    listeners: int = 0

@@ -153,8 +153,8 @@ class Inbound(threading.Thread):
                 next_beat = time.monotonic() + self._heartbeat_interval
                 if orphaned_at is None:
                     self._restore_files()
-                counts = {**self.pulse.counts, **self.rejected()}
-                self._send(control, Heartbeat(progress=self.pulse.progress, counts=counts, sent=self._clock()))
+                pulse, counts = self.pulse, {**self.pulse.counts, **self.rejected()}
+                self._send(control, Heartbeat(pulse.progress, counts, self._clock(), pulse.listeners))
             refusal = handshake.take()
             # Always, because sending may have consumed the descriptor's signal; and after the check of the connection,
             # because by the time it is lost all of the coordinator's last messages can be read, and they count.

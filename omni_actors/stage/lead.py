@@ -15,8 +15,9 @@ from omni_actors.telemetry.playback import AUDIBLE_SECONDS, Playback
 
 FIXED_SHARE = 0.42  # of a light step: what every step takes besides its pieces (3 of 10 ms on an H200)
 MEMORY_SECONDS = 0.5  # of computing, after which a step's time counts a third
+USUAL_SECONDS = 15.0  # the same, for what is usual
 PAUSE_SECONDS = 0.01  # between steps, from which on the stage had nothing to do
-MARGIN = 1.1  # of what is foreseen
+MARGIN = 1.25  # of what is foreseen
 HORIZON_SECONDS = 6.0  # of sound; pieces that are due later are not looked at
 LONGEST_SECONDS = 5.0  # to keep sound
 PIECES_AHEAD = 8  # of an answer that are looked at
@@ -91,7 +92,10 @@ class Forecast:
     def __init__(self, places: int) -> None:
         self._places = places
         self._unit = 0.0  # seconds that a light step takes, without what every step takes
+        self._usual = 0.0  # the same over a longer time
         self._ended = 0.0
+        self._largest = Ahead(0.0, 0.0, 1)
+        self._seconds = 0.0  # of the sound of that one
 
     def stepped(self, share: float, began: float, ended: float) -> None:
         """Note a step, with pieces that together take this share of a light step."""
@@ -99,8 +103,27 @@ class Forecast:
         seconds = ended - (self._ended if began - self._ended < PAUSE_SECONDS else began)
         self._ended = ended
         unit = seconds / (FIXED_SHARE + share)
-        weight = min(1.0, seconds / MEMORY_SECONDS) if self._unit else 1.0
-        self._unit += weight * (unit - self._unit)
+        if not self._unit:
+            self._unit = self._usual = unit
+        self._unit += min(1.0, seconds / MEMORY_SECONDS) * (unit - self._unit)
+        self._usual += min(1.0, seconds / USUAL_SECONDS) * (unit - self._usual)
+
+    def completed(self, share: float, steps: int, seconds: float) -> None:
+        """Note a piece of so many seconds of sound; the largest ones are those of which most sound consists."""
+        if share >= self._largest.share:
+            self._largest, self._seconds = Ahead(0.0, share, steps), seconds
+
+    @property
+    def listeners(self) -> int:
+        """For how many listeners the stage makes sound as fast as they hear it, in full steps; 0 if that is unknown.
+
+        What it makes when nothing else is left to do on the device is more than it makes usually.
+        """
+        piece, unit = self._largest, max(self._unit, self._usual)
+        if not piece.share or not unit:
+            return 0
+        step = unit * (FIXED_SHARE + self._places * piece.share)
+        return max(1, int(self._places * self._seconds / (piece.steps * step)))
 
     def look(self, answers: Sequence[Outlook], now: float) -> None:
         """Foresee the smooth starts of all answers of the stage."""

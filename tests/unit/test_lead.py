@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.stage.lead import HORIZON_SECONDS, LONGEST_SECONDS, Ahead, Arrivals, Forecast, Outlook
+from omni_actors.stage.lead import FIXED_SHARE, HORIZON_SECONDS, LONGEST_SECONDS, Ahead, Arrivals, Forecast, Outlook
 from omni_actors.telemetry.playback import Playback
 
 NOW = 100.0
@@ -62,6 +62,33 @@ def test_a_stage_that_has_become_slow_is_noticed_within_a_second_of_computing() 
         stage.stepped(1.0, now, now + 0.04)
         now += 0.04
     assert max(kept(stage, [begun() for _ in range(24)])) > 0.5
+
+
+def test_for_how_many_it_makes_sound_in_time_is_known_after_its_first_large_piece() -> None:
+    """Sixteen pieces of nine blocks, 1.92 s each, in nine steps."""
+    stage = forecast(0.02)
+    assert stage.listeners == 0
+    stage.completed(2 / 48, STEPS, 0.13)
+    few = stage.listeners
+    stage.completed(9 / 48, STEPS, 1.92)
+    step = 0.02 / (1 + FIXED_SHARE) * (FIXED_SHARE + 3.0)
+    assert stage.listeners == int(16 * 1.92 / (STEPS * step)) > few > 0
+    stage.completed(3 / 48, STEPS, 0.4)
+    assert stage.listeners == int(16 * 1.92 / (STEPS * step)), "the last piece of an answer is short"
+
+
+def test_what_it_makes_alone_on_its_device_does_not_count_as_what_it_makes_usually() -> None:
+    stage = forecast(0.02)
+    stage.completed(9 / 48, STEPS, 1.92)
+    usually, now = stage.listeners, 100.0
+    while now < 102.0:
+        stage.stepped(1.0, now, now + 0.01)
+        now += 0.01
+    assert usually <= stage.listeners < 1.25 * usually
+    while now < 104.0:
+        stage.stepped(1.0, now, now + 0.04)
+        now += 0.04
+    assert stage.listeners < 0.6 * usually, "that it has become slow counts at once"
 
 
 def test_steps_after_a_pause_do_not_count_the_pause() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.config import CoordinatorConfig
-from omni_actors.coordinator.core.slots import Tenant, Ticket
+from omni_actors.coordinator.core.slots import Tenant, Ticket, reserved
 from omni_actors.coordinator.core.sound_rate import LARGE, SoundRate
 from omni_actors.coordinator.core.speech import SpeechLine
 from omni_actors.telemetry.playback import Playback
@@ -229,6 +229,39 @@ def test_no_more_run_than_was_measured_but_one_at_a_time(sounds: Iterable[float]
         assert beyond <= 0 or len(begun) <= 1 or spoken < line.places
         assert beyond <= 0 or len(unheard) <= 25
         heard |= dict.fromkeys(begun, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 80)), max_size=40))
+@settings(deadline=None, max_examples=100)
+def test_no_more_begin_than_the_stages_say_whatever_was_learnt_and_none_starves(
+    events: list[tuple[int, int, int]],
+) -> None:
+    """Answers come and end, and replicas say for how many listeners they make sound: 0 of one that is gone."""
+    line = SpeechLine(CoordinatorConfig(speech_pace=1.0, speech_queue=10_000, speech_wait=FOREVER))
+    line.report("code2wav/0", 5)
+    said, now = {"code2wav/0": 5}, 0.0
+    spoken: list[str] = []
+    numbers = itertools.count()
+    for coming, ending, listeners in events:
+        now += 0.1
+        replica = f"code2wav/{coming % 2 + 1}"
+        said[replica] = listeners
+        line.report(replica, listeners)
+        for _ in range(coming):
+            line.enter(Ticket(str(next(numbers)), b"a", Tenant(b"a"), 0, 0, ()), now)
+        for name in spoken[:ending]:
+            line.sounded(name, 1.0, now)
+            line.leave(name, now)
+        spoken = spoken[ending:]
+        before = len(spoken)
+        spoken += [name for name, _ in line.begin(now)]
+        assert len(spoken) <= max(before, sum(said.values()), 1)
+        places = max(1, sum(said.values()))
+        assert line.waiting == 0 or len(spoken) >= places - reserved(places), "some are kept for other owners"
+    while spoken:
+        line.leave(spoken.pop(0), now)
+        spoken += [name for name, _ in line.begin(now)]
+    assert line.waiting == 0
 
 
 def test_owners_take_turns() -> None:

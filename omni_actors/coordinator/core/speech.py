@@ -26,7 +26,9 @@ class SpeechLine:
 
     def __init__(self, settings: CoordinatorConfig) -> None:
         self._longest = settings.speech_wait
+        self._pace = settings.speech_pace
         self._rate = SoundRate(settings.speech_pace)
+        self._listeners: dict[str, int] = {}  # for how many a replica makes sound in time, of those that know it
         self._slots = Slots(self._rate.places, settings.speech_queue, NO_BOUND, lambda stages: False)
         self._since: dict[str, float] = {}  # when those that wait came
         self._speaking: set[str] = set()
@@ -44,7 +46,16 @@ class SpeechLine:
     @property
     def places(self) -> int:
         """How many may be spoken at a time, as far as is known."""
+        if self._listeners:
+            return max(1, int(sum(self._listeners.values()) / self._pace))
         return self._rate.places
+
+    def report(self, replica: str, listeners: int) -> None:
+        """Note for how many listeners a replica makes sound in time; 0 if it does not know, or is gone."""
+        if listeners:
+            self._listeners[replica] = listeners
+        else:
+            self._listeners.pop(replica, None)
 
     def speaks(self, request_id: str) -> bool:
         """Whether an answer's speech may be made."""
@@ -73,11 +84,11 @@ class SpeechLine:
 
     def _next(self, now: float) -> Ticket | None:
         ticket = self._slots.next()
-        if ticket is None and self._slots.waiting and self._rate.probe(now):
+        if ticket is None and self._slots.waiting and not self._listeners and self._rate.probe(now):
             held = self._slots.held
             self._slots.resize(next(count for count in itertools.count(held + 1) if count - held > reserved(count)))
             ticket = self._slots.next()
-            self._slots.resize(self._rate.places)
+            self._slots.resize(self.places)
         return ticket
 
     def sounded(self, request_id: str, seconds: float, now: float) -> None:
@@ -108,8 +119,8 @@ class SpeechLine:
 
     def _resize(self, now: float) -> None:
         self._rate.advance(now)
-        if self._rate.places != self._slots.count:
-            self._slots.resize(self._rate.places)
+        if self.places != self._slots.count:
+            self._slots.resize(self.places)
 
 
 class SpeechPacer(SpeechLine):
@@ -136,6 +147,11 @@ class SpeechPacer(SpeechLine):
     def bound(self) -> int:
         """How many answers may be spoken at a time; 0 if none has to wait."""
         return self.places if self.first_stage and self.places < UNLIMITED else 0
+
+    def take_beat(self, stage: str, index: int, listeners: int) -> None:
+        """Note what a replica's heartbeat says of the sound that it makes; 0 of one that is gone."""
+        if stage == self._sound:
+            self.report(f"{stage}/{index}", listeners)
 
     def holds(self, request: ActiveRequest, stage: str) -> bool:
         """Whether a stage must not begin with a request yet, or is after one that must not."""
