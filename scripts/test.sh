@@ -5,9 +5,8 @@
 #   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
 # With pytest arguments (a folder, -k ...) only those tests run, without the coverage floors. All tests run in parts, two
-# at a time except for the last part: those of models, of the HTTP server, of single modules, those that start, kill and
-# stop processes, and those that keep all cores busy. Pipelines that many tests share run longer than they are needed, and
-# cost time while they are idle: the fewer there are in a part, the faster it is.
+# at a time except for the last part: those of models and of the HTTP server, which share pipelines, of single modules,
+# those that start, kill and stop processes, and those that keep all cores busy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -36,8 +35,7 @@ waiting=(tests/chaos tests/nodes tests/process)
 spread=(tests/e2e/test_several_workers.py tests/nodes/test_ranks_over_hosts.py)
 parallel=(--durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder)
 shared=(tests/e2e tests/http)
-coverage run -m pytest "${parallel[@]}" tests/e2e "${spread[@]/#/--ignore=}" || status=$?
-coverage run -m pytest "${parallel[@]}" tests/http || status=$?
+coverage run -m pytest "${parallel[@]}" "${shared[@]}" "${spread[@]/#/--ignore=}" || status=$?
 coverage run -m pytest "${parallel[@]}" "${waiting[@]/#/--ignore=}" "${shared[@]/#/--ignore=}" || status=$?
 coverage run -m pytest "${parallel[@]}" "${waiting[@]}" "${spread[@]/#/--ignore=}" || status=$?
 python -m pytest --durations=15 "${spread[@]}" || status=$?
