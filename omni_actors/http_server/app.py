@@ -99,8 +99,10 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> A
     routes = create_routes(settings, fetcher=fetcher, bodies=bodies)
 
     def ahead(path: str, reservation: Reservation) -> MediaAhead | None:
+        if path not in MEDIA_PATHS:
+            return None
         server: ServerState = routes.state.server
-        return server.media.ahead(reservation, decoded=MEDIA_PATHS[path]) if path in MEDIA_PATHS else None
+        return server.media.ahead(reservation, decoded=MEDIA_PATHS[path])
 
     app: ASGIApp = RequestMiddleware(routes, settings, routes.routes, bodies, ahead)
     if settings.cors_origins:

@@ -163,7 +163,10 @@ async def test_a_piece_of_a_body_that_is_longer_than_all_bodies_may_be_is_too_la
 
     app = create_app(ServerSettings(endpoint="ipc:///tmp/no-coordinator", body_bytes=100_000, bodies_bytes=150_000))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        response = await client.post(CHAT, content=pieces(), headers={"content-type": "application/json"})
+        options = {"content": pieces(), "headers": {"content-type": "application/json"}}
+        response = await client.post(
+            "/v1/audio/speech", **options
+        )  # this application has not started, and reads no media
     assert response.status_code == 413
 
 
