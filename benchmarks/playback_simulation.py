@@ -68,6 +68,12 @@ def main() -> None:
     parser.add_argument("--talker-yields-to", nargs="*", default=["thinker"], choices=["thinker", "code2wav"])
     parser.add_argument("--send-at-once", action="store_true", help="keep no first sound until the rest can follow")
     parser.add_argument("--pace", type=float, default=Setting.pace, help="coordinator.speech_pace; 0: no speech waits")
+    parser.add_argument("--cold", action="store_true", help="no warm-up")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="requests a second at random moments, in no closed loop"
+    )
+    parser.add_argument("--slowness", type=float, default=1.0, help="of the device: 1.5 needs half as much time again")
+    parser.add_argument("--lengths", type=int, nargs="+", default=Setting.lengths, help="codec tokens, in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the spread of step times")
     parser.add_argument("--json", action="store_true", help="a line for each load instead of a table")
     options = parser.parse_args()
@@ -84,6 +90,10 @@ def main() -> None:
                 seed=options.seed,
                 keeps=not options.send_at_once,
                 pace=options.pace,
+                cold=options.cold,
+                rate=options.rate,
+                slowness=options.slowness,
+                lengths=tuple(options.lengths),
             )
         )
         for policy in options.policy

@@ -2,7 +2,7 @@
 
 A step of a stage is host time, then time on the device, which all three share. While others are on the device, a
 stage's own time there passes more slowly. Times are those of one H200 and Qwen2.5-Omni-7B's sizes: steps of each stage
-alone, and `SHARING` fitted to the same steps under load ("Who goes first" in docs/benchmarks_history.md).
+alone, and `SHARING` fitted to what was measured under load ("From outside, over HTTP" in docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omni_actors.coordinator.core.slots import Tenant, Ticket
 from omni_actors.coordinator.core.speech import SpeechLine
 from omni_actors.stage.deadlines import FIRST_SECONDS, Piece, choose
 from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag, DevicePriority
-from omni_actors.stage.lead import Ahead, Arrivals, Forecast, Outlook
+from omni_actors.stage.lead import PIECES_AHEAD, Ahead, Arrivals, Forecast, Outlook
 from omni_actors.telemetry.playback import Playback
 
 PROMPT_TOKENS, TEXT_TOKENS, CODEC_TOKENS = 65, 64, 512
@@ -31,7 +31,6 @@ BLOCK = 12  # codec tokens
 BLOCK_SECONDS = 0.24
 HELD_BACK_SECONDS = 0.11  # of a chunk, whose last samples need frames that are not there yet
 INTERVALS = 9
-PIECES_AHEAD = 8  # that are looked at
 LIGHT_BLOCKS = 48  # the vocoder's own
 POLICY = (1, 1, 2, 4, 8)  # and its chunks, in blocks; the last length repeats
 THINKER_SEATS, TALKER_SEATS = 128, 64  # max_num_seqs

@@ -20,7 +20,7 @@ PAUSE_SECONDS = 0.01  # between steps, from which on the stage had nothing to do
 MARGIN = 1.25  # of what is foreseen
 HORIZON_SECONDS = 6.0  # of sound; pieces that are due later are not looked at
 LONGEST_SECONDS = 5.0  # to keep sound
-PIECES_AHEAD = 8  # of an answer that are looked at
+PIECES_AHEAD = 6  # of an answer that are looked at
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,21 @@ def test_first_sounds_that_are_kept_leave_hardly_a_gap(rows: list[dict[str, Any]
     assert stalled < stalled_at_once / 2
 
 
+def test_in_a_burst_hardly_an_answer_stalls_and_after_a_start_none_waits_for_long() -> None:
+    """In neither was anything learnt of how long first sounds have to be kept."""
+    (cold,) = run("--stagger", "0", "--concurrency", "32", "--order", "deadline", "--cold")
+    (warm,) = run("--stagger", "0", "--concurrency", "64", "--order", "deadline")
+    assert cold["stalled"] == "0 of 32"
+    assert smooth_start([cold]) < 2000
+    assert int(warm["stalled"].split(" of ")[0]) <= 6
+
+
+def test_answers_of_any_length_that_come_at_any_time_are_simulated_to_their_end() -> None:
+    (row,) = run("--lengths", "50", "512", "--rate", "6", "--rounds", "2", "--concurrency", "8", "--order", "deadline")
+    assert row["stalled"].endswith(" of 16")
+    assert smooth_start([row]) > 0
+
+
 def test_the_simulation_knows_the_vocoders_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     import simulated_stages

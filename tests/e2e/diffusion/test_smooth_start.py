@@ -103,6 +103,22 @@ def test_what_is_kept_leaves_as_soon_as_the_rest_is_sure(engine: DiffusionEngine
     assert len(speech.wave("sure")) == SPEC[0] * 480
 
 
+def test_the_vocoder_knows_for_how_many_listeners_it_is_fast_enough(engine: DiffusionEngine, clock: Clock) -> None:
+    """From its steps, which take 5 ms, and then from those of a slower device."""
+    found = []
+    for name, seconds in (("fast", 0.005), ("slow", 0.009)):
+        clock.now += 100
+        speech = begin(engine, clock, name, pace=0.05)
+        speech.feed_all(name)
+        for _ in range(500):
+            clock.now += seconds
+            if not engine.runnable():
+                break
+            speech.step()
+        found.append(engine.listeners)
+    assert found[0] > found[1] > 0
+
+
 def test_a_request_that_is_aborted_leaves_nothing_kept(engine: DiffusionEngine, clock: Clock) -> None:
     gone = begin(engine, clock, "gone")
     engine.abort("gone")
