@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from omni_actors.engine.models.code_predictor import CodePredictor, PredictorConfig
 
 MOST_ROWS = 64  # with more, launches matter less, and the products of the library are as fast
-EARLY = False  # whether a kernel starts, and reads weights, while the one before it ends; needs a GPU that can do it
 
 
 def fits(config: PredictorConfig, rows: int) -> bool:
@@ -45,35 +44,26 @@ class Tiling:
         lines: rows of the result, of a program; 1 to multiply without matrix units.
         parts: of the inner dimension, which are read at a time.
         depth: columns of the weights in a part.
-        ahead: whether tiles are read before the last ones are multiplied, which takes registers.
     """
 
     columns: int
     lines: int
     parts: int
     depth: int
-    ahead: bool
     warps: int = 4
     stages: int = 3
 
     @classmethod
-    def of(cls, inner: int, outer: int, rows: int, gated: bool, early: bool) -> Tiling:
+    def of(cls, inner: int, outer: int, rows: int, gated: bool) -> Tiling:
         """For the product of `rows` rows with weights [outer, inner]."""
         whole = inner & -inner  # the largest power of two in it
         if rows == 1:
-            return cls(columns=4, lines=1, parts=1, depth=min(1024, whole), ahead=True)
+            return cls(columns=4, lines=1, parts=1, depth=min(1024, whole))
         if rows <= 16:
             stretch = min(512, whole)
             depth = max(16, stretch // 4)
-            return cls(8 if gated or outer <= 1024 else 16, 16, stretch // depth, depth, ahead=early)
-        return cls(
-            16 if gated or outer <= 1024 or outer % 32 else 32,
-            64,
-            parts=1,
-            depth=min(128, whole),
-            ahead=False,
-            stages=4,
-        )
+            return cls(8 if gated or outer <= 1024 else 16, 16, stretch // depth, depth)
+        return cls(16 if gated or outer <= 1024 or outer % 32 else 32, 64, parts=1, depth=min(128, whole), stages=4)
 
 
 class FrameKernels:
@@ -81,8 +71,6 @@ class FrameKernels:
 
     def __init__(self, predictor: CodePredictor, rows: int) -> None:
         config, norm = predictor.config, predictor.norm
-        self.early = EARLY and norm.is_cuda and torch.cuda.get_device_capability(norm.device) >= (9, 0)
-        self.launch = {"EARLY": self.early, **({"launch_pdl": True} if self.early else {})}
         self.predictor, self.config, self.rows = predictor, config, rows
 
         def buffer(*shape: int, dtype: torch.dtype = norm.dtype) -> torch.Tensor:
@@ -122,7 +110,7 @@ class FrameKernels:
         """
         outer, inner = weight.shape
         outer = outer // 2 if gated else outer
-        tiling = Tiling.of(inner, outer, self.rows, gated, self.early)
+        tiling = Tiling.of(inner, outer, self.rows, gated)
         grid = outer // tiling.columns, triton.cdiv(self.rows, tiling.lines)
         kernels.product[grid](
             given,
@@ -146,8 +134,6 @@ class FrameKernels:
             LINES=tiling.lines,
             PARTS=tiling.parts,
             DEPTH=tiling.depth,
-            AHEAD=tiling.ahead,
-            **self.launch,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
@@ -173,7 +159,6 @@ class FrameKernels:
             POSITIONS=config.groups,
             SEEN=triton.next_power_of_2(config.groups),
             num_warps=2,
-            **self.launch,
         )
 
     def read(self, position: int) -> None:
@@ -205,7 +190,6 @@ class FrameKernels:
             self.predictor.layers[0].input_norm,
             WIDTH=width,
             PADDED=triton.next_power_of_2(width),
-            **self.launch,
         )
         self.tiles = 1
 
@@ -239,7 +223,6 @@ class FrameKernels:
             LAST=group == config.groups - 2,
             PROJECTED=projected,
             num_warps=4,
-            **self.launch,
         )
         self.tiles = 1
 

@@ -1,7 +1,4 @@
-"""The kernels of `fused_predictor`, in Triton. Rows between the layers, norms and rotations are float32.
-
-With EARLY a kernel starts while the one before it ends: it may read weights, and waits for everything else.
-"""
+"""The kernels of `fused_predictor`, in Triton. Rows between the layers, norms and rotations are float32."""
 
 # Triton decides the types of its functions' arguments:
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -20,20 +17,6 @@ PLAIN, GATED, ROW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what a 
 
 
 @triton.jit
-def _begin(EARLY: tl.constexpr):
-    """Let the next kernel start, which waits for this one's results by itself."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _await_last(EARLY: tl.constexpr):
-    """Wait for the results of the kernel before this one."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def _put_row(value, x, weighted, squares, norm, row, column, inside, WIDTH: tl.constexpr):
     """Store a whole row f32 [columns] as the input of a layer: itself, times the norm's weights, its square sum."""
     tl.store(x + row * WIDTH + column, value, mask=inside)
@@ -43,13 +26,11 @@ def _put_row(value, x, weighted, squares, norm, row, column, inside, WIDTH: tl.c
 
 
 @triton.jit
-def enter(given, x, weighted, squares, norm, WIDTH: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
+def enter(given, x, weighted, squares, norm, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Take rows of `given` as the input of the first layer."""
-    _begin(EARLY)
     row = tl.program_id(0)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
-    _await_last(EARLY)
     value = tl.load(given + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     _put_row(value, x, weighted, squares, norm, row, column, inside, WIDTH)
 
@@ -117,7 +98,6 @@ def product(
     given, weight, squares_in, bias, x, weighted, squares_out, norm, out, rows, eps,
     K: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr,
     ADDED: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`given` [rows, K] times the transpose of `weight` [N, K], in tiles of COLUMNS columns.
 
@@ -134,31 +114,18 @@ def product(
     line = tl.arange(0, LINES) + tl.program_id(1) * LINES
     inside = line < rows
     STRETCH: tl.constexpr = PARTS * DEPTH
-    _begin(EARLY)
     total = _nothing(COLUMNS, LINES, PARTS, DEPTH)
     if KIND == GATED:
         total_up = _nothing(COLUMNS, LINES, PARTS, DEPTH)
-    if AHEAD:  # the next tiles are on their way while the last ones are multiplied, the first while rows are made
-        tile = _weights(weight, 0, first + column, K, LINES, PARTS, DEPTH)
-        if KIND == GATED:
-            tile_up = _weights(weight + N * K, 0, first + column, K, LINES, PARTS, DEPTH)
-        _await_last(EARLY)
-        read = _rows(given, 0, rows, line, K, LINES, PARTS, DEPTH)
-        for at in tl.static_range(STRETCH, K + 1, STRETCH):
-            if at < K:
-                next_read = _rows(given, at, rows, line, K, LINES, PARTS, DEPTH)
-                next_tile = _weights(weight, at, first + column, K, LINES, PARTS, DEPTH)
-                if KIND == GATED:
-                    next_tile_up = _weights(weight + N * K, at, first + column, K, LINES, PARTS, DEPTH)
+    if LINES == 1:
+        for at in tl.static_range(0, K, STRETCH):
+            read = _rows(given, at, rows, line, K, LINES, PARTS, DEPTH)
+            tile = _weights(weight, at, first + column, K, LINES, PARTS, DEPTH)
             total = _multiply(total, read, tile, LINES)
             if KIND == GATED:
+                tile_up = _weights(weight + N * K, at, first + column, K, LINES, PARTS, DEPTH)
                 total_up = _multiply(total_up, read, tile_up, LINES)
-            if at < K:
-                read, tile = next_read, next_tile
-                if KIND == GATED:
-                    tile_up = next_tile_up
     else:
-        _await_last(EARLY)
         for at in range(0, K, STRETCH):  # which Triton's compiler turns into a pipeline
             read = _rows(given, at, rows, line, K, LINES, PARTS, DEPTH)
             tile = _weights(weight, at, first + column, K, LINES, PARTS, DEPTH)
@@ -223,21 +190,18 @@ def _with_new(cache, place, new, seen, position, half):
 def attention(
     qkv, keys, values, weight, cosines, sines, out, position, eps, softmax_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, POSITIONS: tl.constexpr, SEEN: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotation, and attention of one position of a frame, for one head of the queries.
 
     `keys` and `values` [rows, KV_HEADS, POSITIONS, 2 HALF] hold the earlier positions and get this one. SEEN are the
     positions, padded to a power of two.
     """
-    _begin(EARLY)
     SIZE: tl.constexpr = 2 * HALF
     row, head = tl.program_id(0), tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
     half, seen = tl.arange(0, HALF), tl.arange(0, SEEN)
     line = qkv + row * ((HEADS + 2 * KV_HEADS) * SIZE)
     cosine, sine = cosines + position * SIZE, sines + position * SIZE
-    _await_last(EARLY)
     query_low, query_high = _normed_and_turned(line + head * SIZE, weight + head * SIZE, cosine, sine, half, eps, HALF)
     at = (HEADS + kv_head) * SIZE
     key_low, key_high = _normed_and_turned(line + at, weight + at, cosine, sine, half, eps, HALF)
@@ -320,15 +284,13 @@ def _largest_ones(value, inside, COUNT: tl.constexpr):
 def draw(
     logits, seeds, frames, greedy, group, codes, table, total, summed, x, weighted, squares, norm, temperature, top_p,
     VOCABULARY: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    PADDED_WIDTH: tl.constexpr, LAST: tl.constexpr, PROJECTED: tl.constexpr, EARLY: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr, LAST: tl.constexpr, PROJECTED: tl.constexpr,
 ):  # fmt: skip
     """Draw a code, add its embedding to the frame's sum, and make it the next input.
 
     A value is drawn with its noise from the TOP_K largest. If the likelier ones together have a share of `top_p`, it
     and all that are less likely are out, and the rest is drawn from again.
     """
-    _begin(EARLY)
-    _await_last(EARLY)
     row = tl.program_id(0)
     code = tl.arange(0, PADDED)
     inside = code < VOCABULARY
