@@ -48,7 +48,7 @@ async def turn(url: str, seconds: float, seed: int) -> tuple[float, float]:
             await websocket.send(json.dumps({"type": kind, **fields}))
 
         session = {"type": "realtime", "audio": {"input": {"turn_detection": None}}, "stage_params": STAGES}
-        await send("session.update", session=session)
+        await send("session.update", session={**session, "instructions": "Answer the user."})
         began = time.monotonic()
         for number, start in enumerate(range(0, len(pcm), size)):
             await asyncio.sleep(max(0.0, began + (number + 1) * PIECE_SECONDS - time.monotonic()))
