@@ -142,6 +142,26 @@ def test_the_openai_client_edits_a_picture(pipeline, painter):
     close_clients()
 
 
+@pytest.mark.parametrize(("background", "channels"), [("transparent", 4), ("auto", 4), ("opaque", 3)])
+def test_a_picture_keeps_its_alpha_channel_unless_it_shall_be_opaque(pipeline, painter, background, channels):
+    answer = pipeline.openai().images.generate(
+        prompt=FOX.prompt,
+        size=f"{FOX.width}x{FOX.height}",
+        background=background,
+        extra_body={"seed": FOX.seed, "num_inference_steps": FOX.steps},
+    )
+    pixels = np.asarray(Picture.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
+    expected = painter.pixels(FOX)
+    assert pixels.shape == (*expected.shape[:2], channels)
+    assert answer.background == ("opaque" if channels == 3 else "transparent")
+    if channels == 4:
+        assert equal(pixels, expected)
+    else:
+        white = 255 - expected[..., 3:] / 255 * (255 - expected[..., :3].astype(float))
+        assert np.abs(pixels - white).max() < 2.5, "on white"
+    close_clients()
+
+
 def bomb() -> bytes:
     """A small file of a picture of 50,000 x 50,000 pixels."""
 

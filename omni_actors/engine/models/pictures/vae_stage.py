@@ -22,6 +22,7 @@ from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS
 from omni_actors.engine.tensors import to_torch
 from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, StartupError
+from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.stage import LATENTS
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
@@ -29,6 +30,11 @@ from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRe
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+OPAQUE = "opaque"
+BACKGROUND = Parameter(
+    "background", "text", choices=("auto", OPAQUE, "transparent"), default="auto",
+    about="opaque puts the picture on white; otherwise it keeps its alpha channel, which the prompt decides on",
+)  # fmt: skip
 MAX_STEPS = 16  # vLLM wants some length; each job has one
 # Activations of a decode in values per pixel of the picture and channel of the last block: the largest layers have two
 # such inputs and an output, and a copy for the convolution.
@@ -38,9 +44,10 @@ ACTIVATIONS = 6
 class _Latents(JobQueue):
     """The latents of a request: first those of previews, then those of the picture. Each becomes a job."""
 
-    def __init__(self, runner: VaeStage) -> None:
+    def __init__(self, runner: VaeStage, opaque: bool) -> None:
         super().__init__()
         self._runner = runner
+        self._opaque = opaque
         self._complete = False
         self._seen = 0
 
@@ -58,7 +65,7 @@ class _Latents(JobQueue):
         """Take the next latents; the last ones are those of the picture, the others make previews."""
         if self._complete:
             raise InvalidRequest("More latents came after the last ones.")
-        self._jobs.append(self._runner.job(tensor, preview=not complete))
+        self._jobs.append(self._runner.job(tensor, preview=not complete, opaque=self._opaque))
         self._complete = complete
         self._seen += len(tensor.data) // tensor.dtype.itemsize
 
@@ -109,6 +116,7 @@ class VaeStage(DiffusionModelRunner):
     Attributes:
         class_name: of diffusers' VAE.
         latent_pixels: pixels along an edge of a latent pixel.
+        parameters: of requests; with `BACKGROUND`, where pictures have an alpha channel, they may want none.
         channels: of the latents.
         width: channels of the decoder's widest tensors at the size of the picture, by which its memory is counted.
         vae: diffusers' VAE.
@@ -116,6 +124,7 @@ class VaeStage(DiffusionModelRunner):
 
     class_name: ClassVar[str]
     latent_pixels: ClassVar[int]
+    parameters: ClassVar[tuple[Parameter, ...]] = ()
     channels: int
     width: int
     vae: Any
@@ -124,7 +133,7 @@ class VaeStage(DiffusionModelRunner):
         super().__init__(vllm_config, device)
         self._folder = checkpoint_folder(omni_options(vllm_config)["model"])
         self._dtype = cast("torch.dtype", vllm_config.model_config.dtype)
-        self._latents: dict[str, torch.Tensor] = {}
+        self._latents: dict[str, tuple[torch.Tensor, bool]] = {}
         self.configure(vae_config(self._folder, self.class_name))
 
     @abstractmethod
@@ -137,8 +146,8 @@ class VaeStage(DiffusionModelRunner):
 
     @property
     def facts(self) -> EngineFacts:
-        """It has no parameters."""
-        return EngineFacts(parameters=())
+        """What requests may set."""
+        return EngineFacts(parameters=self.parameters)
 
     def load(self, *, dummy: bool) -> None:
         """Load the VAE. Raises `StartupError` if diffusers is not installed or the weights cannot be read."""
@@ -154,15 +163,19 @@ class VaeStage(DiffusionModelRunner):
     def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
         """Check a request's first latents."""
         check_parameters("vae", self.facts.parameters, request.params)
-        stream = _Latents(self)
+        stream = _Latents(self, (request.params.extra_args or {}).get(BACKGROUND.name) == OPAQUE)
         first = inputs.tensors.get(LATENTS)
         if first is None:
             raise InvalidPayload(f"This stage needs a tensor {LATENTS!r}.")
         stream.extend_tensor(first, complete=inputs.complete)
         return stream
 
-    def job(self, tensor: HostTensor, *, preview: bool) -> DiffusionJob:
-        """A job that decodes these latents. Raises `InvalidPayload` if they are none of this model's."""
+    def job(self, tensor: HostTensor, *, preview: bool, opaque: bool) -> DiffusionJob:
+        """A job that decodes these latents, without an alpha channel if `opaque`.
+
+        Raises:
+            InvalidPayload: they are none of this model's.
+        """
         tensor.validate(LATENTS)
         shape = tensor.shape
         floating = tensor.dtype in (DType.BF16, DType.F16, DType.F32)
@@ -181,12 +194,19 @@ class VaeStage(DiffusionModelRunner):
             raise InvalidPayload(f"{LATENTS}: holds NaN or infinite values.")
         needed = pixels * self.width * ACTIVATIONS * self._dtype.itemsize
         return DiffusionJob(
-            latents, 1, needed, needed, held_bytes=latents.numel() * 4, preview=preview, tokens=latents[0].numel()
+            (latents, opaque),
+            1,
+            needed,
+            needed,
+            held_bytes=latents.numel() * 4,
+            preview=preview,
+            tokens=latents[0].numel(),
         )
 
     def add(self, request_id: str, job: DiffusionJob) -> None:
         """Bring latents to the device."""
-        self._latents[request_id] = job.payload.to(self.device)
+        latents, opaque = job.payload
+        self._latents[request_id] = latents.to(self.device), opaque
 
     def remove(self, request_id: str) -> None:
         """Free latents. Unknown ids are ignored."""
@@ -195,11 +215,14 @@ class VaeStage(DiffusionModelRunner):
     @torch.inference_mode()
     def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
         """Decode these latents, one after the other: a picture fills the device by itself."""
-        return {key: StepResult({"image": self._pixels(self._latents[key])}) for key in request_ids}
+        return {key: StepResult({"image": self._pixels(*self._latents[key])}) for key in request_ids}
 
-    def _pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def _pixels(self, latents: torch.Tensor, opaque: bool = False) -> torch.Tensor:
         picture = self.decode(latents.to(self._dtype))
-        levels: torch.Tensor = (picture.float() / 2 + 0.5).clamp(0, 1) * 255
+        shares = (picture.float() / 2 + 0.5).clamp(0, 1)
+        if opaque and len(shares) == 4:
+            shares = 1 - shares[3] * (1 - shares[:3])  # on white
+        levels: torch.Tensor = shares * 255
         return levels.round().to(torch.uint8).permute(1, 2, 0).contiguous()
 
     def omni_counts(self) -> dict[str, int]:

@@ -9,17 +9,18 @@ import torch
 
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS
-from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, VaeStage
+from omni_actors.engine.models.pictures.vae_stage import BACKGROUND, MAX_STEPS, VaeStage
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.qwen_image.latents import VAE_CLASS, Scaling
 from omni_actors.engine.models.qwen_image.pictures import LATENT_PIXELS
 
 
 class QwenImageVae(VaeStage):
-    """Latents f32 [channels, height, width] to pictures u8 [16 * height, 16 * width, 4]."""
+    """Latents f32 [channels, height, width] to pictures u8 [16 * height, 16 * width, 4], or 3 if opaque."""
 
     class_name = VAE_CLASS
     latent_pixels = LATENT_PIXELS
+    parameters = (BACKGROUND,)
 
     def configure(self, config: Mapping[str, Any]) -> None:
         """Take the sizes, and how latents are scaled."""
