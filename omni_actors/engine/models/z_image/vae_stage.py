@@ -43,12 +43,7 @@ SPEC = ModelSpec(
     hf_overrides=placeholder_overrides("num_key_value_heads", MAX_STEPS),
     vllm_models={ARCHITECTURE: PlaceholderModel},
     # Tokens are latent pixels: one picture of 2048 x 2048, or four of 1024 x 1024 at a time.
-    engine={
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": MAX_PIXELS // LATENT_PIXELS**2,
-        "dtype": "bfloat16",
-        "enforce_eager": True,
-    },
-    required={"max_model_len": MAX_STEPS + 1, "skip_tokenizer_init": True},
+    engine={"max_num_seqs": 8, "max_num_batched_tokens": MAX_PIXELS // LATENT_PIXELS**2, "dtype": "bfloat16"},
+    required={"max_model_len": MAX_STEPS + 1, "skip_tokenizer_init": True, "enforce_eager": True},
     runner="omni_actors.engine.models.z_image.vae_stage.ZImageVae",
 )
