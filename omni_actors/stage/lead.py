@@ -8,7 +8,6 @@ from how fast it computes, and from how fast their input comes. Without load not
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -83,25 +82,6 @@ class Outlook:
         return self.made.first + (min(wait, LONGEST_SECONDS) if wait > AUDIBLE_SECONDS else 0.0)
 
 
-class _Unit:
-    """Seconds for a unit of work: of all steps together, those that are longer ago counting less.
-
-    Not the mean of their ratios, in which steps with little in them would count as much as those in which the work is.
-    """
-
-    def __init__(self, memory: float) -> None:
-        self._memory = memory
-        self._seconds = self._work = 0.0
-
-    def add(self, seconds: float, work: float) -> None:
-        kept = math.exp(-seconds / self._memory)
-        self._seconds, self._work = kept * self._seconds + seconds, kept * self._work + work
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds / self._work if self._work else 0.0
-
-
 class Forecast:
     """Follows how fast a stage computes, and foresees smooth starts. Moments are in seconds, all by one clock.
 
@@ -111,8 +91,8 @@ class Forecast:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        # Seconds that a light step takes, without what every step takes: of late, and over a longer time.
-        self._late, self._long = _Unit(MEMORY_SECONDS), _Unit(USUAL_SECONDS)
+        self._unit = 0.0  # seconds that a light step takes, without what every step takes
+        self._usual = 0.0  # the same over a longer time
         self._ended = 0.0
         self._largest = Ahead(0.0, 0.0, 1)
         self._seconds = 0.0  # of the sound of that one
@@ -122,8 +102,11 @@ class Forecast:
         # Without a pause the time between steps is theirs: that of the host.
         seconds = ended - (self._ended if began - self._ended < PAUSE_SECONDS else began)
         self._ended = ended
-        for unit in (self._late, self._long):
-            unit.add(seconds, FIXED_SHARE + share)
+        unit = seconds / (FIXED_SHARE + share)
+        if not self._unit:
+            self._unit = self._usual = unit
+        self._unit += min(1.0, seconds / MEMORY_SECONDS) * (unit - self._unit)
+        self._usual += min(1.0, seconds / USUAL_SECONDS) * (unit - self._usual)
 
     def completed(self, share: float, steps: int, seconds: float) -> None:
         """Note a piece of so many seconds of sound; the largest ones are those of which most sound consists."""
@@ -136,7 +119,7 @@ class Forecast:
 
         What it makes when nothing else is left to do on the device is more than it makes usually.
         """
-        piece, unit = self._largest, max(self._late.seconds, self._long.seconds)
+        piece, unit = self._largest, max(self._unit, self._usual)
         if not piece.share or not unit:
             return 0
         step = unit * (FIXED_SHARE + self._places * piece.share)
@@ -155,12 +138,12 @@ class Forecast:
         pieces.sort(key=lambda entry: entry[:2])
         pace = _slowest(answer.arrivals for answer in answers)
         crowd = min(1.0, sum(piece.share for _, _, piece, _ in pieces))
-        unit, work, steps = self._late.seconds, 0.0, 0
+        work, steps = 0.0, 0
         for _, _, piece, answer in pieces:
             work += piece.share * piece.steps
             steps += piece.steps
-            queue = unit * (work + FIXED_SHARE * max(piece.steps, steps / self._places))
-            own = unit * (crowd + FIXED_SHARE) * (piece.steps + 1)
+            queue = self._unit * (work + FIXED_SHARE * max(piece.steps, steps / self._places))
+            own = self._unit * (crowd + FIXED_SHARE) * (piece.steps + 1)
             per_token = answer.arrivals.seconds_per_token
             arrival = piece.missing * (pace if per_token is None else per_token)
             done = now + max(MARGIN * queue, MARGIN * arrival + own)
