@@ -137,12 +137,14 @@ class Forecast:
                 pieces.append((max(answer.due, now) + later, answer.due, piece, answer))
         pieces.sort(key=lambda entry: entry[:2])
         pace = _slowest(answer.arrivals for answer in answers)
-        crowd = min(1.0, sum(piece.share for _, _, piece, _ in pieces))
+        others = sum(_largest(answer.ahead) for answer in answers)
         work, steps = 0.0, 0
         for _, _, piece, answer in pieces:
             work += piece.share * piece.steps
             steps += piece.steps
             queue = self._unit * (work + FIXED_SHARE * max(piece.steps, steps / self._places))
+            # Of an answer one piece at a time is made, so the others' pieces are what can make its steps longer.
+            crowd = min(1.0, piece.share + others - _largest(answer.ahead))
             own = self._unit * (crowd + FIXED_SHARE) * (piece.steps + 1)
             per_token = answer.arrivals.seconds_per_token
             arrival = piece.missing * (pace if per_token is None else per_token)
@@ -153,3 +155,8 @@ class Forecast:
 def _slowest(arrivals: Iterable[Arrivals]) -> float:
     """Seconds per token of the answer whose input comes most slowly; 0 if none is known."""
     return max((pace for each in arrivals if (pace := each.seconds_per_token) is not None), default=0.0)
+
+
+def _largest(pieces: Sequence[Ahead]) -> float:
+    """The largest share of a light step that one of the pieces takes."""
+    return max((piece.share for piece in pieces), default=0.0)

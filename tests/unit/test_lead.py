@@ -49,6 +49,12 @@ def test_alone_on_a_fast_stage_nothing_is_kept() -> None:
     assert kept(forecast(0.01), [begun()]) == [0.0]
 
 
+def test_the_pieces_of_one_answer_do_not_make_each_others_steps_longer() -> None:
+    """They are made one after the other, so the second is made before the first has been heard, even here."""
+    assert kept(forecast(0.055), [begun()]) == [0.0]
+    assert min(kept(forecast(0.055), [begun() for _ in range(4)])) > 0
+
+
 def test_in_a_burst_the_first_answers_are_kept_though_nothing_was_learnt_from_others() -> None:
     waits = kept(forecast(0.025), [begun() for _ in range(32)])
     assert 0.3 < max(waits) < LONGEST_SECONDS
