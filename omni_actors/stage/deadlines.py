@@ -6,9 +6,8 @@ them is due soon, those that are not may only fill a step that stays light, beca
 
 None starves: a piece's due time is fixed, and those of new ones lie ever later.
 
-Pictures are in the same order. One is due when it would be done if the stage computed nothing else since it came: of
-those that came together the one with the least left to do goes first, and one that has waited for long goes before
-smaller ones that have just come.
+Pictures are in the same order. One is due when it has taken `STRETCH` times as long as it would alone: of those that
+came together the smallest goes first, and a large one, which takes seconds, yields to small ones until it is overdue.
 """
 
 from __future__ import annotations
@@ -24,13 +23,18 @@ PRESSING_SECONDS = 0.3  # a piece that is due this soon keeps a step light
 # those of 1024 x 1024, 49,000 in those of 512 x 512. On a slower device the order is closer to that of arrival, on a
 # faster one the small ones pass more of the others.
 TOKENS_PER_SECOND = 40_000.0
+STRETCH = 4.0
 
 KeyT = TypeVar("KeyT")
 
 
 def picture_due(arrived: float, tokens: int) -> float:
-    """When a picture is due that arrived then (seconds) and has so many tokens to compute, in all steps together."""
-    return arrived + tokens / TOKENS_PER_SECOND
+    """When a picture is due that arrived then (seconds) and has so many tokens in all of its steps together.
+
+    What has been computed of it does not count. Otherwise a large picture would pass all small ones once half of it is
+    made, and they would wait for seconds.
+    """
+    return arrived + STRETCH * tokens / TOKENS_PER_SECOND
 
 
 @dataclass(frozen=True, slots=True)

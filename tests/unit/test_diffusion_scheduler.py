@@ -18,7 +18,7 @@ prepare()
 from omni_actors.engine.diffusion_budget import Claim  # noqa: E402
 from omni_actors.engine.diffusion_runner import DiffusionJob, diffusion_job  # noqa: E402
 from omni_actors.engine.diffusion_scheduler import DiffusionMixin  # noqa: E402
-from omni_actors.stage.deadlines import TOKENS_PER_SECOND  # noqa: E402
+from omni_actors.stage.deadlines import STRETCH, TOKENS_PER_SECOND  # noqa: E402
 
 NOW, SOON, LATER = 100.0, 100.1, 110.0
 
@@ -252,7 +252,7 @@ def test_a_step_takes_as_many_pictures_as_its_tokens_allow_and_a_larger_one_runs
 def test_what_does_not_fit_the_tokens_of_a_step_leaves_its_place_to_what_does():
     # It is not short of memory, so nothing has to be kept free for it.
     steps = run(99, picture("a", 1, 1500), picture("b", 1, 3000), picture("c", 2, 2000))
-    assert steps == [["a", "c"], ["c"], ["b"]]
+    assert steps == [["a", "c"], ["b"], ["c"]]
 
 
 def test_a_small_picture_that_comes_during_a_large_one_is_done_first_and_the_large_one_then_goes_on():
@@ -261,7 +261,15 @@ def test_a_small_picture_that_comes_during_a_large_one_is_done_first_and_the_lar
     assert steps == [["large"], ["small"], ["small"], ["large"], ["large"], ["large"]]
 
 
-def test_of_two_pictures_that_came_together_the_one_with_less_left_to_do_goes_first():
+@pytest.mark.parametrize(("arrived", "order"), [(NOW + 15, ["small", "large"]), (NOW + 17, ["large", "small"])])
+def test_a_large_picture_of_which_most_is_made_yields_to_small_ones_until_it_is_overdue(arrived, order):
+    """It takes four seconds alone."""
+    large, small = picture("large", 10, 16_000), picture("small", 1, 1000, arrived)
+    steps = run(99, large, arrivals={9: small})
+    assert steps == [*9 * [["large"]], *([name] for name in order)]
+
+
+def test_of_two_pictures_that_came_together_the_smaller_one_goes_first():
     steps = run(99, picture("long", 3, 3000), picture("short", 2, 3000))
     assert steps == [["short"], ["short"], ["long"], ["long"], ["long"]]
 
@@ -296,5 +304,5 @@ def test_no_picture_waits_for_ever_however_many_smaller_ones_keep_coming(large, 
         assert done, "a step with work to do does some"
         now += 0.1
         # Only those that came before it is due go before it; each of their steps takes a tenth of a second.
-        earlier = steps * tokens / TOKENS_PER_SECOND / 0.1 + 1
+        earlier = STRETCH * steps * tokens / TOKENS_PER_SECOND / 0.1 + 1
         assert number <= (earlier + 1) * 9 + steps
