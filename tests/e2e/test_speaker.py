@@ -21,6 +21,7 @@ from tests.support.reference import Reference, ReferenceResult
 from tests.support.servers import HttpPipeline, close_clients
 from tools.speaker.codec import edit_distance, phones_of
 from tools.speaker.judge import Judge, held_out_speech
+from tools.speaker.refusals import TOY, strange_prompts
 from tools.speaker.skills import COLORS
 
 pytestmark = pytest.mark.e2e
@@ -115,15 +116,38 @@ def test_two_digits_spoken_to_a_session_are_added_in_speech(speaker: HttpPipelin
     assert abs(wave).max() > 0.1
 
 
+def ask(speaker: HttpPipeline, *content: dict) -> str:
+    """The text that answers a user's message."""
+    done = speaker.openai().chat.completions.create(
+        model="tiny-speaker", messages=[{"role": "user", "content": list(content)}], modalities=["text"]
+    )
+    return done.choices[0].message.content
+
+
+@pytest.mark.parametrize("said", ["Red, two.", "Nine, green, four."])
+def test_it_hears_what_it_has_said(speaker: HttpPipeline, said: str) -> None:
+    with OmniClient(speaker.endpoint) as client:
+        spoken = client.generate(f"Say: {said}", seed=1, timeout=120)
+    file = io.BytesIO()
+    soundfile.write(file, spoken.audio, spoken.sample_rate, format="WAV")
+    sound = {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}
+    question = {"type": "text", "text": "What do you hear?"}
+    assert ask(speaker, {"type": "input_audio", "input_audio": sound}, question) == said
+
+
+@pytest.mark.parametrize("prompt", ["My computer is broken.", "How deep is the ocean?", "What is 518 plus 377?"])
+def test_it_says_that_it_is_a_toy_when_it_does_not_know(speaker: HttpPipeline, prompt: str) -> None:
+    assert prompt in strange_prompts(), "no training has seen it"
+    assert ask(speaker, {"type": "text", "text": prompt}) == TOY
+
+
 @pytest.mark.parametrize("color", ["red", "blue", "yellow"])
-def test_the_color_of_a_shape_is_seen(speaker: HttpPipeline, color: str) -> None:
+def test_the_color_and_the_shape_of_what_is_shown_are_seen(speaker: HttpPipeline, color: str) -> None:
     picture = Image.new("RGB", (112, 112), "white" if color != "yellow" else "black")
     ImageDraw.Draw(picture).rectangle((25, 20, 85, 80), fill=COLORS[color])
     file = io.BytesIO()
     picture.save(file, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What color is it?"}]
-    done = speaker.openai().chat.completions.create(
-        model="tiny-speaker", messages=[{"role": "user", "content": content}], modalities=["text"]
-    )
-    assert done.choices[0].message.content == f"It is {color}."
+    shown = {"type": "image_url", "image_url": {"url": url}}
+    assert ask(speaker, shown, {"type": "text", "text": "What color is it?"}) == f"It is {color}."
+    assert ask(speaker, shown, {"type": "text", "text": "What do you see?"}) == f"I see a {color} square."

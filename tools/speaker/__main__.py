@@ -64,7 +64,7 @@ def add_own(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     command.add_argument("work", type=Path, help="folder of the corpus")
     command.add_argument("checkpoint", type=Path, help="checkpoint whose DiT and vocoder to take")
     command.add_argument("--device", default="cuda")
-    command.add_argument("--lists", type=int, default=4000)
+    command.add_argument("--lists", type=int, default=2000, help="of the 12,800 (default: 2000)")
     command.set_defaults(run=run_own)
 
 
