@@ -215,9 +215,9 @@ def test_where_memory_is_for_one_picture_they_come_one_after_the_other(tiny_z_im
     small = engine(tiny_z_image, "dit", budget=1)
     for wish in WISHES[:2]:
         small.start(request(wish), painter.inputs(wish))
-    small.step()
+    events = list(small.step())
     assert small.counts()["deferred"] == 1
-    events = run(small)
+    events += run(small)
     assert len([event for event in events if isinstance(event, FinishedEvent)]) == 2
     assert not any(small.counts().values())
     small.shutdown()
