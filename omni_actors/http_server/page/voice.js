@@ -20,6 +20,7 @@ const RACES = ["response_cancel_not_active", "item_not_found"];  // what we ask 
 let session = null, microphone = null;
 let starting = false, muted = false, connected = false, again = false, behind = false, hearing = false, level = 0;
 const turns = new Map();    // of the user, by the id of their items
+const cuts = new Map();  // answers that were cut, by item, until the server says what of them was heard
 let latest = null;          // the newest turn
 let stopped = 0;            // when the user's turn ended, in milliseconds
 let answer = null;          // {id, itemId, turn, view, clip, times, running, over}: the newest; `over` when it was heard, or cut
@@ -136,6 +137,7 @@ function forget() {
   connected = false;
   if (answering()) finish("stopped");
   answer = null;
+  cuts.clear();
   for (const turn of turns.values()) turn.question.end();
   turns.clear();
   latest = null;
@@ -170,9 +172,11 @@ const EVENTS = {
   "conversation.item.input_audio_transcription.failed": ({ item_id }) => endTurn(item_id),
   "conversation.item.deleted": ({ item_id }) => endTurn(item_id),
   "conversation.item.retrieved": ({ item }) => {
-    if (answer?.itemId !== item.id) return;
-    answer.view.cut(item.content[0].transcript);
-    answer.turn.answer = answer.view.text;
+    const cut = cuts.get(item.id);  // the next answer may have begun meanwhile
+    if (!cut) return;
+    cuts.delete(item.id);
+    cut.view.cut(item.content[0].transcript);
+    cut.turn.answer = cut.view.text;
   },
   "response.created": ({ response }) => begin(response),
   "response.output_item.added": ({ item }) => { if (answer) answer.itemId = item.id; },
@@ -249,6 +253,7 @@ function onCut({ detail: { clip, heard } }) {
   if (clip.pieces.length) {
     const where = { item_id: answer.itemId, content_index: 0, audio_end_ms: Math.floor(1000 * heard) };
     session.send("conversation.item.truncate", where);
+    cuts.set(answer.itemId, answer);
     session.send("conversation.item.retrieve", { item_id: answer.itemId });
   } else {
     session.send("conversation.item.delete", { item_id: answer.itemId });  // nothing was heard
