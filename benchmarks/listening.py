@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import http_target
 from websockets.asyncio.client import connect
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -83,10 +84,7 @@ def pipelines(options: argparse.Namespace) -> dict[str, dict[float, tuple[float,
     """What was measured, by how the server is configured."""
     if options.url is not None:
         return {"as it is": asyncio.run(measure(options.url, options))}
-    given = dict(pair.split("=", 1) for pair in options.set)
-    if options.model is not None:
-        given["model"] = options.model
-    found = {}
+    given, found = http_target.overrides(options), {}
     for name, seconds in (("after the turn", 0), ("while it lasts", 2)):
         with HttpPipeline(options.config, {**given, "http.realtime_ahead_seconds": seconds}) as pipeline:
             found[name] = asyncio.run(measure(pipeline.url, options))
@@ -94,16 +92,10 @@ def pipelines(options: argparse.Namespace) -> dict[str, dict[float, tuple[float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?")
-    parser.add_argument("--model")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--url", help="of a server that runs, in place of a configuration")
+    parser = http_target.parser_of(__doc__)
     parser.add_argument("--seconds", type=float, nargs="+", default=[4.5, 8.5, 16.5], help="lengths of turns")
     parser.add_argument("--times", type=int, default=5, help="turns of each length")
-    options = parser.parse_args()
-    if (options.config is None) == (options.url is None):
-        parser.error("give a configuration or --url")
+    options = http_target.parse(parser)
     print("| turn computed | seconds | first text ms | first sound ms |\n|---|---|---|---|")
     for name, rows in pipelines(options).items():
         for seconds, (text, sound) in rows.items():

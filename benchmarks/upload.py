@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import av
+import http_target
 import numpy
 import soundfile
 from PIL import Image
@@ -126,27 +127,18 @@ async def measure(url: str, options: argparse.Namespace) -> list[tuple[int, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?")
-    parser.add_argument("--model")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--url", help="of a server that runs, in place of a configuration")
+    parser = http_target.parser_of(__doc__)
     parser.add_argument("--mbit", type=float, default=100.0, help="of the client's connection, a second")
     parser.add_argument("--at-once", action="store_true")
     parser.add_argument("--pictures", type=int, default=PICTURES)
     parser.add_argument("--film-seconds", type=int, default=FILM_SECONDS)
     parser.add_argument("--times", type=int, default=5, help="requests, after one that is not counted")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    if (options.config is None) == (options.url is None):
-        parser.error("give a configuration or --url")
+    options = http_target.parse(parser)
     if options.url is not None:
         rows = asyncio.run(measure(options.url, options))
     else:
-        given = dict(pair.split("=", 1) for pair in options.set)
-        if options.model is not None:
-            given["model"] = options.model
-        with HttpPipeline(options.config, given) as pipeline:
+        with HttpPipeline(options.config, http_target.overrides(options)) as pipeline:
             rows = asyncio.run(measure(pipeline.url, options))
     sizes, sending, waiting = zip(*rows, strict=True)
     print("| body MB | sent in s | last byte to first text ms: median | least | most |\n|---|---|---|---|---|")

@@ -74,10 +74,10 @@ class DiffusionJob:
         """Tokens of step number `step`, counted from 1."""
         return self.tokens + (self.first_tokens if step == 1 else 0)
 
-    def tokens_from(self, step: int) -> int:
-        """Tokens of that step and of all after it, in the jobs to come as well."""
-        rest = self.tokens * (self.num_steps - step) + self.later_tokens
-        return self.tokens_at(step) + rest
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of all its steps, and of the jobs to come."""
+        return self.first_tokens + self.tokens * self.num_steps + self.later_tokens
 
 
 class DiffusionStream(ABC):

@@ -86,9 +86,8 @@ class DiffusionMixin(StallMixin):
         """The request's job, as `choose` sees it. Jobs that do not say when they are due are due at once."""
         entry = diffusion_entry(request.sampling_params)
         job: DiffusionJob = entry["diffusion"]
-        tokens = job.tokens_from(1)
         priority = request.priority if self._by_priority else 0
-        return Piece(request.request_id, priority, picture_due(entry.get("due", 0.0), tokens), job.share)
+        return Piece(request.request_id, priority, picture_due(entry.get("due", 0.0), job.all_tokens), job.share)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM calls this for every waiting request that it could admit; False leaves it waiting for this step."""

@@ -78,7 +78,7 @@ class Begun:
         """
         try:
             found = await asyncio.wrap_future(self.task.future)
-        except Exception:
+        except OmniError:
             if self._used != used:
                 return None
             raise
