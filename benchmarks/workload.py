@@ -122,7 +122,7 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    gpus = _nvidia_smi("name")
+    gpus = nvidia_smi("name")
     if gpus:
         found["gpu"] = ", ".join(gpus)
     return found
@@ -151,7 +151,7 @@ class DeviceMemory:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            used = [float(value) / 1024 for value in _nvidia_smi("memory.used")]
+            used = [float(value) / 1024 for value in nvidia_smi("memory.used")]
             self.peak_gib = [max(pair) for pair in zip(used, self.peak_gib or used, strict=True)]
             self._stop.wait(0.5 if used else 1e9)
 
@@ -159,7 +159,8 @@ class DeviceMemory:
         return ", ".join(f"GPU {index}: {gib:.1f} GiB" for index, gib in enumerate(self.peak_gib)) or "no GPU"
 
 
-def _nvidia_smi(field_name: str) -> list[str]:
+def nvidia_smi(field_name: str) -> list[str]:
+    """A field of each GPU, in the words of nvidia-smi; none without it."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={field_name}", "--format=csv,noheader,nounits"]
