@@ -117,8 +117,8 @@ class Stage(ABC):
         self.host = self.device = 0.0  # seconds left of the step
         self.poll_at = math.inf
         self.steps, self.busy_seconds, self._began = 0, 0.0, 0.0
-        self._flag = DemandFlag(folder, name, 0, lambda: pipeline.now)
-        self._priority = DevicePriority(folder, [(other, 0) for other in yields_to], lambda: pipeline.now)
+        self._flag = DemandFlag(folder, name, 0, clock=lambda: pipeline.now)
+        self._priority = DevicePriority(folder, yields_to, clock=lambda: pipeline.now)
 
     @abstractmethod
     def pick(self) -> list[Answer]:

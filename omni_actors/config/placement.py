@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omni_actors.config import PipelineConfig, replica_devices
+from omni_actors.config import PipelineConfig
 from omni_actors.config.models import MODEL_KINDS
 
 
@@ -30,23 +30,6 @@ def ranks(pipeline: PipelineConfig) -> list[int]:
 def spans_hosts(pipeline: PipelineConfig) -> bool:
     """Whether anything may run on a host other than the coordinator's."""
     return pipeline.cluster.nnodes > 1
-
-
-def priority_replicas(pipeline: PipelineConfig, stage: str, index: int, devices: int) -> list[tuple[str, int]]:
-    """List the replicas to which one yields: those of `yields_to` that share a device, or the host's CPU, with it.
-
-    Args:
-        devices: number of GPUs of the replica's host.
-    """
-    config = pipeline.stage(stage)
-    own = replica_devices(config, index, devices)
-
-    def shares(other: str, number: int) -> bool:
-        theirs = replica_devices(pipeline.stage(other), number, devices)
-        return bool(set(own) & set(theirs)) or not (own or theirs)
-
-    here = replicas_of(pipeline, config.node_of(index))
-    return [(other, number) for other, number in here if other in config.yields_to and shares(other, number)]
 
 
 def threads_of(has_device: bool, replicas: int, cores: int) -> int:

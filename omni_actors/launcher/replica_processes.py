@@ -25,7 +25,7 @@ import psutil
 from omni_actors.config import Executor, PipelineConfig, host_devices, visible_devices
 from omni_actors.config.devices import slot_devices
 from omni_actors.config.models import MODEL_KINDS
-from omni_actors.config.placement import priority_replicas, replicas_of, runs_models, spans_hosts, threads_of
+from omni_actors.config.placement import replicas_of, runs_models, spans_hosts, threads_of
 from omni_actors.config.spread import RankPlan, meeting_port
 from omni_actors.errors import StartupError
 from omni_actors.launcher.mps import NO_MPS
@@ -212,6 +212,7 @@ class ReplicaProcesses:
             inbox_endpoint=inbox,
             remote_endpoint=f"tcp://{self._address}:0" if spans_hosts(self._pipeline) else "",
             devices=tuple(visible),
+            gpus=tuple(placed),
             threads=threads_of(bool(placed) or stage.executor is Executor.RAY, sharing, os.cpu_count() or 1)
             if stage.kind in MODEL_KINDS
             else 0,
@@ -219,7 +220,6 @@ class ReplicaProcesses:
             log_file=str(self._run_directory.log_file(identity.name)),
             run_dir=str(self._run_directory.path),
             run_dir_is_temporary=self._run_directory.temporary,
-            yields_to=tuple(priority_replicas(self._pipeline, identity.stage, identity.replica, devices)),
             environment=tuple(environment.items()),
             ranks=self._ranks(identity, leader),
         )

@@ -55,7 +55,7 @@ class ReplicaSpec(NamedTuple):
     log_file: str
     run_dir: str
     run_dir_is_temporary: bool
-    yields_to: tuple[tuple[str, int], ...] = ()  # replicas to which it leaves a shared device
+    gpus: tuple[int, ...] = ()  # the same as the configuration counts them; none that Ray chooses
     environment: tuple[tuple[str, str], ...] = ()
     ranks: RankPlan | None = None  # this host's part, if the replica is spread over several
     remote_endpoint: str = ""  # for other nodes: tcp with port 0, "" if there are none
@@ -118,8 +118,8 @@ class StageProcess:
         self._stage = self._pipeline.stage(spec.stage)
         run_dir = Path(spec.run_dir)
         _prepare_for_workers(spec, self._stage)
-        self._demand_flag = DemandFlag(run_dir, spec.stage, spec.replica)
-        self.device_priority = DevicePriority(run_dir, spec.yields_to)
+        self._demand_flag = DemandFlag(run_dir, spec.stage, spec.replica, spec.gpus)
+        self.device_priority = DevicePriority(run_dir, self._stage.yields_to, spec.gpus)
         self._engine: StageEngine | None = None
         self._processor: type[StreamProcessor] | None = None
         self._phases: Mapping[str, float] = {}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+import pytest
 
 from omni_actors.stage.device_priority import (
     PATIENCE_SECONDS,
@@ -16,8 +19,8 @@ from tests.support.clock import Clock
 
 def test_yields_while_the_other_wants_the_device(tmp_path: Path) -> None:
     clock = Clock(100.0)
-    flag = DemandFlag(tmp_path, "thinker", 0, clock)
-    priority = DevicePriority(tmp_path, [("thinker", 0)], clock)
+    flag = DemandFlag(tmp_path, "thinker", 0, clock=clock)
+    priority = DevicePriority(tmp_path, ["thinker"], clock=clock)
     assert not priority.yields()
     flag.set(True)
     assert priority.yields()
@@ -27,8 +30,8 @@ def test_yields_while_the_other_wants_the_device(tmp_path: Path) -> None:
 
 def test_a_flag_expires_with_its_owner(tmp_path: Path) -> None:
     clock = Clock(100.0)
-    DemandFlag(tmp_path, "thinker", 0, clock).set(True)
-    priority = DevicePriority(tmp_path, [("thinker", 0)], clock)
+    DemandFlag(tmp_path, "thinker", 0, clock=clock).set(True)
+    priority = DevicePriority(tmp_path, ["thinker"], clock=clock)
     assert priority.yields()
     clock.now += VALID_SECONDS + 0.01
     assert not priority.yields()
@@ -36,7 +39,7 @@ def test_a_flag_expires_with_its_owner(tmp_path: Path) -> None:
 
 def test_never_yields_for_more_than_half_of_the_time(tmp_path: Path) -> None:
     clock = Clock(100.0)
-    flag, priority = DemandFlag(tmp_path, "thinker", 0, clock), DevicePriority(tmp_path, [("thinker", 0)], clock)
+    flag, priority = DemandFlag(tmp_path, "thinker", 0, clock=clock), DevicePriority(tmp_path, ["thinker"], clock=clock)
     yielded = 0
     for _ in range(2000):
         clock.now += 0.001
@@ -46,16 +49,50 @@ def test_never_yields_for_more_than_half_of_the_time(tmp_path: Path) -> None:
     assert PATIENCE_SECONDS < 1
 
 
-def test_replicas_that_start_later_are_found(tmp_path: Path) -> None:
+def test_replicas_that_come_later_are_found_though_others_were_there(tmp_path: Path) -> None:
+    """More may come at any time (`ctl scale`), and one may come back on another GPU."""
     clock = Clock(100.0)
-    priority = DevicePriority(tmp_path, [("thinker", 0), ("thinker", 1)], clock)
+    priority = DevicePriority(tmp_path, ["thinker"], [1], clock)
     assert not priority.yields()
-    DemandFlag(tmp_path, "thinker", 1, clock).set(True)
-    assert not priority.yields(), "it does not look at the disk before every step"
-    clock.now += SEARCH_SECONDS
-    DemandFlag(tmp_path, "thinker", 1, clock).set(True)
+    for replica, devices in ((0, [1]), (3, [1]), (0, [2, 1])):
+        later = DemandFlag(tmp_path, "thinker", replica, devices, clock)
+        later.set(True)
+        assert not priority.yields(), "it does not look at the disk before every step"
+        clock.now += SEARCH_SECONDS
+        later.set(True)
+        assert priority.yields()
+        later.set(False)
+        assert not priority.yields()
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "shared"),
+    [
+        ([], [], True),  # the processor
+        ([0], [0], True),
+        ([1], [0], False),
+        ([1], [0, 1], True),
+        ([1, 2], [0, 1], True),
+        ([1], [11], False),
+        ([], [0], False),
+        ([0], [], False),
+    ],
+)
+def test_yields_where_a_device_is_shared(tmp_path: Path, own: list[int], theirs: list[int], shared: bool) -> None:
+    clock = Clock(100.0)
+    DemandFlag(tmp_path, "thinker", 0, theirs, clock).set(True)
+    assert DevicePriority(tmp_path, ["reader", "thinker"], own, clock).yields() is shared
+    assert not DevicePriority(tmp_path, ["reader"], own, clock).yields()
+    assert not DevicePriority(tmp_path, [], own, clock).yields()
+
+
+def test_a_run_directory_that_is_gone_does_not_end_a_stage(tmp_path: Path) -> None:
+    clock = Clock(100.0)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    DemandFlag(folder, "thinker", 0, clock=clock).set(True)
+    priority = DevicePriority(folder, ["thinker"], clock=clock)
     assert priority.yields()
-
-
-def test_without_others_it_never_yields(tmp_path: Path) -> None:
-    assert not DevicePriority(tmp_path, []).yields()
+    shutil.rmtree(folder)
+    clock.now += SEARCH_SECONDS
+    assert not priority.yields()

@@ -242,23 +242,3 @@ def test_a_replica_of_several_gpus_takes_the_first_ones(tmp_path: Path) -> None:
 )
 def test_threads_of_a_stage(has_device: bool, replicas: int, cores: int, threads: int) -> None:
     assert placement.threads_of(has_device, replicas, cores) == threads
-
-
-@pytest.mark.parametrize(
-    ("stages", "devices", "first"),
-    [
-        ({}, 0, [("thinker", 0)]),  # the processor is shared
-        ({"thinker": {"devices": [0]}, "talker": {"devices": [0]}}, 2, [("thinker", 0)]),
-        ({"thinker": {"devices": [0]}, "talker": {"devices": [1]}}, 2, []),
-        ({"thinker": {"devices": [0]}}, 1, []),
-        ({"thinker": {"devices": [0, 1], "replicas": 2}, "talker": {"devices": [1]}}, 2, [("thinker", 1)]),
-        ({"thinker": {"node": 1}}, 0, []),
-    ],
-)
-def test_a_stage_gives_way_where_it_shares_a_device(
-    tmp_path: Path, stages: dict[str, Any], devices: int, first: list[tuple[str, int]]
-) -> None:
-    stages = {**stages, "talker": {"yields_to": ["thinker"], **stages.get("talker", {})}}
-    pipeline = load(tmp_path, spread(**stages), devices=devices).pipeline
-    assert placement.priority_replicas(pipeline, "talker", 0, devices) == first
-    assert placement.priority_replicas(pipeline, "thinker", 0, devices) == []

@@ -207,6 +207,31 @@ def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
     until(yields)
 
 
+def test_a_stage_yields_to_a_replica_that_is_added_to_its_gpu(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which slot of a node an added replica takes, and so which GPU, is decided while the pipeline runs."""
+    monkeypatch.setattr("omni_actors.launcher.replica_processes.host_devices", lambda: 2)
+    data = chain()
+    data["stages"][1] |= {"devices": [0, 1]}
+    data["stages"][2] |= {"devices": [1], "yields_to": ["thinker"]}
+    config = load(short_path, data, devices=2).pipeline
+    with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
+        processes = ReplicaProcesses(config, run, "ipc:///control")
+        first, talker, added = (
+            processes.spec(ReplicaId(stage, replica, 7), slot)
+            for stage, replica, slot in (("thinker", 0, 0), ("talker", 0, 0), ("thinker", 1, 1))
+        )
+    priority = StageProcess(talker).device_priority
+
+    def wants(spec: ReplicaSpec) -> bool:
+        DemandFlag(Path(spec.run_dir), spec.stage, spec.replica, spec.gpus).set(True)
+        return priority.yields()
+
+    assert not wants(first)
+    until(lambda: wants(added))
+
+
 @pytest.mark.parametrize(
     ("runnable", "congested", "yields", "seconds", "held_back"),
     [
