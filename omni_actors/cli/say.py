@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from omni_actors import flags
 from omni_actors.cli.connection import add_connection, connection, with_flag
 from omni_actors.client import Audio, OmniClient, spoken
+from omni_actors.client.spoken import speech_ability
 from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.launcher.one_request import save
 from omni_actors.processes import EXIT_FAILED, EXIT_OK
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 def say_text(client: OmniClient, options: argparse.Namespace) -> None:
     """Write the sound of a text to a file. Raises `InvalidRequest` if the pipeline does not speak what it is given."""
-    if client.describe().speech is None:
+    if speech_ability(client.describe()) is None:
         raise InvalidRequest("This pipeline answers; it does not speak what it is given.", hint="Use omni-actors chat.")
     prompt = spoken(
         options.text,

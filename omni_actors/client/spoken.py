@@ -1,4 +1,4 @@
-"""Prompts for pipelines that speak the text they are given (`Description.speech`)."""
+"""Pipelines that speak the text they are given (`Description.speech`): which they are, and prompts for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy
 import soundfile
 from numpy.typing import NDArray
 
-from omni_actors.errors import InvalidRequest, MalformedMedia
+from omni_actors.errors import InvalidRequest, MalformedMedia, StageUnavailable
+from omni_actors.protocol.client import Description
 from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION
-from omni_actors.protocol.speech import CLIP, CLIP_RATE, INSTRUCTIONS, LANGUAGE, TRANSCRIPT
+from omni_actors.protocol.speech import CLIP, CLIP_RATE, INSTRUCTIONS, LANGUAGE, TRANSCRIPT, SpeechAbility
 
 Clip = tuple[NDArray[numpy.float32], int] | Path | str
 
@@ -43,6 +44,23 @@ def spoken(
         values[CLIP], values[CLIP_RATE] = _recording(clip)
     given = {name: value for name, value in values.items() if value is not None}
     return {"messages": [{"role": "user", "content": text}], ADDITIONAL_INFORMATION: given}
+
+
+def speech_ability(description: Description) -> SpeechAbility | None:
+    """What a pipeline can do if it speaks the text that it is given; `None` if it answers.
+
+    Raises:
+        StageUnavailable: that is not known yet, because stages of a pipeline without text still load.
+    """
+    if description.speech is not None or "text" in description.outputs:
+        return description.speech
+    ready = {stage.stage for stage in description.stages if stage.state == "ready"}
+    missing = [f"{stage.stage} ({stage.state})" for stage in description.stages if stage.stage not in ready]
+    if missing:
+        raise StageUnavailable(
+            f"The pipeline is not ready to speak: {', '.join(missing)}.", hint="Try again when it is ready."
+        )
+    return None
 
 
 def _recording(clip: Clip) -> tuple[NDArray[numpy.float32], int]:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Audio, Text
+from omni_actors.client.spoken import speech_ability
 from omni_actors.config import suggest
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import Answer, AnswerResponse, event, token_counts, usage_of
@@ -52,7 +53,11 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
         raise bad_field("speed", message, "unsupported_value")
     description = await state.facts(body.model)
     state.model_name(body.model, description)
-    prompt, options = await (_spoken if description.speech else _read_aloud)(body, state, description)
+    ability = speech_ability(description)
+    if ability is not None:
+        prompt, options = await _spoken(body, state, description, ability)
+    else:
+        prompt, options = await _read_aloud(body, state, description)
     answer = await Answer.begin(
         request,
         state,
@@ -66,7 +71,7 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
     )
     timeout = state.settings.write_timeout
     if body.stream_format == "sse":
-        given = body.input if description.speech else None
+        given = body.input if ability is not None else None
         events = _events(answer, body.response_format, description, given)
         return AnswerResponse(answer, events, "text/event-stream", timeout)
     if body.response_format == "flac" and body.stream_format is None:
@@ -90,13 +95,14 @@ async def _read_aloud(body: SpeechRequest, state: ServerState, description: Desc
     return READ_ALOUD.format(style=style, text=body.input), {"modalities": ["text", "audio"], "voice": voice}
 
 
-async def _spoken(body: SpeechRequest, state: ServerState, description: Description) -> tuple[str, dict[str, Any]]:
+async def _spoken(
+    body: SpeechRequest, state: ServerState, description: Description, ability: SpeechAbility
+) -> tuple[str, dict[str, Any]]:
     """The text for a model that speaks it, and options for the pipeline.
 
     Raises:
         HttpError: 400 for what this model does not take, or takes and does not get.
     """
-    ability = description.speech or SpeechAbility()
     information: dict[str, Any] = {}
     if body.language is not None:
         languages = {name.casefold(): name for name in (*ability.languages, AUTO)}

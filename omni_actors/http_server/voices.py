@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends
 from msgspec import Meta
 from starlette.responses import Response
 
+from omni_actors.client.spoken import speech_ability
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.form_body import Form, FormBody
 from omni_actors.http_server.schema_fields import Strict
@@ -58,7 +59,7 @@ async def create(form: Annotated[Form[VoiceForm], Depends(VOICE)], state: State)
     """Make a voice of a recording."""
     description = await state.facts()
     state.model_name(None if form.fields.model == "auto" else form.fields.model, description)
-    ability = description.speech
+    ability = speech_ability(description)
     if ability is None or ability.clip == "none":
         message = "This pipeline speaks with the voices of its model only: it takes none of a recording."
         raise bad_field(SAMPLE, message, "unsupported_parameter")

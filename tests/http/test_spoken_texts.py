@@ -6,6 +6,7 @@ The echo stages speak what they are told as `name=value`, and then the text, a s
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
@@ -30,7 +31,7 @@ from omni_actors.http_server.settings import ServerSettings
 from tests.support.browser import ask, chromium, data, needs_chromium, open_page, watched_page
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_titled
-from tests.support.servers import HttpPipeline, serving, sound, tone, wait_healthy
+from tests.support.servers import HttpPipeline, free_port, serving, sound, tone, wait_healthy
 from tests.support.waiting import until
 
 ONE_SAMPLE = {"stages.code2wav.engine.samples_per_token": 1}
@@ -141,6 +142,37 @@ def test_a_model_that_speaks_answers_nothing(preset: HttpPipeline, route: str, b
 def test_a_model_with_voices_of_its_own_takes_no_recordings(preset: HttpPipeline) -> None:
     assert refusal(create(preset.url)) == (400, "audio_sample", "unsupported_parameter")
     assert voices(preset.url) == {"voices": ["vivian", "ryan"], "aliases": {}, "created": []}
+
+
+def test_while_the_model_loads_a_request_is_told_to_come_again(short_path: Path) -> None:
+    """Until then nobody knows whether the pipeline speaks what it is given."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "omni_actors.launch", "stage_configs/echo_speech.yaml"]
+    command += ["--http", f"127.0.0.1:{port}", "--run-dir", str(short_path / "run")]
+    command += ["--set", "stages.talker.engine.start_seconds=300", "--set", "stages.talker.engine.speech={clip: none}"]
+    launcher = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    try:
+        until(lambda: loading(url), 30, "the server")
+        said = httpx.post(f"{url}/v1/audio/speech", json={"input": TEXT, "language": "auto", "response_format": "pcm"})
+        for refused in (said, create(url)):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stage_unavailable")
+            assert "not ready to speak: talker (loading)" in refused.json()["error"]["message"]
+            assert float(refused.headers["retry-after"]) > 0
+        command = [sys.executable, "-m", "omni_actors.cli.main", "say", TEXT, "--save", str(short_path / "a.wav")]
+        command += ["--endpoint", f"ipc://{short_path}/run/client"]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert "stage_unavailable" in done.stderr
+    finally:
+        launcher.terminate()
+        launcher.wait()
+
+
+def loading(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=5).json()["missing"] == ["talker/0 (loading)"]
+    return False
 
 
 def test_a_voice_is_made_of_a_recording_used_and_deleted(cloning: HttpPipeline) -> None:
