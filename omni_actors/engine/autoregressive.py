@@ -50,6 +50,7 @@ _REASONS = {
 KV_CACHE_BYTES = "kv_cache_bytes"
 WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for grammars
 WARM_UP_LENGTH = 24
+WARM_UP_SECONDS = 20.0  # after which prompts that compile kernels are left to requests
 WARM_UP_PARAMS = (
     StageParams(max_tokens=3, min_tokens=3, temperature=0.9, top_k=40, top_p=0.8, min_p=0.01, repetition_penalty=1.05),
     StageParams(max_tokens=3, temperature=0.0, repetition_penalty=1.0),
@@ -105,10 +106,11 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         return {KV_CACHE_BYTES: size} if size else {}
 
     def warm_up(self, batches: Sequence[int]) -> None:
-        """Run batches like those of real requests, so that no request waits while a kernel is compiled.
+        """Run batches like those of real requests, and prompts of more tokens: no request is to wait for a compiler.
 
         Compiling takes many seconds if nothing is cached; a stage that did it while it holds requests would look stuck.
-        Kernels differ by the number of requests and by the sampling, so each batch has both kinds of sampling.
+        Kernels differ by the number of requests and by the sampling, so each batch has both kinds of sampling; those of
+        a model's experts by the number of tokens (`prompt_kernels.py`).
 
         Args:
             batches: the numbers of requests to run at a time, one batch after the other.
@@ -124,7 +126,8 @@ class AutoregressiveEngine(VllmEngine[_Running]):
                 for event in self.step():
                     if isinstance(event, ErrorEvent):
                         raise event.error
-        self.take_scheduled()  # forget the warm-up requests
+        self.core.compile_prompt_kernels(WARM_UP_SECONDS)
+        self.core.forget_warm_up()
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         """Have the adapter check the request, and give it to vLLM; see `StageEngine.start`."""

@@ -134,6 +134,27 @@ class VllmCore:
         alone = parallel.world_size == 1 and not parallel.use_ray  # whose next GPU may be another one
         return max(0, self._core.available_gpu_memory_for_kv_cache) if alone else 0
 
+    def compile_prompt_kernels(self, seconds: float) -> None:
+        """Run batches of prompts until all kernels for them are compiled, or `seconds` have passed."""
+        began = STEADY()
+        rpc = self._core.model_executor.collective_rpc
+        sizes: list[int] = rpc("omni_prompt_sizes")[0]
+        done: list[int] = []
+        for size in sizes:
+            if STEADY() - began >= seconds:
+                logger.warning("Kernels for prompts of %s tokens are compiled when the first come.", sizes[len(done) :])
+                break
+            rpc("omni_run_prompts", args=(size,))
+            done.append(size)
+        if done:
+            logger.info("Compiled kernels for prompts of %s tokens in %.1f s.", done, STEADY() - began)
+
+    def forget_warm_up(self) -> None:
+        """Drop what requests that nobody sent have left in the prefix cache and in the statistics."""
+        self._core.reset_prefix_cache()
+        self.scheduler.make_stats()  # those since the last step
+        self.statistics = CoreStatistics()
+
     def worker_counts(self) -> dict[str, int]:
         """State that the first worker's runner holds for requests, by name; all workers hold the same."""
         counts: dict[str, int] = self._core.model_executor.collective_rpc("omni_counts")[0]

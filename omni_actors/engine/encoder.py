@@ -127,7 +127,7 @@ class EncoderEngine(VllmEngine[_Encoding]):
             for event in self.step():
                 if isinstance(event, ErrorEvent):
                     raise event.error
-        self.take_scheduled()
+        self.core.forget_warm_up()
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         """Have the adapter check the request, and give its sequences to vLLM."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from omni_actors.engine.device_memory import wait_for_memory
+from omni_actors.engine.prompt_kernels import experts_of, prompt_sizes
 from omni_actors.engine.runner import OmniRunnerMixin
 from omni_actors.engine.worker_base import OmniWorkerBase
 from omni_actors.errors import ConfigError
@@ -42,6 +44,14 @@ class OmniGPUWorker(OmniWorkerBase, Worker):
         """vLLM's `init_device`, once the device has room: what a killed process held is released some time later."""
         wait_for_memory(lambda: torch.cuda.mem_get_info(self.local_rank), self.cache_config.gpu_memory_utilization)
         return super().init_device(*args, **kwargs)
+
+    def omni_prompt_sizes(self) -> list[int]:
+        """Numbers of tokens of prompts whose kernels neither a graph nor the memory's profile has compiled."""
+        compilation = self.vllm_config.compilation_config
+        padded = compilation.cudagraph_mode.mixed_mode() is not CUDAGraphMode.NONE  # to the sizes of graphs
+        captured = compilation.cudagraph_capture_sizes if padded else None
+        largest = self.vllm_config.scheduler_config.max_num_batched_tokens
+        return prompt_sizes(experts_of(self.get_model()), captured or (), largest)
 
     @phase("KV cache")
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from omni_actors.stage.start_phases import phase
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
 
     VllmWorker = WorkerBase
@@ -88,6 +89,15 @@ class OmniWorkerBase(VllmWorker):
     def omni_reset(self) -> None:
         """Forget a step that failed halfway."""
         self._omni_runner.omni_reset()
+
+    def omni_prompt_sizes(self) -> list[int]:
+        """Numbers of tokens for `omni_run_prompts` that compile kernels; none where nothing is compiled."""
+        return []
+
+    def omni_run_prompts(self, tokens: int) -> None:
+        """Run the model on a batch of prompts that no request has, and that leaves nothing in the KV cache."""
+        runner = cast("GPUModelRunner", self.model_runner)
+        runner._dummy_run(tokens, skip_eplb=True, is_profile=True, randomize_inputs=True)
 
 
 def _die_with_engine() -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.prompt import PromptEngine
+from omni_actors.engine.prompt_kernels import experts_of
 from omni_actors.engine.tensors import to_host, to_torch
 from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
@@ -322,3 +323,8 @@ def test_rows_of_prompts_that_are_computed_in_pieces_and_preempted_come_once(tin
         driver.assert_idle()
     finally:
         engine.shutdown()
+
+
+def test_the_experts_whose_kernels_a_start_compiles_are_found(thinker):
+    kinds = experts_of(thinker.engine.core.worker.get_model())
+    assert [(kind.w13[0], kind.chosen, kind.quantisation) for kind in kinds] == [(8, 2, "float32")]

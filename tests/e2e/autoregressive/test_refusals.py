@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,12 +57,50 @@ def test_warm_up_runs_whole_batches_and_leaves_nothing(stage, thinker, talker, m
         steps.append(len(engine.core.scheduler.running))
         return original()
 
+    prompts: list[int] = []
+    worker = engine.core.worker
+    run = worker.model_runner.execute_model
+
+    def execute(scheduled, *args, **options):
+        if options.get("dummy_run"):
+            prompts.append(scheduled.total_num_scheduled_tokens)
+        return run(scheduled, *args, **options)
+
+    monkeypatch.setattr(worker.model_runner, "execute_model", execute)
+    monkeypatch.setattr(worker, "omni_prompt_sizes", lambda: [33, 48])  # on a CPU nothing is compiled
     monkeypatch.setattr(engine.core, "step", step)
+    monkeypatch.setattr("omni_actors.engine.autoregressive.WARM_UP_LENGTH", 200)  # more than a block of the KV cache
+    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    cache = [layer.clone() for layer in worker.model_runner.kv_caches]
+    before, free = engine.statistics(), pool.get_num_free_blocks()
     engine.warm_up([1, 3])
     assert max(steps) == 3
     assert 1 in steps
+    assert prompts == [33, 48]
     assert not any(engine.counts().values())
     assert not engine.runnable()
+    assert pool.get_num_free_blocks() == free
+    assert not len(pool.cached_block_hash_to_block)
+    assert engine.statistics() == replace(before, prefix_queries=0, prefix_hits=0, preemptions=0)
+    assert engine.take_scheduled() == []
+    for size in (33, 48):
+        for layer, kept in zip(worker.model_runner.kv_caches, cache, strict=True):
+            kept.copy_(layer)
+        worker.omni_run_prompts(size)
+        assert all(map(torch.equal, worker.model_runner.kv_caches, cache))
+
+
+def test_a_warm_up_that_takes_too_long_leaves_the_rest_to_requests(talker, monkeypatch, caplog):
+    worker, run = talker.engine.core.worker, []
+    monkeypatch.setattr(worker, "omni_prompt_sizes", lambda: [33, 48, 65])
+    monkeypatch.setattr(worker, "omni_run_prompts", run.append)
+    moments = iter([0.0, 1.0, 6.0, 21.0, 22.0])
+    monkeypatch.setattr("omni_actors.engine.core.STEADY", lambda: next(moments))
+    with caplog.at_level("INFO", "omni_actors"):
+        talker.engine.core.compile_prompt_kernels(20.0)
+    assert run == [33, 48]
+    assert "prompts of [65] tokens" in caplog.text
+    assert "prompts of [33, 48] tokens in 22.0 s" in caplog.text
 
 
 def test_a_model_that_cannot_run_fails_its_start(talker, monkeypatch):
