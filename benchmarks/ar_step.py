@@ -79,7 +79,7 @@ def steps_of(engine: AutoregressiveEngine, step: Callable[[], object]) -> list[f
 
 def main(options: argparse.Namespace) -> None:
     fields = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in options.set)}
-    config = OmniModelConfig(options.checkpoint, options.stage)
+    config = OmniModelConfig(options.checkpoint, options.stage, steps_per_schedule=1)
     defaults = {"max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
     engine = AutoregressiveEngine(OmniEngineArgs(config, "autoregressive", {**defaults, **fields}))
     for batch in options.batch:

@@ -70,6 +70,8 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
             _check_ray(stage, where)
         if stage.decode is not None:
             _check_decode(stage.kind, stage.decode, f"{where}.decode")
+        if stage.steps_per_schedule is not None and stage.kind is not StageKind.AUTOREGRESSIVE:
+            raise ConfigError(f"{where}.steps_per_schedule does not apply to a stage of kind {stage.kind}.")
         if stage.inputs is not None:
             _check_processor(stage.inputs.processor, f"{where}.inputs.processor")
             if len(set(stage.source_names)) != len(stage.source_names):

@@ -175,6 +175,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"spre
         row_cache_bytes: bytes of rows that an autoregressive stage keeps in the host's memory for positions in its
             prefix cache. A spoken turn takes from the prefix cache what it finds rows for, and computes the rest. At
             the sizes of Qwen2.5-Omni-7B a position has 7 kB, and the default holds 150 000 of them; 0 keeps none.
+        steps_per_schedule: decode steps that an autoregressive stage computes before its scheduler looks again.
+            Default: the model's own number, 4 for the talker of Qwen2.5-Omni and 1 for all others, which take no more.
+            With more, each costs the host less; new requests, aborts and the tokens themselves wait for the last one.
         restarts: how often in a row, within `coordinator.restart_window`, a replica is started again that does not
             become ready; ten times as often one that becomes ready but is lost before it has finished a request; 0 for
             never.
@@ -209,6 +212,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"spre
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1, le=LARGEST)] = 2 << 30
     row_cache_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 1 << 30
+    steps_per_schedule: Annotated[int, Meta(ge=1, le=64)] | None = None
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     restart_backoff: Seconds = 0.5
     stall_timeout: Seconds = 4.25  # with heartbeat_interval, a stuck replica is noticed within five seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,7 @@ class OmniModelConfig:
         row_budget_bytes: bytes of embedding rows that an autoregressive stage may hold at a time.
         row_cache_bytes: bytes of memory for rows of positions in the prefix cache; without them, requests whose rows
             another stage takes compute all of their prompt. 0 keeps none.
+        steps_per_schedule: decode steps of an autoregressive stage for one scheduling; None is the model's own number.
         latent_budget_bytes: bytes of device memory that a diffusion stage holds for its requests and computes with.
         decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
         adapters: folders of LoRA adapters by name.
@@ -75,6 +77,7 @@ class OmniModelConfig:
     row_budget_bytes: int = 2 * GIB
     latent_budget_bytes: int = 2 * GIB
     row_cache_bytes: int = GIB
+    steps_per_schedule: int | None = None
     decode: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
     loads_adapters: bool = False
@@ -88,6 +91,8 @@ class OmniModelConfig:
                 raise ConfigError(f"{name} must be positive; got {getattr(self, name)}.")
         if self.row_cache_bytes < 0:
             raise ConfigError(f"row_cache_bytes must not be negative; got {self.row_cache_bytes}.")
+        if self.steps_per_schedule is not None and self.steps_per_schedule < 1:
+            raise ConfigError(f"steps_per_schedule must be at least 1; got {self.steps_per_schedule}.")
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,12 @@ class OmniEngineArgs:
             **parallel,
             **(self.ranks.engine_arguments if self.ranks is not None else {}),
             "additional_config": {
-                "omni": {**dataclasses.asdict(self.model_config), "kind": self.kind, "runner": spec.runner}
+                "omni": {
+                    **dataclasses.asdict(self.model_config),
+                    "steps_per_schedule": self._steps_per_schedule(spec, arguments),
+                    "kind": self.kind,
+                    "runner": spec.runner,
+                }
             },
         }
         if spec.folder and not arguments.get("skip_tokenizer_init"):
@@ -200,6 +210,22 @@ class OmniEngineArgs:
             # vLLM has decided only now; a plain scheduler would waste every other step.
             config.scheduler_config.scheduler_cls = self._scheduler(asynchronous=True)
         return config
+
+    def _steps_per_schedule(self, spec: ModelSpec, arguments: Mapping[str, Any]) -> int:
+        """How many steps a scheduling stands for. Raises `ConfigError` if it cannot be as many as were asked for."""
+        asked = self.model_config.steps_per_schedule
+        problem = None
+        if spec.steps_per_schedule is None:
+            problem = f"The {self.model_config.model_stage} of this model"
+        elif arguments.get("pipeline_parallel_size", 1) > 1:
+            problem = "A stage with pipeline_parallel_size"
+        elif arguments.get("speculative_config") is not None:
+            problem = "A stage with speculative_config"
+        if problem is None:
+            return asked or spec.steps_per_schedule or 1
+        if asked is not None and asked > 1:
+            raise ConfigError(f"{problem} takes one step at a time; steps_per_schedule is {asked}.", hint="Remove it.")
+        return 1
 
     def _folder(self, spec: ModelSpec) -> str:
         """What vLLM takes for the checkpoint: one part of it, if it has a folder for each."""

@@ -99,6 +99,7 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         row_budget_bytes=stage.budget_bytes,
         latent_budget_bytes=stage.budget_bytes,
         row_cache_bytes=stage.row_cache_bytes,
+        steps_per_schedule=stage.steps_per_schedule,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
         adapters=dict(pipeline.adapters) if stage.name in adapted_stages(pipeline) else {},
         loads_adapters=bool(pipeline.adapter_folders) and stage.name in adapted_stages(pipeline),

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from omni_actors.engine.bursts import BurstOutput, BurstRunnerMixin, burst_of, first_step
 from omni_actors.engine.scheduler import RowUpdate
 from omni_actors.engine.step_output import EmittedOutput, EmittingState, RequestState, Step, StreamedInputState
 from omni_actors.engine.worker_base import OmniRunnerBase
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsEagle3
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    VllmRunner = GPUModelRunner
-else:
-    VllmRunner = object  # what stands behind the mixin in the order of the base classes
+    from vllm.v1.worker.gpu.model_runner import ExecuteModelState
 
 
-class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
+class OmniRunnerMixin(OmniRunnerBase, BurstRunnerMixin):
     """Mixin, in front of vLLM's V2 `GPUModelRunner` (the base class of the CPU runner, too).
 
     What comes in and goes out besides tokens is up to the model's ModelState: a `StreamedInputState` gets the rows of
@@ -29,6 +28,8 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
 
     Under pipeline parallelism the last rank has the hidden states and emits, the first one takes rows in.
     """
+
+    _burst: Mapping[str, int] = MappingProxyType({})  # of the step that is not sampled yet
 
     @property
     def _streamed_input(self) -> StreamedInputState | None:
@@ -60,12 +61,29 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
                 self.model_state.drop_request(request_id)
         super().finish_requests(scheduler_output)
 
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Compute a step, or the first one of a burst."""
+        self._burst = burst_of(scheduler_output)
+        if self._burst:
+            scheduler_output = first_step(scheduler_output, self._burst)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample; attach to the output what the model's ModelState makes of the step."""
+        """Sample, and compute the further steps of a burst."""
         forward = self.execute_model_state  # super() clears it
         output = super().sample_tokens(*args, **kwargs)
+        if forward is None or output is None:
+            return output
+        output = self._with_emission(forward, output)
+        if not self._burst:
+            return output
+        further = self.further_steps(self._burst, forward.input_batch)
+        return BurstOutput(output, further, self.output_copy_stream)
+
+    def _with_emission(self, forward: ExecuteModelState, output: Any) -> Any:
+        """Attach to the output what the model's ModelState makes of the step."""
         state = self.model_state
-        if not isinstance(state, EmittingState) or forward is None or output is None or forward.hidden_states is None:
+        if not isinstance(state, EmittingState) or forward.hidden_states is None:
             return output
         step = Step(
             forward.input_batch,
@@ -91,3 +109,4 @@ class OmniRunnerMixin(OmniRunnerBase, VllmRunner):
     def omni_reset(self) -> None:
         """Forget the forward pass of a step that failed before it was sampled."""
         self.execute_model_state = None
+        self._burst = {}

@@ -13,6 +13,7 @@ computes everything again later; its rows stay with the worker meanwhile. Admiss
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from omni_actors.engine.bursts import DRAFT, mark_burst
 from omni_actors.engine.row_budget import RowBudget
 from omni_actors.engine.row_cache import FollowedRows, RowCache
 from omni_actors.engine.scheduler_base import StallMixin
@@ -74,6 +76,7 @@ class OmniSchedulerMixin(StallMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.budget = RowBudget(omni_options(self.vllm_config).get("row_budget_bytes", 2 << 30))
+        self.steps_per_schedule: int = omni_options(self.vllm_config).get("steps_per_schedule", 1)
         self.held_steps = 0  # how often a request was left out of a batch because its input was missing
         self._streams: dict[str, RowStream] = {}
         self.row_cache = RowCache(omni_options(self.vllm_config).get("row_cache_bytes", 0), self.hash_block_size)
@@ -153,20 +156,46 @@ class OmniSchedulerMixin(StallMixin):
             self.budget.close(request_id)
 
     def _ready(self, request: Request) -> bool:
-        """Whether the input of the request's next step has arrived. Computed tokens include those in flight.
+        """Whether the input of the request's next step has arrived."""
+        return self._steps_with_input(request) > 0
+
+    def _steps_with_input(self, request: Request) -> float:
+        """For how many steps the input of a request has arrived. Computed tokens include those in flight.
 
         A preempted request has no computed tokens, and its next step computes all tokens that it has, again.
         """
         stream = self._streams.get(request.request_id)
         if stream is None or stream.complete:
-            return True
+            return math.inf
         last = max(request.num_computed_tokens, request.num_tokens - 1)
-        return last - request.num_prompt_tokens < stream.received
+        return stream.received - (last - request.num_prompt_tokens)
 
     def waits_for_input(self, request_id: str) -> bool:
         """Whether a request waits for rows. False for unknown ids."""
         request = self.requests.get(request_id)
         return request is not None and not self._ready(request)
+
+    # -- bursts
+
+    def _plan_burst(self, request: Request) -> None:
+        """Set for how many steps a running request is scheduled next, by drafts for those after the first."""
+        request.spec_token_ids = []
+        parameters = request.sampling_params
+        if request.is_prefill_chunk or parameters is None:
+            return
+        # vLLM, for which drafts may be rejected, would schedule a request whose last tokens are in flight again.
+        left = request.num_prompt_tokens + request.max_tokens - request.num_computed_tokens - 1
+        if left < 1:
+            self._leave_out(request)
+            return
+        # What depends on each token by itself, on the host, takes one step at a time.
+        alone = request.use_structured_output or parameters.num_logprobs is not None
+        steps = 1 if alone else min(self.steps_per_schedule, left, self._steps_with_input(request))
+        request.spec_token_ids = [DRAFT] * (int(steps) - 1)
+
+    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """No statistics of drafts: those of a burst are none."""
+        return super().make_spec_decoding_stats(*args, **kwargs) if self.steps_per_schedule == 1 else None
 
     # -- vLLM's interface
 
@@ -176,9 +205,13 @@ class OmniSchedulerMixin(StallMixin):
             if not self._ready(request):
                 self._leave_out(request)
                 self.held_steps += 1
+            elif self.steps_per_schedule > 1:
+                self._plan_burst(request)
         self.budget.begin_step()
         self._release_promises()
         output = super().schedule(*args, **kwargs)
+        if self.steps_per_schedule > 1:
+            mark_burst(output)
         for admitted in output.scheduled_new_reqs:
             self.budget.admit(admitted.req_id)
         updates: dict[str, RowUpdate] = {}

@@ -153,15 +153,29 @@ def attach(output: EngineCoreOutput, attachment: Mapping[str, Any]) -> None:
     output.pooling_output = attachment  # type: ignore[assignment]  # as above
 
 
-class AttachedOutput(AsyncModelRunnerOutput):
+class WrappedOutput(AsyncModelRunnerOutput):
+    """A runner's output to which something is added once vLLM waits for it."""
+
+    def __init__(self, inner: AsyncModelRunnerOutput | ModelRunnerOutput) -> None:
+        self._inner = inner
+
+    def inner_output(self) -> ModelRunnerOutput:
+        """Wait for the output itself."""
+        inner = self._inner
+        return inner.get_output() if isinstance(inner, AsyncModelRunnerOutput) else inner
+
+    def get_kv_connector_output(self) -> Any:
+        """Abstract since vLLM 0.33, unused in 0.32."""
+        inner = getattr(self._inner, "get_kv_connector_output", None)
+        return inner() if inner else getattr(self._inner, "kv_connector_output", None)
+
+
+class AttachedOutput(WrappedOutput):
     """A runner's output with one dictionary per request in `pooler_output`.
 
     vLLM passes `pooler_output[i]` on as `EngineCoreOutput.pooling_output`, even for requests that sample tokens.
     Subclasses build the dictionaries in `attachments`, which runs when vLLM waits for the output.
     """
-
-    def __init__(self, inner: AsyncModelRunnerOutput | ModelRunnerOutput) -> None:
-        self._inner = inner
 
     @abstractmethod
     def attachments(self) -> list[dict[str, Any] | None]:
@@ -169,13 +183,7 @@ class AttachedOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         """vLLM's output, with the attachments once they have arrived."""
-        inner = self._inner
-        output = inner.get_output() if isinstance(inner, AsyncModelRunnerOutput) else inner
+        output = self.inner_output()
         # Declared for tensors, but passed on untouched.
         output.pooler_output = self.attachments()  # type: ignore[assignment]
         return output
-
-    def get_kv_connector_output(self) -> Any:
-        """Abstract since vLLM 0.33, unused in 0.32."""
-        inner = getattr(self._inner, "get_kv_connector_output", None)
-        return inner() if inner else getattr(self._inner, "kv_connector_output", None)

@@ -52,6 +52,8 @@ class ModelSpec:
         engine: vLLM EngineArgs that suit this model; the user's settings override them.
         required: EngineArgs without which the model gives wrong results; the user's settings must agree with them.
         params: sampling defaults of the published model.
+        steps_per_schedule: how many decode steps one scheduling stands for unless the user says otherwise; None if the
+            model takes one at a time, because its `EmittingState` does or because its tokens are read as they come.
         adapter: class path of the `AutoregressiveAdapter` or `EncoderAdapter` that maps stage inputs to vLLM requests.
         runner: class path of the `DiffusionModelRunner` (diffusion stages).
         folder: of a checkpoint with a folder for each part, the one whose config.json vLLM reads. It must be one of a
@@ -68,6 +70,7 @@ class ModelSpec:
     engine: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
     params: StageParams = field(default_factory=StageParams)
+    steps_per_schedule: int | None = None
     adapter: str = ""
     runner: str = ""
     folder: str = ""
