@@ -19,17 +19,13 @@ SAMPLE_RATE = 24_000
 SAMPLE_BYTES = 2  # of pcm16
 
 
-def http_client(url: str, timeout: float, longest_line: int = 1 << 23) -> aiohttp.ClientSession:
-    """A client that is not itself the bottleneck: httpx's pool is, from some 30 requests at a time on.
-
-    Args:
-        longest_line: bytes; the longest event, a piece of sound or a picture in base64, has to fit.
-    """
+def http_client(url: str, timeout: float) -> aiohttp.ClientSession:
+    """A client that is not itself the bottleneck: httpx's pool is, from some 30 requests at a time on."""
     return aiohttp.ClientSession(
         url or None,
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=timeout),
-        read_bufsize=longest_line,
+        read_bufsize=1 << 23,
     )
 
 
@@ -45,14 +41,25 @@ async def events(
     async with client.post(route, **sent) as response:
         if not response.ok:
             raise RuntimeError(await response.text(errors="replace"))
-        while line := await response.content.readuntil():
-            now = time.perf_counter()
+        async for now, line in _lines(response.content):
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line.removeprefix(b"data: "))
             if "error" in event:
                 raise RuntimeError(event["error"]["message"])
             yield now, event
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[tuple[float, bytes]]:
+    """Lines with the moments at which they came; aiohttp's own copy a line of many pieces once for each of them."""
+    pieces: list[bytes] = []
+    async for piece in content.iter_any():
+        now = time.perf_counter()
+        *ended, rest = piece.split(b"\n")
+        for end in ended:
+            yield now, b"".join((*pieces, end))
+            pieces.clear()
+        pieces.append(rest)
 
 
 class Asker:

@@ -33,8 +33,6 @@ import workload
 from askers import events, http_client
 from PIL import Image
 
-LONGEST_LINE = 1 << 27  # a picture in base64 has to fit
-
 
 @dataclass
 class Picture:
@@ -161,7 +159,7 @@ def summary(load: str, pictures: Sequence[Picture], wall: float) -> dict[str, An
 
 async def main(options: argparse.Namespace) -> None:
     rows = []
-    async with http_client(options.http, options.timeout, LONGEST_LINE) as client:
+    async with http_client(options.http, options.timeout) as client:
         for concurrency in options.concurrency:
             order = Orders(client, options, options.sizes)
             await closed_loop(order, concurrency, max(concurrency, len(options.sizes)))

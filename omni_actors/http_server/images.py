@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
 
+import msgspec
 import numpy
 from fastapi import APIRouter, Depends
 from numpy.typing import NDArray
@@ -151,11 +153,15 @@ class Pictures:
             "quality": "auto",
         }
 
-    async def _file(self, pixels: NDArray[numpy.uint8]) -> bytes:
-        """The picture as a file, which becomes base64 in JSON."""
-        if self._fields.background == "opaque":
-            pixels = flattened(pixels)
-        return await asyncio.to_thread(encoded_image, pixels, self._format, self._fields.output_compression)
+    async def _file(self, pixels: NDArray[numpy.uint8]) -> msgspec.Raw:
+        """The picture as a file, in base64 as a string of JSON: msgspec takes twice as long for it as Python."""
+
+        def encoded() -> msgspec.Raw:
+            given = flattened(pixels) if self._fields.background == "opaque" else pixels
+            file = encoded_image(given, self._format, self._fields.output_compression)
+            return msgspec.Raw(b'"%b"' % binascii.b2a_base64(file, newline=False))
+
+        return await asyncio.to_thread(encoded)
 
 
 def image_usage(

@@ -17,6 +17,10 @@ UP = 2  # the filter: each row as its difference from the one above it
 LEVEL = 1  # zlib's: a fifth of the time of its default, for files that are a little larger
 WINDOW = 15  # of zlib, as the base-2 logarithm of its bytes
 HEADER = b"\x78\x01"  # of a zlib stream with this window and level
+# Where more than this part of a strip's bytes are as in the pixel before, its compressor looks for repetitions. In
+# photographs it finds none that would pay: without, it takes a third of the time, and the files are a little smaller.
+ALIKE = 0.6
+SAMPLED = 8  # of so many rows one is looked at
 STRIP_BYTES = 1 << 18  # less is not worth a thread
 MOST_STRIPS = 8
 
@@ -32,7 +36,8 @@ def png(pixels: NDArray[numpy.uint8]) -> bytes:
     count = max(1, min(MOST_STRIPS, os.cpu_count() or 1, rows.nbytes // STRIP_BYTES, height))
     *others, last = numpy.array_split(rows, count)
     with ThreadPoolExecutor(count) as threads:
-        strips = [*threads.map(_deflated, others, [zlib.Z_SYNC_FLUSH] * len(others)), _deflated(last, zlib.Z_FINISH)]
+        deflated = threads.map(lambda strip: _deflated(strip, channels, zlib.Z_SYNC_FLUSH), others)
+        strips = [*deflated, _deflated(last, channels, zlib.Z_FINISH)]
     strips[0] = HEADER + strips[0]
     strips[-1] += struct.pack(">I", zlib.adler32(rows.data))
     header = struct.pack(">IIBBBBB", width, height, BITS, COLOR_TYPES[channels], 0, 0, 0)
@@ -40,9 +45,12 @@ def png(pixels: NDArray[numpy.uint8]) -> bytes:
     return b"".join((SIGNATURE, *chunks))
 
 
-def _deflated(rows: NDArray[numpy.uint8], end: int) -> bytes:
+def _deflated(rows: NDArray[numpy.uint8], channels: int, end: int) -> bytes:
     """A part of a zlib stream, without the stream's header and checksum; the lock of Python is free meanwhile."""
-    compressor = zlib.compressobj(LEVEL, zlib.DEFLATED, -WINDOW)
+    sample = rows[::SAMPLED]
+    alike = numpy.mean(sample[:, channels:] == sample[:, :-channels])
+    strategy = zlib.Z_DEFAULT_STRATEGY if alike > ALIKE else zlib.Z_HUFFMAN_ONLY
+    compressor = zlib.compressobj(LEVEL, zlib.DEFLATED, -WINDOW, zlib.DEF_MEM_LEVEL, strategy)
     return compressor.compress(rows.data) + compressor.flush(end)
 
 

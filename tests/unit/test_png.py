@@ -45,3 +45,10 @@ def test_every_checksum_is_right_whatever_the_number_of_strips() -> None:
         at += 12 + length
     assert len(zlib.decompress(b"".join(streams))) == 512 * (512 * 4 + 1), "which checks the sum of all"
     assert len(file) < 512 * 512 * 4
+
+
+def test_repetitions_are_looked_for_where_there_are_some() -> None:
+    flat, noisy = np.full((512, 512, 4), 200, np.uint8), picture(512, 512, 4)
+    assert len(png(flat)) < flat.nbytes / 100
+    filtered = np.diff(noisy.reshape(512, -1), axis=0, prepend=np.uint8(0))
+    assert len(png(noisy)) < 0.95 * len(zlib.compress(filtered.tobytes(), 1)), "without them it is smaller"
