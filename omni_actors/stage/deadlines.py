@@ -24,6 +24,7 @@ PRESSING_SECONDS = 0.3  # a piece that is due this soon keeps a step light
 # faster one the small ones pass more of the others.
 TOKENS_PER_SECOND = 40_000.0
 STRETCH = 4.0
+LONG_STEP_TOKENS = 8192  # a step of more takes a quarter of a second; behind it, no other is queued
 
 KeyT = TypeVar("KeyT")
 

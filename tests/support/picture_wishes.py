@@ -46,9 +46,10 @@ class Wish:
         ]
 
 
-def engine(checkpoint: Path, stage: str, **options: Any) -> DiffusionEngine:
+def engine(checkpoint: Path, stage: str, *, asynchronous: bool | None = None, **options: Any) -> DiffusionEngine:
     model = OmniModelConfig(str(checkpoint), stage, latent_budget_bytes=options.pop("budget", 1 << 40))
-    return DiffusionEngine(OmniEngineArgs(model, "diffusion", {"dtype": "float32", **options}))
+    given = {"dtype": "float32", **options}
+    return DiffusionEngine(OmniEngineArgs(model, "diffusion", given, asynchronous=asynchronous))
 
 
 def params(wish: Wish) -> dict[str, Any]:

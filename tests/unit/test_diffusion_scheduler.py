@@ -18,7 +18,7 @@ prepare()
 from omni_actors.engine.diffusion_budget import Claim  # noqa: E402
 from omni_actors.engine.diffusion_runner import DiffusionJob, diffusion_job  # noqa: E402
 from omni_actors.engine.diffusion_scheduler import DiffusionMixin  # noqa: E402
-from omni_actors.stage.deadlines import STRETCH, TOKENS_PER_SECOND  # noqa: E402
+from omni_actors.stage.deadlines import FIRST_SECONDS, LONG_STEP_TOKENS, STRETCH, TOKENS_PER_SECOND  # noqa: E402
 
 NOW, SOON, LATER = 100.0, 100.1, 110.0
 
@@ -30,6 +30,7 @@ class FakeRequest:
     num_prompt_tokens: int = 1
     num_computed_tokens: int = 0
     next_decode_eligible_step: int = 0
+    num_output_placeholders: int = 0
     priority: int = 0
 
 
@@ -80,6 +81,10 @@ class FakeScheduler:
 
 class Scheduler(DiffusionMixin, FakeScheduler):
     """The mixin under test."""
+
+    def names(self) -> set[str]:
+        """Of all requests."""
+        return {request.request_id for request in (*self.running, *self.waiting)}
 
 
 def config(places: int = 64, policy: str = "priority", step_tokens: int = 4096, **options: int) -> SimpleNamespace:
@@ -269,6 +274,20 @@ def test_a_large_picture_of_which_most_is_made_yields_to_small_ones_until_it_is_
     assert steps == [*9 * [["large"]], *([name] for name in order)]
 
 
+@pytest.mark.parametrize(("tokens", "behind"), [(LONG_STEP_TOKENS + 1, []), (LONG_STEP_TOKENS, ["large"])])
+def test_behind_a_long_step_none_is_queued(tokens, behind):
+    """So a picture that comes meanwhile waits for the end of that one only."""
+    scheduler, large = Scheduler(config()), picture("large", 3, tokens)
+    scheduler.clock = lambda: NOW
+    scheduler.add_request(large)
+    assert scheduler.schedule().scheduled == ["large"]
+    large.num_output_placeholders = 1
+    assert scheduler.schedule().scheduled == behind
+    large.num_output_placeholders = 0
+    scheduler.add_request(picture("small", 1, 1000))
+    assert scheduler.schedule().scheduled == ["small"]
+
+
 def test_of_two_pictures_that_came_together_the_smaller_one_goes_first():
     steps = run(99, picture("long", 3, 3000), picture("short", 2, 3000))
     assert steps == [["short"], ["short"], ["long"], ["long"], ["long"]]
@@ -306,3 +325,24 @@ def test_no_picture_waits_for_ever_however_many_smaller_ones_keep_coming(large, 
         # Only those that came before it is due go before it; each of their steps takes a tenth of a second.
         earlier = STRETCH * steps * tokens / TOKENS_PER_SECOND / 0.1 + 1
         assert number <= (earlier + 1) * 9 + steps
+
+
+def test_while_a_large_picture_is_always_being_made_a_small_one_takes_two_seconds():
+    """Qwen-Image on an H200: 512 and 2048 pixels, 40 steps; one of each is always wanted."""
+    step_seconds, outside = {"small": 0.0267, "large": 0.56}, {"small": 0.15, "large": 1.0}
+    scheduler, now = Scheduler(config(step_tokens=2560, latent_budget_bytes=1 << 40)), NOW
+    scheduler.clock = lambda: now
+    came: dict[str, float] = {"small": now, "large": now}
+    taken: dict[str, list[float]] = {"small": [], "large": []}
+    while len(taken["large"]) < 5:
+        for kind in [kind for kind, moment in came.items() if moment <= now and kind not in scheduler.names()]:
+            scheduler.add_request(picture(kind, 40, 1024 if kind == "small" else 16_384, came[kind] + FIRST_SECONDS))
+        steps = scheduler.schedule().scheduled
+        now += sum(step_seconds[kind] for kind in steps) or 0.001
+        for kind in set(steps) - scheduler.names():  # with its text before the steps and its pixels after them
+            taken[kind].append(now - came[kind] + outside[kind])
+            came[kind] = now + outside[kind]
+    small = sorted(taken["small"])
+    assert small[len(small) * 95 // 100] <= 2.0
+    assert small[-1] <= 3.0
+    assert max(taken["large"]) <= FIRST_SECONDS + STRETCH * 40 * 16_384 / TOKENS_PER_SECOND + 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from omni_actors.engine import diffusion_scheduler
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.diffusion_runner import StepResult
+from omni_actors.engine.diffusion_worker import DiffusionOutput
 from omni_actors.engine.models.pictures.denoising import Denoiser, Picture
 from omni_actors.engine.models.z_image.dit_stage import ZImageDit
 from omni_actors.engine.tensors import to_host, to_torch
@@ -167,6 +171,29 @@ def test_a_picture_past_its_deadline_is_in_no_further_step(dit, painter, steps):
         stage.actor.step()
     assert steps == [["late"]] * 3
     assert not any(dit.counts().values())
+
+
+def test_a_picture_that_comes_during_a_long_step_is_in_the_next_one(tiny_z_image, painter, steps, monkeypatch):
+    """Nothing is queued behind a long step, so what comes while the engine waits for it is considered at its end."""
+    monkeypatch.setattr(diffusion_scheduler, "LONG_STEP_TOKENS", 100)
+    awaited = []
+    attachments = DiffusionOutput.attachments
+    monkeypatch.setattr(DiffusionOutput, "attachments", lambda self: (awaited.append(self), attachments(self))[1])
+    large, small = Wish("large", "the blue ship", 256, 128, 6, 0.0), Wish("small", "x", 32, 32, 2, 0.0)
+    ahead = engine(tiny_z_image, "dit", asynchronous=True, max_num_batched_tokens=100)
+    ahead.start(request(large), painter.inputs(large))
+
+    def join(step: int) -> None:
+        if len(awaited) == 3 and "small" not in itertools.chain(*steps):
+            ahead.start(dataclasses.replace(request(small), priority=-1), painter.inputs(small))
+
+    events = run(ahead, join)
+    assert steps == [["large"]] * 3 + [["small"]] * 2 + [["large"]] * 3
+    for wish in (large, small):
+        (latents,) = latents_of(events, wish.name)
+        assert close(to_torch(latents), painter.latents(wish))
+    assert not any(ahead.counts().values())
+    ahead.shutdown()
 
 
 def test_a_picture_that_begins_again_between_two_steps_of_others_is_the_same(dit, painter, steps):
