@@ -7,9 +7,10 @@ The packed step of the transformer of Z-Image, or of Qwen-Image, at published si
 per step for pictures of 512, 1024 and 2048 pixels, 1, 4 and 8 at a time, and for one of each size in one batch, each
 with a prompt of 100 tokens; Qwen-Image's also with `--references` pictures of 1024 pixels that it is made from, whose
 keys and values each step reads. `sdpa` calls PyTorch's attention once per run of equal sequences, `flash` PyTorch's
-flash attention for packed sequences, `vllm` that of vLLM where it is installed; `+c` is with `torch.compile`. Below,
-for the fastest of them: what a step computes, and how many pictures of 8 steps a second that would be. It answers how
-many tokens a step should take: as many as it needs for a larger batch to gain nothing.
+flash attention for packed sequences, `vllm` that of vLLM where it is installed; `+c` is with `torch.compile`, or for
+Qwen-Image with kernels of our own. Below, for the fastest of them: what a step computes, and how many pictures of 8
+steps a second that would be. It answers how many tokens a step should take: as many as it needs for a larger batch to
+gain nothing.
 
 Needs torch and nothing else, 16 GiB of the device and about two minutes; `--seconds` ends it earlier. `--tiny` runs the
 same at toy size on the CPU, to try the script.
@@ -18,6 +19,7 @@ same at toy size on the CPU, to try the script.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import types
@@ -159,6 +161,8 @@ def launch_milliseconds(step: Callable[[], torch.Tensor]) -> float:
 
 
 def microbench(options: argparse.Namespace) -> None:
+    if options.tiny:
+        os.environ["TRITON_INTERPRET"] = "1"  # our kernels, on the CPU
     ends = time.monotonic() + options.seconds
     device = torch.device("cpu" if options.tiny else "cuda")
     model = QwenImage(options.tiny, options.references) if options.model == "qwen-image" else ZImage(options.tiny)

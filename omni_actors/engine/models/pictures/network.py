@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -42,10 +42,6 @@ class PackedNetwork(nn.Module, ABC):
         return next(self.parameters()).dtype
 
     @abstractmethod
-    def blocks(self) -> Iterable[Any]:
-        """The layers, whose parts `before` and `after` attention are compiled."""
-
-    @abstractmethod
     def condition(self, given: Sequence[Any]) -> list[Any]:
         """What conditions, as the stage's requests have them, contribute to every step of theirs."""
 
@@ -57,11 +53,9 @@ class PackedNetwork(nn.Module, ABC):
     def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: Any) -> torch.Tensor:
         """The velocities [tokens, patch_width] of packed latents of this shape, at f32 [sequences] moments."""
 
+    @abstractmethod
     def compile(self, **options: Any) -> None:
-        """Compile the layers. Equal ones share their code, for any batch."""
-        for block in self.blocks():
-            block.before = torch.compile(block.before, dynamic=True, **options)
-            block.after = torch.compile(block.after, dynamic=True, **options)
+        """Compute what is between products and attention in fewer kernels. The options are those of `torch.compile`."""
 
     def draw(self) -> None:
         """Give the parameters random values that keep the size of what goes through the network."""

@@ -9,7 +9,8 @@ sequence. Torch only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_actors.engine.models.pictures.layers import MOMENT_WAVES, RmsNorm, gated, rotate, rotation_at, waves
+from omni_actors.engine.models.pictures.between import Between, CompiledBetween, FusedBetween
+from omni_actors.engine.models.pictures.layers import MOMENT_WAVES, RmsNorm, rotation_at, waves
 from omni_actors.engine.models.pictures.network import PackedNetwork, Size
 from omni_actors.engine.models.pictures.packing import Attention, Packing, attend_each, moved, pack
 from omni_actors.engine.models.qwen_image.prefix import Prefix, Run
@@ -71,12 +73,28 @@ class Batch:
         pictures: packing of the pictures.
         sequences: packing of prefixes and pictures.
         rotation: f32 [tokens of the pictures, 2, head_width].
+        slots: i64 [tokens of the pictures]; their places in the sequences.
+        keys: of whole sequences, [tokens, heads, head_width], of one layer after the other; so are `values`.
     """
 
     prefixes: Sequence[Prefix]
     pictures: Packing
     sequences: Packing
     rotation: torch.Tensor
+    slots: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def take_prefixes(self, layer: int) -> None:
+        """Put the prefixes' keys and values of a layer before those of their pictures."""
+        places, kept = [], []
+        for prefix, own, end in zip(
+            self.prefixes, self.pictures.lengths, itertools.accumulate(self.sequences.lengths), strict=True
+        ):
+            for whole, part in zip((self.keys, self.values), prefix.of_layer(layer), strict=True):
+                places.append(whole[end - own - prefix.tokens : end - own])
+                kept.append(part)
+        torch._foreach_copy_(places, kept)  # one launch for all
 
 
 class _TextNorm(nn.Module):
@@ -92,12 +110,11 @@ class _TextNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer layer; how it scales and gates its tokens is computed once for all layers."""
+    """The weights of a transformer layer."""
 
     def __init__(self, config: DitConfig) -> None:
         super().__init__()
         width = config.width
-        self.heads, self.eps = config.heads, config.eps
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.norm_q = RmsNorm(config.head_width, config.eps)
         self.norm_k = RmsNorm(config.head_width, config.eps)
@@ -105,23 +122,20 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 2 * config.widening * width, bias=False)
         self.down = nn.Linear(config.widening * width, width, bias=False)
 
-    def before(
-        self, tokens: torch.Tensor, factors: torch.Tensor, rotation: torch.Tensor, owner: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, each [tokens, heads, head_width]; `factors` is [sequences, 4 * width]."""
-        scale = factors.chunk(4, -1)[0]
-        normed = F.layer_norm(tokens, tokens.shape[-1:], eps=self.eps) * (1.0 + scale)[owner]
-        query, key, value = self.qkv(normed).unflatten(-1, (3 * self.heads, -1)).chunk(3, 1)
-        return rotate(self.norm_q(query), rotation), rotate(self.norm_k(key), rotation), value
 
-    def after(
-        self, tokens: torch.Tensor, attended: torch.Tensor, factors: torch.Tensor, owner: torch.Tensor
-    ) -> torch.Tensor:
-        """The layer's output from what attention gave, [tokens, heads, head_width]."""
-        _, gate, scale, gate_up = factors.chunk(4, -1)
-        tokens = tokens + gate.tanh()[owner] * self.out(attended.flatten(1))
-        normed = F.layer_norm(tokens, tokens.shape[-1:], eps=self.eps) * (1.0 + scale)[owner]
-        return tokens + gate_up.tanh()[owner] * gated(self.up, self.down, normed)
+@dataclass(frozen=True)
+class _Factors:
+    """How all layers scale normed tokens and gate what they add to them; each [sequences, width].
+
+    Args:
+        scale: before attention, as `gate` is after it.
+        scale_up: before the wider layer, as `gate_up` is after it.
+    """
+
+    scale: torch.Tensor
+    gate: torch.Tensor
+    scale_up: torch.Tensor
+    gate_up: torch.Tensor
 
 
 class Dit(PackedNetwork):
@@ -135,6 +149,7 @@ class Dit(PackedNetwork):
     def __init__(self, config: DitConfig, attend: Attention = attend_each) -> None:
         super().__init__(config.channels, PATCH, attend)
         self.config = config
+        self.between = Between()
         width = config.width
         self.embed = nn.Linear(config.channels, width, bias=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -147,9 +162,10 @@ class Dit(PackedNetwork):
         self.final_modulation = nn.Linear(width, width, bias=False)
         self.final = nn.Linear(width, config.channels, bias=False)
 
-    def blocks(self) -> Iterator[Any]:
-        """All share two pieces of code."""
-        yield from self.layers
+    def compile(self, **options: Any) -> None:
+        """Compute what is between the products in few kernels; PyTorch compiles them if heads are of an odd width."""
+        width = self.config.head_width
+        self.between = FusedBetween() if width & (width - 1) == 0 else CompiledBetween(**options)
 
     @torch.inference_mode()
     def condition(self, given: Sequence[Prefix]) -> list[Prefix]:
@@ -170,12 +186,15 @@ class Dit(PackedNetwork):
         tokens = torch.cat([self._embedded(run) for run in runs])
         rotation = self._rotation([_positions(run) for run in runs])
         owner = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
+        slots = torch.arange(prefix.done, end, device=self.device)
         factors = self._factors(self._moment(torch.zeros(1, device=self.device)))
-        for layer, block in enumerate(self.blocks(), 1):
-            keys, values = prefix.of_layer(layer - 1)
-            query, keys[prefix.done : end], values[prefix.done : end] = block.before(tokens, factors, rotation, owner)
-            if layer < len(self.layers):  # nothing reads what the last layer makes of a prefix
-                tokens = block.after(tokens, _attend_backwards(query, keys, values, runs), factors, owner)
+        normed = self.between.norm(tokens, factors.scale, owner, self.config.eps)
+        for layer, block in enumerate(self.layers):
+            keys, values = prefix.of_layer(layer)
+            query = self._heads(block, normed, rotation, slots, keys, values)
+            if layer < len(self.layers) - 1:  # nothing reads what the last layer makes of a prefix
+                attended = _attend_backwards(query, keys, values, runs)
+                tokens, normed = self._after(block, tokens, attended, factors, factors.scale, owner)
         prefix.done = end
 
     def _embedded(self, run: Run) -> torch.Tensor:
@@ -194,11 +213,18 @@ class Dit(PackedNetwork):
         lengths = [height * width for height, width in pictures]
         positions = [_grid(*size, prefix.given.reach) for size, prefix in zip(pictures, conditions, strict=True)]
         whole = [prefix.tokens + length for prefix, length in zip(conditions, lengths, strict=True)]
+        slots = [
+            torch.arange(end - length, end) for length, end in zip(lengths, itertools.accumulate(whole), strict=True)
+        ]
+        shape = (sum(whole), self.config.heads, self.config.head_width)
         return Batch(
             prefixes=tuple(conditions),
             pictures=pack(lengths, self.device),
             sequences=pack(whole, self.device),
             rotation=self._rotation(positions),
+            slots=moved(torch.cat(slots), self.device),
+            keys=torch.empty(shape, dtype=self.dtype, device=self.device),
+            values=torch.empty(shape, dtype=self.dtype, device=self.device),
         )
 
     def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -214,19 +240,45 @@ class Dit(PackedNetwork):
         """
         moment = self._moment(moments)
         factors, owner = self._factors(moment), batch.pictures.owner
+        last = 1.0 + self.final_modulation(F.silu(moment))
         tokens = self.embed(patches.to(self.dtype))
-        for layer, block in enumerate(self.blocks()):
-            query, key, value = block.before(tokens, factors, batch.rotation, owner)
-            kept = [prefix.of_layer(layer) for prefix in batch.prefixes]
-            keys = _joined([keys for keys, _ in kept], key, batch.pictures)
-            values = _joined([values for _, values in kept], value, batch.pictures)
-            tokens = block.after(
-                tokens, self.attend(query, keys, values, batch.pictures, batch.sequences), factors, owner
-            )
-        scale = 1.0 + self.final_modulation(F.silu(moment))
-        normed = F.layer_norm(tokens, tokens.shape[-1:], eps=self.config.eps) * scale[owner]
+        normed = self.between.norm(tokens, factors.scale, owner, self.config.eps)
+        for layer, block in enumerate(self.layers, 1):
+            batch.take_prefixes(layer - 1)
+            query = self._heads(block, normed, batch.rotation, batch.slots, batch.keys, batch.values)
+            attended = self.attend(query, batch.keys, batch.values, batch.pictures, batch.sequences)
+            following = factors.scale if layer < len(self.layers) else last
+            tokens, normed = self._after(block, tokens, attended, factors, following, owner)
         velocity: torch.Tensor = -self.final(normed)
         return velocity
+
+    def _heads(
+        self,
+        block: Any,
+        normed: torch.Tensor,
+        rotation: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """A layer's queries; its keys and values go to their slots."""
+        return self.between.heads(block.qkv(normed), block.norm_q, block.norm_k, rotation, slots, keys, values)
+
+    def _after(
+        self,
+        block: Any,
+        tokens: torch.Tensor,
+        attended: torch.Tensor,
+        factors: _Factors,
+        following: torch.Tensor,
+        owner: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's output from what attention gave, and its norm scaled by `following`, with which the next begins."""
+        between, eps = self.between, self.config.eps
+        branch = block.out(attended.flatten(1))
+        tokens, normed = between.add_and_norm(tokens, branch, factors.gate, factors.scale_up, owner, eps)
+        branch = block.down(between.gate(block.up(normed)))
+        return between.add_and_norm(tokens, branch, factors.gate_up, following, owner, eps)
 
     def _moment(self, moments: torch.Tensor) -> torch.Tensor:
         """[n, width]. The moments are rounded as diffusers rounds them, in the type of the weights."""
@@ -235,9 +287,9 @@ class Dit(PackedNetwork):
         moment: torch.Tensor = self.moment_out(F.silu(hidden))
         return moment
 
-    def _factors(self, moment: torch.Tensor) -> torch.Tensor:
-        factors: torch.Tensor = self.modulation(F.silu(moment))
-        return factors
+    def _factors(self, moment: torch.Tensor) -> _Factors:
+        scale, gate, scale_up, gate_up = self.modulation(F.silu(moment)).chunk(4, -1)
+        return _Factors(1.0 + scale, gate.tanh(), 1.0 + scale_up, gate_up.tanh())
 
     def _rotation(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
         # In the precision of diffusers, whose angles these have to be.
@@ -250,11 +302,6 @@ def _grid(height: int, width: int, frame: int) -> torch.Tensor:
     positions[..., 1] = torch.arange(height)[:, None] - (height - height // 2)
     positions[..., 2] = torch.arange(width) - (width - width // 2)
     return positions.view(-1, 3)
-
-
-def _joined(prefixes: Sequence[torch.Tensor], own: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Keys or values of whole sequences: of each its prefix's, and then those of its picture."""
-    return torch.cat([part for pair in zip(prefixes, own.split(packing.lengths), strict=True) for part in pair])
 
 
 def _positions(run: Run) -> torch.Tensor:

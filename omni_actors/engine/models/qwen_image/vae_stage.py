@@ -13,6 +13,8 @@ from omni_actors.engine.models.pictures.vae_stage import BACKGROUND, MAX_STEPS, 
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.qwen_image.latents import VAE_CLASS, Scaling
 from omni_actors.engine.models.qwen_image.pictures import LATENT_PIXELS
+from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder
+from omni_actors.errors import ConfigError
 
 
 class QwenImageVae(VaeStage):
@@ -25,14 +27,19 @@ class QwenImageVae(VaeStage):
     def configure(self, config: Mapping[str, Any]) -> None:
         """Take the sizes, and how latents are scaled."""
         self._scaling = Scaling.of(config)
+        if not config.get("is_residual", True):
+            raise ConfigError("The checkpoint's VAE lacks the shortcuts (is_residual) that this model's has.")
         self.channels = self._scaling.channels
         self.width = config.get("decoder_base_dim") or config.get("base_dim") or 1
 
+    def load(self, *, dummy: bool) -> None:
+        """Load the VAE."""
+        super().load(dummy=dummy)
+        self._decoder = PictureDecoder(self.vae, fused=self.device.type == "cuda")
+
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """The picture [4, height, width] from -1 to 1."""
-        scaled = self._scaling.of_vae(latents)
-        picture: torch.Tensor = self.vae.decode(scaled[None, :, None], return_dict=False)[0][0, :, 0]
-        return picture
+        return self._decoder(self._scaling.of_vae(latents))
 
 
 SPEC = ModelSpec(

@@ -12,7 +12,7 @@ sees: the model was trained like this. Torch only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,9 +203,11 @@ class Dit(PackedNetwork):
         self.final_modulation = nn.Linear(config.moment_width, config.width)
         self.final = nn.Linear(config.width, config.patch_width)
 
-    def blocks(self) -> Iterator[Any]:
-        """All share two pieces of code each with and without modulation."""
-        yield from (*self.noise_refiner, *self.context_refiner, *self.layers)
+    def compile(self, **options: Any) -> None:
+        """Compile the two parts of the layers around attention. Equal layers share their code, for any batch."""
+        for block in (*self.noise_refiner, *self.context_refiner, *self.layers):
+            block.before = torch.compile(block.before, dynamic=True, **options)
+            block.after = torch.compile(block.after, dynamic=True, **options)
 
     def condition(self, given: Sequence[torch.Tensor]) -> list[Prompt]:
         """The contributions of prompts, from the text encoder's hidden states, each [length, text_width]."""

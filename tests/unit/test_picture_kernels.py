@@ -1,0 +1,103 @@
+"""Kernels of pictures' layers against PyTorch's functions: compiled where there is a GPU, else interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omni_actors.engine.platform import prepare
+
+prepare()
+
+from omni_actors.engine.models.pictures.between import Between, FusedBetween  # noqa: E402
+from omni_actors.engine.models.pictures.layers import RmsNorm, rotation_at  # noqa: E402
+from omni_actors.engine.models.qwen_image.dit import Dit, DitConfig  # noqa: E402
+from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix  # noqa: E402
+from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder  # noqa: E402
+from tools.checkpoints.qwen_image import tiny_vae  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-6
+TORCH, FUSED = Between(), FusedBetween()
+OWNER = torch.tensor([0, 0, 1, 1, 1, 0, 2]).to(DEVICE)
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values that are the same for the same shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[-1])).to(DEVICE, dtype)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCES[theirs.dtype], rtol=TOLERANCES[theirs.dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("width", [96, 1100])
+def test_tokens_are_normed_and_scaled_by_their_sequence(width: int, dtype: torch.dtype) -> None:
+    tokens, scales = drawn(7, width, dtype=dtype) + 3, drawn(3, width, dtype=dtype)
+    assert_close(FUSED.norm(tokens, scales, OWNER, EPS), TORCH.norm(tokens, scales, OWNER, EPS))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_a_branch_is_gated_and_added_before_the_norm(dtype: torch.dtype) -> None:
+    tokens, branch = drawn(2, 7, 96, dtype=dtype)
+    gates, scales = drawn(2, 3, 96, dtype=dtype)
+    theirs = TORCH.add_and_norm(tokens.clone(), branch, gates, scales, OWNER, EPS)
+    for mine, reference in zip(FUSED.add_and_norm(tokens, branch, gates, scales, OWNER, EPS), theirs, strict=True):
+        assert_close(mine, reference)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_queries_and_keys_are_turned_and_keys_and_values_go_to_their_places(dtype: torch.dtype) -> None:
+    heads, size = 3, 16
+    qkv = drawn(7, 3 * heads * size, dtype=dtype)
+    norms = [RmsNorm(size, EPS).to(DEVICE, dtype).requires_grad_(False) for _ in range(2)]
+    for norm in norms:
+        norm.weight.copy_(drawn(size, dtype=dtype) + 2)
+        norm.eps *= 1000  # large enough to matter
+    positions = torch.arange(21).view(7, 3)
+    rotation = rotation_at(positions, (4, 6, 6), 10_000.0).to(DEVICE)
+    slots = torch.tensor([2, 3, 8, 9, 10, 4, 6]).to(DEVICE)
+    kept = [torch.full((12, heads, size), 7.0, dtype=dtype, device=DEVICE) for _ in range(4)]
+    assert_close(
+        FUSED.heads(qkv, *norms, rotation, slots, *kept[:2]), TORCH.heads(qkv, *norms, rotation, slots, *kept[2:])
+    )
+    for mine, reference in zip(kept[:2], kept[2:], strict=True):
+        assert_close(mine, reference)
+        assert (mine[[0, 1, 5, 7, 11]] == 7).all(), "what is before the pictures stays"
+
+
+@pytest.mark.parametrize("width", [96, 5000])
+def test_the_wider_layer_is_gated(width: int) -> None:
+    given = drawn(3, 2 * width)
+    assert_close(FUSED.gate(given), TORCH.gate(given))
+
+
+@torch.inference_mode()
+def test_a_picture_decoded_in_kernels_is_that_of_diffusers() -> None:
+    vae = tiny_vae().to(DEVICE).requires_grad_(False)
+    latents = drawn(16, 2, 3)
+    theirs = vae.decode(latents[None, :, None], return_dict=False)[0][0, :, 0]
+    assert theirs.std() > 0.1
+    for fused in (False, True):
+        assert_close(PictureDecoder(vae, fused=fused)(latents), theirs)
+
+
+@torch.inference_mode()
+def test_a_step_of_two_pictures_in_kernels_is_that_of_torch() -> None:
+    config = DitConfig(channels=16, layers=2, heads=3, head_width=32, text_width=64, axes=(8, 12, 12))
+    dit = Dit(config).to(DEVICE)
+    torch.manual_seed(0)
+    dit.draw()
+    sizes = [(2, 3), (3, 4)]
+    patches, moments = drawn(18, config.channels), torch.tensor([0.3, 0.9]).to(DEVICE)
+
+    def velocities() -> torch.Tensor:
+        given = [Prefix(Condition(drawn(length, config.text_width).cpu(), (length,))) for length in (5, 1)]
+        return dit(patches, moments, dit.lay_out(sizes, dit.condition(given)))
+
+    theirs = velocities()
+    dit.compile()
+    assert isinstance(dit.between, FusedBetween)
+    assert_close(velocities(), theirs)
