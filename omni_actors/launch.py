@@ -20,7 +20,7 @@ from omni_actors.launcher.launcher import Launcher, host_addresses
 from omni_actors.launcher.one_request import answer
 from omni_actors.launcher.preflight import check_launch
 from omni_actors.logs import say
-from omni_actors.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, process_start
+from omni_actors.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, announce_stop_time, process_start
 
 CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets
     "model": "model",
@@ -151,6 +151,7 @@ def overrides(options: argparse.Namespace) -> dict[str, str]:
 
 
 async def _run(pipeline: config.PipelineConfig, options: argparse.Namespace) -> int:
+    announce_stop_time(pipeline.coordinator.stop_time)
     rank = pipeline.cluster.node_rank
     if rank not in placement.ranks(pipeline):
         say(f"nothing is placed on node {rank} yet; it takes replicas by `ctl scale` and of nodes that are lost")

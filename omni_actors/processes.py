@@ -1,4 +1,4 @@
-"""Helpers for parent and child processes: ending with the parent, restarting with back-off, exit codes."""
+"""Helpers for parent and child processes: ending with the parent and in order, restarting with back-off, exit codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Mapping
 from multiprocessing import resource_tracker
+from typing import Any
 
 import psutil
 
@@ -33,6 +35,46 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose own parent dies, so that they are found among the children."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+STOP_TIME = "OMNI_ACTORS_STOP_TIME"  # from a parent to its child: the descriptor of a pipe
+
+
+class ChildStopTime:
+    """How long a child may take to end in order before its parent kills it, as the child says (`announce_stop_time`).
+
+    Args:
+        seconds: as long as it has said nothing.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._reader, self._writer = open(reader, "rb", buffering=0), open(writer, "wb", buffering=0)  # noqa: SIM115
+
+    def popen_arguments(self, environment: Mapping[str, str]) -> dict[str, Any]:
+        """What `subprocess.Popen` needs, so that a child with this environment can say it."""
+        descriptor = self._writer.fileno()
+        return {"env": {**environment, STOP_TIME: str(descriptor)}, "pass_fds": (descriptor,)}
+
+    @property
+    def seconds(self) -> float:
+        """What the child has said by now."""
+        if said := self._reader.read(64):
+            self._seconds = float(said)
+        return self._seconds
+
+    def close(self) -> None:
+        """Let go of the pipe. Idempotent."""
+        self._reader.close()
+        self._writer.close()
+
+
+def announce_stop_time(seconds: float) -> None:
+    """Tell the parent, if it wants to know, how long this process may take to end in order. Once."""
+    if writer := os.environ.pop(STOP_TIME, None):
+        os.write(int(writer), str(seconds).encode())
+        os.close(int(writer))
 
 
 def start_resource_tracker() -> None:

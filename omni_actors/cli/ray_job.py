@@ -24,7 +24,7 @@ from omni_actors import config, flags, launch, logs, ray_cluster
 from omni_actors.config import PipelineConfig, placement, replica_devices
 from omni_actors.config.devices import MOST_GPUS
 from omni_actors.errors import ConfigError, OmniError, StartupError
-from omni_actors.launcher.ray_node import ACTOR_VARIABLES, STOP_SECONDS, RayNode, Report, describe_end
+from omni_actors.launcher.ray_node import ACTOR_VARIABLES, RayNode, Report, describe_end
 from omni_actors.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from omni_actors.transport.curve import ALLOWED, CLUSTER, OPERATORS, PUBLIC, SECRET, load_keys, make_cluster
 
@@ -36,6 +36,7 @@ PORT = "OMNI_PORT"  # as for the other launch scripts; a free one by default, si
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 0.2  # between two looks for a signal
 START_SECONDS = 60.0  # for Ray to start an actor
+KILLED_SECONDS = 10.0  # until a launcher that does not end in time is reported as killed
 OWN_FLAGS = ("node_rank", "master_addr", "master_port", "node_addr")
 
 
@@ -173,7 +174,7 @@ class _Job:
             self._stop()
 
     def _stop(self) -> None:
-        self._kill_at = time.monotonic() + STOP_SECONDS
+        self._kill_at = time.monotonic() + self._pipeline.coordinator.stop_time + KILLED_SECONDS
         for rank in self._running.values():
             self._nodes[rank].stop.remote()
 

@@ -21,9 +21,10 @@ from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.client.progress import ProgressBar, progress_bar, start_line
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, StartupError
 from omni_actors.logs import redraw
+from omni_actors.processes import ChildStopTime
 from omni_actors.run_directory import short_temporary_folder
 
-STOP_SECONDS = 15.0
+STOP_SECONDS = 15.0  # for a launcher that has not read its configuration yet
 POLL_SECONDS = 0.1
 
 
@@ -50,9 +51,11 @@ class OmniLLM:
         command = [sys.executable, "-m", "omni_actors.launch", str(config), "--run-dir", self._run_dir]
         for key, value in (overrides or {}).items():
             command += ["--set", f"{key}={value}"]
+        self._stop_time = ChildStopTime(STOP_SECONDS)
+        options = self._stop_time.popen_arguments(os.environ)
         # In a new session: Ctrl-C in the script must reach the launcher through close(), and not directly.
         self._launcher = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True, **options
         )
         self._client: OmniClient | None = None
         self._keep = False  # the logs, as they may explain what went wrong
@@ -161,10 +164,11 @@ class OmniLLM:
         if self._launcher.poll() is None:
             self._launcher.terminate()
             try:
-                self._launcher.wait(STOP_SECONDS)
+                self._launcher.wait(self._stop_time.seconds)
             except subprocess.TimeoutExpired:
                 self._launcher.kill()  # its children notice and end by themselves
                 self._launcher.wait()
+        self._stop_time.close()
         self._log.close()
         if os.path.isdir(self._run_dir) and not self._keep:
             shutil.rmtree(self._run_dir, ignore_errors=True)

@@ -321,6 +321,11 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     otlp_endpoint: Line | None = None
     otlp_protocol: OtlpProtocol = OtlpProtocol.HTTP
 
+    @property
+    def stop_time(self) -> float:
+        """Seconds after which a launcher that was told to stop has ended, if nothing is wrong with it."""
+        return self.drain_timeout + self.shutdown_timeout + 5.0
+
 
 class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The hosts that a pipeline is spread over; each runs the same command with its own `node_rank`.

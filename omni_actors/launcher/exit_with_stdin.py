@@ -1,7 +1,8 @@
 """Runs a command and ends it when standard input closes.
 
 Usage: `python -m omni_actors.launcher.exit_with_stdin COMMAND [ARGUMENT ...]`. For commands started over ssh: when
-the connection or the caller is gone, ssh sends no signal but closes standard input.
+the connection or the caller is gone, ssh sends no signal but closes standard input. The command is told to end, and is
+killed if it has not done so in time; a launcher says how long its pipeline may take.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from omni_actors.processes import EXIT_USAGE, die_with_parent
+from omni_actors.processes import EXIT_USAGE, ChildStopTime, die_with_parent
 
-GRACE_SECONDS = 15.0  # for an orderly end, including the drain, before SIGKILL
+GRACE_SECONDS = 15.0  # for the end of a command that does not say how long it takes
 POLL_MS = 500
 EXIT_NOT_FOUND = 127  # as in a shell
 
@@ -32,16 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.set_wakeup_fd(wakeup)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # the wakeup counts; unlike SIG_IGN, this is not inherited by the child
+    stop_time = ChildStopTime(GRACE_SECONDS)
+    options = stop_time.popen_arguments(os.environ)
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent, **options)
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         return EXIT_NOT_FOUND
-    code = _wait(child, signalled)
+    code = _wait(child, signalled, stop_time)
     return 128 - code if code < 0 else code
 
 
-def _wait(child: subprocess.Popen[bytes], signalled: int) -> int:
+def _wait(child: subprocess.Popen[bytes], signalled: int, stop_time: ChildStopTime) -> int:
     """Wait for the child's end; terminate it when the input closes or a signal arrives."""
     poller = select.poll()
     ended = os.pidfd_open(child.pid)
@@ -56,7 +59,7 @@ def _wait(child: subprocess.Popen[bytes], signalled: int) -> int:
             terminate = True
         if terminate:
             child.terminate()
-            kill_at = min(kill_at, time.monotonic() + GRACE_SECONDS)
+            kill_at = min(kill_at, time.monotonic() + stop_time.seconds)
         if time.monotonic() > kill_at:
             child.kill()
     os.close(ended)

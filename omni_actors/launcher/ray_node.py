@@ -30,7 +30,6 @@ from omni_actors.run_directory import short_temporary_folder
 HOLDER = "omni_actors.launcher.ray_node"
 FOLLOW_SECONDS = 1.0
 MOST_LINES = 1000  # of one answer
-STOP_SECONDS = exit_with_stdin.GRACE_SECONDS + 10.0  # until a launcher that was asked to stop has ended, or was killed
 # Of Ray's workers: 1, the default, would kill the launcher with the actor and leave it no time to end in order.
 ACTOR_VARIABLES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 

@@ -139,7 +139,7 @@ job() {
     job
     launch slurm.sbatch c.yaml --keys "a folder"
     said "called with <c.yaml> <--master-port> <24567> <--keys> <a folder>" 2
-    for option in --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=5; do grep -qF -- "$option" srun; done
+    for option in --ntasks-per-node=1 --kill-on-bad-exit=1 "--wait=30 "; do grep -qF -- "$option" srun; done
     kill -TERM "$launcher"
     ends_with 0
     times 2 "stops in order"
@@ -148,9 +148,10 @@ job() {
 
 @test "Slurm: a preempted job ends in order and is queued again" {
     job
-    PREEMPTED=2026-11-22T12:00:00 SLURM_RESTART_COUNT=1 launch slurm.sbatch c.yaml
+    PREEMPTED=2026-11-22T12:00:00 SLURM_RESTART_COUNT=1 OMNI_STOP_SECONDS=90 launch slurm.sbatch c.yaml
     said "started again, for the 1. time"
     said "called with" 2
+    grep -qF -- "--wait=90 " srun
     kill -TERM "$launcher"
     ends_with 0
     times 2 "stops in order" && times 1 "preempted; it is queued again"

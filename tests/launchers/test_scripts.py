@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from omni_actors.client import OmniClient
 from tests.support.builders import chain, write
 from tests.support.paths import REPOSITORY
 from tests.support.scripts import STUBS, Started
@@ -106,12 +107,16 @@ sys.exit(exit_with_stdin.main(sys.argv[1:]))
 """
 
 
+SLOW = "trap 'sleep 1; exit 9' TERM; echo up; while :; do sleep 0.1; done"
+
+
 @pytest.mark.parametrize(
     ("command", "code"),
     [
         ("exit 7", 7),  # of its own accord
         ("echo up; exec sleep 60", 128 + signal.SIGTERM),  # when the input closes
         ("trap '' TERM; echo up; while :; do sleep 0.1; done", 128 + signal.SIGKILL),  # it does not obey
+        ("printf 60 > /dev/fd/$OMNI_ACTORS_STOP_TIME; " + SLOW, 9),  # it says that it takes longer
     ],
 )
 def test_a_command_ends_when_its_standard_input_closes(command: str, code: int) -> None:
@@ -125,6 +130,28 @@ def test_a_command_ends_when_its_standard_input_closes(command: str, code: int) 
             assert held.poll() is None
             held.stdin.close()
         assert held.wait(20) == code
+
+
+@pytest.mark.timeout(120)
+def test_a_launcher_has_the_time_that_its_pipeline_gives_requests_to_finish(short_path: Path) -> None:
+    data = chain()
+    data["stages"][1]["engine"] = {"step_seconds": 0.1}
+    data["coordinator"] = {"drain_timeout": 60.0, "run_dir": str(short_path / "run")}
+    launch = [sys.executable, "-m", "omni_actors.launch", str(write(short_path, data))]
+    with subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, *launch], cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as held:
+        assert held.stdin is not None
+        assert held.stderr is not None
+        assert next((line for line in held.stderr if b"ready after" in line), b"")
+        with OmniClient(f"ipc://{short_path}/run/client") as client:
+            stream = client.submit("20 steps, for instance", modalities=["text"], timeout=60)
+            said = []
+            for item in stream:
+                said.append(item)
+                held.stdin.close()
+        assert "".join(item.text for item in said) == "20 steps, for instance"
+        assert held.wait(60) == 0
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["/nowhere/at/all"], 127), ([], 2)])
