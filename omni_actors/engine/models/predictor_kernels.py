@@ -117,22 +117,14 @@ def product(
     total = _nothing(COLUMNS, LINES, PARTS, DEPTH)
     if KIND == GATED:
         total_up = _nothing(COLUMNS, LINES, PARTS, DEPTH)
-    if LINES == 1:
-        for at in tl.static_range(0, K, STRETCH):
-            read = _rows(given, at, rows, line, K, LINES, PARTS, DEPTH)
-            tile = _weights(weight, at, first + column, K, LINES, PARTS, DEPTH)
-            total = _multiply(total, read, tile, LINES)
-            if KIND == GATED:
-                tile_up = _weights(weight + N * K, at, first + column, K, LINES, PARTS, DEPTH)
-                total_up = _multiply(total_up, read, tile_up, LINES)
-    else:
-        for at in range(0, K, STRETCH):  # which Triton's compiler turns into a pipeline
-            read = _rows(given, at, rows, line, K, LINES, PARTS, DEPTH)
-            tile = _weights(weight, at, first + column, K, LINES, PARTS, DEPTH)
-            total = _multiply(total, read, tile, LINES)
-            if KIND == GATED:
-                tile_up = _weights(weight + N * K, at, first + column, K, LINES, PARTS, DEPTH)
-                total_up = _multiply(total_up, read, tile_up, LINES)
+    # Without matrix units the loop is unrolled; else Triton's compiler turns it into a pipeline.
+    for at in (tl.static_range if LINES == 1 else range)(0, K, STRETCH):
+        read = _rows(given, at, rows, line, K, LINES, PARTS, DEPTH)
+        tile = _weights(weight, at, first + column, K, LINES, PARTS, DEPTH)
+        total = _multiply(total, read, tile, LINES)
+        if KIND == GATED:
+            tile_up = _weights(weight + N * K, at, first + column, K, LINES, PARTS, DEPTH)
+            total_up = _multiply(total_up, read, tile_up, LINES)
     result = _summed(total, LINES, PARTS)
     if KIND == GATED:
         up = _summed(total_up, LINES, PARTS)
