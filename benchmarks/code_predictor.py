@@ -6,6 +6,9 @@ so far again in every pass (re-prefill), in a graph, too. `same` is the share of
 with random weights many codes are nearly equally likely, and the products are rounded differently. On a GPU:
 
     python benchmarks/code_predictor.py --json predictor.json
+    python benchmarks/code_predictor.py --logits
+
+`--logits` compares what both compute instead: logits of the same past, with those of torch in float32.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from omni_actors.engine.models.code_predictor import CodePredictor, GraphedPredictor, PredictorConfig, batch_sizes
+from omni_actors.engine.models.fused_predictor import FrameKernels
 
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3-omni": {"input_size": 1024, "vocab_size": 2048},
@@ -159,6 +163,75 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"size": options.size, "device": name, "torch": torch.__version__, "bytes": memory, "figures": figures}
 
 
+def torch_logits(
+    predictor: CodePredictor, inputs: tuple[torch.Tensor, ...], codes: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The logits f32 [B, G - 1, vocabulary] of torch after these codes, by default the likeliest ones."""
+    kept: list[torch.Tensor] = []
+
+    def sample(logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        kept.append(logits)
+        return logits.argmax(dim=-1) if codes is None else codes[:, len(kept) - 1]
+
+    predictor.fused, predictor.sample = False, sample  # type: ignore[method-assign]
+    predictor(*inputs)
+    return torch.stack(kept, dim=1)
+
+
+def kernel_logits(predictor: CodePredictor, inputs: tuple[torch.Tensor, ...], codes: torch.Tensor) -> torch.Tensor:
+    """The logits f32 [B, G - 1, vocabulary] of our kernels after these codes."""
+    hidden, first = inputs[:2]
+    frame, kept = FrameKernels(predictor, len(hidden)), []
+    frame.enter(hidden.contiguous())
+    frame.read(0)
+    frame.enter(first.contiguous())
+    for group in range(predictor.config.groups - 1):
+        frame.read(group + 1)
+        frame.product(frame.weighted, predictor.heads[group], frame.logits, normed=True)
+        kept.append(frame.logits.clone())
+        frame.enter(predictor.embeddings[group][codes[:, group]].contiguous())
+    return torch.stack(kept, dim=1)
+
+
+@torch.inference_mode()
+def compare_logits(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """For each batch: how far torch's logits and those of our kernels are from torch's in float32, of the same past."""
+    device = torch.device(options.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    ours, exact = (make_predictor(options.size, device, kind) for kind in (dtype, torch.float32))
+    with torch.no_grad():
+        for parameter, rounded in zip(exact.parameters(), ours.parameters(), strict=True):
+            parameter.copy_(rounded)
+    rows = []
+    for batch in options.batches:
+        inputs = make_inputs(ours, batch, device, dtype, greedy=True)
+        wide = tuple(tensor.float() if tensor.is_floating_point() else tensor for tensor in inputs)
+        wanted = torch_logits(exact, wide)
+        codes = wanted.argmax(dim=-1)
+        ways = {"our kernels": kernel_logits(ours, inputs, codes), "torch": torch_logits(ours, inputs, codes)}
+        best = wanted.topk(2).values
+        gaps = best[..., 0] - best[..., 1]
+        for way, logits in ways.items():
+            apart, other = (logits - wanted).abs(), logits.argmax(dim=-1) != codes
+            largest_gap = float(gaps[other].max()) if bool(other.any()) else 0.0
+            row = {
+                "batch": batch,
+                "way": way,
+                "largest": float(apart.max()),
+                "mean": float(apart.mean()),
+                "deviation": float(wanted.std()),
+                "equal_codes": 1.0 - float(other.float().mean()),
+                "largest_gap": largest_gap,
+            }
+            rows.append(row)
+            print(
+                f"{batch:4d}  {way:11s}  from float32: at most {row['largest']:.4f}, mean {row['mean']:.5f}, logits' "
+                f"deviation {row['deviation']:.2f}; equal codes {row['equal_codes']:.4f}, of others the gap is at most "
+                f"{largest_gap:.4f}"
+            )
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,9 +240,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--greedy", action="store_true", help="take the likeliest codes instead of drawing them")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--logits", action="store_true", help="compare logits instead of times")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
-    result = measure(options)
+    result: Any = compare_logits(options) if options.logits else measure(options)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
