@@ -20,7 +20,7 @@ from typing import Any
 
 import simulated_stages
 import workload
-from simulated_stages import ORDERS, POLICY, SHARING, Setting
+from simulated_stages import ORDERS, POLICY, YIELDS, Setting
 
 
 def simulate(setting: Setting) -> dict[str, Any]:
@@ -63,9 +63,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="answers = rounds * concurrency, after a warm-up")
     parser.add_argument("--policy", type=lengths, nargs="*", default=[POLICY], help="blocks; the last repeats")
     parser.add_argument("--order", choices=ORDERS, nargs="*", default=["number", "deadline"])
-    parser.add_argument("--sharing", choices=sorted(SHARING), default="mps", help="of the GPU")
     parser.add_argument("--stagger", type=float, default=0.0, help="seconds over which the first requests come")
-    parser.add_argument("--talker-yields-to", nargs="*", default=["thinker"], choices=["thinker", "code2wav"])
+    parser.add_argument("--talker-yields-to", nargs="*", default=Setting.talker_yields_to, choices=YIELDS)
     parser.add_argument("--send-at-once", action="store_true", help="keep no first sound until the rest can follow")
     parser.add_argument("--pace", type=float, default=Setting.pace, help="coordinator.speech_pace; 0: no speech waits")
     parser.add_argument("--cold", action="store_true", help="no warm-up")
@@ -84,7 +83,6 @@ def main() -> None:
                 rounds=options.rounds,
                 policy=policy,
                 order=order,
-                sharing=options.sharing,
                 stagger=options.stagger,
                 talker_yields_to=tuple(options.talker_yields_to),
                 seed=options.seed,

@@ -2,7 +2,7 @@
 
 A step of a stage is host time, then time on the device, which all three share. While others are on the device, a
 stage's own time there passes more slowly. Times are those of one H200 and Qwen2.5-Omni-7B's sizes: steps of each stage
-alone, and `SHARING` fitted to what was measured under load ("From outside, over HTTP" in docs/benchmarks.md).
+alone, and `SLOWDOWN` fitted to what was measured under load ("From outside, over HTTP" in docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workload import Sample
 from omni_actors.config import CoordinatorConfig
 from omni_actors.coordinator.core.slots import Tenant, Ticket
 from omni_actors.coordinator.core.speech import SpeechLine
-from omni_actors.stage.deadlines import FIRST_SECONDS, Piece, choose
+from omni_actors.stage.deadlines import FIRST_SECONDS, HEARD_SECONDS, Piece, choose, needs_device
 from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag, DevicePriority
 from omni_actors.stage.lead import PIECES_AHEAD, Ahead, Arrivals, Forecast, Outlook
 from omni_actors.telemetry.playback import Playback
@@ -34,6 +34,7 @@ INTERVALS = 9
 LIGHT_BLOCKS = 48  # the vocoder's own
 POLICY = (1, 1, 2, 4, 8)  # and its chunks, in blocks; the last length repeats
 THINKER_SEATS, TALKER_SEATS = 128, 64  # max_num_seqs
+PROMPT_BUDGET = 2048  # tokens of prompts in a step of the thinker: max_num_batched_tokens
 CHUNKS = 16  # and of the vocoder
 PROMPT_SECONDS = 0.003  # of the prompt stage, which takes one prompt after the other
 HOP_SECONDS = 0.003  # from one stage to the next, or to the client
@@ -41,13 +42,15 @@ TICK_SECONDS = 0.1  # of the coordinator
 HEARTBEAT_SECONDS = 0.5  # after which a stage reports what it can make
 FOREVER = 1e9
 SPREAD = 0.12  # of the logarithm of step times
+YIELDS = ("thinker", "code2wav")  # to which the talker does
 ORDERS = ("number", "deadline")
 
-# By how much a stage slows down for each other one on the device, times that one's load for MPS; without MPS the
-# device goes from one process to the next, and short steps wait for long ones.
-SHARING = {
-    "mps": {"thinker": 0.4, "talker": 1.0, "code2wav": 2.2},
-    "turns": {"thinker": 1.0, "talker": 2.5, "code2wav": 1.1},
+# By how much a stage slows down while another one is on the device, times that one's load. Under MPS, where the vocoder
+# has a lower priority than the others.
+SLOWDOWN = {
+    "thinker": {"talker": 0.16, "code2wav": 0.4},
+    "talker": {"thinker": 0.5, "code2wav": 1.0},
+    "code2wav": {"thinker": 3.0, "talker": 2.0},
 }
 
 
@@ -64,9 +67,8 @@ class Setting:
     policy: tuple[int, ...]
     order: str
     rounds: int = 2
-    sharing: str = "mps"
     stagger: float = 0.0
-    talker_yields_to: tuple[str, ...] = ("thinker",)
+    talker_yields_to: tuple[str, ...] = YIELDS
     seed: int = 0
     keeps: bool = True
     slowness: float = 1.0  # of the device
@@ -89,13 +91,14 @@ class Answer:
     rows: int = 0  # of the thinker, at the talker
     codec: int = 0
     arrived: int = 0  # codec tokens at the vocoder
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    arrivals: Arrivals | None = None
     chunk: int = 0
     begin: int = 0  # block at which the chunk begins
     steps: int = 0  # of the chunk
     queued: float = 0.0
     made: Playback = field(default_factory=Playback)
     first_due: float = 0.0
+    rank: float = 0.0  # when its next piece is due, for the order
     leaves: float = 0.0  # when the first sound leaves
     kept: list[float] = field(default_factory=list)  # seconds of the pieces made before that
 
@@ -108,12 +111,13 @@ class Answer:
 class Stage(ABC):
     """A process with requests; does one step of a batch after the other."""
 
-    load = 0.5  # of the device during a step, for others
+    load = 1.0  # of the device during a step, for others
 
     def __init__(self, pipeline: Pipeline, name: str, yields_to: tuple[str, ...], folder: Path) -> None:
         self.pipeline, self.name = pipeline, name
         self.answers: list[Answer] = []
         self.batch: list[Answer] = []
+        self._next: list[Answer] = []  # picked when the step before it began: scheduling is asynchronous
         self.host = self.device = 0.0  # seconds left of the step
         self.poll_at = math.inf
         self.steps, self.busy_seconds, self._began = 0, 0.0, 0.0
@@ -140,11 +144,12 @@ class Stage(ABC):
         """Begin a step, unless there is nothing to do or another stage goes first."""
         self.poll_at = math.inf
         self._flag.set(self.urgent())
-        batch = self.pick()
+        batch = self._next or self.pick()
         if batch and self._priority.yields():
             self.poll_at = self.pipeline.now + POLL_SECONDS
         elif batch:
             self.batch, self._began = batch, self.pipeline.now
+            self._next = self.pick()
             spread = self.pipeline.random.lognormvariate(0, SPREAD)
             self.host, self.device = (milliseconds / 1000 * spread for milliseconds in self.cost())
             self.device *= self.pipeline.setting.slowness
@@ -161,7 +166,12 @@ class Thinker(Stage):
     """Writes text; the first step of an answer is its prompt."""
 
     def pick(self) -> list[Answer]:
-        return self.answers[:THINKER_SEATS]
+        picked, prompts = [], 0
+        for answer in self.answers[:THINKER_SEATS]:
+            if answer.text + (answer in self.batch) < TEXT_TOKENS and prompts < PROMPT_BUDGET:
+                picked.append(answer)
+                prompts += PROMPT_TOKENS if answer.text == 0 and answer not in self.batch else 0
+        return picked
 
     def cost(self) -> tuple[float, float]:
         prompts = sum(PROMPT_TOKENS for answer in self.batch if answer.text == 0)
@@ -186,17 +196,16 @@ class Thinker(Stage):
 class Talker(Stage):
     """Makes codec tokens; token k needs row k of the thinker, while there are any to come."""
 
-    load = 0.4
-
     def pick(self) -> list[Answer]:
         return [answer for answer in self.answers if self._ready(answer)][:TALKER_SEATS]
 
     def _ready(self, answer: Answer) -> bool:
-        return answer.speaks and (answer.codec < answer.rows or answer.rows == TEXT_TOKENS)
+        codec = answer.codec + (answer in self.batch)
+        return answer.speaks and codec < answer.tokens and (codec < answer.rows or answer.rows == TEXT_TOKENS)
 
     def cost(self) -> tuple[float, float]:
         prompts = sum(PROMPT_TOKENS for answer in self.batch if answer.codec == 0)
-        return 2.2 + 0.03 * len(self.batch), 1.1 + 0.03 * len(self.batch) + 0.005 * prompts
+        return 2.1 + 0.01 * len(self.batch), 1.1 + 0.02 * len(self.batch) + 0.005 * prompts
 
     def urgent(self) -> bool:
         return any(answer.codec < BLOCK and self._ready(answer) for answer in self.answers)
@@ -218,12 +227,12 @@ class Vocoder(Stage):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._forecast = Forecast(CHUNKS)
         self._share = 0.0  # of a light step, in the last one
-        self._running: list[Answer] = []  # chunks begun, in the order "number"
 
     def arrive(self, answer: Answer, tokens: int) -> None:
         """Take codec tokens: so many in all."""
         if not answer.arrived:
-            answer.first_due = self.pipeline.now + FIRST_SECONDS
+            answer.arrivals = self._forecast.arrivals()
+            answer.rank = answer.first_due = self.pipeline.now + FIRST_SECONDS
             self.answers.append(answer)
         answer.arrived = tokens
         answer.arrivals.add(self.pipeline.now, tokens)
@@ -239,19 +248,21 @@ class Vocoder(Stage):
         return min(self._end(answer) + 1, total) - answer.begin
 
     def _ready(self, answer: Answer) -> bool:
+        if answer in self.batch and answer.steps == INTERVALS - 1:
+            return False  # its chunk ends with this step, and only then comes the next one
         return answer.arrived == answer.tokens or answer.arrived >= (answer.begin + self._blocks(answer)) * BLOCK
 
     def pick(self) -> list[Answer]:
         ready = [answer for answer in self.answers if self._ready(answer)]
         if self.pipeline.setting.order == "number":
-            waiting = [answer for answer in ready if answer not in self._running]
+            running = [answer for answer in ready if answer.steps or answer in self.batch]
+            waiting = [answer for answer in ready if answer not in running]
             waiting.sort(key=lambda answer: (answer.chunk, answer.queued))
-            return [*self._running, *waiting][:CHUNKS]
-        pieces = [Piece(answer, 0, answer.due, self._blocks(answer) / LIGHT_BLOCKS) for answer in ready]
+            return [*running, *waiting][:CHUNKS]
+        pieces = [Piece(answer, 0, answer.rank, self._blocks(answer) / LIGHT_BLOCKS) for answer in ready]
         return choose(pieces, self.pipeline.now, CHUNKS)
 
     def cost(self) -> tuple[float, float]:
-        self._running = list(self.batch)
         blocks = sum(self._blocks(answer) for answer in self.batch)
         self._share = blocks / LIGHT_BLOCKS
         self.load = min(1.0, 0.4 + blocks / 60)
@@ -267,13 +278,14 @@ class Vocoder(Stage):
         return self._forecast.listeners
 
     def urgent(self) -> bool:
-        return any(not answer.made.first and self._ready(answer) for answer in self.answers)
+        able = {answer for answer in self.answers if answer in self.batch or self._ready(answer)}
+        waiting = (answer.due for answer in self.answers if answer not in able)
+        return needs_device((answer.due for answer in able), waiting, self.pipeline.now)
 
     def done(self) -> None:
         for answer in self.batch:
             answer.steps += 1
             if answer.steps == INTERVALS:
-                self._running.remove(answer)
                 self._send(answer)
         self._foresee()
         for answer in [*self.batch, *self.answers]:
@@ -305,11 +317,10 @@ class Vocoder(Stage):
             before = max(0.0, begin * BLOCK_SECONDS - HELD_BACK_SECONDS)
             ahead.append(Ahead(before, (window_end - begin) / LIGHT_BLOCKS, steps, missing))
             begin, chunk, steps = end, chunk + 1, INTERVALS
-        return Outlook(answer.made, answer.due, answer.arrivals, ahead)
+        return Outlook(answer.made, answer.rank, answer.arrivals, ahead)
 
     def _leave(self, answer: Answer, seconds: float) -> None:
         pipeline = self.pipeline
-        pipeline.later(HOP_SECONDS, lambda: pipeline.admission.sounded(answer, seconds))
         pipeline.later(HOP_SECONDS, lambda: answer.sample.playback.add(pipeline.now - answer.began, seconds))
 
     def _send(self, answer: Answer) -> None:
@@ -317,13 +328,15 @@ class Vocoder(Stage):
         last = end * BLOCK >= answer.tokens
         total = answer.tokens / BLOCK * BLOCK_SECONDS if last else end * BLOCK_SECONDS - HELD_BACK_SECONDS
         seconds = total - answer.made.seconds
-        self._forecast.completed(self._blocks(answer) / LIGHT_BLOCKS, INTERVALS, seconds)
+        self._forecast.completed(self._blocks(answer) / LIGHT_BLOCKS, INTERVALS, seconds, total)
         first = not answer.made.first
         answer.made.add(pipeline.now, seconds)
         if first:
             answer.leaves = FOREVER if pipeline.setting.keeps else pipeline.now
         answer.begin, answer.steps, answer.queued = end, 0, pipeline.now
         answer.chunk += 1
+        heard = self.pipeline.setting.keeps and not first and not answer.kept
+        answer.rank = answer.due - (HEARD_SECONDS if heard else 0.0)
         answer.kept.append(seconds)
         if last:
             answer.leaves = pipeline.now
@@ -354,16 +367,10 @@ class Admission:
         self._line.enter(Ticket(answer.name, b"", Tenant(b""), 0, 0, ()), self.pipeline.now)
         self._begin()
 
-    def sounded(self, answer: Answer, seconds: float) -> None:
-        """A piece of an answer's sound has come."""
-        if self._line is not None:
-            self._line.sounded(answer.name, seconds, self.pipeline.now)
-            self._begin()
-
     def leave(self, answer: Answer) -> None:
         """All of its sound has come."""
         if self._line is not None:
-            self._line.leave(answer.name, self.pipeline.now)
+            self._line.leave(answer.name)
             self._begin()
 
     def _begin(self) -> None:
@@ -373,7 +380,7 @@ class Admission:
     def _tick(self) -> None:
         if self.pipeline.now - self._reported >= HEARTBEAT_SECONDS:
             self._reported = self.pipeline.now
-            self._line.report("code2wav/0", self.pipeline.vocoder.listeners)  # type: ignore[union-attr]
+            self._line.report("code2wav/0", self.pipeline.vocoder.listeners or 0)  # type: ignore[union-attr]
         self._begin()
         self.pipeline.later(TICK_SECONDS, self._tick)
 
@@ -389,7 +396,6 @@ class Pipeline:
         self.talker = Talker(self, "talker", setting.talker_yields_to, folder)
         self.vocoder = Vocoder(self, "code2wav", ("thinker",), folder)
         self._stages: tuple[Stage, ...] = (self.thinker, self.talker, self.vocoder)
-        self._slowdown = SHARING[setting.sharing]
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers, self._answers = itertools.count(), itertools.count()
         self.admission = Admission(self)
@@ -451,8 +457,7 @@ class Pipeline:
 
     def _rate(self, stage: Stage, others: list[Stage]) -> float:
         """How fast the stage's time on the device passes while these others are on it."""
-        loads = (other.load if self.setting.sharing == "mps" else 1.0 for other in others)
-        return 1 / (1 + self._slowdown[stage.name] * sum(loads))
+        return 1 / (1 + sum(SLOWDOWN[stage.name][other.name] * other.load for other in others))
 
     def _advance(self) -> None:
         """Go on to the next event."""

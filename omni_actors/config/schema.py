@@ -190,7 +190,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"spre
         decode: how the stage decodes, for diffusion stages only.
         environment: variables that the stage's process sets before it touches a device, such as OMP_NUM_THREADS.
         yields_to: stages for which this one skips steps on a shared device while their requests await their first
-            output (see `stage/device_priority.py`).
+            output or, if they make sound, a listener falls silent (see `stage/device_priority.py`).
     """
 
     name: StageName

@@ -20,7 +20,7 @@ from omni_actors.engine.worker_base import attachment_of
 from omni_actors.errors import EngineError, ModelOutputInvalid, OmniError
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
-from omni_actors.stage.deadlines import FIRST_SECONDS
+from omni_actors.stage.deadlines import FIRST_SECONDS, HEARD_SECONDS, needs_device
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
@@ -53,6 +53,7 @@ class _Running:
     request: StageRequest
     stream: DiffusionStream
     first_due: float
+    arrivals: Arrivals
     claim: Claim | None = None
     job_id: str | None = None
     job: DiffusionJob | None = None
@@ -64,7 +65,6 @@ class _Running:
     kept: list[EngineEvent] = field(default_factory=list)
     leaves: float = 0.0
     left: bool = False
-    arrivals: Arrivals = field(default_factory=Arrivals)
 
     @property
     def due(self) -> float:
@@ -106,7 +106,8 @@ class DiffusionEngine(VllmEngine[_Running]):
         self._check_new(request.request_id)
         stream = self._runner.open(request, inputs)
         first_due = self._scheduler.clock() + FIRST_SECONDS
-        running = self._requests[request.request_id] = _Running(request, stream, first_due)
+        running = _Running(request, stream, first_due, self._forecast.arrivals())
+        self._requests[request.request_id] = running
         running.arrivals.add(self._scheduler.clock(), stream.input_tokens)
         self._submit(running)
 
@@ -149,7 +150,7 @@ class DiffusionEngine(VllmEngine[_Running]):
             temperature=0.0,
             detokenize=False,
             stop_token_ids=[FAILED_TOKEN],
-            extra_args={"omni": {"diffusion": job, "claim": running.claim, "due": running.due}},
+            extra_args={"omni": {"diffusion": job, "claim": running.claim, "due": self._rank(running)}},
         )
         job_id = f"{running.request.request_id}/{running.jobs}"
         request = make_request(job_id, [STEP_TOKEN], parameters, priority=running.request.priority)
@@ -158,6 +159,10 @@ class DiffusionEngine(VllmEngine[_Running]):
         running.jobs += 1
         running.steps += job.num_steps
         self._jobs[job_id] = running.request.request_id
+
+    def _rank(self, running: _Running) -> float:
+        """By which its pieces are ordered: those of a listener who hears already come before those of others."""
+        return running.due - (HEARD_SECONDS if self._keeps and running.left else 0.0)
 
     def abort(self, request_id: str) -> None:
         """Drop a request with its job and what it left on the device. Unknown ids are ignored."""
@@ -250,7 +255,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         seconds = audio.shape[-1] / self._facts.sample_rate
         running.made.add(self._scheduler.clock(), seconds)
         if job is not None:
-            self._forecast.completed(job.share, job.num_steps, seconds)
+            self._forecast.completed(job.share, job.num_steps, seconds, running.made.seconds)
         running.kept.append(AudioEvent(request_id, to_host(audio), self._facts.sample_rate))
         self._keeping[request_id] = running
 
@@ -269,7 +274,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         job = running.job if running.job_id is not None else None
         now = [Ahead(running.made.seconds, job.share, max(1, job.num_steps - running.done))] if job is not None else []
         return Outlook(
-            running.made, running.due, running.arrivals, [*now, *running.stream.ahead(self._facts.sample_rate)]
+            running.made, self._rank(running), running.arrivals, [*now, *running.stream.ahead(self._facts.sample_rate)]
         )
 
     def _leaving(self) -> list[EngineEvent]:
@@ -291,9 +296,18 @@ class DiffusionEngine(VllmEngine[_Running]):
         return super().runnable() or any(running.leaves <= now for running in self._keeping.values())
 
     @property
-    def listeners(self) -> int:
-        """For how many listeners at a time it makes sound as fast as they hear it; 0 while that is not known."""
+    def listeners(self) -> int | None:
+        """See `StageEngine.listeners`."""
         return self._forecast.listeners
+
+    def urgent(self) -> bool | None:
+        """See `StageEngine.urgent`. Sound is while a listener falls silent, and not for want of input."""
+        if not self._facts.sample_rate:
+            return None
+        due: dict[bool, list[float]] = {True: [], False: []}
+        for running in self._requests.values():
+            due[running.job_id is not None].append(running.due)
+        return needs_device(due[True], due[False], self._scheduler.clock())
 
     def statistics(self) -> EngineStatistics:
         """Totals of vLLM's scheduler, and the state of the budget."""

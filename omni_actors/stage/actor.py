@@ -185,7 +185,13 @@ class StageActor:
         return complete > self._backlog_requests or self._engine.over_budget()
 
     def urgent(self) -> bool:
-        """Whether the engine computes the first output of a request, or will as soon as it gets the device."""
+        """Whether the stages that yield to this one shall leave it the device.
+
+        Unless its engine decides it: while it computes the first output of a request, or will as soon as it gets the
+        device.
+        """
+        if (urgent := self._engine.urgent()) is not None:
+            return urgent
         return any(
             attempt.state is not AttemptState.OPEN
             and not attempt.first_output
@@ -201,11 +207,6 @@ class StageActor:
             "retained": self._attempts.count(AttemptState.FINISHED),
             "retained_bytes": self._budget.used,
         }
-
-    @property
-    def listeners(self) -> int:
-        """See `StageEngine.listeners`."""
-        return self._engine.listeners
 
     def counts(self) -> dict[str, int]:
         """What this stage and its engine hold now; all zero when it is idle."""

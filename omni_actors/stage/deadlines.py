@@ -12,12 +12,17 @@ came together the smallest goes first, and a large one, which takes seconds, yie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 FIRST_SECONDS = 0.25  # from the first input of an answer to when its first sound is due
+HEARD_SECONDS = 0.4  # by which pieces whose listener hears already come before those of which all sound is kept
 PRESSING_SECONDS = 0.3  # a piece that is due this soon keeps a step light
+
+LATE_SECONDS = 0.05  # before a piece is due, from which on other stages leave the device to this one
+INPUT_SECONDS = 0.2  # before a piece is due whose input is missing, from which on the stages that make it do not
 
 # What one H200 computes of a transformer with 6 billion parameters: 31,000 in pictures of 2048 x 2048 pixels, 43,000 in
 # those of 1024 x 1024, 49,000 in those of 512 x 512. On a slower device the order is closer to that of arrival, on a
@@ -76,3 +81,16 @@ def choose(
             share += piece.share
             pressed |= presses
     return chosen
+
+
+def needs_device(able: Iterable[float], waiting: Iterable[float], now: float) -> bool:
+    """Whether the stages before this one shall leave the device to it, because a listener falls silent.
+
+    Not while a listener who soon does so lacks the very input that they make.
+
+    Args:
+        able: when the pieces are due that could be made at once.
+        waiting: when those are due that lack input.
+    """
+    late = min(able, default=math.inf) < now + LATE_SECONDS
+    return late and min(waiting, default=math.inf) > now + INPUT_SECONDS

@@ -3,7 +3,8 @@
 A device runs the kernels of several processes by turns, so a vocoder that is busy anyway makes every thinker's prefill
 two or three times as long, and with it the time to the first token. A stage with `yields_to: [thinker]` skips steps
 while a thinker on the same device computes first outputs, for at most half of the time, so that it never starves.
-A request that still waits for input does not count, because yielding could delay that very input.
+A request that still waits for input does not count, because yielding could delay that very input. A vocoder wants the
+device while a listener falls silent (`stage/deadlines.py`).
 
 A demand flag is eight bytes of memory per replica, mapped from a file in the run directory: until when the replica
 wants the device, on the clock that all processes of a host share. It expires when its owner dies or hangs. The file's

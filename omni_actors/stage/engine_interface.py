@@ -315,9 +315,16 @@ class StageEngine(ABC):
         """What the engine holds now, by name; all zero when it is idle, which leak checks rely on."""
 
     @property
-    def listeners(self) -> int:
-        """For how many listeners it makes sound as fast as they hear it; 0 if it makes none or cannot tell."""
-        return 0
+    def listeners(self) -> int | None:
+        """For how many listeners it makes sound as fast as they hear it; 0 if it cannot tell yet.
+
+        `None`: what it made in the time of its steps tells it.
+        """
+        return None
+
+    def urgent(self) -> bool | None:
+        """Whether the stages that yield to it shall leave it the device; `None`: while first outputs are computed."""
+        return None
 
     def take_scheduled(self) -> Sequence[tuple[str, float]] | None:
         """Return requests first scheduled since the last call, with the time (monotonic clock, seconds).

@@ -153,7 +153,8 @@ class EngineLoop:
         self._emit(self._actor.tick())
         dropped = {f"dropped_{reason}": count for reason, count in self._actor.dropped.items()}
         self._inbound.pulse.counts = {**self._actor.counts(), **self._outbound.counts(), **dropped}
-        self._inbound.pulse.listeners = self._actor.listeners
+        listeners = self._engine.listeners
+        self._inbound.pulse.listeners = self._meter.listeners if listeners is None else listeners
         if now >= self._next_snapshot:
             self._next_snapshot = now + self._heartbeat_interval
             self._report_metrics()

@@ -3,22 +3,28 @@
 Under load the second piece of an answer may be made later than the first one has been heard, and the longest one later
 than all before it. A listener who starts at once then hears a gap, and one who starts a little later hears none. How
 much later that is follows from what the stage has to make before each of the pieces, in the order of `deadlines.py`,
-from how fast it computes, and from how fast their input comes. Without load nothing is kept.
+from how fast it computes, and from how fast their input comes; what answers before have needed says what others that
+begin later make of it. Without load nothing is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.telemetry.playback import AUDIBLE_SECONDS, Playback
 
-FIXED_SHARE = 0.42  # of a light step: what every step takes besides its pieces (3 of 10 ms on an H200)
+FIXED_SHARE = 0.6  # of a light step: what every step takes besides its pieces, on the host and an H200
 MEMORY_SECONDS = 0.5  # of computing, after which a step's time counts a third
-USUAL_SECONDS = 15.0  # the same, for what is usual
+USUAL_SECONDS = 10.0  # the same, for what is usual
+PHASE_SECONDS = 0.5  # for which what is slow now stays slow; the stages before are busy with an answer's beginning
+LATE_WEIGHT = 0.1  # of a step, in the mean of what late steps had in them
 PAUSE_SECONDS = 0.01  # between steps, from which on the stage had nothing to do
 MARGIN = 1.25  # of what is foreseen
 HORIZON_SECONDS = 6.0  # of sound; pieces that are due later are not looked at
+PROVEN_SECONDS = 1.5  # of an answer's sound; with less the pieces are small, and little is known
+MOST = 0.9  # of the answers, which need no more than is foreseen for all
 LONGEST_SECONDS = 5.0  # to keep sound
 PIECES_AHEAD = 6  # of an answer that are looked at
 
@@ -40,10 +46,42 @@ class Ahead:
     missing: int = 0
 
 
+class Pace:
+    """Seconds for a unit of something, of all of it together; what is longer ago counts less.
+
+    Not the mean of ratios, in which what is slow and little would count as much as what is fast and much.
+    """
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._seconds = self._units = 0.0
+
+    def add(self, seconds: float, units: float) -> None:
+        """Note that so many units took so long."""
+        kept = math.exp(-seconds / self._memory)
+        self._seconds, self._units = kept * self._seconds + seconds, kept * self._units + units
+
+    @property
+    def seconds(self) -> float:
+        """For a unit; 0 if nothing is known."""
+        return self._seconds / self._units if self._units else 0.0
+
+
+def foreseen(units: float, now: float, usual: float) -> float:
+    """Seconds for so many units, each of which takes so many seconds now, and usually. What is slow now passes."""
+    if units * now <= PHASE_SECONDS:
+        return units * now
+    return PHASE_SECONDS + (units - PHASE_SECONDS / now) * usual
+
+
 @dataclass(slots=True)
 class Arrivals:
-    """How fast an answer's input comes: when tokens first and last came, and how many did by then. Seconds."""
+    """How fast an answer's input comes: when tokens first and last came, and how many did by then. Seconds.
 
+    `usual` is the pace of all answers.
+    """
+
+    usual: Pace = field(default_factory=lambda: Pace(USUAL_SECONDS))
     first: float = 0.0
     first_tokens: int = 0
     last: float = 0.0
@@ -51,16 +89,22 @@ class Arrivals:
 
     def add(self, now: float, tokens: int) -> None:
         """Note that there are so many tokens now."""
-        if not self.last_tokens:
-            self.first, self.first_tokens = now, tokens
         if tokens > self.last_tokens:
+            if self.last_tokens:
+                self.usual.add(now - self.last, tokens - self.last_tokens)
+            else:
+                self.first, self.first_tokens = now, tokens
             self.last, self.last_tokens = now, tokens
 
-    @property
-    def seconds_per_token(self) -> float | None:
-        """None if all came at once."""
-        more = self.last_tokens - self.first_tokens
-        return (self.last - self.first) / more if more else None
+    def foresee(self, tokens: int) -> float:
+        """Seconds until so many more have come.
+
+        The first tokens of an answer are slow because the stages before this one begin with it. So what is slow now
+        becomes usual, and what is fast now stays so.
+        """
+        more, usual = self.last_tokens - self.first_tokens, self.usual.seconds
+        now = (self.last - self.first) / more if more else usual
+        return foreseen(tokens, now, min(now, usual))
 
 
 @dataclass(slots=True)
@@ -91,37 +135,47 @@ class Forecast:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._unit = 0.0  # seconds that a light step takes, without what every step takes
-        self._usual = 0.0  # the same over a longer time
+        self._late, self._usual = Pace(MEMORY_SECONDS), Pace(USUAL_SECONDS)  # of a light step's pieces
+        self._tokens = Pace(USUAL_SECONDS)  # of all answers' input
+        self._share = 0.0  # of a light step, in a late one on average
         self._ended = 0.0
         self._largest = Ahead(0.0, 0.0, 1)
         self._seconds = 0.0  # of the sound of that one
+        self._proven = False
+
+    def arrivals(self) -> Arrivals:
+        """Those of another answer's input."""
+        return Arrivals(self._tokens)
 
     def stepped(self, share: float, began: float, ended: float) -> None:
         """Note a step, with pieces that together take this share of a light step."""
         # Without a pause the time between steps is theirs: that of the host.
         seconds = ended - (self._ended if began - self._ended < PAUSE_SECONDS else began)
         self._ended = ended
-        unit = seconds / (FIXED_SHARE + share)
-        if not self._unit:
-            self._unit = self._usual = unit
-        self._unit += min(1.0, seconds / MEMORY_SECONDS) * (unit - self._unit)
-        self._usual += min(1.0, seconds / USUAL_SECONDS) * (unit - self._usual)
+        self._share += LATE_WEIGHT * (share - self._share)
+        for pace in (self._late, self._usual):
+            pace.add(seconds, FIXED_SHARE + share)
 
-    def completed(self, share: float, steps: int, seconds: float) -> None:
-        """Note a piece of so many seconds of sound; the largest ones are those of which most sound consists."""
+    def completed(self, share: float, steps: int, seconds: float, made: float) -> None:
+        """Note a piece of so many seconds of sound, with which so many of its answer are made.
+
+        The largest pieces are those of which most sound consists.
+        """
+        self._proven |= made >= PROVEN_SECONDS
         if share >= self._largest.share:
             self._largest, self._seconds = Ahead(0.0, share, steps), seconds
 
     @property
-    def listeners(self) -> int:
-        """For how many listeners the stage makes sound as fast as they hear it, in full steps; 0 if that is unknown.
+    def listeners(self) -> int | None:
+        """For how many listeners the stage makes sound as fast as they hear it, in full steps.
 
-        What it makes when nothing else is left to do on the device is more than it makes usually.
+        0 until enough of an answer was made; `None` if pieces do not say what part of a step they take.
         """
-        piece, unit = self._largest, max(self._unit, self._usual)
-        if not piece.share or not unit:
+        piece, unit = self._largest, self._usual.seconds
+        if not (self._proven and unit):
             return 0
+        if not piece.share:
+            return None
         step = unit * (FIXED_SHARE + self._places * piece.share)
         return max(1, int(self._places * self._seconds / (piece.steps * step)))
 
@@ -136,27 +190,21 @@ class Forecast:
                     break
                 pieces.append((max(answer.due, now) + later, answer.due, piece, answer))
         pieces.sort(key=lambda entry: entry[:2])
-        pace = _slowest(answer.arrivals for answer in answers)
-        others = sum(_largest(answer.ahead) for answer in answers)
+        late, usual = self._late.seconds, self._usual.seconds
         work, steps = 0.0, 0
         for _, _, piece, answer in pieces:
             work += piece.share * piece.steps
             steps += piece.steps
-            queue = self._unit * (work + FIXED_SHARE * max(piece.steps, steps / self._places))
-            # Of an answer one piece at a time is made, so the others' pieces are what can make its steps longer.
-            crowd = min(1.0, piece.share + others - _largest(answer.ahead))
-            own = self._unit * (crowd + FIXED_SHARE) * (piece.steps + 1)
-            per_token = answer.arrivals.seconds_per_token
-            arrival = piece.missing * (pace if per_token is None else per_token)
-            done = now + max(MARGIN * queue, MARGIN * arrival + own)
+            queue = foreseen(work + FIXED_SHARE * max(piece.steps, steps / self._places), late, usual)
+            # The steps in which it is made have as much else in them as those before.
+            own = foreseen((piece.share + self._share + FIXED_SHARE) * (piece.steps + 1), late, usual)
+            done = now + max(MARGIN * queue, MARGIN * answer.arrivals.foresee(piece.missing) + own)
             answer.smooth_start = max(answer.smooth_start, done - piece.before)
+        self._learn(answers)
 
-
-def _slowest(arrivals: Iterable[Arrivals]) -> float:
-    """Seconds per token of the answer whose input comes most slowly; 0 if none is known."""
-    return max((pace for each in arrivals if (pace := each.seconds_per_token) is not None), default=0.0)
-
-
-def _largest(pieces: Sequence[Ahead]) -> float:
-    """The largest share of a light step that one of the pieces takes."""
-    return max((piece.share for piece in pieces), default=0.0)
+    def _learn(self, answers: Sequence[Outlook]) -> None:
+        """Foresee for all what most of those needed of whom enough was made: answers to come are not foreseen."""
+        needs = sorted(answer.made.gaps for answer in answers if answer.made.seconds > PROVEN_SECONDS)
+        need = needs[int(MOST * len(needs))] if needs else 0.0
+        for answer in answers:
+            answer.smooth_start = max(answer.smooth_start, answer.made.first + need)

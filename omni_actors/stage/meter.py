@@ -22,10 +22,13 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
     TextEvent,
 )
+from omni_actors.stage.lead import USUAL_SECONDS, Pace
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.transfers import TransferTrack, track_of
 
+PROVEN_SOUND = 5.0  # seconds of sound from which it is told how much a stage makes
+MOST_LISTENERS = 1_000_000  # that it tells
 KEPT_TIMELINES = 256  # of requests that ended here without a `StageDone`, until the next snapshot
 
 
@@ -67,6 +70,8 @@ class StageMeter:
         self.input_tokens = 0
         self.audio_seconds = 0.0
         self.pictures = 0
+        self._sound = Pace(USUAL_SECONDS)  # of steps for their seconds of sound
+        self._followed = 0.0  # of `audio_seconds`
         self.held_back: dict[str, float] = dict.fromkeys(HeldBack, 0.0)  # seconds
         self._stage, self._replica, self._epoch = stage, replica, epoch
         self._name = f"{stage}/{replica}"
@@ -97,7 +102,10 @@ class StageMeter:
 
     def stepped(self, began: float, took_all: bool) -> None:
         """Note the end of a step. `took_all`: it worked on all requests that were handed over before."""
-        self._steps.observe(self.clock() - began)
+        seconds = self.clock() - began
+        self._steps.observe(seconds)
+        self._sound.add(seconds, self.audio_seconds - self._followed)
+        self._followed = self.audio_seconds
         if self._fresh:
             if took_all:
                 for track in self._fresh:
@@ -161,6 +169,13 @@ class StageMeter:
             output_tokens=output_tokens,
             transfers=tuple(transfer.timeline(source) for source, transfer in track.transfers.items()),
         )
+
+    @property
+    def listeners(self) -> int:
+        """For how many listeners the stage makes sound as fast as they hear it; 0 until it has made enough to tell."""
+        if self.audio_seconds < PROVEN_SOUND:
+            return 0
+        return min(MOST_LISTENERS, int(1 / self._sound.seconds)) if self._sound.seconds else 0
 
     # -- for the snapshot ---------------------------------------------------------------------------------------------
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.stage.deadlines import FIRST_SECONDS, PRESSING_SECONDS, Piece, choose
+from omni_actors.stage.deadlines import (
+    FIRST_SECONDS,
+    INPUT_SECONDS,
+    LATE_SECONDS,
+    PRESSING_SECONDS,
+    Piece,
+    choose,
+    needs_device,
+)
 
 NOW = 100.0
 LATER = NOW + 10.0
@@ -110,3 +118,16 @@ def test_who_has_sound_in_hand_fills_a_light_step_and_none_that_is_heavy() -> No
 
 def test_equals_keep_their_order() -> None:
     assert keys([Piece(name, 0, NOW) for name in "cab"], places=2) == ["c", "a"]
+
+
+moments = st.lists(st.floats(NOW - 5, NOW + 5), max_size=8)
+
+
+@given(moments, moments)
+def test_other_stages_leave_the_device_only_for_who_falls_silent_and_never_to_who_soon_lacks_their_output(
+    able: list[float], waiting: list[float]
+) -> None:
+    silent = any(due < NOW + LATE_SECONDS for due in able)
+    starving = any(due <= NOW + INPUT_SECONDS for due in waiting)
+    assert needs_device(able, waiting, NOW) == (silent and not starving)
+    assert not needs_device([], waiting, NOW), "so they go on at once when nothing can be made without them"

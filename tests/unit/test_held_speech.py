@@ -37,13 +37,20 @@ def begun(instructions: Sequence[Instruction]) -> list[tuple[str, str, int]]:
     ]
 
 
+def one_place(**coordinator: object) -> RequestMachine:
+    """One answer may be spoken at a time."""
+    state = ready(**coordinator)
+    state.speech.take_beat("code2wav", 0, 1)
+    return state
+
+
 def speak(state: RequestMachine, name: str) -> list[Instruction]:
     """The thinker's first text comes; what follows from it."""
     return say(state, "thinker", letter(0), 0, name) + state.fill(NOW)
 
 
 def test_speech_begins_with_the_first_text_if_it_has_a_place_and_text_alone_never_waits() -> None:
-    state = ready()
+    state = one_place()
     assert held(ask(state, "r1")) == {"prompt": False, "thinker": False, "talker": True, "code2wav": False}
     assert begun(speak(state, "r1")) == [("r1", "talker", 0)]
     assert held(ask(state, "r2", ALICE, "text")) == {"prompt": False, "thinker": False}
@@ -80,7 +87,7 @@ def test_nothing_is_held_if_speech_is_not_paced() -> None:
 
 
 def test_a_request_that_waits_for_its_speech_survives_the_loss_of_the_stage_that_holds_it() -> None:
-    state = ready()
+    state = one_place()
     for name in ("r1", "r2"):
         ask(state, name)
         speak(state, name)
@@ -95,7 +102,7 @@ def test_a_request_that_waits_for_its_speech_survives_the_loss_of_the_stage_that
 
 
 def test_speech_that_would_wait_too_long_ends_with_overloaded() -> None:
-    state = ready(speech_queue=1, speech_wait=5.0)
+    state = one_place(speech_queue=1, speech_wait=5.0)
     for name in ("r1", "r2"):
         ask(state, name)
         speak(state, name)

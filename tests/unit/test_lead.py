@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.stage.lead import FIXED_SHARE, HORIZON_SECONDS, LONGEST_SECONDS, Ahead, Arrivals, Forecast, Outlook
+from omni_actors.stage.lead import (
+    FIXED_SHARE,
+    HORIZON_SECONDS,
+    LONGEST_SECONDS,
+    PHASE_SECONDS,
+    PROVEN_SECONDS,
+    Ahead,
+    Arrivals,
+    Forecast,
+    Outlook,
+    foreseen,
+)
 from omni_actors.telemetry.playback import Playback
 
 NOW = 100.0
@@ -16,11 +27,11 @@ STEPS = 9
 BLOCK_SHARE = 1 / 48 / 0.24  # of a light step, for a second of sound
 
 
-def begun(seconds_per_token: float = 0.0, missing: bool = False) -> Outlook:
+def begun(seconds_per_token: float = 0.0, missing: bool = False, arrivals: Arrivals | None = None) -> Outlook:
     """An answer whose first piece has just been made; the tokens of the others may be missing, 50 a second of sound."""
     made = Playback()
     made.add(NOW, FIRST)
-    arrivals = Arrivals()
+    arrivals = arrivals or Arrivals()
     arrivals.add(NOW - 1.0, 10)
     arrivals.add(NOW - 1.0 + 10 * seconds_per_token, 20)
     ahead, before = [], FIRST
@@ -30,14 +41,17 @@ def begun(seconds_per_token: float = 0.0, missing: bool = False) -> Outlook:
     return Outlook(made, made.runs_out, arrivals, ahead)
 
 
-def forecast(seconds: float) -> Forecast:
-    """Of a stage whose light steps take so many seconds, pieces and all."""
+def forecast(seconds: float, share: float = 0.4, steps: int = 50) -> Forecast:
+    """Of a stage whose light steps take so many seconds, pieces and all; steps take that share of one."""
     forecast = Forecast(16)
-    now = 0.0
-    for _ in range(50):
-        forecast.stepped(1.0, now, now + seconds)
-        now += seconds
+    compute(forecast, 0.0, steps, seconds * (FIXED_SHARE + share) / (FIXED_SHARE + 1), share)
     return forecast
+
+
+def compute(forecast: Forecast, now: float, steps: int, seconds: float, share: float = 0.4) -> None:
+    for _ in range(steps):
+        forecast.stepped(share, now, now + seconds)
+        now += seconds
 
 
 def kept(forecast: Forecast, answers: list[Outlook]) -> list[float]:
@@ -50,51 +64,75 @@ def test_alone_on_a_fast_stage_nothing_is_kept() -> None:
 
 
 def test_the_pieces_of_one_answer_do_not_make_each_others_steps_longer() -> None:
-    """They are made one after the other, so the second is made before the first has been heard, even here."""
-    assert kept(forecast(0.055), [begun()]) == [0.0]
-    assert min(kept(forecast(0.055), [begun() for _ in range(4)])) > 0
+    """They are made one after the other, in steps with little else in them, while those before are heard."""
+    assert kept(forecast(0.04, share=0.05), [begun()]) == [0.0]
+    assert max(kept(forecast(0.04, share=0.4), [begun() for _ in range(16)])) > 0
+
+
+def test_what_is_slow_now_is_not_thought_slow_for_long() -> None:
+    assert foreseen(10, 0.02, 0.01) == pytest.approx(0.2)
+    assert foreseen(100, 0.02, 0.01) == pytest.approx(PHASE_SECONDS + 0.75)
+    assert foreseen(100, 0.01, 0.02) == pytest.approx(PHASE_SECONDS + 1.0), "nor fast"
+    stage, slow = forecast(0.01), forecast(0.025)
+    compute(stage, 50.0, 30, 0.025 * (FIXED_SHARE + 0.4) / (FIXED_SHARE + 1))  # as slow for the last half second
+    waits = [max(kept(each, [begun() for _ in range(32)])) for each in (stage, slow)]
+    assert 0 < waits[0] < 0.6 * waits[1]
 
 
 def test_in_a_burst_the_first_answers_are_kept_though_nothing_was_learnt_from_others() -> None:
-    waits = kept(forecast(0.025), [begun() for _ in range(32)])
+    waits = kept(forecast(0.03), [begun() for _ in range(32)])
     assert 0.3 < max(waits) < LONGEST_SECONDS
 
 
 def test_a_stage_that_has_become_slow_is_noticed_within_a_second_of_computing() -> None:
     stage = forecast(0.01)
     assert max(kept(stage, [begun() for _ in range(24)])) < 0.1
-    now = 50.0
-    while now < 51.0:
-        stage.stepped(1.0, now, now + 0.04)
-        now += 0.04
-    assert max(kept(stage, [begun() for _ in range(24)])) > 0.5
+    compute(stage, 50.0, 20, 0.05)
+    assert max(kept(stage, [begun() for _ in range(24)])) > 0.3
 
 
 def test_for_how_many_it_makes_sound_in_time_is_known_after_its_first_large_piece() -> None:
     """Sixteen pieces of nine blocks, 1.92 s each, in nine steps."""
     stage = forecast(0.02)
     assert stage.listeners == 0
-    stage.completed(2 / 48, STEPS, 0.13)
-    few = stage.listeners
-    stage.completed(9 / 48, STEPS, 1.92)
+    stage.completed(2 / 48, STEPS, 0.13, 0.13)
+    assert stage.listeners == 0, "pieces of an answer's beginning are small"
+    stage.completed(9 / 48, STEPS, 1.92, 3.84)
     step = 0.02 / (1 + FIXED_SHARE) * (FIXED_SHARE + 3.0)
-    assert stage.listeners == int(16 * 1.92 / (STEPS * step)) > few > 0
-    stage.completed(3 / 48, STEPS, 0.4)
+    assert stage.listeners == int(16 * 1.92 / (STEPS * step))
+    stage.completed(3 / 48, STEPS, 0.4, 4.24)
     assert stage.listeners == int(16 * 1.92 / (STEPS * step)), "the last piece of an answer is short"
 
 
-def test_what_it_makes_alone_on_its_device_does_not_count_as_what_it_makes_usually() -> None:
-    stage = forecast(0.02)
-    stage.completed(9 / 48, STEPS, 1.92)
-    usually, now = stage.listeners, 100.0
-    while now < 102.0:
-        stage.stepped(1.0, now, now + 0.01)
-        now += 0.01
-    assert usually <= stage.listeners < 1.25 * usually
-    while now < 104.0:
-        stage.stepped(1.0, now, now + 0.04)
-        now += 0.04
-    assert stage.listeners < 0.6 * usually, "that it has become slow counts at once"
+def test_for_how_many_it_makes_sound_hardly_changes_in_a_second_and_follows_in_the_end() -> None:
+    """While others compute on the device, or none does, it makes less or more than usually."""
+    stage = forecast(0.02, share=1.0, steps=1000)
+    stage.completed(9 / 48, STEPS, 1.92, 3.84)
+    usually = stage.listeners
+    assert usually
+    compute(stage, 50.0, 100, 0.01, share=1.0)
+    assert usually <= (stage.listeners or 0) < 1.25 * usually
+    compute(stage, 52.0, 1000, 0.04, share=1.0)
+    assert (stage.listeners or 0) < 0.6 * usually
+
+
+def test_slow_steps_with_little_in_them_count_by_the_work_in_them() -> None:
+    even, uneven = Forecast(16), Forecast(16)
+    for number in range(100):
+        compute(even, number, 2, 0.02, share=1.0)
+        compute(uneven, number, 1, 0.02, share=0.1)
+        compute(uneven, number + 0.02, 1, 0.02, share=1.9)
+    for stage in (even, uneven):
+        stage.completed(9 / 48, STEPS, 1.92, 3.84)
+    assert uneven.listeners == even.listeners
+
+
+def test_a_stage_whose_pieces_take_no_part_of_a_step_does_not_say_what_it_makes() -> None:
+    stage = Forecast(16)
+    compute(stage, 0.0, 10, 0.01, share=0.0)
+    assert stage.listeners == 0
+    stage.completed(0.0, 1, 0.5, 2.0)
+    assert stage.listeners is None
 
 
 def test_steps_after_a_pause_do_not_count_the_pause() -> None:
@@ -109,12 +147,38 @@ def test_input_that_comes_slowly_keeps_the_first_sound() -> None:
     assert kept(forecast(0.001), [slow])[0] > 0.3
 
 
-def test_an_answer_whose_input_came_at_once_is_thought_as_slow_as_the_slowest_of_the_others() -> None:
-    unknown, slow = begun(missing=True), begun(0.019, missing=True)
-    unknown.arrivals = Arrivals()
-    unknown.arrivals.add(NOW - 1.0, 20)
-    first, second = kept(forecast(0.001), [unknown, slow])
-    assert first == pytest.approx(second)
+def test_an_answer_whose_first_tokens_come_slowly_gets_the_others_as_fast_as_answers_usually_do() -> None:
+    stage = forecast(0.001)
+    begun(0.004, arrivals=stage.arrivals())
+    usual, own = (begun(0.019, missing=True, arrivals=arrivals) for arrivals in (stage.arrivals(), Arrivals()))
+    for _ in range(20):
+        begun(0.004, arrivals=stage.arrivals())
+    waits = kept(stage, [usual]), kept(stage, [own])
+    assert waits[0][0] < 0.5 * waits[1][0]
+
+
+def test_an_answer_whose_input_came_at_once_is_thought_to_get_the_rest_as_answers_usually_do() -> None:
+    stage = forecast(0.001)
+    slow, unknown = stage.arrivals(), stage.arrivals()
+    begun(0.019, arrivals=slow)
+    unknown.add(NOW - 1.0, 20)
+    assert unknown.foresee(100) == pytest.approx(1.9)
+    assert Arrivals().foresee(100) == 0.0
+
+
+def test_what_most_of_the_others_have_needed_is_foreseen_for_all() -> None:
+    """Their sound is late because of answers that began after them, and so will this one's be."""
+    stage = forecast(0.001)
+
+    def late(gap: float) -> Outlook:
+        answer = begun()
+        answer.made.add(answer.made.runs_out + gap, PROVEN_SECONDS)
+        answer.due = answer.made.runs_out
+        return answer
+
+    others = [late(0.8) for _ in range(10)]
+    assert kept(stage, [begun(), *others])[0] == pytest.approx(0.8)
+    assert kept(stage, [begun(), late(3.0), *[late(0.0) for _ in range(19)]])[0] == 0.0, "one of them says little"
 
 
 def test_those_who_hear_seconds_ahead_delay_no_other() -> None:

@@ -14,10 +14,11 @@ from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.header import Header, Limits, ReplicaId
 from omni_actors.protocol.telemetry import HistogramSample, Sample, Snapshot
+from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage import snapshot as stage_snapshot
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.echo import EchoEngine
-from omni_actors.stage.engine_interface import BudgetStatistics, EngineStatistics
+from omni_actors.stage.engine_interface import AudioEvent, BudgetStatistics, EngineStatistics
 from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
 from omni_actors.stage.snapshot import Baseline
 from omni_actors.telemetry import metric_table as table
@@ -254,6 +255,23 @@ def test_a_snapshot_says_what_the_engine_holds_of_its_budget() -> None:
         table.BUDGET_WAITING.name: 2,
         table.BUDGET_DEFERRALS.name: 5,
     }
+
+
+def test_how_much_sound_a_stage_makes_is_known_from_its_steps_after_some_seconds_of_it() -> None:
+    clock = Clock(0.0)
+    meter = StageMeter("decoder", 0, 1, AnchoredClock(Clock(1000.0), clock))
+    track = meter.opened("r1", 0, has_input=True)
+    piece = AudioEvent("r1", HostTensor(DType.F32, (24_000,), bytes(96_000)), 24_000)
+    found = []
+    for _ in range(12):
+        began = meter.clock()
+        clock.now += 0.25
+        meter.stepped(began, took_all=True)
+        clock.now += 5.0  # with nothing to do
+        meter.output(track, piece)
+        found.append(meter.listeners)
+    assert set(found[:4]) == {0}
+    assert found[-1] in (3, 4)
 
 
 def end_many(meter: StageMeter, count: int, sources: int = 1) -> list[str]:

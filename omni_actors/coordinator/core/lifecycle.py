@@ -466,7 +466,7 @@ class RequestMachine:
 
     def _close(self, request: ActiveRequest, now: float) -> None:
         self.active.remove(request)
-        self.speech.leave(request.request_id, now)
+        self.speech.leave(request.request_id)
         if self._slots.leave(request.request_id):  # else no stage has heard of it
             self._release_input(request)
             self._unbind(request, request.bound)

@@ -1,22 +1,21 @@
 """Whose answer may be spoken next. Beyond what the device speaks in real time, an answer's sound begins later.
 
 Text is not held up. The first stage that works for the sound alone holds a request back until it has a place; places
-are shared as slots are (ADR 0024, ADR 0028).
+are shared as slots are (ADR 0024, ADR 0028). The stage that makes the sound says how many there are.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig
 from omni_actors.coordinator.core.requests import ActiveRequest
-from omni_actors.coordinator.core.slots import Slots, Ticket, reserved
-from omni_actors.coordinator.core.sound_rate import UNLIMITED, SoundRate
+from omni_actors.coordinator.core.slots import Slots, Ticket
 from omni_actors.errors import Overloaded
 from omni_actors.protocol.header import Body
-from omni_actors.protocol.results import AudioChunk, StageDone
+from omni_actors.protocol.results import StageDone
 
+UNLIMITED = 1_000_000
 NO_BOUND = 1 << 62  # bytes: what waits for its speech is in flight, and counted there
 RETRY_AFTER_SECONDS = 5.0
 
@@ -27,9 +26,9 @@ class SpeechLine:
     def __init__(self, settings: CoordinatorConfig) -> None:
         self._longest = settings.speech_wait
         self._pace = settings.speech_pace
-        self._rate = SoundRate(settings.speech_pace)
-        self._listeners: dict[str, int] = {}  # for how many a replica makes sound in time, of those that know it
-        self._slots = Slots(self._rate.places, settings.speech_queue, NO_BOUND, lambda stages: False)
+        self._listeners: dict[str, int] = {}  # for how many a replica makes sound in time, of those that say so
+        self._places = UNLIMITED
+        self._slots = Slots(self._places, settings.speech_queue, NO_BOUND, lambda stages: False)
         self._since: dict[str, float] = {}  # when those that wait came
         self._speaking: set[str] = set()
 
@@ -45,17 +44,19 @@ class SpeechLine:
 
     @property
     def places(self) -> int:
-        """How many may be spoken at a time, as far as is known."""
-        if self._listeners:
-            return max(1, int(sum(self._listeners.values()) / self._pace))
-        return self._rate.places
+        """How many may be spoken at a time; until a stage says for how many it makes sound, none has to wait."""
+        return self._places
 
     def report(self, replica: str, listeners: int) -> None:
-        """Note for how many listeners a replica makes sound in time; 0 if it does not know, or is gone."""
-        if listeners:
+        """Note for how many listeners a replica makes sound in time; 0 if it does not know, or is gone.
+
+        When the last one is gone, what it said still holds for the one that will take its place.
+        """
+        self._listeners.pop(replica, None)
+        if listeners and self._pace:
             self._listeners[replica] = listeners
-        else:
-            self._listeners.pop(replica, None)
+        if self._listeners:
+            self._places = max(1, int(sum(self._listeners.values()) / self._pace))
 
     def speaks(self, request_id: str) -> bool:
         """Whether an answer's speech may be made."""
@@ -68,7 +69,7 @@ class SpeechLine:
     def enter(self, ticket: Ticket, now: float) -> list[str]:
         """Join the line. Returns the ids of answers for which it is too long, perhaps this one's."""
         self._since[ticket.request_id] = now
-        self._resize(now)
+        self._resize()
         crowded_out = self._slots.enter(ticket)
         for request_id in crowded_out:
             del self._since[request_id]
@@ -76,32 +77,17 @@ class SpeechLine:
 
     def begin(self, now: float) -> Iterator[tuple[str, float]]:
         """Let answers begin that have a place now: ids, and the seconds for which they waited."""
-        self._resize(now)
-        while (ticket := self._next(now)) is not None:
+        self._resize()
+        while (ticket := self._slots.next()) is not None:
             self._speaking.add(ticket.request_id)
-            self._rate.begin(ticket.request_id, now)
             yield ticket.request_id, now - self._since.pop(ticket.request_id)
 
-    def _next(self, now: float) -> Ticket | None:
-        ticket = self._slots.next()
-        if ticket is None and self._slots.waiting and not self._listeners and self._rate.probe(now):
-            held = self._slots.held
-            self._slots.resize(next(count for count in itertools.count(held + 1) if count - held > reserved(count)))
-            ticket = self._slots.next()
-            self._slots.resize(self.places)
-        return ticket
-
-    def sounded(self, request_id: str, seconds: float, now: float) -> None:
-        """A piece of an answer's sound was made."""
-        self._rate.sound(request_id, seconds, now)
-
-    def leave(self, request_id: str, now: float) -> None:
+    def leave(self, request_id: str) -> None:
         """All of an answer's sound is made, or it has ended. Idempotent."""
         if not self.knows(request_id):
             return
         self._since.pop(request_id, None)
         self._speaking.discard(request_id)
-        self._rate.end(request_id, now)
         self._slots.leave(request_id)
 
     def overdue(self, now: float) -> list[str]:
@@ -117,8 +103,7 @@ class SpeechLine:
             retry_after=RETRY_AFTER_SECONDS,
         )
 
-    def _resize(self, now: float) -> None:
-        self._rate.advance(now)
+    def _resize(self) -> None:
         if self.places != self._slots.count:
             self._slots.resize(self.places)
 
@@ -160,10 +145,8 @@ class SpeechPacer(SpeechLine):
 
     def notice(self, request: ActiveRequest, stage: str, body: Body, now: float) -> list[str]:
         """Take note of what a stage sent. Returns the ids of answers for which the line is now too long."""
-        if isinstance(body, AudioChunk):
-            self.sounded(request.request_id, body.samples.shape[0] / body.sample_rate, now)
-        elif stage == self._sound and isinstance(body, StageDone):
-            self.leave(request.request_id, now)
+        if stage == self._sound and isinstance(body, StageDone):
+            self.leave(request.request_id)
         elif stage == self._text and self.holds(request, self.first_stage) and not self.knows(request.request_id):
             return self.enter(request.ticket, now) if request.ticket is not None else []
         return []

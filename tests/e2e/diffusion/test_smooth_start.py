@@ -8,7 +8,9 @@ from typing import NoReturn
 import pytest
 
 from omni_actors.engine.diffusion import DiffusionEngine
-from omni_actors.stage.lead import LONGEST_SECONDS
+from omni_actors.engine.diffusion_runner import diffusion_entry
+from omni_actors.stage.deadlines import HEARD_SECONDS
+from omni_actors.stage.lead import LONGEST_SECONDS, Forecast
 from tests.support.code2wav import CHUNKS, difference, run_dry
 from tests.support.speech import Spec, Speech
 
@@ -37,6 +39,7 @@ def engine(
 ) -> Iterator[DiffusionEngine]:
     engine = vocoders(True, CHUNKS | {"smooth_start": True})
     monkeypatch.setattr(engine.core.scheduler, "clock", clock)
+    monkeypatch.setattr(engine, "_forecast", Forecast(16))  # which remembers no other test
     yield engine
     run_dry(engine)
     assert set(engine.counts().values()) == {0}, engine.counts()
@@ -51,10 +54,10 @@ def go_on(speech: Speech) -> None:
     pytest.fail("the engine does not become idle")
 
 
-def begin(engine: DiffusionEngine, clock: Clock, name: str, pace: float = SLOW) -> Speech:
+def begin(engine: DiffusionEngine, clock: Clock, name: str, pace: float = SLOW, spec: Spec = SPEC) -> Speech:
     """An answer whose first piece has been made, and whose tokens take so many seconds per block."""
     speech = Speech(engine)
-    speech.start(name, SPEC, first=BLOCK)
+    speech.start(name, spec, first=BLOCK)
     go_on(speech)
     clock.now += pace
     speech.feed(name, BLOCK)
@@ -108,7 +111,7 @@ def test_the_vocoder_knows_for_how_many_listeners_it_is_fast_enough(engine: Diff
     found = []
     for name, seconds in (("fast", 0.005), ("slow", 0.009)):
         clock.now += 100
-        speech = begin(engine, clock, name, pace=0.05)
+        speech = begin(engine, clock, name, pace=0.05, spec=(8 * BLOCK, *SPEC[1:]))
         speech.feed_all(name)
         for _ in range(500):
             clock.now += seconds
@@ -117,6 +120,39 @@ def test_the_vocoder_knows_for_how_many_listeners_it_is_fast_enough(engine: Diff
             speech.step()
         found.append(engine.listeners)
     assert found[0] > found[1] > 0
+
+
+def test_other_stages_leave_the_device_to_it_while_a_listener_falls_silent_unless_it_lacks_their_tokens(
+    engine: DiffusionEngine, clock: Clock
+) -> None:
+    """A listener has heard all when the next chunk can be made."""
+    speech = begin(engine, clock, "late", pace=0.05)
+    assert speech.heard["late"]
+    clock.now += 5.0
+    assert engine.waits_for_input("late")
+    assert engine.urgent() is False, "it waits for the talker"
+    speech.feed("late", BLOCK)
+    assert engine.urgent()
+    go_on(speech)
+    speech.feed_all("late")
+    speech.run()
+    assert engine.urgent() is False
+
+
+def test_the_next_piece_of_who_hears_already_goes_before_that_of_who_hears_nothing_yet(
+    engine: DiffusionEngine, clock: Clock
+) -> None:
+    early = {}
+    for name, pace in (("hears", 0.05), ("waits", SLOW)):
+        speech = begin(engine, clock, name, pace=pace)
+        assert bool(speech.heard[name]) == (name == "hears")
+        runs_out = clock.now + BLOCK * 480 / engine.facts.sample_rate
+        speech.feed(name, BLOCK)
+        (job,) = engine.core.scheduler.requests.values()
+        early[name] = runs_out - diffusion_entry(job.sampling_params)["due"]
+        speech.feed_all(name)
+        speech.run()
+    assert early["hears"] - early["waits"] == pytest.approx(HEARD_SECONDS)
 
 
 def test_a_request_that_is_aborted_leaves_nothing_kept(engine: DiffusionEngine, clock: Clock) -> None:
