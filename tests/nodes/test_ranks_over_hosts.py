@@ -25,7 +25,7 @@ DEVICE = "omni0"
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("stage", "how", "begin"), [("thinker", "tensor", "spawn"), ("talker", "pipeline", "fork")])
-def test_ranks_on_two_hosts_give_the_answers_of_one_and_die_with_their_processes(
+def test_ranks_on_two_hosts_give_the_answers_of_one_and_end_with_their_processes_as_these_with_them(
     network: Network, tiny_checkpoint: Path, short_path: Path, stage: str, how: str, begin: str
 ) -> None:
     """The further host's process comes late: the first one waits for it."""
@@ -55,6 +55,10 @@ def test_ranks_on_two_hosts_give_the_answers_of_one_and_die_with_their_processes
         said = next((line for line in processes[0].stdout if line.startswith("{")), "")
         assert said, "it ended without an answer; its output above says why"
         workers = [child for process in processes for child in psutil.Process(process.pid).children(recursive=True)]
+        ranks = psutil.Process(processes[1].pid).children()
+        next(rank for rank in ranks if "resource_tracker" not in " ".join(rank.cmdline())).kill()
+        assert processes[1].wait(60) == 1, "the further host's process ends with its rank, and so the whole replica"
+        assert lives(psutil.Process(processes[0].pid)), "the coordinator ends it"
     finally:
         for process in processes:
             process.kill()
