@@ -183,14 +183,15 @@ class OmniSchedulerMixin(StallMixin):
         parameters = request.sampling_params
         if request.is_prefill_chunk or parameters is None:
             return
-        # vLLM, for which drafts may be rejected, would schedule a request whose last tokens are in flight again.
-        left = request.num_prompt_tokens + request.max_tokens - request.num_computed_tokens - 1
-        if left < 1:
+        had = request.num_computed_tokens + 1 - request.num_prompt_tokens  # with those in flight
+        left = request.max_tokens - had
+        if left < 1:  # vLLM, for which drafts may be rejected, would schedule it again until the last one is there
             self._leave_out(request)
             return
-        # What depends on each token by itself, on the host, takes one step at a time.
-        alone = request.use_structured_output or parameters.num_logprobs is not None
-        steps = 1 if alone else min(self.steps_per_schedule, left, self._steps_with_input(request))
+        # Bursts end at multiples of their length, so that they complete a block of the stage that reads the tokens.
+        steps = min(self.steps_per_schedule - had % self.steps_per_schedule, left, self._steps_with_input(request))
+        if request.use_structured_output or parameters.num_logprobs is not None:
+            steps = 1  # the host has work between two tokens
         request.spec_token_ids = [DRAFT] * (int(steps) - 1)
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
