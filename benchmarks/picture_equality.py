@@ -6,9 +6,10 @@
 Both get the same weights, hidden states and noise; the VAE is the same, in the same precision. `ours` is how far our
 pictures are from diffusers', `batch` how far those are that were made together (three sizes, joining one after the
 other) from those made alone: the peak signal-to-noise ratio (PSNR) of pictures with 255 levels, the worst of the three.
-With `--float32`, `truth` and `theirs` are how far ours and diffusers' are from what diffusers makes in float32: a
-correct implementation is as far from it as another. `contrast` is the standard deviation of the pictures' levels, which
-the PSNR depends on: photographs have 50 to 70.
+`decoder` is the same for latents that our own decoder makes pictures of, and the VAE, where we have one. With
+`--float32`, `truth` and `theirs` are how far ours and diffusers' are from what diffusers makes in float32: a correct
+implementation is as far from it as another. `contrast` is the standard deviation of the pictures' levels, which the
+PSNR depends on: photographs have 50 to 70.
 
 The weights are random. As drawn for tests they make networks that amplify a difference more than trained ones; so at
 published sizes those matrices whose output is added to a layer's input are smaller by the root of twice the number of
@@ -22,6 +23,8 @@ import contextlib
 import copy
 import json
 import math
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +45,9 @@ from omni_actors.engine.models.pictures.schedule import FlowSchedule  # noqa: E4
 from omni_actors.engine.models.qwen_image import dit as qwen_dit  # noqa: E402
 from omni_actors.engine.models.qwen_image import dit_stage as qwen_stage  # noqa: E402
 from omni_actors.engine.models.qwen_image import weights as qwen_weights  # noqa: E402
+from omni_actors.engine.models.qwen_image.latents import Scaling  # noqa: E402
 from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix  # noqa: E402
+from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder  # noqa: E402
 from omni_actors.engine.models.z_image import dit as z_dit  # noqa: E402
 from omni_actors.engine.models.z_image import dit_stage as z_stage  # noqa: E402
 from omni_actors.engine.models.z_image import weights as z_weights  # noqa: E402
@@ -52,6 +57,7 @@ SIZES = {"tiny": ((64, 96), (128, 64), (96, 96)), "published": ((512, 512), (256
 PROMPTS = (40, 77, 100)  # tokens
 JOINS = (0, 1, 3)  # steps after which a picture joins the batch
 PEAK = 255.0
+BEGAN = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,16 @@ class Family(ABC):
         edges = (wanted.height // self.latent_pixels, wanted.width // self.latent_pixels)
         return torch.randn((self.channels, *edges), generator=torch.Generator().manual_seed(wanted.seed))
 
-    def levels(self, vae: Any, latents: torch.Tensor) -> np.ndarray:
+    def decoder(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Decodes as our pipeline does; None where that takes diffusers' VAE."""
+        return None
+
+    def levels(
+        self, vae: Any, latents: torch.Tensor, decode: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> np.ndarray:
         """The picture u8 [height, width, channels]."""
-        dtype = next(vae.parameters()).dtype
-        picture = self.decode(vae, latents.to(self.device, dtype)).float() / 2 + 0.5
+        given = latents.to(self.device, next(vae.parameters()).dtype)
+        picture = (self.decode(vae, given) if decode is None else decode(given)).float() / 2 + 0.5
         return (picture.clamp(0, 1) * PEAK).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
 
 
@@ -192,6 +204,11 @@ class QwenImage(Family):
         latents: torch.Tensor = tokens.T.reshape(noise.shape)
         return latents
 
+    def decoder(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        scaling = Scaling.of(self.vae.config)
+        ours = PictureDecoder(copy.deepcopy(self.vae), fused=self.device.type == "cuda")
+        return lambda latents: ours(scaling.of_vae(latents))
+
     def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
         mean, spread = (latents.new_tensor(vae.config[name]).view(-1, 1, 1) for name in ("latents_mean", "latents_std"))
         picture: torch.Tensor = vae.decode((latents * spread + mean)[None, :, None], return_dict=False)[0][0, :, 0]
@@ -264,6 +281,11 @@ def made(denoiser: Denoiser, specs: Sequence[PictureSpec], joins: Sequence[int])
     return [denoiser.latents(one) for one in pictures if one is not None]
 
 
+def tell(what: str) -> None:
+    """Say how far it is, and when."""
+    print(f"{time.monotonic() - BEGAN:6.1f} s: {what}", file=sys.stderr, flush=True)
+
+
 def decibels(one: np.ndarray, other: np.ndarray) -> float:
     """The peak signal-to-noise ratio of two pictures u8; infinite if they are equal."""
     error = np.mean((one.astype(np.float64) - other) ** 2)
@@ -285,15 +307,21 @@ def compared(models: Family, denoiser: Denoiser, options: argparse.Namespace, st
     def worst(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
         return round(min(map(decibels, first, second)), 1)
 
-    alone = levels([made(denoiser, [models.spec(one)], [0])[0] for one in wanted])
+    latents = [made(denoiser, [models.spec(one)], [0])[0] for one in wanted]
+    alone = levels(latents)
+    tell(f"{steps} steps: made alone")
     together = levels(made(denoiser, [models.spec(one) for one in wanted], JOINS))
+    tell(f"{steps} steps: made together")
     pairs = [(one, models.noise(one)) for one in wanted]
     theirs = levels([models.paint(models.reference, models.vae, one, noise) for one, noise in pairs])
+    tell(f"{steps} steps: made by diffusers")
     row = {
         "model": options.model, "size": options.size, "steps": steps, "dtype": options.dtype,
         "ours": worst(alone, theirs), "batch": worst(together, alone),
         "contrast": round(float(np.mean([one.std() for one in theirs])), 1),
     }  # fmt: skip
+    if decode := models.decoder():
+        row["decoder"] = worst([models.levels(models.vae, one, decode) for one in latents], alone)
     if options.float32:
         transformer, vae = (rounded(copy.deepcopy(part), torch.float32) for part in (models.reference, models.vae))
         exact = [models.paint(transformer, vae, one, noise) for one, noise in pairs]
@@ -315,7 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options = parser.parse_args(arguments)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     models = family(options.model, options.size, torch.device(options.device), getattr(torch, options.dtype))
+    tell("diffusers' parts are made")
     denoiser = models.denoiser()
+    tell("ours has their weights")
     if models.device.type == "cuda" and not options.eager:
         denoiser.network.compile()
     rows = []
