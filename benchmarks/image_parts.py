@@ -167,13 +167,9 @@ def decoder(sizes: list[int], device: torch.device, clock: Clock, tiny: bool) ->
     """What the VAE takes for a picture, from latents to values of pixels."""
     from diffusers import AutoencoderKLQwenImage21
 
-    from tools.checkpoints.qwen_image import tiny_vae
-
-    if tiny:
-        vae = tiny_vae().to(torch.bfloat16)
-    else:
-        with device:
-            vae = AutoencoderKLQwenImage21().to(torch.bfloat16)
+    toy = {"base_dim": 8, "decoder_base_dim": 8, "z_dim": 16, "dim_mult": [1, 2, 2, 2, 2], "num_res_blocks": 1}
+    with device:
+        vae = AutoencoderKLQwenImage21(**(toy if tiny else {})).to(torch.bfloat16)
     vae = vae.requires_grad_(False).eval()
     ours: PictureDecoder | None = None
     for way in ("diffusers", "ours", "ours, chosen by measuring"):
