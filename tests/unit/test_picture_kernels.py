@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21DupUp3D
 
 from omni_actors.engine.platform import prepare
 
@@ -13,7 +14,7 @@ from omni_actors.engine.models.pictures.between import Between, FusedBetween  # 
 from omni_actors.engine.models.pictures.layers import RmsNorm, rotation_at  # noqa: E402
 from omni_actors.engine.models.qwen_image.dit import Dit, DitConfig  # noqa: E402
 from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix  # noqa: E402
-from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder  # noqa: E402
+from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder, sources_of  # noqa: E402
 from tools.checkpoints.qwen_image import tiny_vae  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,3 +102,12 @@ def test_a_step_of_two_pictures_in_kernels_is_that_of_torch() -> None:
     dit.compile()
     assert isinstance(dit.between, FusedBetween)
     assert_close(velocities(), theirs)
+
+
+@pytest.mark.parametrize(("channels", "raised", "moments"), [(8, 8, 2), (8, 4, 2), (8, 4, 1), (4, 8, 1)])
+def test_shortcuts_take_the_channels_of_diffusers(channels: int, raised: int, moments: int) -> None:
+    shortcut = QwenImage21DupUp3D(channels, raised, factor_t=moments, factor_s=2)
+    given = drawn(1, channels, 2, 3)
+    theirs = shortcut(given[:, :, None], first_chunk=True)[:, :, 0]
+    parts = given.permute(0, 2, 3, 1)[..., sources_of(shortcut).to(DEVICE)]  # [1, height, width, 2, 2, channels]
+    assert torch.equal(parts.permute(0, 5, 1, 3, 2, 4).reshape(theirs.shape), theirs)

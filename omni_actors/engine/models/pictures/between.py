@@ -127,7 +127,7 @@ class FusedBetween(Between):
         query = qkv.new_empty(len(qkv), heads, size)
         _kernels().rotate_heads[(len(qkv),)](
             qkv, norm_q.weight, norm_k.weight, rotation, slots, query, keys, values, norm_q.eps,
-            heads, _padded(heads), size,
+            heads, _padded(heads), size, num_warps=8,
         )  # fmt: skip
         return query
 

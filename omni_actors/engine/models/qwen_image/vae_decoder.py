@@ -29,7 +29,7 @@ class PictureDecoder:
         self._vae = vae.to(memory_format=torch.channels_last)
         self._fused = fused
         shortcuts = [(block, block.avg_shortcut) for block in vae.decoder.up_blocks if block.avg_shortcut is not None]
-        self._sources = {block: _sources(shortcut).to(vae.device) for block, shortcut in shortcuts}
+        self._sources = {block: sources_of(shortcut).to(vae.device) for block, shortcut in shortcuts}
 
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
         """The picture [channels, height, width] from -1 to 1, of latents of the same order as the VAE has them."""
@@ -99,7 +99,7 @@ def _doubled(pixels: torch.Tensor) -> torch.Tensor:
     return rows.reshape(1, 2 * height, 2 * width, channels).permute(0, 3, 1, 2)
 
 
-def _sources(shortcut: Any) -> torch.Tensor:
+def sources_of(shortcut: Any) -> torch.Tensor:
     """The channels i64 [2, 2, channels] that a shortcut takes for each channel of the four pixels that one becomes.
 
     Of the moments that it would make of a video's first one, it keeps the last.
