@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21DupUp3D
 
 from omni_actors.engine.platform import prepare
 
 prepare()
+
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21DupUp3D  # noqa: E402
 
 from omni_actors.engine.models.pictures.between import Between, FusedBetween  # noqa: E402
 from omni_actors.engine.models.pictures.layers import RmsNorm, rotation_at  # noqa: E402
