@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def lengths(text: str) -> tuple[int, ...]:
     return blocks
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 32, 64, 128])
     parser.add_argument("--rounds", type=int, default=2, help="answers = rounds * concurrency, after a warm-up")
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=Setting.lengths, help="codec tokens, in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the spread of step times")
     parser.add_argument("--json", action="store_true", help="a line for each load instead of a table")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = [
         simulate(
             Setting(

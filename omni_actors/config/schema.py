@@ -124,8 +124,9 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
         precision: number format of the vocoder's arithmetic; `auto` is the fastest that the model was validated with.
             `fp8` is for Qwen2.5-Omni: bf16 with the large products of the network in eight bits.
         solver: method by which Qwen2.5-Omni's flow is solved: `rk4`, the default, evaluates the network four times in
-            an interval, as the reference does, `midpoint` twice, `euler` once. docs/benchmarks.md has what the cheaper
-            ones cost in sound.
+            an interval, as the reference does, `midpoint` twice, `euler` once. There are `num_steps` (of `sampling`)
+            points: with 6 in place of 10 the network costs 44 % less for 0.16 dB, which no cheaper solver reaches.
+            docs/benchmarks.md has what each costs in sound.
         smooth_start: keep the first sound of an answer until the rest of it is foreseen to follow without a gap;
             nothing while there is little load, and at most 5 s.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from omni_actors.config import StageKind
+from omni_actors.config import StageKind, load
 from omni_actors.coordinator.core.admission import admit
 from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
 from omni_actors.coordinator.core.replicas import ReplicaTable
@@ -136,6 +136,13 @@ def test_parameters_of_the_wrong_kind_of_stage() -> None:
     config = msgspec.structs.replace(config, stages=stages)
     with pytest.raises(InvalidRequest, match="num_steps does not apply to stage 'thinker'"):
         admit(config, submit("text", params={"thinker": StageParams(num_steps=3)}), voices=())
+
+
+def test_the_vocoders_number_of_points_is_a_key_of_the_pipeline_that_a_request_may_change() -> None:
+    pipeline = load("qwen2_5_omni.yaml", {"stages.code2wav.sampling.num_steps": "6"}, devices=1).pipeline
+    own = submit("audio", params={"code2wav": StageParams(num_steps=20)})
+    points = [admit(pipeline, request, voices=("Ethan",)).params["code2wav"].num_steps for request in (submit(), own)]
+    assert points == [6, 20]
 
 
 def test_parameters_about_text_need_a_stage_with_text() -> None:

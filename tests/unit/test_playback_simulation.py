@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ def rows() -> list[dict[str, Any]]:
 
 
 def run(*options: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "benchmarks/playback_simulation.py", "--json", "--rounds", "1", "--stagger", "3"]
-    done = subprocess.run([*command, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+        importlib.import_module("playback_simulation").main(["--json", "--rounds", "1", "--stagger", "3", *options])
+    return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
 def smooth_start(rows: list[dict[str, Any]], **wanted: str) -> float:
