@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rate", type=float, default=0.0, help="requests a second at random moments, in no closed loop"
     )
+    parser.add_argument("--points", type=int, default=Setting.points, help="of the vocoder's solver: num_steps")
     parser.add_argument("--slowness", type=float, default=1.0, help="of the device: 1.5 needs half as much time again")
     parser.add_argument("--lengths", type=int, nargs="+", default=Setting.lengths, help="codec tokens, in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the spread of step times")
@@ -92,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 cold=options.cold,
                 rate=options.rate,
                 slowness=options.slowness,
+                points=options.points,
                 lengths=tuple(options.lengths),
             )
         )

@@ -30,7 +30,6 @@ PROMPT_TOKENS, TEXT_TOKENS, CODEC_TOKENS = 65, 64, 512
 BLOCK = 12  # codec tokens
 BLOCK_SECONDS = 0.24
 HELD_BACK_SECONDS = 0.11  # of a chunk, whose last samples need frames that are not there yet
-INTERVALS = 9
 LIGHT_BLOCKS = 48  # the vocoder's own
 POLICY = (1, 1, 2, 4, 8)  # and its chunks, in blocks; the last length repeats
 THINKER_SEATS, TALKER_SEATS = 128, 64  # max_num_seqs
@@ -75,6 +74,7 @@ class Setting:
     lengths: tuple[int, ...] = (CODEC_TOKENS,)  # codec tokens of the answers, in turn
     rate: float = 0.0  # requests a second, at random moments, in place of a closed loop
     cold: bool = False  # no warm-up
+    points: int = 10  # of the vocoder's solver
     pace: float = CoordinatorConfig().speech_pace  # 0: no speech waits
 
 
@@ -221,11 +221,12 @@ class Talker(Stage):
 
 
 class Vocoder(Stage):
-    """Makes sound, chunk by chunk, each in `INTERVALS` steps."""
+    """Makes sound, chunk by chunk, each in a step for every interval of its solver."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._forecast = Forecast(CHUNKS)
+        self._intervals = self.pipeline.setting.points - 1
         self._share = 0.0  # of a light step, in the last one
 
     def arrive(self, answer: Answer, tokens: int) -> None:
@@ -248,7 +249,7 @@ class Vocoder(Stage):
         return min(self._end(answer) + 1, total) - answer.begin
 
     def _ready(self, answer: Answer) -> bool:
-        if answer in self.batch and answer.steps == INTERVALS - 1:
+        if answer in self.batch and answer.steps == self._intervals - 1:
             return False  # its chunk ends with this step, and only then comes the next one
         return answer.arrived == answer.tokens or answer.arrived >= (answer.begin + self._blocks(answer)) * BLOCK
 
@@ -267,7 +268,7 @@ class Vocoder(Stage):
         self._share = blocks / LIGHT_BLOCKS
         self.load = min(1.0, 0.4 + blocks / 60)
         device = 2.8 + 0.14 * blocks
-        decoded = [self._end(answer) - answer.begin for answer in self.batch if answer.steps == INTERVALS - 1]
+        decoded = [self._end(answer) - answer.begin for answer in self.batch if answer.steps == self._intervals - 1]
         if decoded:
             device += 3.5 + 1.1 * sum(decoded) * BLOCK_SECONDS
         return 1.0, device
@@ -285,7 +286,7 @@ class Vocoder(Stage):
     def done(self) -> None:
         for answer in self.batch:
             answer.steps += 1
-            if answer.steps == INTERVALS:
+            if answer.steps == self._intervals:
                 self._send(answer)
         self._foresee()
         for answer in [*self.batch, *self.answers]:
@@ -309,14 +310,14 @@ class Vocoder(Stage):
         """What is to be made of an answer."""
         policy, complete = self.pipeline.setting.policy, answer.arrived == answer.tokens
         total = -(-answer.tokens // BLOCK) if complete else math.inf
-        ahead, begin, chunk, steps = [], answer.begin, answer.chunk, INTERVALS - answer.steps
+        ahead, begin, chunk, steps = [], answer.begin, answer.chunk, self._intervals - answer.steps
         while begin < total and len(ahead) < PIECES_AHEAD:
             end = min(begin + policy[min(chunk, len(policy) - 1)], total)
             window_end = min(end + 1, total)
             missing = 0 if complete else max(0, int(window_end) * BLOCK - answer.arrived)
             before = max(0.0, begin * BLOCK_SECONDS - HELD_BACK_SECONDS)
             ahead.append(Ahead(before, (window_end - begin) / LIGHT_BLOCKS, steps, missing))
-            begin, chunk, steps = end, chunk + 1, INTERVALS
+            begin, chunk, steps = end, chunk + 1, self._intervals
         return Outlook(answer.made, answer.rank, answer.arrivals, ahead)
 
     def _leave(self, answer: Answer, seconds: float) -> None:
@@ -328,7 +329,7 @@ class Vocoder(Stage):
         last = end * BLOCK >= answer.tokens
         total = answer.tokens / BLOCK * BLOCK_SECONDS if last else end * BLOCK_SECONDS - HELD_BACK_SECONDS
         seconds = total - answer.made.seconds
-        self._forecast.completed(self._blocks(answer) / LIGHT_BLOCKS, INTERVALS, seconds, total)
+        self._forecast.completed(self._blocks(answer) / LIGHT_BLOCKS, self._intervals, seconds, total)
         first = not answer.made.first
         answer.made.add(pipeline.now, seconds)
         if first:
