@@ -237,5 +237,6 @@ def test_a_checkpoint_without_speech_parts_says_which_stages_to_leave_out(tiny_q
     folder = shutil.copytree(tiny_qwen3_checkpoint, tmp_path / "checkpoint")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"enable_audio_output": False}))
-    with pytest.raises(StartupError, match="no speech parts"):
+    with pytest.raises(StartupError, match="no speech parts") as refused:
         DiffusionEngine(arguments(folder))
+    assert "Leave the talker and code2wav stages out" in (refused.value.hint or "")
