@@ -47,6 +47,8 @@ class OmniGPUWorker(OmniWorkerBase, Worker):
 
     def omni_prompt_sizes(self) -> list[int]:
         """Numbers of tokens of prompts whose kernels neither a graph nor the memory's profile has compiled."""
+        if self.vllm_config.lora_config is not None:
+            return []  # a run without requests drops all adapters
         compilation = self.vllm_config.compilation_config
         padded = compilation.cudagraph_mode.mixed_mode() is not CUDAGraphMode.NONE  # to the sizes of graphs
         captured = compilation.cudagraph_capture_sizes if padded else None

@@ -100,3 +100,26 @@ def test_a_share_without_room_for_a_cache_is_refused_with_both_sizes() -> None:
     assert "takes 8.0 GiB" in str(caught.value)
     assert "Raise gpu_memory_utilization" in caught.value.hint
     assert kv_cache_bytes(8 * GIB, 8 * GIB - OUTSIDE_TORCH_BYTES - 1, 0.1) == 1
+
+
+def test_prompts_that_fit_a_graph_of_prompts_are_not_run_again(
+    worker: OmniGPUWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import CUDAGraphMode
+    from vllm.config.lora import LoRAConfig
+
+    from omni_actors.engine.prompt_kernels import Experts, prompt_sizes
+
+    experts, graphs = Experts((128, 1536, 2048), (128, 2048, 768), 8), [1, 2, 4, *range(8, 257, 8)]
+    monkeypatch.setattr("omni_actors.engine.gpu.experts_of", lambda _model: {experts})
+    monkeypatch.setattr(worker, "get_model", lambda: None)
+    config = worker.vllm_config
+    config.scheduler_config.max_num_batched_tokens = 2048
+    config.compilation_config.cudagraph_capture_sizes = graphs
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    assert worker.omni_prompt_sizes() == prompt_sizes([experts], graphs, 2048)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    assert worker.omni_prompt_sizes() == prompt_sizes([experts], [], 2048)
+    assert worker.omni_prompt_sizes()[0] < 256
+    config.lora_config = LoRAConfig(max_loras=1)
+    assert worker.omni_prompt_sizes() == [], "adapters would be gone"
