@@ -40,7 +40,9 @@ async def pid_of(client: AsyncOmniClient, name: str) -> int:
 
 @pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav", "prompt"])
 async def test_a_stage_that_is_killed_three_times_loses_nothing(launch: Launch, stage: str) -> None:
-    launcher = launch(disturbed_chain()).wait_ready()
+    data = disturbed_chain()
+    data["stages"][0]["engine"]["step_seconds"] = 0.006  # it has something to lose whenever it is killed
+    launcher = launch(data).wait_ready()
     name = f"{stage}/0"
     async with connected(launcher.endpoint) as (client, losses):
         load = Load(client)
