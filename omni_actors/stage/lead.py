@@ -142,6 +142,7 @@ class Forecast:
         self._largest = Ahead(0.0, 0.0, 1)
         self._seconds = 0.0  # of the sound of that one
         self._proven = False
+        self._need, self._needed_by = 0.0, 0  # seconds that first sounds had to be kept, and of how many answers
 
     def arrivals(self) -> Arrivals:
         """Those of another answer's input."""
@@ -203,8 +204,13 @@ class Forecast:
         self._learn(answers)
 
     def _learn(self, answers: Sequence[Outlook]) -> None:
-        """Foresee for all what most of those needed of whom enough was made: answers to come are not foreseen."""
+        """Foresee for all what most of those needed of whom enough was made: answers to come are not foreseen.
+
+        It holds for as many answers or more, also for the next ones that begin together.
+        """
         needs = sorted(answer.made.gaps for answer in answers if answer.made.seconds > PROVEN_SECONDS)
-        need = needs[int(MOST * len(needs))] if needs else 0.0
-        for answer in answers:
-            answer.smooth_start = max(answer.smooth_start, answer.made.first + need)
+        if needs:
+            self._need, self._needed_by = needs[int(MOST * len(needs))], len(answers)
+        if len(answers) >= MOST * self._needed_by:
+            for answer in answers:
+                answer.smooth_start = max(answer.smooth_start, answer.made.first + self._need)

@@ -54,6 +54,14 @@ def compute(forecast: Forecast, now: float, steps: int, seconds: float, share: f
         now += seconds
 
 
+def late(gap: float) -> Outlook:
+    """An answer whose sound ran out for so many seconds, and then went on for long enough to tell."""
+    answer = begun()
+    answer.made.add(answer.made.runs_out + gap, PROVEN_SECONDS)
+    answer.due = answer.made.runs_out
+    return answer
+
+
 def kept(forecast: Forecast, answers: list[Outlook]) -> list[float]:
     forecast.look(answers, NOW)
     return [answer.leaves() - NOW for answer in answers]
@@ -169,16 +177,18 @@ def test_an_answer_whose_input_came_at_once_is_thought_to_get_the_rest_as_answer
 def test_what_most_of_the_others_have_needed_is_foreseen_for_all() -> None:
     """Their sound is late because of answers that began after them, and so will this one's be."""
     stage = forecast(0.001)
-
-    def late(gap: float) -> Outlook:
-        answer = begun()
-        answer.made.add(answer.made.runs_out + gap, PROVEN_SECONDS)
-        answer.due = answer.made.runs_out
-        return answer
-
     others = [late(0.8) for _ in range(10)]
     assert kept(stage, [begun(), *others])[0] == pytest.approx(0.8)
     assert kept(stage, [begun(), late(3.0), *[late(0.0) for _ in range(19)]])[0] == 0.0, "one of them says little"
+
+
+def test_what_a_burst_has_needed_is_foreseen_for_the_next_one_but_not_for_fewer_answers() -> None:
+    stage = forecast(0.001)
+    stage.look([late(0.8) for _ in range(10)], 0.0)
+    assert kept(stage, [begun() for _ in range(10)]) == pytest.approx([0.8] * 10)
+    assert kept(stage, [begun() for _ in range(5)]) == [0.0] * 5
+    stage.look([late(0.0) for _ in range(5)], 0.0)
+    assert kept(stage, [begun() for _ in range(10)]) == [0.0] * 10, "what was needed last counts"
 
 
 def test_those_who_hear_seconds_ahead_delay_no_other() -> None:
