@@ -108,8 +108,6 @@ def main(options: argparse.Namespace) -> None:
     defaults = {"max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
     config = OmniModelConfig(options.checkpoint, "talker")
     engine = AutoregressiveEngine(OmniEngineArgs(config, "autoregressive", {**defaults, **fields}))
-    if options.without_graphs:
-        engine.core.worker.model_runner.sampling_graphs = None
     scheduler = engine.core.scheduler
     for batch in options.batch:
         single: dict[str, list[list[int]]] = {}
@@ -134,6 +132,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8], help="the first one is compared with")
     parser.add_argument("--tokens", type=int, default=384, help="of each request that is timed")
     parser.add_argument("--checked", type=int, default=128, help="tokens of each request that is compared")
-    parser.add_argument("--without-graphs", action="store_true", help="of sampling; those of the model stay")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     main(parser.parse_args())

@@ -51,7 +51,6 @@ KV_CACHE_BYTES = "kv_cache_bytes"
 WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for grammars
 WARM_UP_LENGTH = 24
 WARM_UP_SECONDS = 20.0  # after which prompts that compile kernels are left to requests
-USUAL_PARAMS = StageParams(max_tokens=3)  # two decode steps, of which the second captures a graph of sampling
 WARM_UP_PARAMS = (
     StageParams(max_tokens=3, min_tokens=3, temperature=0.9, top_k=40, top_p=0.8, min_p=0.01, repetition_penalty=1.05),
     StageParams(max_tokens=3, temperature=0.0, repetition_penalty=1.0),
@@ -120,20 +119,15 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             EngineError: a request of the warm-up fails, as all later ones would.
         """
         for size in batches:
-            self._warm_up_batch(size, WARM_UP_PARAMS)
-        for size in self.core.sampling_graph_sizes():
-            self._warm_up_batch(size, (USUAL_PARAMS,))
+            for index in range(size):
+                request = StageRequest(f"_warm_up/{index}", WARM_UP_PARAMS[index % len(WARM_UP_PARAMS)], seed=index)
+                self.start(request, self.adapter.warm_up_inputs(WARM_UP_LENGTH))
+            while self.runnable():  # until the worker, too, has freed them
+                for event in self.step():
+                    if isinstance(event, ErrorEvent):
+                        raise event.error
         self.core.compile_prompt_kernels(WARM_UP_SECONDS)
         self.core.forget_warm_up()
-
-    def _warm_up_batch(self, size: int, params: Sequence[StageParams]) -> None:
-        for index in range(size):
-            request = StageRequest(f"_warm_up/{index}", params[index % len(params)], seed=index)
-            self.start(request, self.adapter.warm_up_inputs(WARM_UP_LENGTH))
-        while self.runnable():  # until the worker, too, has freed them
-            for event in self.step():
-                if isinstance(event, ErrorEvent):
-                    raise event.error
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         """Have the adapter check the request, and give it to vLLM; see `StageEngine.start`."""

@@ -23,8 +23,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from omni_actors.engine.sampling_graphs import SamplingGraphs, can_graph
-from omni_actors.engine.worker_base import HostCopy, WrappedOutput, omni_options
+from omni_actors.engine.worker_base import HostCopy, WrappedOutput
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
@@ -88,27 +87,6 @@ class BurstRunnerMixin(VllmRunner):
 
     _step: FurtherStep | None = None  # the further step that is being computed
     _gathered: tuple[BatchReqState | None, int | None] = (None, None)
-    sampling_graphs: SamplingGraphs | None = None
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model; have a runner of bursts sample by graphs where it can."""
-        super().load_model(*args, **kwargs)
-        if omni_options(self.vllm_config).get("steps_per_schedule", 1) > 1 and can_graph(self):
-            self.sampling_graphs = SamplingGraphs(self, self.sample_without_graph)
-
-    def sample(
-        self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any
-    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        """Sample a step, by a graph if there is one for it."""
-        if self.sampling_graphs is not None and grammar_output is None:
-            output = self.sampling_graphs(hidden_states, input_batch)
-            if output is not None:
-                return output, output.num_sampled, output.num_rejected
-        return super().sample(hidden_states, input_batch, grammar_output)
-
-    def sample_without_graph(self, hidden_states: torch.Tensor, batch: InputBatch) -> SamplerOutput:
-        """Sample a step by vLLM's own kernels, one after the other."""
-        return super().sample(hidden_states, batch, None)[0]
 
     def further_steps(self, burst: Mapping[str, int], batch: InputBatch) -> list[tuple[list[str], SamplerOutput]]:
         """Compute the steps of a burst after its first, that of `batch`; what each has sampled for which requests."""
@@ -148,8 +126,6 @@ class BurstRunnerMixin(VllmRunner):
         """Add new requests; a further step has none, and must not take the next of the buffers of two steps' inputs."""
         if self._step is None:
             super().add_requests(scheduler_output)
-            if self.sampling_graphs is not None and scheduler_output.scheduled_new_reqs:
-                self.sampling_graphs.stale = True
 
     def gather_batch_req_state(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any

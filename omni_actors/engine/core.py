@@ -152,11 +152,6 @@ class VllmCore:
         if done:
             logger.info("Compiled kernels for prompts of %s tokens in %.1f s.", done, STEADY() - began)
 
-    def sampling_graph_sizes(self) -> list[int]:
-        """Numbers of requests for each of which decode steps are sampled by a graph of its own; none without graphs."""
-        sizes: list[int] = self._core.model_executor.collective_rpc("omni_sampling_sizes")[0]
-        return sizes
-
     def forget_warm_up(self) -> None:
         """Drop what requests that nobody sent have left in the prefix cache and in the statistics."""
         self._core.reset_prefix_cache()

@@ -106,12 +106,6 @@ class OmniRunnerMixin(OmniRunnerBase, BurstRunnerMixin):
             counts |= self.model_state.omni_counts()
         return counts
 
-    def omni_sampling_sizes(self) -> list[int]:
-        """Numbers of requests for each of which decode steps are sampled by a graph of its own."""
-        if self.sampling_graphs is None:
-            return []
-        return [size for size in self.compilation_config.cudagraph_capture_sizes or () if size <= self.max_num_reqs]
-
     def omni_reset(self) -> None:
         """Forget the forward pass of a step that failed before it was sampled."""
         self.execute_model_state = None

@@ -51,10 +51,6 @@ class OmniRunnerBase(ABC):
     def omni_counts(self) -> dict[str, int]:
         """State held for requests, by name; all zero when idle."""
 
-    def omni_sampling_sizes(self) -> list[int]:
-        """Numbers of requests for each of which decode steps are sampled by a graph of its own."""
-        return []
-
     @abstractmethod
     def omni_reset(self) -> None:
         """Forget a step that failed halfway. The requests themselves end through `finished_req_ids` as usual."""
@@ -85,10 +81,6 @@ class OmniWorkerBase(VllmWorker):
         options = omni_options(self.vllm_config)
         register_models(find_model_spec(checkpoint_architecture(options["model"]), options["model_stage"]))
         return super().load_model(*args, **kwargs)
-
-    def omni_sampling_sizes(self) -> list[int]:
-        """Numbers of requests for each of which the runner samples decode steps by a graph of its own."""
-        return self._omni_runner.omni_sampling_sizes()
 
     def omni_counts(self) -> dict[str, int]:
         """State that the runner holds for requests, by name; all zero when idle."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from omni_actors.engine.bursts import burst_of
-from omni_actors.engine.sampling_graphs import SamplingGraphs
 from omni_actors.engine.tensors import to_host
 from omni_actors.protocol.results import FinishReason
 from tests.support.stage_driver import (
@@ -100,45 +99,6 @@ def test_bursts_give_the_tokens_of_single_steps(ends_often, answers):
     assert ends_often.steps < taken
     for tokens, reason, counted in single.values():
         assert counted == len(tokens) + (reason is FinishReason.STOP), "what follows the end is not counted"
-
-
-class Repeated(SamplingGraphs):
-    """Graphs of a CPU, which are repeated by doing the same again, and have more rows than the batch."""
-
-    def __call__(self, hidden, batch):
-        self.hidden = getattr(self, "hidden", hidden.new_zeros(16, hidden.shape[1]))  # where a model's graph has it
-        self.hidden[: batch.num_reqs] = hidden[: batch.num_reqs]
-        return super().__call__(self.hidden, batch)
-
-    def holds(self, hidden):
-        return True
-
-    def rows_of(self, batch):
-        return -(-batch.num_reqs // 4) * 4
-
-    def record(self, hidden, batch):
-        def replay():
-            with self.own_numbers():
-                batch.idx_mapping_np = batch.idx_mapping.numpy()  # the sampler of the CPU reads it in every step
-                again = self.sample(hidden, batch)
-            output.sampled_token_ids.copy_(again.sampled_token_ids)
-            output.num_nans.copy_(again.num_nans)
-            self.repeated = getattr(self, "repeated", 0) + 1
-
-        output = self.sample(hidden, batch)
-        return replay, output
-
-
-@BOTH_TALKER_MODES
-def test_graphs_of_sampling_give_the_same_tokens(ends_often, answers, monkeypatch):
-    """They read what a step leaves in memory, not what there was when they were captured."""
-    runner = ends_often.engine.core.worker.model_runner
-    expected = play(ends_often, answers, 4)
-    graphs = Repeated(runner, runner.sample_without_graph)
-    monkeypatch.setattr(runner, "sampling_graphs", graphs)
-    for _ in range(2):
-        assert play(ends_often, answers, 4) == expected
-    assert graphs.repeated > 20
 
 
 @BOTH_TALKER_MODES
