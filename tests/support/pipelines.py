@@ -16,7 +16,6 @@ from omni_actors.errors import OmniError
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import PATIENCE
 
-OFTEN = {"coordinator.heartbeat_interval": 0.1}  # stages report that they hold nothing more with a heartbeat
 RUN_DIRECTORIES: list[Path] = []  # of this session of tests, with the logs of its pipelines
 
 
@@ -41,7 +40,7 @@ class RunningPipeline:
         RUN_DIRECTORIES.append(self.run_dir)
         self.endpoint = f"ipc://{self.run_dir}/client"
         command = [sys.executable, "-m", "omni_actors.launch", str(config), "--run-dir", str(self.run_dir)]
-        for key, value in {**OFTEN, **(overrides or {})}.items():
+        for key, value in (overrides or {}).items():
             command += ["--set", f"{key}={value}"]
         command += arguments
         self.process = subprocess.Popen(
@@ -85,7 +84,7 @@ class RunningPipeline:
                     return
                 if time.monotonic() > deadline:
                     raise AssertionError(f"still held: {held}")
-                time.sleep(0.02)
+                time.sleep(0.1)
 
     def stop(self) -> str:
         """SIGTERM, wait, and return what the launcher printed."""
