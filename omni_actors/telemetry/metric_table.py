@@ -151,7 +151,12 @@ STAGE_REQUESTS = _counter(
     "Attempts that ended in a stage: done, an error code, or dropped (ended by the coordinator).",
 )
 STAGE_HELD = _gauge("omni_stage_requests_held", _REPLICA, "Requests that a stage knows.")
-STEP_SECONDS = _histogram("omni_stage_step_seconds", _REPLICA, _STEPS, "Time of an engine step.")
+STEP_SECONDS = _histogram(
+    "omni_stage_step_seconds",
+    _REPLICA,
+    _STEPS,
+    "Time of an engine step, which computes up to `steps_per_schedule` of the model.",
+)
 HELD_BACK = _counter(
     "omni_stage_held_back_seconds_total",
     (*_REPLICA, "reason"),

@@ -33,9 +33,9 @@ async def test_a_spoken_answer_is_timed_and_counted(tiny_pipeline: RunningPipeli
     tokens = {stage.stage: stage.output_tokens for stage in timeline.stages}
     assert tokens["thinker"] == 8
     assert tokens["talker"] == 24
-    for stage in ("thinker", "talker"):
+    for stage, at_a_time in {"thinker": 1, "talker": 4}.items():  # tokens for one scheduling
         assert grown(before, now, table.OUTPUT_TOKENS, stage, "0") == tokens[stage]
-        assert grown(before, now, table.STEP_SECONDS, stage, "0", suffix="_count") >= tokens[stage]
+        assert grown(before, now, table.STEP_SECONDS, stage, "0", suffix="_count") >= tokens[stage] / at_a_time
         assert grown(before, now, table.QUEUE_SECONDS, stage, "0", suffix="_count") == 1
     assert grown(before, now, table.STAGE_AUDIO, "code2wav", "0") == pytest.approx(24 * 480 / 24_000)
     row_bytes = 64 * 4  # of hidden size 64, one per token
