@@ -237,6 +237,12 @@ def one_at_a_time(tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
     engine.shutdown()
 
 
+def stop_time(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no time pass from now on, so that nothing that has been sent is heard."""
+    now = engine.core.scheduler.clock()
+    monkeypatch.setattr(engine.core.scheduler, "clock", lambda: now)
+
+
 def test_who_has_sound_in_hand_lets_others_go_first_even_in_the_middle_of_a_chunk(
     one_at_a_time: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +253,7 @@ def test_who_has_sound_in_hand_lets_others_go_first_even_in_the_middle_of_a_chun
         alone.feed(name, 1)
         alone.run()
     seen, speech = watched(engine, monkeypatch), Speech(engine)
-    monkeypatch.setattr(engine.core.scheduler, "clock", lambda: 1000.0)  # nothing that has been sent is heard
+    stop_time(engine, monkeypatch)
     speech.start("a", specs["a"], first=80)
     speech.feed("a", 1)
     while seen.done.get("a/2", 0) < 2:
@@ -269,7 +275,7 @@ def test_who_falls_silent_soon_goes_before_new_answers_and_who_has_more_in_hand_
 ) -> None:
     """Breaks if chunks are ranked by their number."""
     seen, speech = watched(one_at_a_time, monkeypatch), Speech(one_at_a_time)
-    monkeypatch.setattr(one_at_a_time.core.scheduler, "clock", lambda: 1000.0)  # nothing that has been sent is heard
+    stop_time(one_at_a_time, monkeypatch)
     speech.start("a", (80, "Ethan", 0.5, 0), first=80)
     speech.feed("a", 1)
     while seen.done.get("a/0", 0) < 2:
