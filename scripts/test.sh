@@ -5,8 +5,8 @@
 #   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
 # With pytest arguments (a folder, -k ...) only those tests run, without the coverage floors. All tests run in parts, two
-# at a time: those of models and of the HTTP server, which share pipelines, and of single modules; three at a time those
-# that start, kill and stop processes, which mostly wait; and one at a time those that keep all cores busy.
+# at a time except for the last part: those of models and of the HTTP server, which share pipelines, of single modules,
+# those that start, kill and stop processes, and those that keep all cores busy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -37,7 +37,7 @@ parallel=(--durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 shared=(tests/e2e tests/http)
 coverage run -m pytest "${parallel[@]}" "${shared[@]}" "${spread[@]/#/--ignore=}" || status=$?
 coverage run -m pytest "${parallel[@]}" "${waiting[@]/#/--ignore=}" "${shared[@]/#/--ignore=}" || status=$?
-coverage run -m pytest "${parallel[@]}" --numprocesses=3 "${waiting[@]}" "${spread[@]/#/--ignore=}" || status=$?
+coverage run -m pytest "${parallel[@]}" "${waiting[@]}" "${spread[@]/#/--ignore=}" || status=$?
 python -m pytest --durations=15 "${spread[@]}" || status=$?
 coverage combine --quiet
 coverage report
