@@ -142,6 +142,11 @@ def test_several_turns_are_spoken_and_written_down(echo: HttpPipeline, page: Pag
     assert messages[-1]["content"] == "and now in writing"
 
 
+def until_playing(page: Page) -> None:
+    """Wait until an answer is heard; looks at every frame, and for long, as other tests may have the processor."""
+    page.wait_for_function("document.body.dataset.playing === 'true'", timeout=60_000)
+
+
 def metrics(page: Page, pipeline: HttpPipeline) -> str:
     return page.request.get(f"{pipeline.url}/metrics").text()
 
@@ -150,7 +155,7 @@ def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page
     text = "hello sea " * 60
     converse(page, echo, text)
     speak(page)
-    expect(page.locator("body")).to_have_attribute("data-playing", "true")
+    until_playing(page)
     speak(page)
     until(page, lambda: of_kind(sent, TRUNCATE), "speech during the answer", 15)
     cut = of_kind(sent, TRUNCATE)[0]
@@ -161,7 +166,7 @@ def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page
     until(page, lambda: least <= len(remaining.inner_text()) <= characters, "the text that was heard", 15)
     assert text.startswith(remaining.inner_text())
     assert 0 < cut["audio_end_ms"] < 10_000
-    expect(page.locator("body")).to_have_attribute("data-playing", "true")  # the next answer
+    until_playing(page)  # the next answer
     cuts = len(of_kind(sent, TRUNCATE))
     page.keyboard.press("Escape")
     expect(page.locator("body")).to_have_attribute("data-playing", "false")
@@ -196,7 +201,7 @@ def test_an_answer_is_cut_although_the_next_one_begins_before_the_server_says_wh
     page.route_web_socket("**/v1/realtime", connect)
     converse(page, echo, "hello sea " * 60)
     speak(page)
-    expect(page.locator("body")).to_have_attribute("data-playing", "true")
+    until_playing(page)
     speak(page)
     expect(page.locator("li.assistant").nth(0).locator("small")).to_contain_text("interrupted")
     assert len(begun) == 2
