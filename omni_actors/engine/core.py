@@ -153,7 +153,7 @@ class VllmCore:
             logger.info("Compiled kernels for prompts of %s tokens in %.1f s.", done, STEADY() - began)
 
     def forget_warm_up(self) -> None:
-        """Drop what requests that nobody sent have left in the prefix cache and in the statistics."""
+        """Clear what the warm-up left in the prefix cache and the statistics."""
         self._core.reset_prefix_cache()
         self.scheduler.make_stats()  # those since the last step
         self.statistics = CoreStatistics()

@@ -1,8 +1,8 @@
 """Which batches of prompts compile kernels that nothing else compiles at a stage's start.
 
 Batches up to the largest CUDA graph are padded to the size of a graph, and run when it is captured. Larger ones run as
-they are. Triton compiles a kernel anew for other settings, which vLLM chooses for a model's experts by the number of
-tokens (from tables of what is fastest on a GPU), and for numbers that are or are not multiples of 16.
+they are. Triton compiles another kernel for each combination of settings, which vLLM chooses for a model's experts by
+the number of tokens (from tables of what is fastest on a GPU), and for numbers that are or are not multiples of 16.
 """
 
 from __future__ import annotations
