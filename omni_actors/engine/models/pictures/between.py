@@ -105,7 +105,7 @@ class FusedBetween(Between):
     ) -> torch.Tensor:
         kernels, out = _kernels(), torch.empty_like(tokens)
         rows, width = tokens.shape
-        padded = _padded(width)
+        padded = kernels.next_power_of_2(width)
         kernels.add_and_norm[(rows,)](
             tokens, tokens if branch is None else branch, gates, scales, owner, out, eps,
             width, padded, branch is not None, num_warps=min(8, max(1, padded // 256)),
@@ -124,19 +124,19 @@ class FusedBetween(Between):
     ) -> torch.Tensor:
         """See `Between`."""
         _, heads, size = keys.shape
-        query = qkv.new_empty(len(qkv), heads, size)
-        _kernels().rotate_heads[(len(qkv),)](
+        kernels, query = _kernels(), qkv.new_empty(len(qkv), heads, size)
+        kernels.rotate_heads[(len(qkv),)](
             qkv, norm_q.weight, norm_k.weight, rotation, slots, query, keys, values, norm_q.eps,
-            heads, _padded(heads), size, num_warps=8,
+            heads, kernels.next_power_of_2(heads), size, num_warps=8,
         )  # fmt: skip
         return query
 
     def gate(self, given: torch.Tensor) -> torch.Tensor:
         """See `Between`."""
         rows, width = given.shape[0], given.shape[1] // 2
-        out = given.new_empty(rows, width)
-        block = min(BLOCK, _padded(width))
-        _kernels().gate[(rows, -(-width // block))](given, out, width, block)
+        kernels, out = _kernels(), given.new_empty(rows, width)
+        block = min(BLOCK, kernels.next_power_of_2(width))
+        kernels.gate[(rows, -(-width // block))](given, out, width, block)
         return out
 
 
@@ -146,17 +146,12 @@ def _kernels() -> Any:
     return layer_kernels
 
 
-def _padded(size: int) -> int:
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
-
-
 def norm_pixels(pixels: torch.Tensor, weight: torch.Tensor, factor: float) -> torch.Tensor:
     """silu of pixels [1, channels, height, width], channels last, at a length of one, times `factor` and `weight`."""
-    out, channels = torch.empty_like(pixels), pixels.shape[1]
-    rows, padded = pixels.numel() // channels, _padded(channels)
+    kernels, out, channels = _kernels(), torch.empty_like(pixels), pixels.shape[1]
+    rows, padded = pixels.numel() // channels, kernels.next_power_of_2(channels)
     together = max(1, PIXEL_BLOCK // padded)
-    _kernels().norm_pixels[(-(-rows // together),)](
+    kernels.norm_pixels[(-(-rows // together),)](
         pixels, weight, out, rows, factor, channels, padded, together, num_warps=8
     )
     return out

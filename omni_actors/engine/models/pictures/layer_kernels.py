@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import next_power_of_2
+
+__all__ = ["add_and_norm", "gate", "next_power_of_2", "norm_pixels", "rotate_heads"]
 
 
 @triton.jit
