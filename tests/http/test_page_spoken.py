@@ -30,11 +30,13 @@ VOICE = """([rate, samples]) => {
   const context = new AudioContext(), microphone = context.createMediaStreamDestination();
   const recording = context.createBuffer(1, samples.length, rate);
   recording.copyToChannel(Float32Array.from(samples, (sample) => sample / 32768), 0);
+  let source;
   window.speak = () => {
-    const source = new AudioBufferSourceNode(context, { buffer: recording });
+    source = new AudioBufferSourceNode(context, { buffer: recording, loop: true });
     source.connect(microphone);
     source.start();
   };
+  window.finish = () => { source.loop = false; };
   navigator.mediaDevices.getUserMedia = async () => { await context.resume(); return microphone.stream; };
 }"""
 SCREENSHOT = REPOSITORY / "docs" / "images" / "web-spoken.png"
@@ -102,12 +104,13 @@ def said(page: Page, index: int) -> Any:
 
 
 def speak(page: Page) -> int:
-    """Speak a turn once there is a session that hears it; returns the turn's index."""
-    before = page.locator("li.user").count()
+    """Speak a turn, once there is a session, until it hears that; returns the turn's index."""
+    turn = page.locator("li.user").count()
     expect(page.locator("#spoken-state")).to_have_text(re.compile("Listening|Thinking|Speaking"))
     page.evaluate("speak()")
-    expect(page.locator("li.user")).to_have_count(before + 1)
-    return before
+    page.wait_for_selector(f"li.user >> nth={turn}", state="attached")
+    page.evaluate("finish()")
+    return turn
 
 
 def speak_and_hear(page: Page) -> int:
