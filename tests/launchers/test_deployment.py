@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,10 @@ def test_the_dockerfile_has_no_known_faults() -> None:
     kept = [line[1:] for line in dockerfile.with_suffix(".dockerignore").read_text().splitlines() if line[:1] == "!"]
     assert all((REPOSITORY / name).exists() for name in kept)
     assert not {"checkpoints", "keys", ".git"} & set(kept)
+    script = (REPOSITORY / "scripts" / "setup.sh").read_text()
+    read = set(re.findall(r"\$repo_root/(\w[\w.]*)", script))
+    assert read >= {"pyproject.toml", "scripts"}
+    assert read <= set(kept), "scripts/setup.sh, which the image runs, reads them"
 
 
 def test_the_service_starts_what_there_is() -> None:
