@@ -33,7 +33,8 @@ async def upload(form: Annotated[Form[UploadForm], Depends(UPLOAD)], state: Stat
     if not data:
         raise HttpError(400, "The file is empty.", param="file", code="invalid_value")
     if len(data) > state.settings.media_bytes:
-        raise HttpError(413, f"Each file is limited to {state.settings.media_bytes} bytes.", param="file")
+        message = f"Each file is limited to {state.settings.media_bytes} bytes."
+        raise HttpError(413, message, param="file", code="media_too_large")
     return json_response(_file(state.files.add(form.names[0], form.fields.purpose, data)))
 
 

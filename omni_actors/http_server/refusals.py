@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.errors import KINDS, RETRY_SECONDS, HttpError
 
 REASONS = {
     400: "Bad Request",
@@ -16,9 +16,11 @@ REASONS = {
 
 def refusal(status: int, message: str, code: str) -> bytes:
     """The bytes of an answer after which the connection is closed."""
-    body = msgspec.json.encode(HttpError(status, message, code=code).body())
+    error = HttpError(status, message, code=code, kind=KINDS.get(status, "invalid_request_error"))
+    body = msgspec.json.encode(error.body())
+    retry = f"retry-after: {RETRY_SECONDS:.0f}\r\n" if status == 503 else ""
     head = (
         f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
     )
     return head.encode() + body

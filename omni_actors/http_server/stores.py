@@ -48,7 +48,8 @@ class FileStore:
             HttpError: 413 if it alone is too large, 400 if its name is too long.
         """
         if len(data) > self._limit:
-            raise HttpError(413, f"All files together are limited to {self._limit} bytes.", param="file")
+            message = f"All files together are limited to {self._limit} bytes."
+            raise HttpError(413, message, param="file", code="media_too_large")
         if len(name.encode()) > self.NAME_BYTES:
             message = f"The file's name has more than {self.NAME_BYTES} bytes."
             raise HttpError(400, message, param="file", code="invalid_value")

@@ -201,6 +201,10 @@ def test_a_connection_with_a_request_keeps_its_place() -> None:
         for made in busy:
             assert made.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"  # its body is awaited
         assert answer_to(address, GET + b"\r\n") == (503, "overloaded")
+        with connect(address, GET + b"\r\n") as refused:
+            head = refused.recv(65536).lower()
+        assert b"\r\nretry-after: 1\r\n" in head
+        assert b"service_unavailable_error" in head
         for made in busy:
             made.sendall(b"hello")
             assert next_answer(made)[0] == 400  # no multipart form, but it was read

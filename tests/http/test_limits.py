@@ -262,6 +262,9 @@ def test_unknown_paths_and_methods_answer_with_openai_errors(small: str) -> None
 
 def test_files_are_bounded_in_bytes_and_time() -> None:
     files = FileStore(limit=100, seconds=0.05)
+    with pytest.raises(HttpError, match="limited to 100 bytes") as refused:
+        files.add("a", "user_data", b"x" * 101)
+    assert (refused.value.status, refused.value.code) == (413, "media_too_large")
     first = files.add("a", "user_data", b"x" * 60)
     second = files.add("b", "user_data", b"x" * 60)
     assert files.find(first.id) is None, "the oldest goes first"
@@ -307,7 +310,7 @@ def test_uploads_touch_no_disk(echo_pipeline: HttpPipeline, monkeypatch: pytest.
 
 def test_uploads_are_limited(small: str) -> None:
     response = httpx.post(f"{small}/v1/files", files={"file": ("a", b"x" * 50_001)})
-    assert response.status_code == 413
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "media_too_large")
     response = httpx.post(f"{small}/v1/files", files={"file": ("a" * 3000, b"x")})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "file"
