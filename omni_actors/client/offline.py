@@ -124,8 +124,8 @@ class OmniLLM:
         """Answer all prompts at once: the stages work on different prompts at the same time.
 
         Parameters of one stage are a mapping such as `{"max_tokens": 64}`, a `StageParams`, or `None` for the stage's
-        defaults. A list of them has one entry for each stage that takes parameters, in the pipeline's order; a stage of
-        kind `prompt` takes none. For Qwen2.5-Omni that is thinker, talker, code2wav.
+        defaults. A list of them has one entry for each stage that takes parameters, in the pipeline's order; most stages
+        of kind `prompt` take none. For Qwen2.5-Omni that is thinker, talker, code2wav.
 
         Args:
             prompts: one or more prompts, as for `AsyncOmniClient.submit`; a list of chat messages is one prompt.

@@ -117,6 +117,9 @@ async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Re
         raise bad_field("stream", "Events are JSON: with stream, response_format must be 'json'.", "unsupported_value")
     description = await state.describe()
     state.model_name(fields.model, description)
+    if "text" not in description.outputs or description.max_media.get("audio") == 0:
+        message = "This model writes nothing down: it does not hear, or does not answer in text."
+        raise bad_field("model", message, "unknown_modality")
     part, seconds = await state.media.recording(file, "file")
     if fields.response_format in TIMED and not seconds:
         raise bad_field(

@@ -103,6 +103,12 @@ def test_a_file_that_holds_no_sound_is_refused(echo: HttpPipeline, file: bytes, 
     assert error["code"] == code
 
 
+def test_a_pipeline_that_does_not_write_is_told_by_its_model(cloning: HttpPipeline) -> None:
+    answer = post(cloning)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "model", "unknown_modality")
+
+
 def test_a_missing_file_and_a_second_one_are_refused(echo: HttpPipeline) -> None:
     url = f"{echo.url}/v1/audio/transcriptions"
     missing = httpx.post(url, files={"model": (None, "echo")}).json()["error"]
