@@ -124,7 +124,7 @@ class OmniLLM:
         """Answer all prompts at once: the stages work on different prompts at the same time.
 
         Parameters of one stage are a mapping such as `{"max_tokens": 64}`, a `StageParams`, or `None` for the stage's
-        defaults. A list of them has one entry for each stage that takes parameters, in the pipeline's order; most stages
+        defaults. A list of them has one entry for each stage that takes parameters, in the pipeline's order; most
         of kind `prompt` take none. For Qwen2.5-Omni that is thinker, talker, code2wav.
 
         Args:
