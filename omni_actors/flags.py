@@ -10,6 +10,7 @@ from typing import NoReturn
 
 LONGEST_SECONDS = 1e7
 LARGEST_SEED = 2**63 - 1
+LARGEST_COUNT = 1024
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -42,6 +43,14 @@ def seed(text: str) -> int:
     number = _whole(text)
     if not 0 <= number <= LARGEST_SEED:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {LARGEST_SEED}")
+    return number
+
+
+def count(text: str) -> int:
+    """A number of things, perhaps none."""
+    number = _whole(text)
+    if not 0 <= number <= LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {LARGEST_COUNT}")
     return number
 
 

@@ -46,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         logs.configure("launcher")
-        loaded = config.load(options.config, overrides(options))
+        loaded = config.load(options.config, overrides(options), options.gpus)
         check_launch(loaded.pipeline, options)
         if options.check:
-            print(config.describe(loaded))
+            print(config.describe(loaded, options.gpus))
             print("\n".join(check_engines(loaded.pipeline)))
             return EXIT_OK
         return asyncio.run(_run(loaded.pipeline, options))
@@ -77,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--check", action="store_true", help="print the effective configuration and start nothing")
+    parser.add_argument(
+        "--gpus", type=flags.count, metavar="N", help="check for a host with N GPUs (default: this one's)"
+    )
     parser.add_argument("--model", help="checkpoint folder or hub name")
     parser.add_argument("--run-dir", help="folder for sockets and logs")
     parser.add_argument("--listen", help="client endpoint: 'ipc', or tcp://ADDRESS:PORT")

@@ -240,7 +240,10 @@ def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
     for device in placed:
         if device >= devices:
             have = f"devices 0 to {devices - 1}" if devices else "no GPU"
-            raise ConfigError(f"{where}.devices: there is no device {device}; this host has {have}.")
+            raise ConfigError(
+                f"{where}.devices: there is no device {device}; this host has {have}.",
+                hint="Name others. For another host than this one, `omni-actors check` takes `--gpus N`.",
+            )
 
 
 def _check_nodes(stage: StageConfig, where: str, cluster: ClusterConfig) -> None:

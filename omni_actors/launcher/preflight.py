@@ -38,6 +38,7 @@ MISSING_WITHOUT = {  # flag -> those that mean nothing without it
     ),
     "--http": ("--http-insecure", "--served-name", "--voice-alias", "--media-host"),
     "--metrics": ("--metrics-insecure",),
+    "--check": ("--gpus",),
 }
 
 

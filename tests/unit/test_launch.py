@@ -71,6 +71,19 @@ def test_check_prints_and_starts_nothing(
     assert "talker: 3 x echo" in out
 
 
+def test_check_may_be_for_a_host_with_other_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "Launcher", None)
+    data = chain()
+    data["stages"][2]["devices"] = [0, 2]
+    check = [str(write(tmp_path, data)), "--check", "--gpus"]
+    assert main([*check, "3"]) == EXIT_OK
+    assert "talker: 1 x echo on GPU 0, takes" in capsys.readouterr().out
+    assert main([*check, "2"]) == EXIT_USAGE
+    assert "there is no device 2; this host has devices 0 to 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--set", "nonsense=1"], ["--set", "x"], ["--listen", "tcp://*:1"]])
 def test_wrong_configuration_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
     assert main([str(write(tmp_path, chain())), *arguments]) == EXIT_USAGE
