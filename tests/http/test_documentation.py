@@ -1,13 +1,16 @@
-"""The examples of the pages about HTTP, and of docs/realtime.md and docs/migrating.md, work as printed."""
+"""The examples of the first pages, of those about HTTP, of docs/realtime.md and docs/migrating.md work as printed."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
+from tests.support.paths import REPOSITORY
 from tests.support.printed_examples import DOCS, EXAMPLES, Example
 from tests.support.servers import HttpPipeline
 
@@ -37,3 +40,14 @@ def test_a_page_of_an_api_shows_curl_and_the_openai_package() -> None:
         assert re.search(r"^```bash\n(?:(?!```).)*curl", text, re.M | re.S), name
         assert re.search(r"^```python\n(?:(?!```).)*OpenAI\(", text, re.M | re.S), name
         assert re.search(r"^## Errors\n.*^## Not supported\n", text, re.M | re.S), name
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_programs_talk_to_a_pipeline(echo: HttpPipeline, page: str) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / page).read_text(), re.M | re.S)
+    program, places = re.subn(r"^( +)\.\.\.  # Text\(", r"\1print(type(item).__name__)  # (", program, flags=re.M)
+    assert places == 1
+    program = program.replace("ipc:///tmp/omni-x/client", echo.endpoint).replace("tiny_speaker", "echo")
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
+    assert {"Text", "Audio"} <= set(done.stdout.split())
