@@ -124,6 +124,16 @@ def test_every_route_and_flag_of_the_server_is_described() -> None:
     assert not [flag for flag in flags if f"`{flag}" not in text]
 
 
+def test_every_error_code_of_the_server_is_on_a_page() -> None:
+    pages = (DOCS / "http.md", DOCS / "realtime.md", DOCS / "troubleshooting.md", *(DOCS / "http").glob("*.md"))
+    text = "".join(page.read_text() for page in pages)
+    sources = (REPOSITORY / "omni_actors" / "http_server").rglob("*.py")
+    codes = {code for source in sources for code in re.findall(r'code="(\w+)"', source.read_text())}
+    assert len(codes) >= 20
+    codes -= {"incomplete_body"}  # of a client that is gone
+    assert not [code for code in sorted(codes) if f"`{code}`" not in text]
+
+
 def test_every_field_of_openai_and_vllm_is_listed_and_known() -> None:
     """A field that is new there shows up here, until it is decided what it means here."""
     from openai.types import completion_create_params as completion
