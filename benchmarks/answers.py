@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import command_line
 import numpy
 import serve
 import workload
@@ -109,8 +110,7 @@ def main() -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?")
-    parser.add_argument("--model")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    command_line.add_flags(parser)
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     parser.add_argument("--text-tokens", type=int, default=32)
     parser.add_argument("--codec-tokens", type=int, default=128)

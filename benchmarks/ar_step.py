@@ -21,8 +21,8 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
+import command_line  # noqa: E402
 import torch  # noqa: E402
-import yaml  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
@@ -78,7 +78,7 @@ def steps_of(engine: AutoregressiveEngine, step: Callable[[], object]) -> list[f
 
 
 def main(options: argparse.Namespace) -> None:
-    fields = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in options.set)}
+    fields = command_line.fields(options)
     config = OmniModelConfig(options.checkpoint, options.stage, steps_per_schedule=1)
     defaults = {"max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
     engine = AutoregressiveEngine(OmniEngineArgs(config, "autoregressive", {**defaults, **fields}))
@@ -109,6 +109,6 @@ if __name__ == "__main__":
     parser.add_argument("--stage", choices=["thinker", "talker"], default="talker")
     parser.add_argument("--batch", type=int, nargs="+", default=[8])
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    command_line.add_fields(parser)
     parser.add_argument("--profile", choices=["tottime", "cumtime"])
     main(parser.parse_args())

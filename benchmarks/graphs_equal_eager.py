@@ -13,6 +13,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import command_line
 import numpy
 
 from omni_actors import config
@@ -35,7 +36,7 @@ VARIANTS = {
 
 async def answers(options: argparse.Namespace, variant: dict[str, str]) -> tuple[list[OmniRequestOutput], float, float]:
     overrides = {f"stages.{stage}.engine.{key}": value for stage in STAGES for key, value in variant.items()}
-    overrides |= dict(item.split("=", 1) for item in options.set)
+    overrides |= command_line.overrides(options)
     launcher = Launcher(config.load(Path(options.config), overrides).pipeline)
     try:
         began = time.perf_counter()
@@ -88,6 +89,6 @@ async def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    command_line.add_flags(parser)
     parser.add_argument("--requests", type=int, default=12)
     asyncio.run(main(parser.parse_args()))

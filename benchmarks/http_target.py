@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+import command_line
+
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """A parser of the arguments that name the server; `parse` reads them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?")
-    parser.add_argument("--model")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    command_line.add_flags(parser)
     parser.add_argument("--url", help="of a server that runs, in place of a configuration")
     return parser
 
@@ -21,9 +22,3 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if (options.config is None) == (options.url is None):
         parser.error("give a configuration or --url")
     return options
-
-
-def overrides(options: argparse.Namespace) -> dict[str, str]:
-    """What `--set` and `--model` change in the configuration."""
-    given = dict(pair.split("=", 1) for pair in options.set)
-    return given if options.model is None else {**given, "model": options.model}

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import command_line
 import http_target
 from websockets.asyncio.client import connect
 
@@ -84,7 +85,7 @@ def pipelines(options: argparse.Namespace) -> dict[str, dict[float, tuple[float,
     """What was measured, by how the server is configured."""
     if options.url is not None:
         return {"as it is": asyncio.run(measure(options.url, options))}
-    given, found = http_target.overrides(options), {}
+    given, found = command_line.overrides(options), {}
     for name, seconds in (("after the turn", 0), ("while it lasts", 2)):
         with HttpPipeline(options.config, {**given, "http.realtime_ahead_seconds": seconds}) as pipeline:
             found[name] = asyncio.run(measure(pipeline.url, options))

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import command_line
 import psutil
 import workload
 
@@ -56,9 +57,7 @@ def gib(count: float) -> float:
 
 def load_pipeline(options: argparse.Namespace) -> config.PipelineConfig:
     """The pipeline of the command line, with `--load-format` in every stage that has a model."""
-    overrides = dict(item.split("=", 1) for item in options.set)
-    if options.model:
-        overrides["model"] = options.model
+    overrides = command_line.overrides(options)
     pipeline = config.load(Path(options.config), overrides).pipeline
     if not options.load_format:
         return pipeline
@@ -245,8 +244,7 @@ def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
-    parser.add_argument("--model")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    command_line.add_flags(parser)
     parser.add_argument("--load-format", help="vLLM's load_format of every stage; 'dummy' for random weights")
     parser.add_argument("--stages", nargs="+", default=[], metavar="STAGE", help="measure only these")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[64, 1024, 8192])

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import command_line
 import psutil
 from recovery_load import print_load, ready, start
 
@@ -85,7 +86,7 @@ async def runs(client: AsyncOmniClient) -> dict[str, int]:
 async def measure(arguments: argparse.Namespace, keep: bool) -> Measurements:
     measured = Measurements()
     with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
-        process = start(arguments.config, arguments.set, run_dir, {} if keep else NOT_KEPT)
+        process = start(arguments.config, command_line.overrides(arguments), run_dir, {} if keep else NOT_KEPT)
         try:
             async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
                 await ready(client, process)
@@ -121,7 +122,7 @@ async def detect(arguments: argparse.Namespace, loss: str) -> tuple[list[float],
     """
     noticed, back = [], []
     with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
-        process = start(arguments.config, arguments.set, run_dir, {})
+        process = start(arguments.config, command_line.overrides(arguments), run_dir, {})
         try:
             async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
                 await ready(client, process)
@@ -156,7 +157,7 @@ def shown(seconds: list[float]) -> str:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    command_line.add_flags(parser)
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--stage", default="code2wav")
     parser.add_argument("--runs", type=int, default=5)

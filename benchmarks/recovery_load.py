@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import command_line
 import psutil
 
 from omni_actors import config
@@ -37,16 +38,20 @@ Spoken = tuple[str, int, int]  # text, its tokens, samples
 
 
 def start(
-    path: str, settings: list[str], run_dir: str, stages: Mapping[str, str], spared: Mapping[str, int] | None = None
+    path: str,
+    overrides: Mapping[str, str],
+    run_dir: str,
+    stages: Mapping[str, str],
+    spared: Mapping[str, int] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a pipeline whose stages restart at once and without limit.
 
     Args:
-        settings: KEY=VALUE for `--set`.
+        overrides: of the configuration, by dotted key.
         stages: further settings of every stage.
         spared: spares by stage.
     """
-    overrides = dict(item.split("=", 1) for item in settings)
+    overrides = dict(overrides)
     for stage in config.load(path, overrides).pipeline.stages:
         of_stage = {"restarts": "1000", "restart_backoff": "0.01", **stages}
         overrides |= {f"stages.{stage.name}.{key}": value for key, value in of_stage.items()}
@@ -163,7 +168,7 @@ async def print_load(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for spares in arguments.spares:
         with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
             spared = dict.fromkeys(arguments.stages, spares)
-            process = start(arguments.config, arguments.set, run_dir, {}, spared)
+            process = start(arguments.config, command_line.overrides(arguments), run_dir, {}, spared)
             try:
                 async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
                     await ready(client, process)

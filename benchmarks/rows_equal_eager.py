@@ -17,8 +17,8 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
+import command_line  # noqa: E402
 import torch  # noqa: E402
-import yaml  # noqa: E402
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.autoregressive import AutoregressiveEngine  # noqa: E402
@@ -55,7 +55,7 @@ def inputs_of(engine: AutoregressiveEngine, stage: str, index: int) -> StageInpu
 
 def run(options: argparse.Namespace, stage: str, variant: dict[str, object]) -> list[Answer]:
     """Tokens and rows of each request."""
-    fields = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in options.set)}
+    fields = command_line.fields(options)
     config = OmniModelConfig(options.checkpoint, stage)
     usual = {"max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 2048}
     engine = AutoregressiveEngine(OmniEngineArgs(config, "autoregressive", {**usual, **fields, **variant}))
@@ -114,7 +114,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("--stages", nargs="+", default=["thinker", "talker"])
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    command_line.add_fields(parser)
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     main(parser.parse_args())

@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import command_line
 import msgspec
 import workload
 from askers import Asker, ClientAsker, HttpAsker, SpeechAsker, http_client
@@ -103,10 +104,7 @@ async def measure(
 @contextlib.asynccontextmanager
 async def pipeline(options: argparse.Namespace, *, stages: Sequence[str] = ()):
     """Start the pipeline of `options` (only `stages`, if given); yield its endpoint and the seconds to ready."""
-    overrides = dict(item.split("=", 1) for item in options.set)
-    if options.model:
-        overrides["model"] = options.model
-    loaded = config.load(Path(options.config), overrides).pipeline
+    loaded = config.load(Path(options.config), command_line.overrides(options)).pipeline
     if stages:
         loaded = msgspec.structs.replace(loaded, stages=[stage for stage in loaded.stages if stage.name in stages])
     launcher = Launcher(loaded)
@@ -122,8 +120,7 @@ async def pipeline(options: argparse.Namespace, *, stages: Sequence[str] = ()):
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that describe the load."""
-    parser.add_argument("--model")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    command_line.add_flags(parser)
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3, help="requests per concurrency = rounds * concurrency")
     parser.add_argument("--rate", type=float, nargs="*", default=[], help="Poisson arrivals a second")

@@ -16,17 +16,18 @@ import sys
 import time
 from pathlib import Path
 
+import command_line
 import psutil
 
 import omni_actors
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.coordinator.shell import Coordinator, Endpoints
+from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launch import Launcher
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.header import PROTOCOL_VERSION, ReplicaId
 from omni_actors.protocol.nodes import NodeHello, RunningReplica
-from omni_actors.run_directory import RunDirectory
 
 MIB = 1 << 20
 
@@ -90,15 +91,14 @@ async def start_stages(pipeline: config.PipelineConfig, stages: list[str]) -> fl
 def cold_start(options: argparse.Namespace, stages: list[str]) -> float:
     """`start_stages` in a new process, with a new fork server."""
     command = [sys.executable, __file__, options.config, "--only", *stages]
-    for item in options.set:
-        command += ["--set", item]
+    for key, value in command_line.overrides(options).items():
+        command += ["--set", f"{key}={value}"]
     output = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=300)
     return float(output)
 
 
 async def main(options: argparse.Namespace) -> None:
-    overrides = dict(item.split("=", 1) for item in options.set)
-    pipeline = config.load(Path(options.config), overrides).pipeline
+    pipeline = config.load(Path(options.config), command_line.overrides(options)).pipeline
     if options.only:
         print(await start_stages(pipeline, options.only))
         return
@@ -125,7 +125,7 @@ def print_overlap(options: argparse.Namespace, names: list[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    command_line.add_flags(parser)
     parser.add_argument("--alone", action="store_true", help="also start every stage by itself")
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="print the seconds until these stages are ready")
     asyncio.run(main(parser.parse_args()))

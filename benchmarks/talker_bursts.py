@@ -18,8 +18,8 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
+import command_line  # noqa: E402
 import torch  # noqa: E402
-import yaml  # noqa: E402
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.autoregressive import AutoregressiveEngine  # noqa: E402
@@ -104,7 +104,7 @@ def same(given: list[list[int]], expected: list[list[int]]) -> float:
 
 
 def main(options: argparse.Namespace) -> None:
-    fields = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in options.set)}
+    fields = command_line.fields(options)
     defaults = {"max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
     config = OmniModelConfig(options.checkpoint, "talker")
     engine = AutoregressiveEngine(OmniEngineArgs(config, "autoregressive", {**defaults, **fields}))
@@ -132,5 +132,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8], help="the first one is compared with")
     parser.add_argument("--tokens", type=int, default=384, help="of each request that is timed")
     parser.add_argument("--checked", type=int, default=128, help="tokens of each request that is compared")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    command_line.add_fields(parser)
     main(parser.parse_args())

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import command_line
 import serve
 import workload
 
@@ -76,9 +77,8 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?")
-    parser.add_argument("--model")
     parser.add_argument("--endpoint", help="of a pipeline that runs, in place of a configuration")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    command_line.add_flags(parser)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--people", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=10, help="length of each question, in sentences")

@@ -41,7 +41,7 @@ import serve
 import workload
 
 from omni_actors.config.devices import host_devices, visible_devices
-from omni_actors.processes import adopt_orphans, describe_exit
+from omni_actors.host.processes import adopt_orphans, describe_exit
 from omni_actors.transport.curve import make_cluster
 
 ROOT = Path(__file__).resolve().parent.parent

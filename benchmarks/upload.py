@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import av
+import command_line
 import http_target
 import numpy
 import soundfile
@@ -138,7 +139,7 @@ def main() -> None:
     if options.url is not None:
         rows = asyncio.run(measure(options.url, options))
     else:
-        with HttpPipeline(options.config, http_target.overrides(options)) as pipeline:
+        with HttpPipeline(options.config, command_line.overrides(options)) as pipeline:
             rows = asyncio.run(measure(pipeline.url, options))
     sizes, sending, waiting = zip(*rows, strict=True)
     print("| body MB | sent in s | last byte to first text ms: median | least | most |\n|---|---|---|---|---|")

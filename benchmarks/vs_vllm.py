@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import command_line
 import serve
 import workload
 from workload import Sample
@@ -31,10 +32,7 @@ STAGES = ("prompt", "thinker")
 
 def thinker_arguments(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The model and the engine arguments of the configuration's thinker."""
-    overrides = dict(item.split("=", 1) for item in options.set)
-    if options.model:
-        overrides["model"] = options.model
-    pipeline = config.load(Path(options.config), overrides).pipeline
+    pipeline = config.load(Path(options.config), command_line.overrides(options)).pipeline
     return pipeline.model, pipeline.stage("thinker").engine
 
 

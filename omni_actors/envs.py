@@ -42,6 +42,9 @@ VARIABLES = (
     Variable("OMNI_ACTORS_MEDIA_HOSTS", "", "comma-separated hosts from which the HTTP server may fetch media"),
 )
 
+# From a launcher to processes of its own, not for users: the descriptor of a pipe (`omni_actors.host.processes`).
+STOP_TIME = "OMNI_ACTORS_STOP_TIME"
+
 
 def config_overrides(environ: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
     """Return the configuration values that the environment sets: key -> (value, variable name)."""

@@ -13,6 +13,14 @@ from omni_actors import __version__, config, flags, logs
 from omni_actors.config import placement
 from omni_actors.config.shipped import shipped
 from omni_actors.errors import ConfigError, Fault, OmniError
+from omni_actors.host.processes import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    announce_stop_time,
+    process_start,
+)
 from omni_actors.http_server.settings import add_flags, given_flags
 from omni_actors.launcher.download import pending_download
 from omni_actors.launcher.engine_check import check_engines
@@ -20,7 +28,6 @@ from omni_actors.launcher.launcher import Launcher, host_addresses
 from omni_actors.launcher.one_request import answer
 from omni_actors.launcher.preflight import check_launch
 from omni_actors.logs import say
-from omni_actors.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, announce_stop_time, process_start
 
 CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets
     "model": "model",

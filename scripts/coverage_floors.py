@@ -26,6 +26,7 @@ FLOORS = {
     "config": 96,
     "coordinator": 95,
     "engine": 92,
+    "host": 95,
     "http_server": 93,
     "launcher": 88,
     "media": 80,  # its workers start with an environment of their own, in which nothing is measured

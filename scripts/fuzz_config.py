@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from omni_actors import config, launch
 from omni_actors.config import PipelineConfig, describe
 from omni_actors.errors import ConfigError
+from omni_actors.host.processes import EXIT_USAGE
 from omni_actors.launcher.preflight import check_launch
-from omni_actors.processes import EXIT_USAGE
 from scripts.reference_docs import structs
 
 MOST_BYTES = 200 << 20  # for one input

@@ -19,10 +19,10 @@ from omni_actors.cli.conversation import Conversation, command_of, help_text
 from omni_actors.cli.speaker import Speaker, find_speaker
 from omni_actors.client import Audio, OmniClient, SyncRequestStream, Text
 from omni_actors.errors import Aborted, InvalidRequest, OmniError
+from omni_actors.host.paths import expanded
+from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.launcher.one_request import save
 from omni_actors.logs import say
-from omni_actors.paths import expanded
-from omni_actors.processes import EXIT_FAILED, EXIT_OK
 
 TEXT, AUDIO = "text", "audio"
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from omni_actors import envs
-from omni_actors.addresses import IPC, TCP, is_endpoint
 from omni_actors.errors import ConfigError, RequestTimeout
-from omni_actors.run_directory import Running, running
+from omni_actors.host.addresses import IPC, TCP, is_endpoint
+from omni_actors.host.run_directory import Running, running
 from omni_actors.transport.curve import load_keys
 
 CONNECT_SECONDS = 2.0

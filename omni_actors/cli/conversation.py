@@ -9,7 +9,7 @@ from typing import Any
 
 from omni_actors.config import suggest
 from omni_actors.errors import InvalidRequest, UnknownVoice
-from omni_actors.paths import check_readable, expanded
+from omni_actors.host.paths import check_readable, expanded
 
 OFF = "off"
 COMMANDS = {

@@ -12,7 +12,7 @@ from omni_actors.cli.connection import Connection, add_connection, connection, w
 from omni_actors.cli.formatting import state
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout, StageUnavailable
-from omni_actors.processes import EXIT_FAILED, EXIT_OK
+from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.protocol.client import Operate, Operation, Report, StageStatus
 
 POLL_SECONDS = 0.1

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from omni_actors.processes import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from omni_actors.host.processes import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 
 SUBCOMMANDS = {
     "launch": ("omni_actors.launch", "start a pipeline and serve it, or answer one prompt"),

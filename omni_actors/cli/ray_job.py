@@ -20,12 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from omni_actors import config, flags, launch, logs, ray_cluster
+from omni_actors import config, flags, launch, logs
 from omni_actors.config import PipelineConfig, placement, replica_devices
 from omni_actors.config.devices import MOST_GPUS
 from omni_actors.errors import ConfigError, OmniError, StartupError
+from omni_actors.host import ray_cluster
+from omni_actors.host.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from omni_actors.launcher.ray_node import ACTOR_VARIABLES, RayNode, Report, describe_end
-from omni_actors.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from omni_actors.transport.curve import ALLOWED, CLUSTER, OPERATORS, PUBLIC, SECRET, load_keys, make_cluster
 
 if TYPE_CHECKING:

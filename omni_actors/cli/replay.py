@@ -19,7 +19,7 @@ import msgspec
 from omni_actors import flags, logs
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import InvalidRequest, OmniError
-from omni_actors.processes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from omni_actors.host.processes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from omni_actors.protocol.codec import Decoder, Envelope, Frame
 from omni_actors.protocol.common import Abort, Failed
 from omni_actors.protocol.header import Body, Header

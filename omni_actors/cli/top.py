@@ -20,7 +20,7 @@ from omni_actors.cli.connection import Connection, add_connection, connection, w
 from omni_actors.cli.formatting import duration, size, state
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
-from omni_actors.processes import EXIT_FAILED, EXIT_OK
+from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.protocol.client import Operation, Report
 from omni_actors.telemetry import metric_table as metrics
 from omni_actors.telemetry.metric_table import Metric

@@ -20,9 +20,9 @@ from omni_actors.client.batch import PromptCall, answer_all
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.client.progress import ProgressBar, progress_bar, start_line
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, StartupError
+from omni_actors.host.processes import ChildStopTime
+from omni_actors.host.run_directory import short_temporary_folder
 from omni_actors.logs import redraw
-from omni_actors.processes import ChildStopTime
-from omni_actors.run_directory import short_temporary_folder
 
 STOP_SECONDS = 15.0  # for a launcher that has not read its configuration yet
 POLL_SECONDS = 0.1

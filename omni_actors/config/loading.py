@@ -23,7 +23,7 @@ from omni_actors.config.shipped import find_config
 from omni_actors.config.wording import explain, sentence
 from omni_actors.config.yaml_reader import Document
 from omni_actors.errors import ConfigError
-from omni_actors.paths import expanded
+from omni_actors.host.paths import expanded
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from omni_actors.addresses import interface_address, is_loopback, tcp_port
 from omni_actors.config.devices import gpus_of_replica, stage_devices
 from omni_actors.config.schema import PipelineConfig, StageConfig, StageKind
 from omni_actors.errors import ConfigError
+from omni_actors.host.addresses import interface_address, is_loopback, tcp_port
 
 # An echo stage has no ranks; on its further hosts a process does nothing but live.
 SPREADABLE = (StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.ECHO)

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from omni_actors.clocks import STEADY
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.instructions import FleetInstruction
 from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.reports import Reports
 from omni_actors.errors import OmniError, Unauthorized
+from omni_actors.host.clocks import STEADY
 from omni_actors.logs import get_logger
 from omni_actors.protocol.client import Operate, Operation, Report
 from omni_actors.protocol.common import Failed

@@ -7,11 +7,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from omni_actors.clocks import STEADY
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.instructions import Instruction, ToClient
 from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.errors import SlowClient
+from omni_actors.host.clocks import STEADY
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.common import Credit

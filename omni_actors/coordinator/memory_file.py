@@ -13,8 +13,8 @@ import msgspec
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.memory import FleetMemory, decode
 from omni_actors.errors import StartupError
+from omni_actors.host.run_directory import FLEET
 from omni_actors.logs import get_logger
-from omni_actors.run_directory import FLEET
 
 logger = get_logger(__name__)
 

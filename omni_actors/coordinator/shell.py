@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omni_actors.clocks import STEADY
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.adapters import AdapterOrders, remembered_adapters
 from omni_actors.coordinator.admin import AdminCommands
@@ -48,6 +47,7 @@ from omni_actors.coordinator.memory_file import MemoryFile
 from omni_actors.coordinator.reports import Reports
 from omni_actors.coordinator.stage_links import StageLinks
 from omni_actors.errors import OmniError, Unauthorized
+from omni_actors.host.clocks import STEADY
 from omni_actors.logs import get_logger, is_worth_a_line, redraw, say
 from omni_actors.protocol.adapters import AdapterLoaded, ManageAdapter
 from omni_actors.protocol.client import ClientToCoordinator, Describe, Observe, Operate, Submit

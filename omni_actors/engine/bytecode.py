@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni_actors.paths import user_cache
+from omni_actors.host.paths import user_cache
 
 LARGE_PACKAGES = ("torch", "transformers", "vllm")
 

@@ -15,12 +15,12 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request, RequestStatus
 
-from omni_actors.clocks import STEADY
 from omni_actors.engine.ray_workers import place_workers
 from omni_actors.engine.scheduler import OmniSchedulerInterface
 from omni_actors.engine.statistics import CoreStatistics
 from omni_actors.engine.worker_base import memory_hint
 from omni_actors.errors import ConfigError, EngineError, OmniError, StartupError
+from omni_actors.host.clocks import STEADY
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

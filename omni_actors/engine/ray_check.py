@@ -11,7 +11,7 @@ import sys
 
 from omni_actors.engine.platform import prepare
 from omni_actors.errors import OmniError
-from omni_actors.processes import EXIT_FAILED, EXIT_OK
+from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
 
 ROOM_SECONDS = 20.0
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
-from omni_actors import ray_cluster
 from omni_actors.errors import ConfigError
+from omni_actors.host import ray_cluster
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from omni_actors.engine.models import checkpoint_architecture, find_model_spec, register_models
-from omni_actors.processes import die_with_parent
+from omni_actors.host.processes import die_with_parent
 from omni_actors.stage.start_phases import phase
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ import setproctitle
 import uvicorn
 
 from omni_actors import envs, logs
-from omni_actors.addresses import is_endpoint
 from omni_actors.errors import ConfigError
+from omni_actors.host.addresses import is_endpoint
+from omni_actors.host.processes import EXIT_OK, EXIT_USAGE, die_with_parent, raise_file_limit
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.bounded_websocket import BoundedWebSocket
 from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol
@@ -31,7 +32,6 @@ from omni_actors.http_server.settings import (
     server_settings,
     url,
 )
-from omni_actors.processes import EXIT_OK, EXIT_USAGE, die_with_parent, raise_file_limit
 from omni_actors.transport.curve import load_keys
 
 KEEP_ALIVE_SECONDS = 30

@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from omni_actors.addresses import is_loopback
+from omni_actors.host.addresses import is_loopback
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.media_ahead import AHEAD, MediaAhead
 from omni_actors.http_server.reservations import RESERVATION, BodyBytes, Reservation

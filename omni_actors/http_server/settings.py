@@ -13,12 +13,12 @@ import msgspec
 from msgspec import Struct
 
 from omni_actors import envs, flags
-from omni_actors.addresses import is_loopback
 from omni_actors.config import HttpConfig
 from omni_actors.config.checks import check_http_sizes
 from omni_actors.config.wording import explain, sentence
 from omni_actors.errors import ConfigError
-from omni_actors.paths import check_folder_can_be_made, check_readable, expanded
+from omni_actors.host.addresses import is_loopback
+from omni_actors.host.paths import check_folder_can_be_made, check_readable, expanded
 
 BACKLOG = 2048
 MAX_PEM_BYTES = 1 << 20

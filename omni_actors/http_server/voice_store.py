@@ -17,9 +17,9 @@ import msgspec
 import numpy
 from msgspec import Struct
 
+from omni_actors.host.paths import expanded
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.logs import get_logger
-from omni_actors.paths import expanded
 
 logger = get_logger(__name__)
 

@@ -14,11 +14,11 @@ import msgspec
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.errors import OmniError, StartupError
+from omni_actors.host.processes import EXIT_OK, Backoff, describe_exit
+from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher import start_times
 from omni_actors.logs import get_logger
-from omni_actors.processes import EXIT_OK, Backoff, describe_exit
 from omni_actors.protocol.common import Failed
-from omni_actors.run_directory import RunDirectory
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from omni_actors.processes import EXIT_USAGE, ChildStopTime, die_with_parent
+from omni_actors.host.processes import EXIT_USAGE, ChildStopTime, die_with_parent
 
 GRACE_SECONDS = 15.0  # for the end of a command that does not say how long it takes
 POLL_MS = 500

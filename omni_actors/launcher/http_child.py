@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from omni_actors.host.processes import Backoff, describe_exit
 from omni_actors.http_server.settings import SPEC_FLAG, HttpServerSpec, ServerSettings, bind, url
 from omni_actors.launcher.extras import pip_install
 from omni_actors.logs import get_logger
-from omni_actors.processes import Backoff, describe_exit
 
 logger = get_logger(__name__)
 

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from omni_actors.addresses import interface_address, interface_of, resolve, resolve_eventually, source_address
 from omni_actors.client import AsyncOmniClient
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.config.spread import check_consent, has_ranks_on
 from omni_actors.errors import StartupError
+from omni_actors.host.addresses import interface_address, interface_of, resolve, resolve_eventually, source_address
+from omni_actors.host.processes import EXIT_FAILED
+from omni_actors.host.run_directory import RunDirectory
 from omni_actors.http_server.settings import server_settings
 from omni_actors.launcher import start_times
 from omni_actors.launcher.coordinator_child import CoordinatorChild
@@ -28,8 +30,6 @@ from omni_actors.launcher.node_agent import NodeAgent
 from omni_actors.launcher.preflight import check_metrics_address
 from omni_actors.launcher.replica_processes import RankHost, ReplicaProcesses
 from omni_actors.logs import get_logger, say
-from omni_actors.processes import EXIT_FAILED
-from omni_actors.run_directory import RunDirectory
 from omni_actors.telemetry.endpoint import MetricsEndpoint
 from omni_actors.vllm_version import check_installed
 

@@ -22,10 +22,10 @@ import msgspec
 
 from omni_actors.config import PipelineConfig, host_devices, replica_devices, visible_devices
 from omni_actors.config.devices import COMPUTING_KINDS, shared_devices
+from omni_actors.host.processes import describe_exit
+from omni_actors.host.run_directory import MPS_PREFIX, RunDirectory
 from omni_actors.launcher.mps_guardian import GuardianAnswer, GuardianSpec
 from omni_actors.logs import get_logger
-from omni_actors.processes import describe_exit
-from omni_actors.run_directory import MPS_PREFIX, RunDirectory
 
 logger = get_logger(__name__)
 

@@ -25,8 +25,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from omni_actors.processes import EXIT_FAILED, EXIT_OK, adopt_orphans, describe_exit, die_with_parent
-from omni_actors.run_directory import clear_abandoned
+from omni_actors.host.processes import EXIT_FAILED, EXIT_OK, adopt_orphans, describe_exit, die_with_parent
+from omni_actors.host.run_directory import clear_abandoned
 
 READY_SECONDS = 20.0  # for the daemon and its first server
 ANSWER_SECONDS = 5.0  # for one command to the daemon, or to nvidia-smi

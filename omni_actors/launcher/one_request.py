@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from omni_actors.client import AsyncOmniClient, Audio, Image, Progress, Text
 from omni_actors.errors import StartupError
+from omni_actors.host.processes import EXIT_OK
 from omni_actors.http_server.image_formats import ImageFormat, encoded_image
 from omni_actors.logs import redraw, say
-from omni_actors.processes import EXIT_OK
 
 IMAGE_SUFFIXES: dict[str, ImageFormat] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 

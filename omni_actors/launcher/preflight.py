@@ -9,18 +9,18 @@ import argparse
 from pathlib import Path
 
 from omni_actors import envs
-from omni_actors.addresses import is_loopback
 from omni_actors.config import PipelineConfig, StageKind, placement, suggest
 from omni_actors.config.checkpoint import checkpoint_class
 from omni_actors.config.models import models_of
 from omni_actors.config.spread import check_interface
 from omni_actors.errors import ConfigError
+from omni_actors.host.addresses import is_loopback
+from omni_actors.host.paths import check_file_can_be_written, check_folder_can_be_made, check_readable, expanded
+from omni_actors.host.run_directory import check_run_directory
 from omni_actors.http_server.settings import check_listening, media_hosts, parse_address
 from omni_actors.launcher.extras import HTTP_PACKAGES, IMAGE_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
 from omni_actors.launcher.one_request import IMAGE_SUFFIXES, needed_modalities
 from omni_actors.launcher.ray_room import check_room
-from omni_actors.paths import check_file_can_be_written, check_folder_can_be_made, check_readable, expanded
-from omni_actors.run_directory import check_run_directory
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.transport.curve import load_keys
 from omni_actors.vllm_version import check_installed

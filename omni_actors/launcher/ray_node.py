@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from omni_actors.host.processes import EXIT_FAILED, describe_exit
+from omni_actors.host.run_directory import short_temporary_folder
 from omni_actors.launcher import exit_with_stdin
-from omni_actors.processes import EXIT_FAILED, describe_exit
-from omni_actors.run_directory import short_temporary_folder
 
 HOLDER = "omni_actors.launcher.ray_node"
 FOLLOW_SECONDS = 1.0

@@ -6,10 +6,10 @@ import json
 import subprocess
 import sys
 
-from omni_actors import ray_cluster
 from omni_actors.config import Executor, PipelineConfig, placement
 from omni_actors.config.devices import gpus_of_replica
 from omni_actors.errors import ERROR_CLASSES, ErrorCode, OmniError, StartupError
+from omni_actors.host import ray_cluster
 
 CHECK = "omni_actors.engine.ray_check"
 CHECK_SECONDS = 120.0  # imports, a connection and a reservation, each with a shorter deadline of its own

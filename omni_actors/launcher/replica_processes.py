@@ -28,12 +28,12 @@ from omni_actors.config.models import MODEL_KINDS
 from omni_actors.config.placement import replicas_of, runs_models, spans_hosts, threads_of
 from omni_actors.config.spread import RankPlan, meeting_port
 from omni_actors.errors import StartupError
+from omni_actors.host.processes import describe_exit, start_resource_tracker
+from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher.mps import NO_MPS
 from omni_actors.launcher.segment_ledger import GRACE_SECONDS, LOOK_SECONDS, SegmentLedger
 from omni_actors.logs import get_logger
-from omni_actors.processes import describe_exit, start_resource_tracker
 from omni_actors.protocol.header import ReplicaId
-from omni_actors.run_directory import RunDirectory
 from omni_actors.stage.process import ReplicaSpec, main
 
 logger = get_logger(__name__)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from omni_actors import segments
+from omni_actors.host import segments
+from omni_actors.host.segments import Segment
 from omni_actors.logs import get_logger
 from omni_actors.protocol.header import ReplicaId
-from omni_actors.segments import Segment
 
 logger = get_logger(__name__)
 

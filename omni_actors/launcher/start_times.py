@@ -9,8 +9,8 @@ import os
 import msgspec
 
 from omni_actors.config import PipelineConfig
+from omni_actors.host.paths import user_cache
 from omni_actors.logs import get_logger
-from omni_actors.paths import user_cache
 
 logger = get_logger(__name__)
 

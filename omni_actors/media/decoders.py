@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_actors.errors import Aborted, EngineError, InvalidRequest, MalformedMedia, OmniError
+from omni_actors.host.processes import describe_exit
 from omni_actors.media.limits import MediaLimits, MediaTooLarge
 from omni_actors.media.messages import (
     AUDIO_ARRAY,
@@ -41,7 +42,6 @@ from omni_actors.media.messages import (
     Reply,
     Started,
 )
-from omni_actors.processes import describe_exit
 
 THREADS: Final = 2
 DECODE_SECONDS: Final = 60.0  # for all media of a request

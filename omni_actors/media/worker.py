@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 
 from omni_actors.errors import OmniError
+from omni_actors.host.processes import die_with_parent
 from omni_actors.media.limits import Budget
 from omni_actors.media.messages import UNKNOWN_FILE, Channel, Decoded, Job, Measured, Refused, Started
 from omni_actors.media.readers import decode, measure, preload, sniff
-from omni_actors.processes import die_with_parent
 
 PAGE = resource.getpagesize()
 

@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 from msgspec import Struct
 
-from omni_actors.clocks import STEADY
 from omni_actors.errors import InvalidPayload, OmniError
+from omni_actors.host.clocks import STEADY
 from omni_actors.protocol.header import Block, Body, Header, Limits
 from omni_actors.protocol.tensors import HostTensor, TensorRef, check_extent
 

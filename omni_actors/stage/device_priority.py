@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from omni_actors.host.run_directory import DEMAND_PREFIX
 from omni_actors.logs import get_logger
-from omni_actors.run_directory import DEMAND_PREFIX
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from omni_actors.clocks import AnchoredClock
+from omni_actors.host.clocks import AnchoredClock
 from omni_actors.protocol.telemetry import EndedWork, StageTimeline
 from omni_actors.stage.engine_interface import (
     AudioEvent,

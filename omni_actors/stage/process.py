@@ -22,10 +22,10 @@ from omni_actors.config.devices import gpus_of_replica
 from omni_actors.config.models import MODEL_KINDS
 from omni_actors.config.spread import RankPlan
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, StartupError
-from omni_actors.processes import die_with_parent
+from omni_actors.host.processes import die_with_parent
+from omni_actors.host.run_directory import clear_abandoned, scratch_folder
 from omni_actors.protocol.control import Fatal, Loading
 from omni_actors.protocol.header import ReplicaId
-from omni_actors.run_directory import clear_abandoned, scratch_folder
 from omni_actors.stage import preloaded, remembered_sizes, start_phases
 from omni_actors.stage.device_priority import DemandFlag, DevicePriority
 from omni_actors.stage.engine_interface import EngineFacts, StageEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omni_actors.clocks import STEADY
+from omni_actors.host.clocks import STEADY
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.common import Credit
 from omni_actors.protocol.header import MAX_BLOCKS, Block, ReplicaId

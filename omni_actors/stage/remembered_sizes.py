@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from omni_actors.host.run_directory import SIZES_PREFIX
 from omni_actors.logs import get_logger
-from omni_actors.run_directory import SIZES_PREFIX
 
 logger = get_logger(__name__)
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from omni_actors.clocks import AnchoredClock
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
+from omni_actors.host.clocks import AnchoredClock
 from omni_actors.logs import get_logger
 from omni_actors.protocol.client import Observation, Observe, Subject
 from omni_actors.protocol.telemetry import Snapshot

@@ -18,8 +18,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from omni_actors.addresses import is_loopback
 from omni_actors.errors import ConfigError
+from omni_actors.host.addresses import is_loopback
 
 ANSWER_SECONDS = 5.0  # for the coordinator to gather the metrics
 CONNECTIONS = 16  # at a time, each with a thread; the oldest makes room for the next one

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from omni_actors.host.processes import raise_file_limit
 from omni_actors.logs import get_logger, is_worth_a_line
-from omni_actors.processes import raise_file_limit
 
 logger = get_logger(__name__)
 

@@ -24,7 +24,7 @@ import zmq.auth
 from zmq.utils import z85
 
 from omni_actors.errors import ConfigError
-from omni_actors.paths import expanded
+from omni_actors.host.paths import expanded
 
 CLUSTER, CLIENT = "cluster", "client"
 ALLOWED, OPERATORS, CLIENTS = "allowed", "operators", "clients"

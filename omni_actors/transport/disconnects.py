@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import zmq
 
-from omni_actors.addresses import is_tcp
+from omni_actors.host.addresses import is_tcp
 from omni_actors.transport.sockets import Socket, drain
 
 GRACE_SECONDS = 1.0

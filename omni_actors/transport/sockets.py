@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import zmq
 
-from omni_actors.addresses import IPC, LOCAL_SCHEMES, is_endpoint, stays_on_host
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
+from omni_actors.host.addresses import IPC, LOCAL_SCHEMES, is_endpoint, stays_on_host
 from omni_actors.protocol.codec import FIXED_FRAMES, Frame
 from omni_actors.protocol.header import MAX_BUFFERS
 from omni_actors.transport.connection_guard import ConnectionGuard

@@ -12,8 +12,8 @@ import psutil
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
+from omni_actors.host.run_directory import FLEET
 from omni_actors.protocol.client import Operation
-from omni_actors.run_directory import FLEET
 from tests.support.launcher import EchoLauncher
 from tests.support.load import ask_and_check, disturbed_chain, replicas, text_of, until_healthy
 from tests.support.processes import assert_nothing_left, processes_of

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from omni_actors.client import OmniClient
+from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher import mps
-from omni_actors.run_directory import RunDirectory
 from tests.support.builders import chain, load
 from tests.support.launcher import EchoLauncher
 from tests.support.mps import MpsHost, pids

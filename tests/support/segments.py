@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from omni_actors.config import PipelineConfig, StageConfig
-from omni_actors.segments import FOLDER
+from omni_actors.host.segments import FOLDER
 from omni_actors.stage.echo import EchoEngine
 
 # Maps the files of its arguments, or makes one in its first argument's place, until its standard input closes.

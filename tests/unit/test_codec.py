@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_actors.clocks import STEADY
 from omni_actors.errors import InvalidPayload
+from omni_actors.host.clocks import STEADY
 from omni_actors.protocol.client import ClientToCoordinator, Submit
 from omni_actors.protocol.codec import MAGIC, BadBody, BadHeader, BufferList, Decoder, encode
 from omni_actors.protocol.common import Abort

@@ -14,8 +14,8 @@ from omni_actors.cli.connection import only_one, with_flag
 from omni_actors.cli.main import SUBCOMMANDS, main
 from omni_actors.cli.top import fitting
 from omni_actors.errors import ConfigError
-from omni_actors.processes import EXIT_OK, EXIT_USAGE
-from omni_actors.run_directory import Running
+from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
+from omni_actors.host.run_directory import Running
 from tests.support.builders import chain, write
 
 HELP_HAS = {

@@ -9,8 +9,8 @@ import pytest
 
 from omni_actors.cli.main import main
 from omni_actors.errors import ConfigError, InvalidRequest
+from omni_actors.host.processes import EXIT_FAILED, EXIT_USAGE
 from omni_actors.http_server import __main__ as http_server
-from omni_actors.processes import EXIT_FAILED, EXIT_USAGE
 from omni_actors.stage.recorder import read
 from omni_actors.transport.curve import load_keys
 

@@ -14,11 +14,11 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from omni_actors.addresses import is_loopback, stays_on_host, tcp_host
 from omni_actors.cli.keys import main
 from omni_actors.client import AsyncOmniClient
 from omni_actors.client import async_client as client_module
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, Unauthorized
+from omni_actors.host.addresses import is_loopback, stays_on_host, tcp_host
 from omni_actors.protocol.control import Hello
 from omni_actors.protocol.header import Limits, ReplicaId
 from omni_actors.stage.events import Stop

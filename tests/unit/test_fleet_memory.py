@@ -12,10 +12,10 @@ from omni_actors.coordinator.core.memory import FleetMemory
 from omni_actors.coordinator.core.states import ReplicaState
 from omni_actors.coordinator.memory_file import MemoryFile
 from omni_actors.errors import StartupError
+from omni_actors.host.run_directory import FLEET, RunDirectory
 from omni_actors.protocol.client import Operation
 from omni_actors.protocol.control import Shutdown
 from omni_actors.protocol.nodes import KillReplica, StartReplica
-from omni_actors.run_directory import FLEET, RunDirectory
 from tests.support.fleet import World, one_host, starts, to_node, to_stage
 
 

@@ -16,8 +16,8 @@ from omni_actors import launch
 from omni_actors.config import load
 from omni_actors.config.shipped import find_config, shipped
 from omni_actors.errors import ConfigError
+from omni_actors.host.processes import EXIT_USAGE
 from omni_actors.launcher import extras
-from omni_actors.processes import EXIT_USAGE
 from omni_actors.vllm_version import check_installed
 from tests.support.builders import chain, write
 from tests.support.paths import REPOSITORY

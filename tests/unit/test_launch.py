@@ -9,9 +9,9 @@ import pytest
 from omni_actors import launch
 from omni_actors.client.offline import as_prompts
 from omni_actors.errors import ConfigError
+from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
 from omni_actors.launch import main
 from omni_actors.launcher.one_request import needed_modalities
-from omni_actors.processes import EXIT_OK, EXIT_USAGE
 from tests.support.builders import chain, write
 
 

@@ -9,8 +9,8 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from omni_actors.clocks import AnchoredClock
 from omni_actors.errors import InvalidPayload
+from omni_actors.host.clocks import AnchoredClock
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.header import Header, Limits, ReplicaId
 from omni_actors.protocol.telemetry import HistogramSample, Sample, Snapshot

@@ -11,10 +11,10 @@ import pytest
 
 from omni_actors import config
 from omni_actors.errors import ConfigError
+from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher.mps import NO_MPS, MpsClients, answers, find_control, plan
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.header import ReplicaId
-from omni_actors.run_directory import RunDirectory
 from tests.support.builders import chain, load
 from tests.support.other_user import AS_ROOT, NOBODY, python
 

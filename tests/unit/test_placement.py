@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from omni_actors import addresses, config, launch
-from omni_actors.addresses import resolve, resolve_eventually, source_address
+from omni_actors import config, launch
 from omni_actors.config import placement, slurm
 from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
+from omni_actors.host import addresses
+from omni_actors.host.addresses import resolve, resolve_eventually, source_address
 from omni_actors.protocol.control import ArenaAddress
 from tests.support.builders import chain, load, write
 

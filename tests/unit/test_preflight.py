@@ -12,8 +12,8 @@ import trustme
 from omni_actors import launch
 from omni_actors.config.checkpoint import MAX_BYTES, read_checkpoint_config
 from omni_actors.errors import ConfigError
+from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
 from omni_actors.launcher import preflight
-from omni_actors.processes import EXIT_OK, EXIT_USAGE
 from tests.support.builders import chain, write
 
 

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from omni_actors.processes import Backoff, describe_exit, raise_file_limit
+from omni_actors.host.processes import Backoff, describe_exit, raise_file_limit
 
 
 def test_the_first_restart_is_immediate_and_later_delays_double() -> None:
@@ -60,7 +60,7 @@ def test_exit_codes_are_described(code: int | None, text: str) -> None:
     assert describe_exit(code) == text
 
 
-CHILD = "import time; from omni_actors.processes import die_with_parent; die_with_parent(); print(1, flush=True); "
+CHILD = "import time; from omni_actors.host.processes import die_with_parent; die_with_parent(); print(1, flush=True); "
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {CHILD + "time.sleep(60)"!r}], stdout=subprocess.PIPE)
@@ -85,7 +85,7 @@ def test_a_child_dies_with_its_parent() -> None:
 
 
 def test_the_file_limit_is_raised_as_far_as_it_may_be() -> None:
-    code = "from omni_actors.processes import raise_file_limit as f; print(f(64))"
+    code = "from omni_actors.host.processes import raise_file_limit as f; print(f(64))"
     limited = subprocess.run(
         [sys.executable, "-c", code],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512)),

@@ -114,7 +114,7 @@ def test_the_time_of_a_start_is_there_for_the_next_one_of_the_same_pipeline(
 def test_times_count_from_the_start_of_the_process() -> None:
     program = """
 import time; time.sleep(0.5)
-from omni_actors.processes import process_start
+from omni_actors.host.processes import process_start
 print(time.monotonic() - process_start())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

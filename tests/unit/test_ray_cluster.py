@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from omni_actors import ray_cluster
 from omni_actors.cli import ray_job
 from omni_actors.config import Executor, describe
 from omni_actors.engine import ray_check
 from omni_actors.engine.executor import executor_backend
 from omni_actors.errors import ConfigError, StartupError
+from omni_actors.host import ray_cluster
 from omni_actors.launcher import ray_room
 from omni_actors.launcher.ray_node import RayNode
 from omni_actors.transport.curve import make_client, make_cluster
@@ -101,7 +101,7 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(monkeypatch: pyt
 
 def test_a_cluster_that_does_not_answer_ends_the_process_with_an_error() -> None:
     """In a process of its own, which waits inside Ray."""
-    command = "from omni_actors import ray_cluster; ray_cluster.connect({}, seconds=0.2)"
+    command = "from omni_actors.host import ray_cluster; ray_cluster.connect({}, seconds=0.2)"
     with socket.create_server(("", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         done = subprocess.run(

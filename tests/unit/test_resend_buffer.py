@@ -7,8 +7,8 @@ import dataclasses
 import msgspec
 import pytest
 
-from omni_actors.clocks import AnchoredClock
 from omni_actors.errors import ErrorCode, InvalidPayload, StageLost
+from omni_actors.host.clocks import AnchoredClock
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.common import Abort, Failed
 from omni_actors.protocol.fields import pack_token_ids

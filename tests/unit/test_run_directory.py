@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from omni_actors.errors import ConfigError
-from omni_actors.run_directory import RunDirectory, clear_abandoned, running
+from omni_actors.host.run_directory import RunDirectory, clear_abandoned, running
 from tests.support.other_user import AS_ROOT, NOBODY
 
 

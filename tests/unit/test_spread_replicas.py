@@ -9,11 +9,11 @@ import psutil
 import pytest
 
 from omni_actors import config, launch
-from omni_actors.addresses import interface_address, interface_of
 from omni_actors.config import placement
 from omni_actors.config.devices import shared_devices
 from omni_actors.config.spread import check_interface, meeting_port
 from omni_actors.errors import ConfigError
+from omni_actors.host.addresses import interface_address, interface_of
 from tests.support.builders import chain, load, write
 
 

@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 from omni_actors.errors import StartupError
+from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.control import Shutdown, Welcome
 from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.run_directory import RunDirectory
 from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_loop import CONGESTED_SECONDS, TICK_SECONDS, pause

@@ -16,7 +16,7 @@ from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.device_memory import GIB, MEMORY_SECONDS, wait_for_memory
 from omni_actors.engine.factory import with_known_sizes
 from omni_actors.engine.gpu import OmniGPUWorker
-from omni_actors.run_directory import RunDirectory
+from omni_actors.host.run_directory import RunDirectory
 from omni_actors.stage import remembered_sizes, start_phases
 from omni_actors.vllm_version import Platform
 

@@ -19,7 +19,7 @@ import pytest
 from zmq import EVENTS
 
 from omni_actors.errors import ConfigError, InvalidRequest, ProtocolError
-from omni_actors.run_directory import RunDirectory, clear_abandoned, short_temporary_folder
+from omni_actors.host.run_directory import RunDirectory, clear_abandoned, short_temporary_folder
 from omni_actors.transport import link as link_module
 from omni_actors.transport.link import Link
 from omni_actors.transport.reader import SocketReader
@@ -107,7 +107,7 @@ def test_path_that_is_no_folder(short_path: Path) -> None:
 def test_an_abandoned_folder_is_cleared_but_not_one_in_use(short_path: Path, temporary: bool) -> None:
     folder = short_path / "run"
     hold = (
-        "import sys, time; from omni_actors.run_directory import RunDirectory;"
+        "import sys, time; from omni_actors.host.run_directory import RunDirectory;"
         "run = RunDirectory(sys.argv[1]); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", hold, str(folder)], stdout=subprocess.PIPE) as launcher:

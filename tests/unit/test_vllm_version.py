@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from omni_actors.errors import ConfigError
-from omni_actors.processes import EXIT_USAGE
+from omni_actors.host.processes import EXIT_USAGE
 from omni_actors.vllm_version import SUPPORTED, TESTED, Platform, find_installed, is_supported
 from tests.support.builders import chain, write
 from tests.support.paths import REPOSITORY

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
-from omni_actors.processes import Backoff
+from omni_actors.host.processes import Backoff
 
 MAXIMUM_BACKOFF = 30.0  # seconds
 FRUITLESS = 10  # times `restarts`: losses in a row of a replica that becomes ready and finishes no request

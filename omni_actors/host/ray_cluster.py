@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from omni_actors import logs
 from omni_actors.errors import ConfigError, StartupError
-from omni_actors.processes import EXIT_FAILED
+from omni_actors.host.processes import EXIT_FAILED
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

@@ -15,9 +15,9 @@ from typing import IO
 import msgspec
 import psutil
 
-from omni_actors import registry, segments
 from omni_actors.errors import ConfigError
-from omni_actors.paths import check_folder_can_be_made, expanded
+from omni_actors.host import registry, segments
+from omni_actors.host.paths import check_folder_can_be_made, expanded
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from omni_actors.envs import STOP_TIME
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 FILES = 65_536  # open files to ask for, where each connection is one
@@ -35,9 +37,6 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose own parent dies, so that they are found among the children."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-STOP_TIME = "OMNI_ACTORS_STOP_TIME"  # from a parent to its child: the descriptor of a pipe
 
 
 class ChildStopTime:
