@@ -21,13 +21,13 @@ TYPED = {
 
 NAMES = ["status_code_conformance", "content_type_conformance", "response_schema_conformance"]
 MAX_EXAMPLES = {
-    "/v1/chat/completions": 200,
-    "/v1/completions": 80,
-    "/v1/responses": 60,
-    "/v1/audio/speech": 60,
+    "/v1/chat/completions": 100,
+    "/v1/completions": 50,
+    "/v1/responses": 40,
+    "/v1/audio/speech": 25,
     "/v1/files": 30,
 }
-MAX_NEGATIVE = 60  # the decoder stops at the first error; mutations without a schema are for scripts/fuzz_http.py
+MAX_NEGATIVE = 40  # the decoder stops at the first error; mutations without a schema are for scripts/fuzz_http.py
 
 TIMELINE = "/v1/requests/{request_id}/timeline"
 VOICE = "/v1/audio/voices/{name}"

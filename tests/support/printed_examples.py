@@ -59,5 +59,5 @@ EXAMPLES = [
     for number, (language, code) in enumerate(
         re.findall(r"^```(bash|python)\n(.*?)^```", page.read_text(), re.M | re.S)
     )
-    if "with OmniLLM(" not in code  # which starts a pipeline of its own: tests/e2e/test_commands.py
+    if "with OmniLLM(" not in code  # which starts a pipeline of its own: tests/process/test_offline.py
 ]
