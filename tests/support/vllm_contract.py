@@ -37,6 +37,12 @@ CALLED: dict[str, str] = {
     "vllm.v1.executor.uniproc_executor:UniProcExecutor.supports_async_scheduling": "",
     _RUNNER: "vllm_config device",
     f"{_RUNNER}._dummy_run": "num_tokens skip_eplb is_profile randomize_inputs",
+    f"{_RUNNER}.sample": "hidden_states input_batch grammar_output",
+    f"{_RUNNER}.postprocess_sampled": "idx_mapping sampled_tokens num_sampled num_rejected query_start_loc",
+    "vllm.v1.worker.gpu.block_table:BlockTables.compute_slot_mappings": "idx_mapping query_start_loc positions "
+    "num_tokens_padded",
+    "vllm.v1.core.sched.output:SchedulerOutput.make_empty": "",
+    "vllm.v1.core.sched.output:CachedRequestData.make_empty": "",
     f"{_LAYERS}.fused_moe.fused_moe:try_get_optimal_moe_config": "w1_shape w2_shape top_k dtype M block_shape",
     f"{_LAYERS}.fused_moe.config:FusedMoEQuantConfig.config_name": "dtype",
     "vllm.config.compilation:CUDAGraphMode.mixed_mode": "",
@@ -108,11 +114,14 @@ READ: dict[str, str] = {
     "vllm.v1.engine:EngineCoreEventType": "SCHEDULED PREEMPTED",
     "vllm.v1.request:RequestStatus": "RUNNING FINISHED_ERROR FINISHED_ABORTED",
     "vllm.v1.core.sched.output:NewRequestData": "req_id sampling_params mm_features prefill_token_ids prompt_embeds",
-    "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs num_scheduled_tokens total_num_scheduled_tokens "
-    "finished_req_ids",
-    "vllm.v1.outputs:ModelRunnerOutput": "pooler_output req_ids sampled_token_ids",
-    "vllm.v1.worker.gpu.input_batch:InputBatch": "req_ids num_reqs num_tokens idx_mapping_np query_start_loc_np "
-    "num_computed_tokens_np input_ids",
+    "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
+    "total_num_scheduled_tokens scheduled_spec_decode_tokens finished_req_ids",
+    "vllm.v1.core.sched.output:CachedRequestData": "req_ids num_computed_tokens new_block_ids",
+    "vllm.v1.outputs:ModelRunnerOutput": "pooler_output req_ids req_id_to_index sampled_token_ids num_nans_in_logits",
+    "vllm.v1.worker.gpu.sample.output:SamplerOutput": "sampled_token_ids num_nans",
+    "vllm.v1.worker.gpu.input_batch:InputBatch": "req_ids num_reqs num_tokens num_reqs_after_padding "
+    "num_tokens_after_padding idx_mapping idx_mapping_np query_start_loc query_start_loc_np positions seq_lens "
+    "seq_lens_cpu_upper_bound num_computed_tokens_np input_ids",
     "vllm.v1.worker.gpu.model_runner:ExecuteModelState": "input_batch hidden_states",
     "vllm.v1.metrics.stats:SchedulerStats": "kv_cache_usage prefix_cache_stats",
     "vllm.v1.metrics.stats:PrefixCacheStats": "queries hits",
@@ -157,8 +166,22 @@ CONTAINS: dict[str, set[str] | list[str]] = {
         "self.model_executor",
         "self.available_gpu_memory_for_kv_cache",
     },
-    f"{_RUNNER}.__init__": {"self.output_copy_stream", "self.encoder_cache", "self.req_states"},
-    f"{_RUNNER}.execute_model": {"self.execute_model_state = "},
+    f"{_RUNNER}.__init__": {"self.output_copy_stream", "self.encoder_cache", "self.req_states", "self.pcp_manager"},
+    f"{_RUNNER}.initialize_kv_cache": {"self.block_tables = "},
+    # A further step of a burst is one of these, with the inputs of the step before.
+    f"{_RUNNER}.execute_model": [
+        "self.add_requests(",
+        "self.gather_batch_req_state(",
+        "self.prepare_inputs(",
+        "self.prepare_attn(",
+        "self.execute_model_state = ",
+    ],
+    "vllm.v1.worker.gpu.states:RequestState.__init__": {
+        "self.req_id_to_index",
+        "self.num_computed_tokens_np",
+        "self.last_sampled_tokens",
+    },
+    "vllm.v1.worker.gpu.block_table:BlockTables.__init__": {"self.input_block_tables"},
     f"{_LAYERS}.fused_moe.routed_experts:RoutedExperts.__init__": {
         "self.moe_config",
         "self.quant_method",
