@@ -46,18 +46,20 @@ async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
     before = status(echo, "talker")
     old = ReplicaId("talker", 0, before.epoch)
     async with AsyncOmniClient(echo.endpoint) as client:
-        tasks = [asyncio.create_task(client.generate(f"{n}" * 60, timeout=60)) for n in range(8)]
-        await asyncio.sleep(0.2)
+        tasks = [asyncio.create_task(client.generate(f"{n}" * 200, timeout=60)) for n in range(8)]
+        await eventually(lambda: status(echo, "code2wav").counts.get("requests"), what="the requests")
         last = status(echo, "code2wav").pid
         psutil.Process(last).suspend()  # what the talker sends lies in its inbox now
         try:
-            await asyncio.sleep(0.3)
+            await eventually(
+                lambda: status(echo, "talker").counts.get("outbox"), what="as many chunks as the edge may hold"
+            )
             psutil.Process(before.pid).kill()
             await asyncio.to_thread(until, lambda: status(echo, "talker").epoch > old.epoch, 3, "the restart")
         finally:
             psutil.Process(last).resume()
         for number, task in enumerate(tasks):
-            assert_echo(await task, f"{number}" * 60)
+            assert_echo(await task, f"{number}" * 200)
         dropped = status(echo, "code2wav").counts
         assert dropped.get("dropped_late", 0) + dropped.get("dropped_foreign_epoch", 0) > 0, dropped
 
