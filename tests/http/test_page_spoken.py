@@ -1,4 +1,4 @@
-"""Spoken conversations on the web page, by a microphone that plays speech whenever a test speaks."""
+"""Spoken conversations on the web page, in which tests speak in the place of its microphone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import soundfile
-from playwright.sync_api import Browser, Page, WebSocket, WebSocketRoute, expect
+from playwright.sync_api import Browser, Page, WebSocketRoute, expect
 
 from omni_actors.http_server.realtime.session_config import RATE
 from tests.support.browser import axe_violations, chromium, in_flight, needs_chromium, open_page, sent_messages, until
@@ -26,20 +26,8 @@ ECHOED = "Write down what is said"  # what the echo stages understand of any spe
 ANSWER = """Rivers make it salty. Rain dissolves a little of the rock it runs over and carries it to the sea. \
 The water evaporates and falls again as rain, but the minerals stay: mostly sodium and chloride. \
 In a litre of the Atlantic there are thirty-five grams of them, in a litre of the Baltic eight."""
-VOICE = """([rate, samples]) => {
-  const context = new AudioContext(), microphone = context.createMediaStreamDestination();
-  const recording = context.createBuffer(1, samples.length, rate);
-  recording.copyToChannel(Float32Array.from(samples, (sample) => sample / 32768), 0);
-  let source;
-  window.speak = () => {
-    source = new AudioBufferSourceNode(context, { buffer: recording, loop: true });
-    source.connect(microphone);
-    source.start();
-  };
-  window.finish = () => { source.loop = false; };
-  navigator.mediaDevices.getUserMedia = async () => { await context.resume(); return microphone.stream; };
-}"""
 SCREENSHOT = REPOSITORY / "docs" / "images" / "web-spoken.png"
+ROUTE = "**/v1/realtime"
 PIECES_OF_TURN = 60  # of 32 ms: in so many the browser's own microphone hears speech, wherever they begin
 MILLISECONDS_PER_CHARACTER = 20  # of what the echo stages speak
 APPEND, CREATE, TRUNCATE, DELETE = (
@@ -58,42 +46,57 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture
-def sent(page: Page) -> list[dict[str, Any]]:
-    """The events that the page sends, as they are sent."""
-    events: list[dict[str, Any]] = []
+class Line:
+    """The page's connection to the server: notes what the page sends, and speaks in the place of its microphone.
 
-    def listen(websocket: WebSocket) -> None:
-        websocket.on("framesent", lambda data: events.append(json.loads(data)))
-
-    page.on("websocket", listen)
-    return events
-
-
-def of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["type"] == kind]
-
-
-def noting(route: WebSocketRoute, sent: list[dict[str, Any]]) -> WebSocketRoute:
-    """Connect a page to the server, and note what the page sends; returns the server's side."""
-    server = route.connect_to_server()
-
-    def forward(data: str) -> None:
-        sent.append(json.loads(data))
-        server.send(data)
-
-    route.on_message(forward)
-    return server
-
-
-def converse(page: Page, pipeline: HttpPipeline, instructions: str, *, own_microphone: bool = False) -> None:
-    """Begin a conversation, in which the echo stages repeat the instructions and what they said before.
-
-    The microphone hears what the test speaks; the browser's own one hears speech again and again.
+    Sound that a page plays and records has gaps where others have the processor. What a test says here has none.
     """
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.own_microphone = False
+        self._speech = bytearray()
+
+    def connect(self, route: WebSocketRoute) -> WebSocketRoute:
+        """Connect a page; returns the server's side."""
+        server = route.connect_to_server()
+
+        def forward(data: str) -> None:
+            event = json.loads(data)
+            if event["type"] == APPEND and not self.own_microphone:
+                count = len(base64.b64decode(event["audio"]))
+                heard, self._speech = self._speech[:count], self._speech[count:]
+                event["audio"] = base64.b64encode(heard.ljust(count, b"\0")).decode()
+            self.sent.append(event)
+            server.send(json.dumps(event))
+
+        route.on_message(forward)
+        return server
+
+    def speak(self) -> None:
+        """Say something, followed by silence."""
+        self._speech += speech(0.6).tobytes()
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The events of a type that the page has sent."""
+        return [event for event in self.sent if event["type"] == kind]
+
+
+@pytest.fixture
+def line(page: Page) -> Line:
+    """That of the page, for connections to which a test gives no route of its own."""
+    made = Line()
+
+    def connect(route: WebSocketRoute) -> None:
+        made.connect(route)
+
+    page.route_web_socket(ROUTE, connect)
+    return made
+
+
+def converse(page: Page, pipeline: HttpPipeline, instructions: str) -> None:
+    """Begin a conversation, in which the echo stages repeat the instructions and what they said before."""
     open_page(page, pipeline)
-    if not own_microphone:
-        page.evaluate(VOICE, [RATE, speech(0.6).tolist()])
     page.locator("#system").fill(instructions)
     page.locator("#converse").click()
     expect(page.locator("#spoken")).to_be_visible()
@@ -103,35 +106,34 @@ def said(page: Page, index: int) -> Any:
     return page.locator("li.assistant .say").nth(index)
 
 
-def speak(page: Page) -> int:
-    """Speak a turn, once there is a session, until it hears that; returns the turn's index."""
+def speak(page: Page, line: Line) -> int:
+    """Speak a turn once there is a session that hears it; returns the turn's index."""
     turn = page.locator("li.user").count()
     expect(page.locator("#spoken-state")).to_have_text(re.compile("Listening|Thinking|Speaking"))
-    page.evaluate("speak()")
-    page.wait_for_selector(f"li.user >> nth={turn}", state="attached")
-    page.evaluate("finish()")
+    line.speak()
+    expect(page.locator("li.user")).to_have_count(turn + 1)
     return turn
 
 
-def speak_and_hear(page: Page) -> int:
+def speak_and_hear(page: Page, line: Line) -> int:
     """Speak a turn, and wait for its answer and for what was understood; returns the turn's index."""
-    turn = speak(page)
+    turn = speak(page, line)
     expect(page.locator("li.assistant.done")).to_have_count(turn + 1)
     expect(page.locator("li.user.working")).to_have_count(0)
     return turn
 
 
-def test_several_turns_are_spoken_and_written_down(echo: HttpPipeline, page: Page) -> None:
+def test_several_turns_are_spoken_and_written_down(echo: HttpPipeline, page: Page, line: Line) -> None:
     converse(page, echo, "sea")
     expect(page.locator("#mute")).to_be_focused()
     expect(page.locator("#composer")).to_be_hidden()
-    speak_and_hear(page)
+    speak_and_hear(page, line)
     expect(page.locator("li.user .say").nth(0)).to_contain_text(ECHOED)
     expect(said(page, 0)).to_have_text("sea")
     expect(page.locator("li.assistant").nth(0).get_by_label("Play again (0.1 s)")).to_be_visible()
     expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")
     page.locator("#speak").uncheck()
-    speak_and_hear(page)
+    speak_and_hear(page, line)
     expect(said(page, 1)).to_have_text("seasea")  # the session goes on, and has the answer before
     assert page.locator("li.assistant").nth(1).get_by_label("Play again").count() == 0
     page.locator("#end-spoken").click()
@@ -154,14 +156,14 @@ def metrics(page: Page, pipeline: HttpPipeline) -> str:
     return page.request.get(f"{pipeline.url}/metrics").text()
 
 
-def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page, sent: list[dict[str, Any]]) -> None:
+def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page, line: Line) -> None:
     text = "hello sea " * 60
     converse(page, echo, text)
-    speak(page)
+    speak(page, line)
     until_playing(page)
-    speak(page)
-    until(page, lambda: of_kind(sent, TRUNCATE), "speech during the answer", 15)
-    cut = of_kind(sent, TRUNCATE)[0]
+    speak(page, line)
+    until(page, lambda: line.of_kind(TRUNCATE), "speech during the answer", 15)
+    cut = line.of_kind(TRUNCATE)[0]
     characters = cut["audio_end_ms"] / MILLISECONDS_PER_CHARACTER
     remaining = said(page, 0)
     expect(page.locator("li.assistant").nth(0).locator("small")).to_contain_text("interrupted")
@@ -170,20 +172,19 @@ def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page
     assert text.startswith(remaining.inner_text())
     assert 0 < cut["audio_end_ms"] < 10_000
     until_playing(page)  # the next answer
-    cuts = len(of_kind(sent, TRUNCATE))
+    cuts = len(line.of_kind(TRUNCATE))
     page.keyboard.press("Escape")
     expect(page.locator("body")).to_have_attribute("data-playing", "false")
     expect(page.locator("#spoken")).to_be_visible()
-    until(page, lambda: len(of_kind(sent, TRUNCATE)) == cuts + 1, "the truncation")
+    until(page, lambda: len(line.of_kind(TRUNCATE)) == cuts + 1, "the truncation")
     page.keyboard.press("Alt+c")
     expect(page.locator("#spoken")).to_be_hidden()
     expect(page.locator("#error")).to_be_hidden()
 
 
 def test_an_answer_is_cut_although_the_next_one_begins_before_the_server_says_what_was_heard(
-    echo: HttpPipeline, page: Page
+    echo: HttpPipeline, page: Page, line: Line
 ) -> None:
-    sent: list[dict[str, Any]] = []
     held: list[str] = []
     begun: list[str] = []
 
@@ -199,33 +200,31 @@ def test_an_answer_is_cut_although_the_next_one_begins_before_the_server_says_wh
                 while held and len(begun) == 2:
                     route.send(held.pop())
 
-        noting(route, sent).on_message(to_page)
+        line.connect(route).on_message(to_page)
 
-    page.route_web_socket("**/v1/realtime", connect)
+    page.route_web_socket(ROUTE, connect)
     converse(page, echo, "hello sea " * 60)
-    speak(page)
+    speak(page, line)
     until_playing(page)
-    speak(page)
+    speak(page, line)
     expect(page.locator("li.assistant").nth(0).locator("small")).to_contain_text("interrupted")
     assert len(begun) == 2
 
 
-def test_an_answer_of_which_nothing_was_heard_is_forgotten(slow: HttpPipeline, page: Page) -> None:
-    sent: list[dict[str, Any]] = []
-
+def test_an_answer_of_which_nothing_was_heard_is_forgotten(slow: HttpPipeline, page: Page, line: Line) -> None:
     def connect(route: WebSocketRoute) -> None:
         def to_page(data: str) -> None:
             if json.loads(data)["type"] != "response.output_audio.delta":  # as if the user spoke before there is any
                 route.send(data)
 
-        noting(route, sent).on_message(to_page)
+        line.connect(route).on_message(to_page)
 
-    page.route_web_socket("**/v1/realtime", connect)
+    page.route_web_socket(ROUTE, connect)
     converse(page, slow, "w" * 900)
-    speak(page)
+    speak(page, line)
     expect(said(page, 0)).to_contain_text("w")
-    speak(page)
-    until(page, lambda: of_kind(sent, DELETE), "speech during the answer", 15)
+    speak(page, line)
+    until(page, lambda: line.of_kind(DELETE), "speech during the answer", 15)
     expect(page.locator("li.assistant").first).to_have_class(re.compile("interrupted"))
     expect(said(page, 0)).to_have_text("")
     page.locator("#clear").click()  # begins again, with an empty conversation
@@ -234,17 +233,18 @@ def test_an_answer_of_which_nothing_was_heard_is_forgotten(slow: HttpPipeline, p
     until(page, lambda: in_flight(slow) == 0, "the end of the requests")
 
 
-def test_a_muted_microphone_sends_silence(echo: HttpPipeline, page: Page, sent: list[dict[str, Any]]) -> None:
+def test_a_muted_microphone_sends_silence(echo: HttpPipeline, page: Page, line: Line) -> None:
     def loudest() -> int:
-        pieces = [base64.b64decode(event["audio"]) for event in of_kind(sent, APPEND)[-PIECES_OF_TURN:]]
+        pieces = [base64.b64decode(event["audio"]) for event in line.of_kind(APPEND)[-PIECES_OF_TURN:]]
         return max(numpy.abs(numpy.frombuffer(piece, "<i2").astype(int)).max() for piece in pieces)
 
-    converse(page, echo, "sea", own_microphone=True)
+    line.own_microphone = True
+    converse(page, echo, "sea")
     level = page.locator("#microphone-level")
     until(page, lambda: level.evaluate("meter => meter.value") > 0.2, "the level of speech", 10)
     page.keyboard.press("Alt+m")
     expect(page.locator("#mute")).to_have_attribute("aria-pressed", "true")
-    until(page, lambda: len(of_kind(sent, APPEND)) >= PIECES_OF_TURN and loudest() == 0, "silence", 10)
+    until(page, lambda: len(line.of_kind(APPEND)) >= PIECES_OF_TURN and loudest() == 0, "silence", 10)
     expect(page.locator("#spoken-state")).to_contain_text("Muted")
     turns = page.locator("li.user").count()
     page.locator("#mute").click()
@@ -252,9 +252,8 @@ def test_a_muted_microphone_sends_silence(echo: HttpPipeline, page: Page, sent: 
     until(page, lambda: page.locator("li.user").count() > turns, "a turn", 10)
 
 
-def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipeline, page: Page) -> None:
+def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipeline, page: Page, line: Line) -> None:
     connections: list[WebSocketRoute] = []
-    received: list[dict[str, Any]] = []
     understood: list[dict[str, Any]] = []
 
     def connect(route: WebSocketRoute) -> None:
@@ -269,23 +268,23 @@ def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipel
                 understood.append(event)
                 route.send(data)
 
-        noting(route, received).on_message(to_page)
+        line.connect(route).on_message(to_page)
 
     def in_words() -> list[tuple[str, str]]:
         """What the page has told the sessions that it opened again."""
-        created = [event["item"] for event in of_kind(received, CREATE)]
+        created = [event["item"] for event in line.of_kind(CREATE)]
         return [(item["role"], item["content"][0]["text"]) for item in created]
 
-    page.route_web_socket("**/v1/realtime", connect)
+    page.route_web_socket(ROUTE, connect)
     converse(page, echo, "sea")
-    speak_and_hear(page)
+    speak_and_hear(page, line)
     connections[0].close(code=1012)
     until(page, lambda: len(in_words()) == 2, "the conversation", 15)
     question, answer = in_words()
     assert question[0] == "user"
     assert question[1].startswith(ECHOED)
     assert answer == ("assistant", "sea")
-    speak(page)
+    speak(page, line)
     expect(said(page, 1)).to_contain_text(f"sea{ECHOED}")  # it has both
     expect(page.locator("li.assistant.done")).to_have_count(2)
     until(page, lambda: understood, "the beginning of what was said")
@@ -298,7 +297,7 @@ def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipel
 
 def test_a_conversation_that_cannot_begin_says_why(echo: HttpPipeline, page: Page) -> None:
     page.clock.install()
-    page.route_web_socket("**/v1/realtime", lambda route: route.close(code=1013))
+    page.route_web_socket(ROUTE, lambda route: route.close(code=1013))
     converse(page, echo, "sea")
     error = page.locator("#error")
     until(page, lambda: page.clock.run_for(8000) or error.is_visible(), "the last attempt")
@@ -308,7 +307,7 @@ def test_a_conversation_that_cannot_begin_says_why(echo: HttpPipeline, page: Pag
     def without_detection(route: WebSocketRoute) -> None:
         route.connect_to_server().on_message(lambda data: route.send(data.replace('"turn_detection":{', '"was":{')))
 
-    page.route_web_socket("**/v1/realtime", without_detection)
+    page.route_web_socket(ROUTE, without_detection)
     page.locator("#converse").click()
     expect(error).to_contain_text("omni_actors[realtime]")
     page.evaluate("() => { navigator.mediaDevices.getUserMedia = () => Promise.reject(new Error('forbidden')); }")
@@ -317,7 +316,7 @@ def test_a_conversation_that_cannot_begin_says_why(echo: HttpPipeline, page: Pag
     expect(page.locator("#spoken")).to_be_hidden()
 
 
-def understand(page: Page, words: str) -> None:
+def understand(page: Page, line: Line, words: str) -> None:
     """Have the page told that the user says these words, in place of what the echo stages say of any sound."""
 
     def connect(route: WebSocketRoute) -> None:
@@ -329,16 +328,16 @@ def understand(page: Page, words: str) -> None:
                 event["transcript"] = words
             route.send(json.dumps(event))
 
-        route.connect_to_server().on_message(tell)
+        line.connect(route).on_message(tell)
 
-    page.route_web_socket("**/v1/realtime", connect)
+    page.route_web_socket(ROUTE, connect)
 
 
-def test_everybody_can_converse_at_any_width(echo: HttpPipeline, page: Page) -> None:
+def test_everybody_can_converse_at_any_width(echo: HttpPipeline, page: Page, line: Line) -> None:
     """Writes the picture of the documentation, too, if OMNI_TEST_SCREENSHOTS is set."""
-    understand(page, "Why is the sea salt?")
+    understand(page, line, "Why is the sea salt?")
     converse(page, echo, ANSWER)
-    speak(page)
+    speak(page, line)
     expect(page.locator("#interrupt")).to_be_visible()
     for name in ("interrupt", "end-spoken"):
         page.keyboard.press("Tab")
