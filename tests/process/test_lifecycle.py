@@ -86,7 +86,7 @@ def test_a_stage_that_is_not_ready_in_time(launch: Launch) -> None:
     data = chain()
     for stage in data["stages"]:
         stage["engine"] = {"start_seconds": 600.0}
-    launcher = launch(data, "--startup-timeout", "1")
+    launcher = launch(data, "--startup-timeout", "3")
     assert launcher.wait_end(30) == 1, "before the stages would have been ready"
     assert re.search(r"/0 is not ready in time while (starting process|loading)", launcher.output)
 
