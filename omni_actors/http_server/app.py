@@ -189,7 +189,7 @@ async def _on_routing(request: Request, error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     about = {"request_id": getattr(request.state, "request_id", "")}
     logger.error("a request failed: %s", trace_of(error), extra=about)
-    failure = HttpError(500, "Internal error: see the server's log.", kind="server_error", code="internal_error")
+    failure = HttpError(500, "Internal error: see the server's log.", code="internal_error")
     return failure.response()
 
 

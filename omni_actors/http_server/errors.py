@@ -22,7 +22,13 @@ STATUS: dict[ErrorCode, int] = {
     ErrorCode.ABORTED: CLIENT_CLOSED_REQUEST,
     ErrorCode.TIMEOUT: 503,  # to HTTP clients, a coordinator that does not answer is the server's fault
 }
-KINDS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
+KINDS = {
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+    507: "server_error",
+}
 
 
 def status_of(code: ErrorCode) -> int:
@@ -41,7 +47,7 @@ class HttpError(Exception):
     Args:
         param: the field of the request that is wrong, such as `messages[0].content[1].image_url.url`.
         code: a stable identifier for programs; an `ErrorCode` for errors of the pipeline.
-        retry_after: seconds for the Retry-After header.
+        retry_after: seconds for the Retry-After header; `RETRY_SECONDS` by default where a retry may help.
     """
 
     def __init__(
@@ -51,7 +57,6 @@ class HttpError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        kind: str = "invalid_request_error",
         retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
@@ -59,8 +64,8 @@ class HttpError(Exception):
         self.message = message
         self.param = param
         self.code = code
-        self.kind = kind
-        self.retry_after = retry_after
+        self.kind = KINDS.get(status, "invalid_request_error")
+        self.retry_after = RETRY_SECONDS if retry_after is None and status in (429, 503) else retry_after
         self.headers: dict[str, str] = {}  # further ones of the response
 
     @classmethod
@@ -71,12 +76,8 @@ class HttpError(Exception):
             fields: the field of the HTTP request at fault, by the field that the error names, or else by its code.
         """
         status = status_of(error.code)
-        kind = KINDS.get(status, "invalid_request_error")
-        retry_after = error.retry_after
-        if status in (429, 503) and retry_after is None:
-            retry_after = RETRY_SECONDS
         param = (fields or {}).get(error.field or error.code, error.field)
-        return cls(status, str(error), param=param, code=error.code.value, kind=kind, retry_after=retry_after)
+        return cls(status, str(error), param=param, code=error.code.value, retry_after=error.retry_after)
 
     def body(self) -> dict[str, Any]:
         """The JSON object."""

@@ -183,4 +183,4 @@ def image_usage(
 
 def _no_picture() -> HttpError:
     message = "The model ended without a picture."
-    return HttpError(500, message, kind="server_error", code=ErrorCode.ENGINE_ERROR.value)
+    return HttpError(500, message, code=ErrorCode.ENGINE_ERROR.value)

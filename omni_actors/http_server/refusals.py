@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from omni_actors.http_server.errors import KINDS, RETRY_SECONDS, HttpError
+from omni_actors.http_server.errors import HttpError
 
 REASONS = {
     400: "Bad Request",
@@ -16,11 +14,7 @@ REASONS = {
 
 def refusal(status: int, message: str, code: str) -> bytes:
     """The bytes of an answer after which the connection is closed."""
-    error = HttpError(status, message, code=code, kind=KINDS.get(status, "invalid_request_error"))
-    body = msgspec.json.encode(error.body())
-    retry = f"retry-after: {RETRY_SECONDS:.0f}\r\n" if status == 503 else ""
-    head = (
-        f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
-    )
-    return head.encode() + body
+    response = HttpError(status, message, code=code).response()
+    headers = "".join(f"{name}: {value}\r\n" for name, value in response.headers.items())
+    head = f"HTTP/1.1 {status} {REASONS[status]}\r\n{headers}connection: close\r\n\r\n"
+    return head.encode() + bytes(response.body)

@@ -25,13 +25,8 @@ class Reservation:
     def add(self, size: int) -> None:
         """Count a piece. Raises `HttpError` 503 if all requests together hold too many."""
         if self._bodies.used + size > self._bodies.limit:
-            raise HttpError(
-                503,
-                "The server holds too many bytes of other requests: try again.",
-                code="overloaded",
-                kind="service_unavailable_error",
-                retry_after=1.0,
-            )
+            message = "The server holds too many bytes of other requests: try again."
+            raise HttpError(503, message, code="overloaded")
         self.size += size
         self._bodies.used += size
 

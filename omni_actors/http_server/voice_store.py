@@ -129,7 +129,7 @@ class VoiceStore:
         except OSError as error:
             logger.error("cannot write a voice to %s: %s", self._folder, error)
             message = f"The server cannot write the voice: {error.strerror}. Its operator must make room for it."
-            raise HttpError(507, message, kind="server_error", code="internal_error") from error
+            raise HttpError(507, message, code="internal_error") from error
 
     def remove(self, name: str) -> Voice | None:
         """Delete the voice with this name or id, and return it; `None` if there is none."""

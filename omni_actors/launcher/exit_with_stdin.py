@@ -1,8 +1,8 @@
 """Runs a command and ends it when standard input closes.
 
 Usage: `python -m omni_actors.launcher.exit_with_stdin COMMAND [ARGUMENT ...]`. For commands started over ssh: when
-the connection or the caller is gone, ssh sends no signal but closes standard input. The command is told to end, and is
-killed if it has not done so in time; a launcher says how long its pipeline may take.
+the connection or the caller is gone, ssh closes standard input and sends no signal. The command then gets SIGTERM, and
+is killed if it does not end in time; a launcher says how long its pipeline may take.
 """
 
 from __future__ import annotations

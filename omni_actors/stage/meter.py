@@ -27,8 +27,8 @@ from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.transfers import TransferTrack, track_of
 
-PROVEN_SOUND = 5.0  # seconds of sound from which it is told how much a stage makes
-MOST_LISTENERS = 1_000_000  # that it tells
+PROVEN_SOUND = 5.0  # seconds of sound that a stage has to make before it reports for how many listeners it does
+MOST_LISTENERS = 1_000_000  # that it reports
 KEPT_TIMELINES = 256  # of requests that ended here without a `StageDone`, until the next snapshot
 
 

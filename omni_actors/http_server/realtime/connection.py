@@ -198,7 +198,7 @@ class Connection:
         error = None if answer.cancelled() else answer.exception()
         if error is not None:
             logger.error("a response failed: %s", trace_of(error), extra={"request_id": response_id})
-            failure = HttpError(500, INTERNAL, kind="server_error", code="internal_error")
+            failure = HttpError(500, INTERNAL, code="internal_error")
             self._carry_out(self._session.failed(response_id, failure))
 
     async def _relay(self, ask: Ask, latency: Latency) -> bool:

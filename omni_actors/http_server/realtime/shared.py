@@ -33,7 +33,7 @@ class Realtime:
         """Take a place for a session, and account for the bytes it holds. Raises `HttpError` 429 if all are taken."""
         if self._sessions >= self.settings.realtime_sessions:
             message = f"All {self.settings.realtime_sessions} realtime sessions of this server are in use: try again."
-            raise HttpError(429, message, code="overloaded", kind="rate_limit_error", retry_after=1.0)
+            raise HttpError(429, message, code="overloaded")
         reservation = Reservation(self._bodies)
         self._count(1)
         try:
