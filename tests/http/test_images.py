@@ -157,9 +157,12 @@ def test_pictures_are_counted_without_their_previews(pictures: HttpPipeline) -> 
             for name, samples in counted.items()
         }
 
+    # A stage says with its next heartbeat what it has counted.
+    until(lambda: len(set(totals().values())) == 1, what=lambda: f"what was made before is counted: {totals()}")
     before = totals()
     list(pictures.openai().images.generate(prompt="a fox", stream=True, partial_images=2))
-    until(lambda: totals() == {name: total + 1 for name, total in before.items()}, what="one picture is counted")
+    after = {name: total + 1 for name, total in before.items()}
+    until(lambda: totals() == after, what=lambda: f"one picture more than {before} is counted: {totals()}")
     assert len(before) == 3
 
 
