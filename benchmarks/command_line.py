@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -18,6 +19,11 @@ def overrides(options: argparse.Namespace) -> dict[str, str]:
     """What --set and --model change in the configuration, by dotted key."""
     given = dict(item.split("=", 1) for item in options.set)
     return {**given, "model": options.model} if options.model else given
+
+
+def set_arguments(overrides: Mapping[str, str]) -> list[str]:
+    """The --set arguments that hand such changes to another program."""
+    return [argument for key, value in overrides.items() for argument in ("--set", f"{key}={value}")]
 
 
 def add_fields(parser: argparse.ArgumentParser) -> None:

@@ -57,8 +57,7 @@ def start(
         overrides |= {f"stages.{stage.name}.{key}": value for key, value in of_stage.items()}
     overrides |= {f"stages.{name}.spares": str(count) for name, count in (spared or {}).items()}
     command = [sys.executable, "-m", "omni_actors.launch", path, "--run-dir", run_dir]
-    for key, value in overrides.items():
-        command += ["--set", f"{key}={value}"]
+    command += command_line.set_arguments(overrides)
     return subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
 
 

@@ -90,9 +90,8 @@ async def start_stages(pipeline: config.PipelineConfig, stages: list[str]) -> fl
 
 def cold_start(options: argparse.Namespace, stages: list[str]) -> float:
     """`start_stages` in a new process, with a new fork server."""
-    command = [sys.executable, __file__, options.config, "--only", *stages]
-    for key, value in command_line.overrides(options).items():
-        command += ["--set", f"{key}={value}"]
+    changes = command_line.set_arguments(command_line.overrides(options))
+    command = [sys.executable, __file__, options.config, *changes, "--only", *stages]
     output = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=300)
     return float(output)
 
