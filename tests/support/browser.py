@@ -20,6 +20,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium here: scripts/install_chromium.sh installs it as root on a system with apt"
 )
+WAIT = 15_000 * PATIENCE  # milliseconds in which the page does what it is asked to
 ARGUMENTS = ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
 
 
@@ -46,8 +47,8 @@ def watched_page(browser: Browser, **options: object) -> Iterator[Page]:
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.set_default_timeout(15_000)
-    expect.set_options(timeout=15_000)
+    page.set_default_timeout(WAIT)
+    expect.set_options(timeout=WAIT)
     yield page
     context.close()
     # The browser itself logs refused requests and WebSockets; refused scripts and styles would be our fault.
@@ -67,7 +68,9 @@ def ask(page: Page, text: str) -> None:
 
 
 def answered(page: Page, count: int = 1) -> None:
-    """Wait until that many answers are complete."""
+    """Wait until that many answers are complete; fails at once with the page's error when one has ended otherwise."""
+    expect(page.locator("li.assistant.done, #error:visible").nth(count - 1)).to_be_attached()
+    expect(page.locator("#error")).to_have_text("")
     expect(page.locator("li.assistant.done")).to_have_count(count)
 
 
