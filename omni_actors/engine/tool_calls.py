@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import uuid
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from vllm.parser.parser_manager import ParserManager
 from vllm.tokenizers import TokenizerLike
 from vllm.tool_parsers import ToolParserManager
 
+from omni_actors.config import suggest
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest
 from omni_actors.protocol.payloads import StructuredOutputs
 from omni_actors.protocol.tools import ToolCallPiece, Tools, function_of
@@ -24,9 +24,7 @@ from omni_actors.protocol.tools import ToolCallPiece, Tools, function_of
 def parser_class(name: str, tokenizer: TokenizerLike) -> type[Parser]:
     """vLLM's parser of this name. Raises `ConfigError` if there is none, or not for this tokenizer."""
     if name not in (known := ToolParserManager.list_registered()):
-        nearest = difflib.get_close_matches(name, known, 1)
-        advice = f"Did you mean {nearest[0]!r}?" if nearest else f"vLLM has {', '.join(known)}."
-        raise ConfigError(f"tool_call_parser: vLLM has no tool parser {name!r}.", hint=advice)
+        raise ConfigError(f"tool_call_parser: vLLM has no tool parser {name!r}.{suggest(name, known)}")
     try:
         found = ParserManager.get_parser(tool_parser_name=name, enable_auto_tools=True, tokenizer=tokenizer)
     except TypeError as error:

@@ -82,6 +82,8 @@ def _of(message: str, kind: Any, where: str) -> HttpError:
         return _error(_join(where, path), "this is not valid base64.", "invalid_base64")
     if what.startswith("Invalid "):  # value or enum value
         choices = _choices(kind, path)
+        if len(choices) == 1:
+            return _error(_join(where, path), f"must be {choices[0]!r}.")
         given = what.partition("'")[2].removesuffix("'")[:NAME_CHARACTERS]
         close = difflib.get_close_matches(given, [str(choice) for choice in choices], n=1, cutoff=0.5)
         meant = f" Did you mean {close[0]!r}?" if close else ""

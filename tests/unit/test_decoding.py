@@ -44,6 +44,7 @@ def refusal(body: bytes, kind: type = ChatRequest) -> HttpError:
         (chat(messages=[{"content": "x"}]), "messages[0].role", "missing_required_parameter", "missing"),
         (chat(messages=[{"role": "usr", "content": ""}]), "messages[0].role", "invalid_value", "Did you mean 'user'?"),
         (chat(messages=[{"role": LONG}]), "messages[0].role", "invalid_value", "'user', 'system', 'developer'"),
+        (chat(tools=[{"type": "funktion"}]), "tools[0].type", "invalid_value", ": must be 'function'."),
         (content({"type": "smell"}), "messages[0].content[0].type", "invalid_value", "'text', 'input_audio'"),
         (content({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url.url", None, "missing"),
         (chat(audio={"format": LONG}), "audio.format", "invalid_value", "'flac', 'mp3', 'opus', 'pcm16', 'wav'"),
