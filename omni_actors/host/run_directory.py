@@ -242,7 +242,8 @@ def _clear(lock: IO[str], path: Path, everything: bool) -> None:
         if everything:
             segments.remove_listed(path / SEGMENTS)
             registry.remove(path)
-            shutil.rmtree(path, ignore_errors=True)
+            # Under another name first, or a process that ends now would make its lock file in a half-empty folder.
+            shutil.rmtree(path.rename(path.with_name(f".{path.name}.gone")), ignore_errors=True)
         else:
             _sweep(path)
             (path / LOCK).unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -148,6 +149,19 @@ def test_a_stage_leaves_the_sockets_of_a_launcher_that_runs(run: RunDirectory) -
 
 def test_a_stage_that_ends_after_the_folder_is_gone_makes_no_new_one(short_path: Path) -> None:
     clear_abandoned(short_path / "gone", temporary=True)
+    assert not list(short_path.iterdir())
+
+
+def test_stages_of_a_killed_launcher_that_end_together_leave_nothing(short_path: Path) -> None:
+    for number in range(200):
+        folder = short_path / f"run{number}"
+        (folder / "logs").mkdir(parents=True)
+        for stage in range(5):
+            (folder / "logs" / f"{stage}.log").touch()
+        (folder / "lock").write_text("1")  # its owner did not come to remove it
+        with ThreadPoolExecutor(4) as stages:
+            for _ in range(4):
+                stages.submit(clear_abandoned, folder, temporary=True)
     assert not list(short_path.iterdir())
 
 
