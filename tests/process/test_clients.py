@@ -23,15 +23,16 @@ from tests.support.servers import serving
 from tests.support.waiting import eventually, until
 
 NEVER = 1000.0  # seconds
+WINDOW = 256  # messages
 
 
 @pytest.fixture(scope="module")
 def shared_pipeline() -> Iterator[EchoLauncher]:
-    """16 slots. Long requests take half a minute; a client that does not read is left alone."""
-    flow = {"client_window_messages": 256, "client_messages": 1_000_000, "client_bytes": 1 << 30}
+    """16 slots. Long requests take a quarter of a minute; a client that does not read is left alone."""
+    flow = {"client_window_messages": WINDOW, "client_messages": 1_000_000, "client_bytes": 1 << 30}
     flow["client_stall_seconds"] = NEVER
     # The sound of a window is more than what the kernel keeps for a process that is stopped.
-    data = flow_chain(flow, thinker={"step_seconds": 0.01}, code2wav={"samples_per_token": 960})
+    data = flow_chain(flow, thinker={"step_seconds": 0.005}, code2wav={"samples_per_token": 960})
     data["coordinator"] |= {"max_in_flight": 16, "max_queued": 24}
     with tempfile.TemporaryDirectory(prefix="ot-", dir="/tmp") as name:
         try:
@@ -68,13 +69,13 @@ async def test_a_client_that_reads_nothing_and_vanishes_holds_nothing(pipeline: 
             return tokens_sent(await watcher.metrics()) > count
 
         with flooding(pipeline.endpoint, 3) as stopped:
-            await eventually(in_flight, 10, "its requests run")
-            stopped.send_signal(signal.SIGSTOP)
+            await eventually(lambda: tokens_more_than(0), 10, "its requests run")
+            stopped.send_signal(signal.SIGSTOP)  # a few seconds later its connection is taken for lost
             before = tokens_sent(await watcher.metrics())
-            await eventually(lambda: tokens_more_than(before + 256), 10, "more text than its window has room for")
+            await eventually(lambda: tokens_more_than(before + WINDOW), 10, "more text than its window has room for")
             with flooding(pipeline.endpoint, 12) as killed:
                 before = tokens_sent(await watcher.metrics())
-                await eventually(lambda: tokens_more_than(before + 4 * 256), 20, "more than both have room for")
+                await eventually(lambda: tokens_more_than(before + 4 * WINDOW), 20, "more than both have room for")
                 assert await in_flight() >= 12
                 killed.send_signal(signal.SIGKILL)
                 await eventually(lambda: _none(in_flight), 15, "the requests of both end")
