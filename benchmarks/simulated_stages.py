@@ -2,7 +2,8 @@
 
 A step of a stage is host time, then time on the device, which all three share. While others are on the device, a
 stage's own time there passes more slowly. Times are those of one H200 and Qwen2.5-Omni-7B's sizes: steps of each stage
-alone, and `SLOWDOWN` fitted to what was measured under load ("From outside, over HTTP" in docs/benchmarks.md).
+alone (the talker's in bursts of four), and `SLOWDOWN` and loads fitted to what was measured together ("From outside,
+over HTTP" in docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ORDERS = ("number", "deadline")
 SLOWDOWN = {
     "thinker": {"talker": 0.16, "code2wav": 0.4},
     "talker": {"thinker": 0.5, "code2wav": 1.0},
-    "code2wav": {"thinker": 3.0, "talker": 2.0},
+    "code2wav": {"thinker": 3.0, "talker": 1.3},
 }
 
 
@@ -175,6 +176,7 @@ class Thinker(Stage):
 
     def cost(self) -> tuple[float, float]:
         prompts = sum(PROMPT_TOKENS for answer in self.batch if answer.text == 0)
+        self.load = min(1.0, 0.45 + 0.017 * len(self.batch))
         return 1.4, 4.0 + 0.02 * len(self.batch) + 0.022 * prompts
 
     def urgent(self) -> bool:
@@ -205,7 +207,7 @@ class Talker(Stage):
 
     def cost(self) -> tuple[float, float]:
         prompts = sum(PROMPT_TOKENS for answer in self.batch if answer.codec == 0)
-        return 2.1 + 0.01 * len(self.batch), 1.1 + 0.02 * len(self.batch) + 0.005 * prompts
+        return 0.35 + 0.006 * len(self.batch), 1.7 + 0.006 * len(self.batch) + 0.005 * prompts
 
     def urgent(self) -> bool:
         return any(answer.codec < BLOCK and self._ready(answer) for answer in self.answers)

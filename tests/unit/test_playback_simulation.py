@@ -52,7 +52,7 @@ def test_deadlines_let_listeners_start_earlier_than_the_order_of_chunk_numbers(r
 
 
 def test_first_sounds_that_are_kept_leave_hardly_a_gap(rows: list[dict[str, Any]]) -> None:
-    (kept,) = run("--concurrency", "32", "--order", "deadline")
+    (kept,) = run("--stagger", "6", "--concurrency", "32", "--order", "deadline")
     (at_once,) = (row for row in rows if (row["load"], row["policy"], row["order"]) == ("c=32", POLICY, "deadline"))
     stalled, stalled_at_once = (int(row["stalled"].split(" of ")[0]) for row in (kept, at_once))
     assert stalled < stalled_at_once / 2
@@ -64,7 +64,7 @@ def test_in_a_burst_hardly_an_answer_stalls_and_after_a_start_none_waits_for_lon
     (warm,) = run("--stagger", "0", "--concurrency", "64", "--order", "deadline")
     assert int(cold["stalled"].split(" of ")[0]) <= 5
     assert smooth_start([cold]) < 2000
-    assert int(warm["stalled"].split(" of ")[0]) <= 6
+    assert int(warm["stalled"].split(" of ")[0]) <= 8
     assert smooth_start([warm]) < 3500
 
 
