@@ -101,6 +101,7 @@ class Answer:
     first_due: float = 0.0
     rank: float = 0.0  # when its next piece is due, for the order
     leaves: float = 0.0  # when the first sound leaves
+    left: bool = False  # it has
     kept: list[float] = field(default_factory=list)  # seconds of the pieces made before that
 
     @property
@@ -296,12 +297,13 @@ class Vocoder(Stage):
                 for seconds in answer.kept:
                     self._leave(answer, seconds)
                 answer.kept.clear()
+                answer.left = True
 
     def _foresee(self) -> None:
         """Note how long the step took, and decide when first sounds that are kept leave."""
         now = self.pipeline.now
         self._forecast.stepped(self._share, self._began, now)
-        kept = [answer for answer in self.answers if answer.kept]
+        kept = [answer for answer in self.answers if answer.kept and not answer.left]
         if kept and self.pipeline.setting.keeps:
             outlooks = {answer: self._outlook(answer) for answer in self.answers}
             self._forecast.look(list(outlooks.values()), now)
