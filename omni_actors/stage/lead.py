@@ -21,7 +21,8 @@ USUAL_SECONDS = 10.0  # the same, for what is usual
 PHASE_SECONDS = 0.5  # for which what is slow now stays slow; the stages before are busy with an answer's beginning
 LATE_WEIGHT = 0.1  # of a step, in the mean of what late steps had in them
 PAUSE_SECONDS = 0.01  # between steps, from which on the stage had nothing to do
-MARGIN = 1.5  # of what is foreseen
+INPUT_MARGIN = 1.25  # of the time until a piece's input is foreseen to have come
+QUEUE_MARGIN = 1.5  # of that for all pieces before it: those of answers that begin later come before it, too
 HORIZON_SECONDS = 6.0  # of sound; pieces that are due later are not looked at
 PROVEN_SECONDS = 1.5  # of an answer's sound; with less the pieces are small, and little is known
 MOST = 0.9  # of the answers, which need no more than is foreseen for all
@@ -199,7 +200,7 @@ class Forecast:
             queue = foreseen(work + FIXED_SHARE * max(piece.steps, steps / self._places), late, usual)
             # The steps in which it is made have as much else in them as those before.
             own = foreseen((piece.share + self._share + FIXED_SHARE) * (piece.steps + 1), late, usual)
-            done = now + max(MARGIN * queue, MARGIN * answer.arrivals.foresee(piece.missing) + own)
+            done = now + max(QUEUE_MARGIN * queue, INPUT_MARGIN * answer.arrivals.foresee(piece.missing) + own)
             answer.smooth_start = max(answer.smooth_start, done - piece.before)
         self._learn(answers)
 
