@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,11 @@ import msgspec
 
 from omni_actors.config.checks import device_name
 from omni_actors.config.devices import (
+    devices_by_replica,
     gpus_of_replica,
     gpus_per_host,
     host_devices,
     memory_plan,
-    replica_devices,
     shared_devices,
 )
 from omni_actors.config.dotted_keys import flatten
@@ -40,7 +41,7 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
     ]
     lines.append("placement")
     for stage in pipeline.stages:
-        taken = {device for index in range(stage.processes) for device in replica_devices(stage, index, devices)}
+        taken = set(itertools.chain.from_iterable(devices_by_replica(stage, devices)))
         where = ", ".join(f"GPU {device}" for device in sorted(taken)) or "CPU"
         if stage.executor is Executor.RAY:
             where = f"{gpus_of_replica(stage)} x GPU of the Ray cluster, each with its process on a CPU"

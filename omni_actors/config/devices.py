@@ -34,9 +34,9 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
             continue
         replicas = collections.Counter(
             (rank, device)
-            for index in range(stage.processes)
-            for rank in stage.hosts_of(index)
-            for device in replica_devices(stage, index, devices)
+            for index, taken in enumerate(devices_by_replica(stage, devices))
+            for rank in (stage.hosts_of(index) if taken else ())
+            for device in taken
         )
         for place, count in replicas.items():
             plan.setdefault(place, []).append((stage.name, share * count))
@@ -79,6 +79,13 @@ def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
     return slot_devices(stage, slot_of(stage, index), devices)
 
 
+def devices_by_replica(stage: StageConfig, devices: int) -> list[list[int]]:
+    """Return `replica_devices` of all replicas, of which there may be thousands."""
+    held, size = stage_devices(stage, devices), gpus_per_host(stage)
+    by_slot = [held[first : first + size] for first in range(0, max(1, len(held) // size) * size, size)]
+    return [by_slot[slot_of(stage, index) % len(by_slot)] for index in range(stage.processes)]
+
+
 def slot_of(stage: StageConfig, index: int) -> int:
     """Return how many replicas of the stage are before this one on its node, as configured."""
     return index if stage.spread is not None else index // len(stage.nodes)  # its nodes differ
@@ -117,9 +124,11 @@ def shared_devices(pipeline: PipelineConfig, rank: int, devices: int) -> dict[in
     """
     users: dict[int, list[tuple[str, int]]] = {}
     for stage in pipeline.stages:
-        for index in range(stage.processes):
-            if stage.kind in COMPUTING_KINDS and rank in stage.hosts_of(index):
-                for device in replica_devices(stage, index, devices):
+        if stage.kind not in COMPUTING_KINDS:
+            continue
+        for index, taken in enumerate(devices_by_replica(stage, devices)):
+            if taken and rank in stage.hosts_of(index):
+                for device in taken:
                     users.setdefault(device, []).append((stage.name, index))
     return {device: replicas for device, replicas in sorted(users.items()) if len(replicas) > 1}
 

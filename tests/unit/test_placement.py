@@ -9,6 +9,7 @@ import pytest
 
 from omni_actors import config, launch
 from omni_actors.config import placement, slurm
+from omni_actors.config.devices import devices_by_replica
 from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
 from omni_actors.host import addresses
@@ -215,6 +216,7 @@ def test_replicas_of_a_node_take_its_devices_one_after_the_other(
     assert [config.replica_devices(talker, index, 0) for index in range(replicas)] == (
         expected if devices else [[]] * replicas
     )
+    assert devices_by_replica(talker, 4) == expected
     shares = config.memory_plan(pipeline, 4)
     assert sum(share for place in shares.values() for name, share in place if name == "talker") == pytest.approx(
         0.3 * replicas * size

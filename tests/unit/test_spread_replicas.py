@@ -10,7 +10,7 @@ import pytest
 
 from omni_actors import config, launch
 from omni_actors.config import placement
-from omni_actors.config.devices import shared_devices
+from omni_actors.config.devices import devices_by_replica, shared_devices
 from omni_actors.config.spread import check_interface, meeting_port
 from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import interface_address, interface_of
@@ -42,6 +42,7 @@ def test_a_spread_replica_takes_its_share_of_gpus_on_every_host(tmp_path: Path) 
     pipeline = load(tmp_path, spread(replicas=2, devices=[0, 1, 2, 3], engine=engine), devices=4).pipeline
     thinker = pipeline.stage("thinker")
     assert [config.replica_devices(thinker, index, 4) for index in range(2)] == [[0, 1], [2, 3]]
+    assert devices_by_replica(thinker, 4) == [[0, 1], [2, 3]]
     plan = config.memory_plan(pipeline, 4)
     assert sorted(plan) == [(rank, device) for rank in (0, 1) for device in range(4)]
     assert all(shares == [("thinker", 0.6)] for shares in plan.values())
