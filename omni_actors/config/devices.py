@@ -81,8 +81,7 @@ def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
 
 def devices_by_replica(stage: StageConfig, devices: int) -> list[list[int]]:
     """Return `replica_devices` of all replicas, of which there may be thousands."""
-    held, size = stage_devices(stage, devices), gpus_per_host(stage)
-    by_slot = [held[first : first + size] for first in range(0, max(1, len(held) // size) * size, size)]
+    by_slot = _devices_by_slot(stage, devices)
     return [by_slot[slot_of(stage, index) % len(by_slot)] for index in range(stage.processes)]
 
 
@@ -93,14 +92,19 @@ def slot_of(stage: StageConfig, index: int) -> int:
 
 def slots(stage: StageConfig, devices: int) -> int:
     """Return how many replicas a node with so many GPUs holds before two of them share one; 1 without GPUs."""
-    return max(1, len(stage_devices(stage, devices)) // gpus_per_host(stage))
+    return len(_devices_by_slot(stage, devices))
 
 
 def slot_devices(stage: StageConfig, slot: int, devices: int) -> list[int]:
     """Return the GPUs of a slot of a node: as many of the stage's as a replica needs, from the first ones again."""
-    size = gpus_per_host(stage)
-    first = slot % slots(stage, devices) * size
-    return stage_devices(stage, devices)[first : first + size]
+    by_slot = _devices_by_slot(stage, devices)
+    return by_slot[slot % len(by_slot)]
+
+
+def _devices_by_slot(stage: StageConfig, devices: int) -> list[list[int]]:
+    """The GPUs of each slot of a node, until they are taken from the first ones again."""
+    held, size = stage_devices(stage, devices), gpus_per_host(stage)
+    return [held[first : first + size] for first in range(0, max(1, len(held) // size) * size, size)]
 
 
 def stage_devices(stage: StageConfig, devices: int) -> list[int]:
