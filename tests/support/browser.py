@@ -70,7 +70,8 @@ def ask(page: Page, text: str) -> None:
 def answered(page: Page, count: int = 1) -> None:
     """Wait until that many answers are complete; fails at once with the page's error when one has ended otherwise."""
     expect(page.locator("li.assistant.done, #error:visible").nth(count - 1)).to_be_attached()
-    expect(page.locator("#error")).to_have_text("")
+    error = page.locator("#error")
+    assert error.is_hidden(), error.inner_text()
     expect(page.locator("li.assistant.done")).to_have_count(count)
 
 
