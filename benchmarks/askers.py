@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -67,7 +68,8 @@ class Asker:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._numbers = itertools.count()
+        # Another run against the same pipeline asks something else: the thinker keeps the prefixes of prompts.
+        self._numbers = itertools.count(secrets.randbelow(90_000) + 10_000)
         # With min_tokens the end tokens are not sampled; if they were ignored instead, they would reach the vocoder.
         count = options.text_tokens
         self._params = {"thinker": {"max_tokens": count, "min_tokens": count, "temperature": 0.0}}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from omni_actors.telemetry.playback import AUDIBLE_SECONDS, Playback
 
-FIXED_SHARE = 0.6  # of a light step: what every step takes besides its pieces, on the host and an H200
+FIXED_SHARE = 0.45  # of a light step: what every step takes besides its pieces, on the host and an H200
 MEMORY_SECONDS = 0.5  # of computing, after which a step's time counts a third
 USUAL_SECONDS = 10.0  # the same, for what is usual
 PHASE_SECONDS = 0.5  # for which what is slow now stays slow; the stages before are busy with an answer's beginning
@@ -193,14 +193,19 @@ class Forecast:
                 pieces.append((max(answer.due, now) + later, answer.due, piece, answer))
         pieces.sort(key=lambda entry: entry[:2])
         late, usual = self._late.seconds, self._usual.seconds
+        step = self._share + FIXED_SHARE  # of those before
+        under_way = step * usual
         work, steps = 0.0, 0
         for _, _, piece, answer in pieces:
             work += piece.share * piece.steps
             steps += piece.steps
             queue = foreseen(work + FIXED_SHARE * max(piece.steps, steps / self._places), late, usual)
-            # The steps in which it is made have as much else in them as those before.
-            own = foreseen((piece.share + self._share + FIXED_SHARE) * (piece.steps + 1), late, usual)
-            done = now + max(QUEUE_MARGIN * queue, INPUT_MARGIN * answer.arrivals.foresee(piece.missing) + own)
+            # The steps in which it is made have as much else in them as those before. Two others end first: the one
+            # that the device computes, and the one that is queued behind it.
+            own = foreseen((piece.share + step) * (piece.steps + 2), late, usual)
+            done = now + max(
+                QUEUE_MARGIN * queue + under_way, INPUT_MARGIN * answer.arrivals.foresee(piece.missing) + own
+            )
             answer.smooth_start = max(answer.smooth_start, done - piece.before)
         self._learn(answers)
 

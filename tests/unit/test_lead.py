@@ -77,6 +77,18 @@ def test_the_pieces_of_one_answer_do_not_make_each_others_steps_longer() -> None
     assert max(kept(forecast(0.04, share=0.4), [begun() for _ in range(16)])) > 0
 
 
+def test_two_steps_end_before_a_piece_is_in_one() -> None:
+    """The device computes one, and another is queued behind it: with asynchronous scheduling both are decided."""
+    light = 0.02
+    unit = light / (FIXED_SHARE + 1)
+    full, hardly_any = (forecast(light, share, steps=200) for share in (3.0, 0.1))
+    step = unit * (LENGTHS[0] * BLOCK_SHARE + 3.0 + FIXED_SHARE)
+    assert kept(full, [begun()]) == pytest.approx([(2 + STEPS) * step - FIRST])
+    # Behind many others it is their steps that count, besides the one under way.
+    waits = [max(kept(stage, [begun() for _ in range(64)])) for stage in (full, hardly_any)]
+    assert waits[0] - waits[1] == pytest.approx(unit * (3.0 - 0.1))
+
+
 def test_what_is_slow_now_is_not_thought_slow_for_long() -> None:
     assert foreseen(10, 0.02, 0.01) == pytest.approx(0.2)
     assert foreseen(100, 0.02, 0.01) == pytest.approx(PHASE_SECONDS + 0.75)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from omni_actors.engine.models.qwen2_5_omni.code2wav import CHUNKS
+from omni_actors.engine.models.qwen2_5_omni.code2wav import CHUNKS, SPEC
 from omni_actors.engine.models.qwen2_5_omni.stream import LIGHT_BLOCKS
 from tests.support.paths import REPOSITORY
 
@@ -63,9 +63,9 @@ def test_in_a_burst_hardly_an_answer_stalls_and_after_a_start_none_waits_for_lon
     (cold,) = run("--stagger", "0", "--concurrency", "32", "--order", "deadline", "--cold")
     (warm,) = run("--stagger", "0", "--concurrency", "64", "--order", "deadline")
     assert int(cold["stalled"].split(" of ")[0]) <= 2
-    assert smooth_start([cold]) < 2000
+    assert smooth_start([cold]) < 1500
     assert int(warm["stalled"].split(" of ")[0]) <= 2
-    assert smooth_start([warm]) < 3500
+    assert smooth_start([warm]) < 2800
 
 
 def test_answers_of_any_length_that_come_at_any_time_are_simulated_to_their_end() -> None:
@@ -79,6 +79,7 @@ def test_the_simulation_knows_the_vocoders_constants(monkeypatch: pytest.MonkeyP
     import simulated_stages
 
     assert simulated_stages.LIGHT_BLOCKS == LIGHT_BLOCKS
+    assert SPEC.engine["max_num_seqs"] == simulated_stages.CHUNKS
     ends = [0]
     while len(ends) < 8:
         ends.append(CHUNKS.end(ends[-1]))

@@ -25,7 +25,7 @@ from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, GraphedVocoder, Vocoder
-from omni_actors.engine.models.qwen2_5_omni.dit import Dit
+from omni_actors.engine.models.qwen2_5_omni.dit import Dit, graph_rows
 from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk
 from omni_actors.engine.models.qwen2_5_omni.products import check_fp8
 from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS
@@ -50,6 +50,13 @@ AUTO_PRECISION = {"cuda": "bf16", "cpu": "float32"}
 # 0.86 (ADR 0042). A CPU gains nothing at any number: there it shows what FP8 does to sound.
 FP8_ROWS = {"cuda": 128, "cpu": 0}
 CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=1)
+WHOLE_BLOCKS = 17  # of an utterance that is decoded whole, four seconds; a step with longer ones may have no graph
+
+
+def most_rows(chunks: int, policy: ChunkPolicy | None) -> int:
+    """Rows of the largest step of so many chunks: their blocks, with the look-ahead, in both guidance branches."""
+    blocks = WHOLE_BLOCKS if policy is None else policy.largest + policy.look_ahead
+    return 2 * chunks * blocks
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
     def warm_up(self) -> None:
         """Run every shape of window that the policy makes, so that no request waits while a kernel is chosen."""
         if self.device.type == "cuda":
-            self.dit.capture()
+            self.dit.capture(graph_rows(most_rows(self._max_requests, self.geometry.policy)))
         lengths: set[int] = set()
         request = StageRequest("_warm_up", StageParams(num_steps=2), seed=0)
         blocks = 3 if self.geometry.policy is None else 3 * self.geometry.policy.largest
@@ -334,9 +341,9 @@ SPEC = ModelSpec(
     kind="diffusion",
     hf_overrides=placeholder_overrides("token2wav_config", MAX_STEPS),
     vllm_models={ARCHITECTURE: PlaceholderModel},
-    # Chunks at a time. More of them make the steps longer that first chunks and the thinker wait for
-    # (docs/benchmarks_history.md).
-    engine={"max_num_seqs": 16},
+    # Chunks at a time. More of them make the steps longer that first chunks and the thinker wait for, and the batches
+    # larger, which take less time for each chunk (docs/benchmarks.md).
+    engine={"max_num_seqs": 32},
     required={
         "max_model_len": MAX_STEPS + 1,
         "max_num_batched_tokens": MAX_STEPS + 1,

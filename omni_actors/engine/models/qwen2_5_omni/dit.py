@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _Window = tuple[torch.Tensor, torch.Tensor]  # `keys` and `valid` of `block_attention`
 
-# Up to 16 chunks of 17 blocks with both branches; more rows run without a graph.
-GRAPH_ROWS = (6, 8, 12, 18, 24, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, *range(256, 545, 32))
+# Numbers of rows for which an interval is a graph. 32 chunks of 17 blocks with both branches have 1088.
+GRAPH_ROWS = (6, 8, 12, 18, 24, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, *range(256, 1089, 32))
 MODULATIONS_KEPT = 64  # intervals whose modulations are cached: enough for several common schedules
 
 
@@ -46,6 +46,12 @@ def solver_times(num_steps: int, sway_coefficient: float) -> torch.Tensor:
     times = torch.linspace(0, 1, num_steps, dtype=torch.float32)
     times += sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
     return times
+
+
+def graph_rows(most: int) -> tuple[int, ...]:
+    """The numbers of rows to capture if a step has at most `most`; beyond the largest of `GRAPH_ROWS` none is."""
+    most = min(most, GRAPH_ROWS[-1])
+    return (*(rows for rows in GRAPH_ROWS if rows < most), most)
 
 
 @dataclass
@@ -374,8 +380,8 @@ class Dit:
     # ---------------------------------------------------------------------------------------------------------- graphs
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int] = GRAPH_ROWS) -> None:
-        """Capture the graph of an interval for each number of rows. Needs CUDA."""
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture the graph of an interval for each of these numbers of rows. Needs CUDA."""
         largest = max(sizes)
         self._static = self._allocate(largest, *self._room(largest))
         pool = torch.cuda.graph_pool_handle()
