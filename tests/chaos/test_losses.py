@@ -86,7 +86,9 @@ async def test_ten_kills_in_a_row_lose_nothing_but_time(launch: Launch) -> None:
 
 
 async def test_two_hundred_requests_in_flight_are_all_replayed(launch: Launch) -> None:
-    launcher = launch(disturbed_chain(0.05)).wait_ready()
+    data = disturbed_chain(0.05)
+    data["coordinator"]["heartbeat_timeout"] = 4.0  # not what this is about: to take 200 requests may take a while
+    launcher = launch(data).wait_ready()
     async with connected(launcher.endpoint) as (client, losses):
         load = Load(client, width=200)
         running = asyncio.create_task(load.run())
