@@ -77,7 +77,8 @@ class Asker:
             self._params["talker"] = {"max_tokens": options.codec_tokens, "min_tokens": options.codec_tokens}
         self._modalities = ["text", "audio"] if options.codec_tokens else ["text"]
 
-    def _prompt(self) -> str:
+    def prompt(self) -> str:
+        """The next thing to ask."""
         return workload.prompt(next(self._numbers), self._options.prompt_repeats)
 
 
@@ -92,7 +93,7 @@ class ClientAsker(Asker):
         began = time.perf_counter()
         sample = Sample()
         stream = await self._client.submit(
-            self._prompt(), modalities=self._modalities, params=self._params, seed=index, timeout=self._options.timeout
+            self.prompt(), modalities=self._modalities, params=self._params, seed=index, timeout=self._options.timeout
         )
         async for item in stream:
             now = time.perf_counter() - began
@@ -124,7 +125,7 @@ class HttpAsker(Asker):
     async def __call__(self, index: int) -> Sample:
         began = time.perf_counter()
         sample = Sample()
-        body = self._body | {"messages": [{"role": "user", "content": self._prompt()}], "seed": index}
+        body = self._body | {"messages": [{"role": "user", "content": self.prompt()}], "seed": index}
         usage: dict[str, Any] | None = None
         async for came, event in events(self._client, "/v1/chat/completions", body):
             now = came - began
@@ -160,7 +161,7 @@ class SpeechAsker(Asker):
     async def __call__(self, index: int) -> Sample:
         began = time.perf_counter()
         sample = Sample()
-        body = self._body | {"input": self._prompt(), "seed": index}
+        body = self._body | {"input": self.prompt(), "seed": index}
         async with self._client.post("/v1/audio/speech", json=body) as response:
             if not response.ok:
                 raise RuntimeError(await response.text(errors="replace"))

@@ -14,6 +14,6 @@ def test_two_runs_ask_different_things_of_equal_length(monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     askers = importlib.import_module("askers")
     runs = [askers.Asker(Namespace(text_tokens=8, codec_tokens=0, prompt_repeats=1)) for _ in range(2)]
-    prompts = [run._prompt() for run in runs for _ in range(2)]
+    prompts = [run.prompt() for run in runs for _ in range(2)]
     assert len(set(prompts)) == len(prompts)
     assert len({len(prompt) for prompt in prompts}) == 1
