@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -61,7 +62,8 @@ def test_a_socket_file_is_not_watched(sockets: Sockets, short_path: Path) -> Non
 
 def test_a_router_s_peers_are_gone_when_their_connections_are(sockets: Sockets, short_path: Path) -> None:
     router, endpoint = sockets.router(f"ipc://{short_path}/clients")
-    peers = PeerConnections()
+    peers, witness = PeerConnections(), PeerConnections()
+    moments = itertools.count(0.0, 10 * GRACE_SECONDS)
 
     def connect(name: bytes) -> Socket:
         dealer, monitor = sockets.dealer(endpoint, name)
@@ -69,28 +71,31 @@ def test_a_router_s_peers_are_gone_when_their_connections_are(sockets: Sockets, 
         try_send(dealer, [b"x"])
         until(lambda: router.poll(0), what="the message")
         _, descriptor, peer, _ = sockets.receive_from_client(router)
-        peers.heard(peer, descriptor)
+        for each in (peers, witness):
+            each.heard(peer, descriptor)
         return dealer
 
-    def found(now: float) -> list[bytes]:
-        return peers.gone(now) or peers.gone(now + GRACE_SECONDS)
+    def found(by: PeerConnections = peers) -> list[bytes]:
+        now = next(moments)
+        return by.gone(now) + by.gone(now + GRACE_SECONDS)
 
     alice, bob = connect(b"alice"), connect(b"bob")
-    assert found(0.0) == []
+    assert found() == []
     alice.close(linger=0)
-    until(lambda: found(10.0) == [b"alice"], what="the detection")
-    assert found(99.0) == [], "each only once"
+    until(lambda: found() == [b"alice"], what="the detection")
+    assert found() == [], "each only once"
     bob.close(linger=0)
-    until(lambda: peers.gone(100.0) or peers.gone(100.0 + GRACE_SECONDS / 2) == [], what="the end of its connection")
+    until(lambda: b"bob" in found(witness), what="the end of its connection")
+    assert peers.gone(next(moments)) == [], "not yet"
     carol = connect(b"carol")  # perhaps with the descriptor that was bob's
     back = connect(b"bob")
-    assert found(110.0) == [], "it came back in time"
+    assert found() == [], "it came back in time"
     for dealer in (back, carol):
         dealer.close(linger=0)
     left = {b"bob", b"carol"}  # one may be noticed before the other
 
     def all_found() -> bool:
-        left.difference_update(found(120.0))
+        left.difference_update(found())
         return not left
 
     until(all_found, what="the detection of both")
