@@ -26,4 +26,5 @@ def test_no_graph_is_larger_than_any_step() -> None:
 def test_the_largest_step_is_full_of_the_longest_chunks() -> None:
     assert most_rows(SPEC.engine["max_num_seqs"], CHUNKS) == 32 * (8 + 1) * 2
     assert most_rows(4, ChunkPolicy(first=1, largest=16, look_ahead=2)) == 4 * (16 + 2) * 2
+    assert most_rows(4, None) == most_rows(32, None) == 544, "whole utterances have any length"
     assert most_rows(16, None) in GRAPH_ROWS

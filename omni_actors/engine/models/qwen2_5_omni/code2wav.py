@@ -50,13 +50,12 @@ AUTO_PRECISION = {"cuda": "bf16", "cpu": "float32"}
 # 0.86 (ADR 0042). A CPU gains nothing at any number: there it shows what FP8 does to sound.
 FP8_ROWS = {"cuda": 128, "cpu": 0}
 CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=1)
-WHOLE_BLOCKS = 17  # of an utterance that is decoded whole, four seconds; a step with longer ones may have no graph
+WHOLE_ROWS = 544  # of a step that decodes whole utterances, for the graphs; larger steps run without one
 
 
 def most_rows(chunks: int, policy: ChunkPolicy | None) -> int:
     """Rows of the largest step of so many chunks: their blocks, with the look-ahead, in both guidance branches."""
-    blocks = WHOLE_BLOCKS if policy is None else policy.largest + policy.look_ahead
-    return 2 * chunks * blocks
+    return WHOLE_ROWS if policy is None else 2 * chunks * (policy.largest + policy.look_ahead)
 
 
 @dataclass(frozen=True)
