@@ -201,7 +201,7 @@ class Forecast:
             steps += piece.steps
             queue = foreseen(work + FIXED_SHARE * max(piece.steps, steps / self._places), late, usual)
             # The steps in which it is made have as much else in them as those before. Two others end first: the one
-            # that the device computes, and the one that is queued behind it.
+            # that the device computes, and the one that is queued behind it. The margin of the queue holds one of them.
             own = foreseen((piece.share + step) * (piece.steps + 2), late, usual)
             done = now + max(
                 QUEUE_MARGIN * queue + under_way, INPUT_MARGIN * answer.arrivals.foresee(piece.missing) + own
