@@ -143,7 +143,8 @@ def test_launcher_refuses_wrong_addresses() -> None:
 
 
 def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
-    with HttpPipeline() as pipeline:
+    # The talker takes 2 s to start: less than the 0.2 s for which the server keeps a description would not be seen.
+    with HttpPipeline(overrides={"stages.talker.engine.start_seconds": 2}) as pipeline:
         launcher = pipeline.process.pid
         # The HTTP server dies: the launcher starts it again on the same socket, so no client is refused.
         (server,) = processes_titled("omni:http", launcher)
@@ -156,6 +157,7 @@ def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
         assert response.status_code == 503
         assert response.headers["retry-after"]
         assert response.json()["missing"][0].startswith("talker/0")
+        until(lambda: not not_well(pipeline.url), 10, "the talker's return")
 
 
 def test_killing_the_http_server_loses_its_streams_and_files_and_nothing_else(slow: HttpPipeline) -> None:
