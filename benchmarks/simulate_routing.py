@@ -181,8 +181,8 @@ def measure(replicas: int, requests: int, turnover: int, choices: bool = False) 
     simulation = Simulation(replicas, requests, keeps_routes=False)
     gc.collect()
     before = resident()
-    for _ in range(0, requests, BATCH):
-        simulation.admit(BATCH)
+    for admitted in range(0, requests, BATCH):
+        simulation.admit(min(BATCH, requests - admitted))
     gc.collect()
     memory = (resident() - before) / requests
     simulation = Simulation(replicas, requests, keeps_routes=True)
@@ -196,7 +196,7 @@ def measure(replicas: int, requests: int, turnover: int, choices: bool = False) 
     for batch in batches(list(simulation.routes)[:turnover], BATCH):
         simulation.finish(batch)
         simulation.admit(len(batch))
-        simulation.ticks(f"tick in which {BATCH} requests ended", 1)
+        simulation.ticks(f"tick in which {min(BATCH, turnover)} requests ended", 1)
     simulation.ticks("idle tick", 20)
     simulation.looks(20)
     held = simulation.lose_one()

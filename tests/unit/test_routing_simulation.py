@@ -28,9 +28,9 @@ def share(row: dict[str, Any], name: str) -> int:
 
 
 def test_costs_of_decisions_are_measured_at_two_sizes() -> None:
-    out = run("simulate_routing.py", "--requests", "4000", "--replicas", "80", "--turnover", "200", "--choices")
+    out = run("simulate_routing.py", "--requests", "2000", "--replicas", "80", "--turnover", "100", "--choices")
     small, large = (json.loads(part) for part in out.replace("}\n{", "}\n\0{").split("\0"))
-    assert [(row["replicas"], row["in flight"]) for row in (small, large)] == [(8, 400), (80, 4000)]
+    assert [(row["replicas"], row["in flight"]) for row in (small, large)] == [(8, 200), (80, 2000)]
     for row in (small, large):
         costs = row["microseconds"]
         assert 0 < costs["choice of a replica, with the timer"] < costs["admission and binding"]
