@@ -1,0 +1,98 @@
+"""README's figures, and those of the known limits, are those of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+
+import pytest
+
+from tests.support.paths import REPOSITORY
+
+README = (REPOSITORY / "README.md").read_text()
+BENCHMARKS = (REPOSITORY / "docs" / "benchmarks.md").read_text()
+LIMITS = " ".join((REPOSITORY / "docs" / "limits.md").read_text().split())
+OUTSIDE = "### From outside, over HTTP"
+BESIDE = "### Beside vllm-omni"
+QWEN3 = "### Qwen3-Omni-30B-A3B"
+TTS = "### Qwen3-TTS 1.7B"
+PICTURES = "## Pictures through a pipeline"
+MS = Decimal("0.001")
+SPOKEN = Decimal("10.16")  # seconds: 127 frames of 80 ms, an answer of Qwen3-Omni in these benchmarks
+
+
+def row(page: str, heading: str, label: str) -> list[str]:
+    """The cells of the first row after `heading` that begins with `label`, which is the first of them."""
+    section = page[page.index(f"\n{heading}") :]
+    line = next(line for line in section.splitlines() if line.startswith(f"| {label}"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def figures(cell: str) -> list[Decimal]:
+    return [Decimal(figure) for figure in re.findall(r"\d+(?:\.\d+)?", cell)]
+
+
+def rounded_as(shown: Decimal, measured: Decimal) -> Decimal:
+    return round(measured, -int(shown.as_tuple().exponent))
+
+
+def expect(shown: Sequence[Decimal], measured: Sequence[Decimal]) -> None:
+    """Each figure is the measured one, rounded to the digits that are shown."""
+    assert list(shown) == [rounded_as(*pair) for pair in zip(shown, measured, strict=True)]
+
+
+def first_sounds() -> tuple[Decimal, ...]:
+    ours, qwen3 = row(BENCHMARKS, OUTSIDE, "c=1"), row(BENCHMARKS, QWEN3, "c=1")
+    beside = row(BENCHMARKS, BESIDE, "TTFA")
+    return figures(ours[2])[1], figures(beside[2])[0], figures(qwen3[2])[0] * MS, figures(qwen3[-1])[0] * MS
+
+
+def whole_answers() -> tuple[Decimal, ...]:
+    ours, qwen3 = row(BENCHMARKS, OUTSIDE, "c=1"), row(BENCHMARKS, QWEN3, "c=1")
+    beside = row(BENCHMARKS, BESIDE, "end to end")
+    return figures(ours[6])[0], figures(beside[2])[0], figures(qwen3[5])[0] * SPOKEN, figures(qwen3[-1])[1] * SPOKEN
+
+
+def answers_per_second() -> tuple[Decimal, ...]:
+    ours, qwen3 = row(BENCHMARKS, OUTSIDE, "c=32"), row(BENCHMARKS, QWEN3, "c=32")
+    beside = row(BENCHMARKS, BESIDE, "req/s")
+    return figures(ours[5])[0], figures(beside[2])[1], figures(qwen3[6])[0], figures(qwen3[-1])[-1]
+
+
+@pytest.mark.parametrize(
+    ("label", "measured"),
+    [
+        ("first sound, 1 request", first_sounds),
+        ("whole answer, 1 request", whole_answers),
+        ("answers per second, 32 concurrent requests", answers_per_second),
+    ],
+)
+def test_the_table(label: str, measured: Callable[[], Sequence[Decimal]]) -> None:
+    expect([figures(cell)[0] for cell in row(README, "## Performance", label)[1:]], measured())
+
+
+def test_the_sentences_below_it() -> None:
+    section = README[README.index("## Performance") :]
+    found = re.search(
+        r"begins to speak after (\d+) ms, and says (\d+) answers of 10 s per second to 64 listeners, none .*"
+        r"takes ([\d.]+) s with Qwen-Image-2\.1 \(40 steps; diffusers ([\d.]+) s\), "
+        r"and ([\d.]+) s with Z-Image-Turbo \(8 steps; diffusers ([\d.]+) s\)",
+        " ".join(section[: section.index("\n## ")].split()),
+    )
+    assert found, section
+    one, many = row(BENCHMARKS, TTS, "c=1"), row(BENCHMARKS, TTS, "c=64")
+    qwen, turbo = (row(BENCHMARKS, PICTURES, f"{name} 1024x1024") for name in ("Qwen-Image-2.1", "Z-Image-Turbo"))
+    cells = (one[1], many[5], qwen[1], qwen[6], turbo[1], turbo[6])
+    expect([Decimal(figure) for figure in found.groups()], [figures(cell)[0] for cell in cells])
+    assert many[3] == "0 of 128"
+
+
+def test_stalled_answers_of_the_known_limits() -> None:
+    counts = [row(BENCHMARKS, OUTSIDE, f"c={load}")[3] for load in (32, 64, 128)]
+    assert counts == ["0 and 19 of 64", "0 and 5 of 128", "8 of 128"]
+    assert "19 of 64 in one of two measurements" in LIMITS
+    assert "5 of 256 at 64, 8 of 128 at 128" in LIMITS
+    counts = [row(BENCHMARKS, QWEN3, f"c={load}")[4].split(" (")[0] for load in (32, 64)]
+    assert counts == ["1 of 64", "26 of 128"]
+    assert "1 of 64 at 32 and 26 of 128 at 64" in LIMITS
