@@ -97,7 +97,7 @@ async def test_two_hundred_requests_in_flight_are_all_replayed(launch: Launch) -
         await running
         await losses.finish()
         replays = (await client.describe()).counts["replays"]
-    assert replays == 200
+    assert replays == 200, launcher.output
 
 
 async def test_requests_wait_for_a_lost_stage(launch: Launch) -> None:
