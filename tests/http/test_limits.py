@@ -260,8 +260,8 @@ def test_unknown_paths_and_methods_answer_with_openai_errors(small: str) -> None
 # -- files and video --------------------------------------------------------------------------------------------------
 
 
-def test_files_are_bounded_in_bytes_and_time() -> None:
-    files = FileStore(limit=100, seconds=0.05)
+def test_files_are_bounded_in_bytes_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = FileStore(limit=100, seconds=60)
     with pytest.raises(HttpError, match="limited to 100 bytes") as refused:
         files.add("a", "user_data", b"x" * 101)
     assert (refused.value.status, refused.value.code) == (413, "media_too_large")
@@ -269,8 +269,13 @@ def test_files_are_bounded_in_bytes_and_time() -> None:
     second = files.add("b", "user_data", b"x" * 60)
     assert files.find(first.id) is None, "the oldest goes first"
     assert files.find(second.id) is second
-    time.sleep(0.06)
+    later(monkeypatch, 61)
     assert files.find(second.id) is None
+
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    usual = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: usual() + seconds)
 
 
 def test_files_are_bounded_in_number_and_their_names_in_length() -> None:
@@ -287,18 +292,17 @@ def test_files_are_bounded_in_number_and_their_names_in_length() -> None:
 def test_a_jump_of_the_clock_removes_no_file_or_transcript_and_keeps_none(
     monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    files, transcripts = FileStore(limit=100, seconds=0.05), Transcripts()
-    lasting = FileStore(limit=100, seconds=60)
-    kept, file = lasting.add("a", "user_data", b"x"), files.add("a", "user_data", b"x")
+    files, transcripts = FileStore(limit=100, seconds=60), Transcripts()
+    kept = files.add("a", "user_data", b"x")
     transcripts.add("spoken", "a text")
     usual = time.time
     monkeypatch.setattr(time, "time", lambda: usual() + 2 * jump)
-    assert lasting.find(kept.id) is kept
+    assert files.find(kept.id) is kept
     assert transcripts.find("spoken") == "a text"
     transcripts.add("later", "another")
     assert transcripts.find("spoken") == "a text"
-    time.sleep(0.06)
-    assert files.find(file.id) is None
+    later(monkeypatch, 61)
+    assert files.find(kept.id) is None
 
 
 def test_uploads_touch_no_disk(echo_pipeline: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
         assert dropped.get("dropped_late", 0) + dropped.get("dropped_foreign_epoch", 0) > 0, dropped
 
         # One by one, about a request that runs: neither its input nor the account of any edge may change.
-        running = asyncio.create_task(client.generate("z" * 200, request_id="mine", timeout=60))
-        await asyncio.sleep(0.1)
+        running = await client.submit("z" * 600, request_id="mine", timeout=60)
+        assert await anext(running)
         ghost = Header("", "mine", *msgspec.structs.astuple(old))
         foreign = dropped.get("dropped_foreign_epoch", 0)
         inject(sockets, echo, "code2wav", ghost, Chunk(token_ids=pack_token_ids([1, 2])))
@@ -79,9 +79,9 @@ async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
             )
 
         await asyncio.to_thread(until, counted, 5, lambda: f"{status(echo, 'code2wav')} {status(echo, 'thinker')}")
-        assert_echo(await running, "z" * 200)
+        assert_echo(await running.result(), "z" * 600)
 
-        # 200 chunks have gone over an edge of 64 messages: the new life grants, and the account is even again.
+        # 600 chunks have gone over an edge of 64 messages: the new life grants, and the account is even again.
         async def is_even() -> bool:
             edges = (await client.operate(Operation.STATUS)).edges
             return not any(edge.messages_out or edge.bytes_out or edge.waiting for edge in edges)
