@@ -143,7 +143,7 @@ def test_launcher_refuses_wrong_addresses() -> None:
 
 
 def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
-    # The talker takes 2 s to start: less than the 0.2 s for which the server keeps a description would not be seen.
+    # The server keeps a description for 0.2 s, so a talker that came back sooner would never be seen to be away.
     with HttpPipeline(overrides={"stages.talker.engine.start_seconds": 2}) as pipeline:
         launcher = pipeline.process.pid
         # The HTTP server dies: the launcher starts it again on the same socket, so no client is refused.
