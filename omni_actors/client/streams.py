@@ -108,7 +108,7 @@ class RequestStream:
             self._abort(self.request_id)
 
     async def result(self) -> OmniRequestOutput:
-        """Wait for the whole answer. Raises the `OmniError` with which the request failed."""
+        """Wait for the answer: all of it, or the rest if some was read before. Raises the error that it failed with."""
         output = OmniRequestOutput(self.request_id)
         texts: list[str] = []
         pieces: list[NDArray[numpy.float32]] = []
