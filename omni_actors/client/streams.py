@@ -108,7 +108,7 @@ class RequestStream:
             self._abort(self.request_id)
 
     async def result(self) -> OmniRequestOutput:
-        """Wait for the answer: all of it, or the rest if some was read before. Raises the error that it failed with."""
+        """Wait for the answer, or for what was not read of it before. Raises the `OmniError` with which it failed."""
         output = OmniRequestOutput(self.request_id)
         texts: list[str] = []
         pieces: list[NDArray[numpy.float32]] = []

@@ -23,8 +23,8 @@ SPOKEN = Decimal("10.16")  # seconds: 127 frames of 80 ms, an answer of Qwen3-Om
 
 
 def row(page: str, heading: str, label: str) -> list[str]:
-    """The cells of the first row after `heading` that begins with `label`, which is the first of them."""
-    section = page[page.index(f"\n{heading}") :]
+    """The cells of the first row below `heading` that begins with `label`, which is the first of them."""
+    section = re.split(r"\n#+ ", page.split(f"\n{heading}", 1)[1])[0]
     line = next(line for line in section.splitlines() if line.startswith(f"| {label}"))
     return [cell.strip() for cell in line.strip("|").split("|")]
 
