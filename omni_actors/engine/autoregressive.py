@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from vllm.config.lora import LoRAConfig
+from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
@@ -138,7 +139,8 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         admission = self.adapter.admit(request, inputs)
         if (stream := admission.stream) is not None:
             self._scheduler.open_stream(request_id, stream)
-        prompt_tokens = len(admission.request.prompt_token_ids or ())
+        given = admission.request
+        prompt_tokens = length_from_prompt_token_ids_or_embeds(given.prompt_token_ids, given.prompt_embeds)
         outputs = PromptOnly() if request.params.max_tokens == 0 else admission.outputs
         running = _Running(outputs, prompt_tokens, admission.row_per_position)
         running.adapter = request.adapter.version if request.adapter is not None else None

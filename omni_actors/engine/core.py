@@ -61,19 +61,22 @@ class EngineLost(EngineError):
 
 def make_request(
     request_id: str,
-    token_ids: Sequence[int],
+    token_ids: Sequence[int] | None,
     sampling_params: SamplingParams,
     *,
     prompt_embeds: torch.Tensor | None = None,
-    prompt_is_token_ids: list[bool] | None = None,
     mm_features: list[Any] | None = None,
     priority: int = 0,
     lora_request: LoRARequest | None = None,
 ) -> EngineCoreRequest:
-    """A request for vLLM's core; `prompt_embeds` [len(token_ids), width] take the place of the tokens' embeddings."""
+    """A request for vLLM's core; `prompt_embeds` [positions, width] take the place of the tokens' embeddings.
+
+    Args:
+        token_ids: the prompt, to which penalties apply; `None` for a prompt of embeddings alone.
+    """
     return EngineCoreRequest(
         request_id=request_id,
-        prompt_token_ids=list(token_ids),  # a copy: vLLM keeps the list it is given
+        prompt_token_ids=list(token_ids) if token_ids is not None else None,  # a copy: vLLM keeps what it is given
         mm_features=mm_features,
         sampling_params=sampling_params,
         pooling_params=None,
@@ -82,7 +85,6 @@ def make_request(
         cache_salt=None,
         data_parallel_rank=None,
         prompt_embeds=prompt_embeds,
-        prompt_is_token_ids=prompt_is_token_ids,
         priority=priority,
     )
 

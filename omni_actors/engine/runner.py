@@ -45,6 +45,17 @@ class OmniRunnerMixin(OmniRunnerBase, BurstRunnerMixin):
             cast("SupportsEagle3", self.model).set_aux_hidden_state_layers(state.aux_layers)
             self.use_aux_hidden_state_outputs = True
 
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Add requests to the batch; no penalty applies to a prompt of embeddings without tokens.
+
+        vLLM takes such a prompt for token 0, again and again.
+        """
+        super().add_requests(scheduler_output)
+        new = scheduler_output.scheduled_new_reqs
+        slots = [self.req_states.req_id_to_index[request.req_id] for request in new if request.prompt_token_ids is None]
+        if slots and self.sampler is not None:
+            self.sampler.penalties_state.prompt_bin_mask[slots] = 0
+
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Pass on rows that arrived for running requests."""
         super().update_requests(scheduler_output)

@@ -87,7 +87,7 @@ class TextAdapter(AutoregressiveAdapter):
     def make_request(
         self,
         request: StageRequest,
-        token_ids: list[int],
+        token_ids: list[int] | None,
         calls: ToolCallReader | None,
         *,
         payload: Any = None,
@@ -97,10 +97,11 @@ class TextAdapter(AutoregressiveAdapter):
         """vLLM's request.
 
         Args:
+            token_ids: the prompt; `None` for embeddings that have no tokens.
             features: further arguments of `core.make_request`.
         """
         params = _formed(request.params, calls).merged_over(self.defaults)
-        check_prompt_logprobs(params, len(token_ids), embeds=features.get("prompt_embeds") is not None)
+        check_prompt_logprobs(params, len(token_ids or ()), embeds=features.get("prompt_embeds") is not None)
         lora = self.lora.request(params.adapter, request.adapter)
         sampling = make_sampling_params(
             params,

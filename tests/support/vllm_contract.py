@@ -66,6 +66,7 @@ CALLED: dict[str, str] = {
     "vllm.parser.abstract_parser:Parser.adjust_request": "request",
     "vllm.parser.abstract_parser:Parser.parse_delta": "delta_text delta_token_ids request prompt_token_ids finished",
     "vllm.utils.import_utils:resolve_obj_by_qualname": "qualname",
+    "vllm.utils:length_from_prompt_token_ids_or_embeds": "prompt_token_ids prompt_embeds",
     "vllm.utils.torch_utils:async_tensor_h2d": "data dtype device",
     "vllm.distributed.parallel_state:get_tp_group": "",
     "vllm.distributed.parallel_state:get_pp_group": "",
@@ -84,7 +85,7 @@ CALLED: dict[str, str] = {
     "vllm.v1.worker.worker_base:CompilationTimes": "language_model encoder",
     "vllm.v1.outputs:ModelRunnerOutput": "req_ids req_id_to_index sampled_token_ids",
     "vllm.v1.engine:EngineCoreRequest": "request_id prompt_token_ids mm_features sampling_params pooling_params "
-    "arrival_time lora_request cache_salt data_parallel_rank prompt_embeds prompt_is_token_ids priority",
+    "arrival_time lora_request cache_salt data_parallel_rank prompt_embeds priority",
     "vllm.sampling_params:SamplingParams": "max_tokens min_tokens temperature top_p top_k min_p repetition_penalty "
     "seed stop_token_ids ignore_eos skip_reading_prefix_cache extra_args frequency_penalty presence_penalty logit_bias "
     "allowed_token_ids bad_words stop include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
@@ -113,7 +114,8 @@ READ: dict[str, str] = {
     "vllm.v1.engine:FinishReason": "STOP LENGTH ABORT ERROR REPETITION",
     "vllm.v1.engine:EngineCoreEventType": "SCHEDULED PREEMPTED",
     "vllm.v1.request:RequestStatus": "RUNNING FINISHED_ERROR FINISHED_ABORTED",
-    "vllm.v1.core.sched.output:NewRequestData": "req_id sampling_params mm_features prefill_token_ids prompt_embeds",
+    "vllm.v1.core.sched.output:NewRequestData": "req_id sampling_params mm_features prompt_token_ids prefill_token_ids "
+    "prompt_embeds",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
     "total_num_scheduled_tokens scheduled_spec_decode_tokens finished_req_ids",
     "vllm.v1.core.sched.output:CachedRequestData": "req_ids num_computed_tokens new_block_ids",
@@ -166,6 +168,10 @@ CONTAINS: dict[str, set[str] | list[str]] = {
         "self.model_executor",
         "self.available_gpu_memory_for_kv_cache",
     },
+    # A prompt without tokens counts as repetitions of token 0, which the runner takes out of the mask of penalties.
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__": {"self.penalties_state = "},
+    "vllm.v1.worker.gpu.sample.penalties:PenaltiesState.__init__": {"self.prompt_bin_mask = "},
+    f"{_RUNNER}.add_requests": ["self.req_states.add_request(", "self.sampler.apply_staged_writes("],
     f"{_RUNNER}.__init__": {"self.output_copy_stream", "self.encoder_cache", "self.req_states", "self.pcp_manager"},
     f"{_RUNNER}.initialize_kv_cache": {"self.block_tables = "},
     # A further step of a burst is one of these, with the inputs of the step before.

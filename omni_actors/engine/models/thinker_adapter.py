@@ -114,8 +114,10 @@ class ThinkerAdapter(TextAdapter):
         token_ids = list(inputs.token_ids)
         features: list[MultiModalFeatureSpec] = []
         embeds: torch.Tensor | None = None
+        nameless = PROMPT_EMBEDS in inputs.tensors and not token_ids
         if PROMPT_EMBEDS in inputs.tensors:
-            token_ids, embeds = self.read_embeds(inputs.tensors, token_ids)
+            embeds = self.read_embeds(inputs.tensors, token_ids)
+            token_ids = token_ids or [0] * len(embeds)
         elif inputs.tensors:
             token_ids, features = self.requests.read(inputs.tensors, token_ids)
         self.check_tokens(token_ids)
@@ -126,7 +128,7 @@ class ThinkerAdapter(TextAdapter):
         emits = request.streams or (prompt_only and self._keeps_rows)  # a later request may need the rows
         core_request = self.make_request(
             request,
-            token_ids,
+            None if nameless else token_ids,
             calls,
             payload=EmitRows() if emits else None,
             read_prefix_cache=self.reads_prefix_cache(request, features),
@@ -147,8 +149,12 @@ class ThinkerAdapter(TextAdapter):
             tensors[PROMPT_EMBEDS] = to_host(zeros)
         return StageInputs(token_ids=[0] * length, tensors=tensors)
 
-    def read_embeds(self, tensors: Mapping[str, HostTensor], token_ids: list[int]) -> tuple[list[int], torch.Tensor]:
-        """Token ids of the prompt and the embeddings that stand in for theirs, in the model's dtype on the CPU."""
+    def read_embeds(self, tensors: Mapping[str, HostTensor], token_ids: list[int]) -> torch.Tensor:
+        """The embeddings of a prompt [positions, width], in the model's dtype on the CPU. Raises `OmniError`.
+
+        Args:
+            token_ids: the tokens for which they stand in, one for each position; empty if they have no tokens.
+        """
         if not self._embeds_width:
             raise InvalidRequest(f"{PROMPT_EMBEDS}: this stage takes none.", hint="Set engine.enable_prompt_embeds.")
         if len(tensors) > 1:
@@ -161,5 +167,4 @@ class ThinkerAdapter(TextAdapter):
         rows = to_torch(given, PROMPT_EMBEDS)
         if not bool((rows.abs() <= MAX_EMBEDDING).all()):  # false for NaN, too
             raise InvalidPayload(f"{PROMPT_EMBEDS} must be finite and at most {MAX_EMBEDDING:g} in magnitude.")
-        # Without ids the prompt counts as repetitions of a row of the embedding table that no text uses.
-        return token_ids or [self.vocabulary - 1] * len(rows), rows.to(self.model_dtype)
+        return rows.to(self.model_dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.payloads import Prompt, PromptEmbedsPayload, StageParams
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import FinishedEvent, StageInputs, StageRequest, StreamEvent
+from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import (
     BOTH_MODES,
     SMALL,
@@ -189,3 +192,39 @@ def test_an_operator_may_turn_embeddings_off(tiny_checkpoint, table):
     engine = build_engine(arguments)
     assert engine.facts.embeds_width == 0
     engine.shutdown()
+
+
+def check_penalties(driver: Driver, table: torch.Tensor, answers: list) -> None:
+    """Twelve requests with drawn parameters; embeddings without token ids have no prompt that a penalty could count."""
+    generator = random.Random(4)
+    tokens = range(len(table))
+    drawn = {f"r{number}": draw_parameters(generator, tokens, length=16) for number in range(12)}
+    with recorded_sampling(driver.engine) as sampled:
+        for number, (name, params) in enumerate(drawn.items()):
+            params |= {"bad_words": ["a", "the dog"]} if number % 2 else {}
+            inputs = embeds_inputs(table, answers[number % len(answers)].prompt_token_ids, named=number % 4 < 2)
+            driver.start(name, inputs, seed=number, streams=number % 3 == 0, **params)
+        driver.run()
+    for number, (name, params) in enumerate(drawn.items()):
+        prompt = answers[number % len(answers)].prompt_token_ids
+        sampled.check(name, params, prompt if number % 4 < 2 else [], len(prompt), driver.tokens(name))
+
+
+@BOTH_MODES
+def test_penalties_count_the_tokens_that_embeddings_name_and_no_others(thinker, table, answers):
+    """The second time the prompts come from the prefix cache."""
+    for _ in range(2):
+        check_penalties(thinker, table, answers)
+        thinker.clear()
+
+
+def test_penalties_of_embeddings_are_the_same_after_a_preemption(tiny_checkpoint, table, answers):
+    engine = make_engine(
+        tiny_checkpoint, "thinker", block_size=32, max_model_len=160, kv_cache_memory_bytes=11 * 32 * 1536
+    )
+    try:
+        preemptions = count_preemptions(engine)
+        check_penalties(Driver(engine), table, answers[:2])
+        assert preemptions
+    finally:
+        engine.shutdown()

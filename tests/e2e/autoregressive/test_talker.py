@@ -10,6 +10,7 @@ import torch
 from omni_actors.engine.tensors import to_host
 from omni_actors.errors import ModelOutputInvalid
 from omni_actors.protocol.results import FinishReason
+from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import (
     BOTH_TALKER_MODES,
     VOICES,
@@ -277,3 +278,36 @@ def test_rows_that_are_nan_fail_their_request_and_no_other_of_the_batch(talker, 
     talker.start("next", talker_inputs(answer.thinker_rows, length), max_tokens=64, temperature=0.0)
     talker.run()
     assert talker.tokens("next") == answer.codec_tokens, "in the cache blocks of the one that failed"
+
+
+def check_penalties(driver: Driver, config, answers) -> None:
+    """Twelve requests with drawn parameters; the prompt counts as transformers' does: masks, pad and start."""
+    generator = random.Random(3)
+    tokens = range(config.vocab_size)
+    drawn = {f"r{number}": draw_parameters(generator, tokens, length=24) for number in range(12)}
+    with recorded_sampling(driver.engine) as sampled:
+        for number, (name, params) in enumerate(drawn.items()):
+            answer = answers[number % len(answers)]
+            driver.start(name, talker_inputs(answer.thinker_rows, prompt_length(answer)), seed=number, **params)
+        driver.run()
+    for number, (name, params) in enumerate(drawn.items()):
+        length = prompt_length(answers[number % len(answers)])
+        prompt = [config.tts_codec_mask_token_id, config.tts_codec_pad_token_id, config.tts_codec_start_token_id]
+        sampled.check(name, params, prompt, length + 2, driver.tokens(name))
+
+
+@BOTH_TALKER_MODES
+def test_penalties_count_what_was_said_and_the_prompt_that_transformers_has(talker, answers):
+    check_penalties(talker, talker.engine.core.worker.model_runner.model.config, answers)
+
+
+def test_penalties_are_the_same_after_a_preemption(tiny_checkpoint, answers):
+    engine = make_engine(
+        tiny_checkpoint, "talker", block_size=32, max_model_len=160, kv_cache_memory_bytes=11 * 32 * 1536
+    )
+    try:
+        preemptions = count_preemptions(engine)
+        check_penalties(Driver(engine), engine.core.worker.model_runner.model.config, answers[:2])
+        assert preemptions
+    finally:
+        engine.shutdown()

@@ -8,9 +8,10 @@ Input of position p, with P the thinker's prompt length (H is the thinker's widt
     p = P+2+k   codec_embed(codec token k) + reply row k + 1; after the last reply row the text-eos embedding once, then
                 text-pad from there on
 
-vLLM's prompt embeddings give the rows below P. From P on, the codec embedding is the ordinary embedding of the token at
-that position (prompt tokens are codec_mask * P, codec_pad, codec_bos), and `TalkerModelState` adds the text side by
-absolute position, so that a preempted request, which computes its output again as a prompt, gets the same input.
+`TalkerModelState` puts in the rows below P, and from P on adds the text side to the embedding of the codec token at
+that position (prompt tokens are codec_mask * P, codec_pad, codec_bos). Both go by absolute position, so that a
+preempted request, which computes its output again as a prompt, gets the same input. vLLM's own prompt embeddings would
+do the first part, but turn the ids of such positions into 0, and the repetition penalty would apply to codec token 0.
 """
 
 from __future__ import annotations
@@ -156,15 +157,15 @@ class TalkerPayload:
     """The worker's part of a new request.
 
     Args:
-        prompt_rows: P, the number of positions without a codec token.
+        prompt: rows [P, H] of the positions without a codec token, in the model's dtype.
         voice: index among the checkpoint's voices.
         reply: reply rows [n >= 1, H] known at the start, in the model's dtype.
         positions: the thinker's M-RoPE positions i64 [3, P]; None for text prompts.
     """
 
-    prompt_rows: int
+    prompt: torch.Tensor = field(repr=False)  # vLLM prints requests when a step fails
     voice: int
-    reply: torch.Tensor = field(repr=False)  # vLLM prints requests when a step fails
+    reply: torch.Tensor = field(repr=False)
     complete: bool
     positions: torch.Tensor | None = field(repr=False)
 
@@ -176,6 +177,7 @@ class _TextSide:
     prompt_rows: int
     rows: list[torch.Tensor]
     complete: bool
+    prompt: torch.Tensor | None = None  # rows [prompt_rows, H] on the device, until they are computed
 
     def is_past(self, position: int) -> bool:
         """Whether nothing but padding is added from this position on."""
@@ -207,7 +209,8 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
             return
         if new_req_data.req_id not in self._text:  # else it resumes after preemption and keeps its streamed rows
             rows = [self._fixed_rows[_FIRST_VOICE + payload.voice], *payload.reply.unbind()]
-            self._text[new_req_data.req_id] = _TextSide(payload.prompt_rows, rows, payload.complete)
+            self._text[new_req_data.req_id] = _TextSide(len(payload.prompt), rows, payload.complete)
+        self._text[new_req_data.req_id].prompt = async_tensor_h2d(payload.prompt, device=self.device)
         # vLLM passes only token ids when it asks the model for positions, so the request's own are left with the model.
         self.model.next_positions = payload.positions
         try:
@@ -235,7 +238,7 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
     def prepare_inputs_embeds(
         self, scheduled_encoder_inputs: dict[str, list[int]], input_batch: InputBatch, req_states: Any
     ) -> torch.Tensor:
-        """Codec embeddings plus text side, [tokens of the step, H]."""
+        """Rows of prompts, and codec embeddings plus text side, [tokens of the step, H]."""
         texts = [self._text.get(request_id) for request_id in input_batch.req_ids]
         decoding = [text for text in texts if text is not None]
         if not input_batch.has_prefill and len(decoding) == len(texts):
@@ -250,6 +253,11 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
                 continue
             first = starts[index] - text.prompt_rows
             last = first + offsets[index + 1] - offsets[index]
+            if text.prompt is not None:
+                own = text.prompt[starts[index] : last + text.prompt_rows]
+                embeddings[offsets[index] : offsets[index] + len(own)] = own
+                if last >= 0:
+                    text.prompt = None
             for row in range(max(first, 0), last):
                 rows.append(self._row(text, row))
                 places.append(offsets[index] + row - first)

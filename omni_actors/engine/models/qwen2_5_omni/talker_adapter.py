@@ -80,7 +80,10 @@ class TalkerAdapter(AutoregressiveAdapter):
         return EngineFacts(voices=self._voices, max_input_tokens=self.max_model_len - 3)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
-        """Check rows, positions and voice; the prompt is a mask token per row, then the start."""
+        """Check rows, positions and voice.
+
+        The prompt is a mask token per row, then the start, as in transformers: penalties count these tokens, too.
+        """
         voice = self._voice_index(request.voice)
         given = dict(inputs.tensors)
         prompt = self._tensor(given, "prompt_rows", minimum=2)
@@ -93,9 +96,7 @@ class TalkerAdapter(AutoregressiveAdapter):
         positions = self._positions(given.pop("mrope_positions", None), n_prompt)
         if given:
             raise InvalidPayload(f"The talker takes no tensors named {sorted(given)}.")
-        payload = TalkerPayload(n_prompt, voice, torch.cat(reply), inputs.complete, positions)
-        # vLLM wants one row per prompt token; for the last two the mask makes it take the tokens' own embeddings.
-        embeddings = torch.cat([prompt[:n_prompt], prompt.new_zeros(2, self.row_width)])
+        payload = TalkerPayload(prompt[:n_prompt], voice, torch.cat(reply), inputs.complete, positions)
         params = request.params.merged_over(self.defaults)
         sampling = make_sampling_params(
             params,
@@ -104,15 +105,8 @@ class TalkerAdapter(AutoregressiveAdapter):
             vocabulary=self.vocabulary,
             payload=payload,
         )
-        core_request = make_request(
-            request.request_id,
-            token_ids,
-            sampling,
-            prompt_embeds=embeddings,
-            prompt_is_token_ids=[False] * n_prompt + [True, True],
-            priority=request.priority,
-        )
-        held_bytes = embeddings.nbytes + payload.reply.nbytes
+        core_request = make_request(request.request_id, token_ids, sampling, priority=request.priority)
+        held_bytes = payload.prompt.nbytes + payload.reply.nbytes
         stream = RowStream(payload.reply.shape[0] - 1, inputs.complete, held_bytes)
         return Admission(core_request, CodecOutputs(request.request_id, self.end_token_ids, self._block), stream)
 
