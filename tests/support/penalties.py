@@ -19,26 +19,26 @@ class Sampled:
 
     Attributes:
         rows: request -> position of the last token that the model has seen -> both rows [vocabulary].
+        positions: request -> length of its prompt.
         params: request -> what vLLM was given.
     """
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.positions: dict[str, int] = {}
         self.params: dict[str, SamplingParams] = {}
 
-    def check(
-        self, request_id: str, given: dict[str, Any], prompt: Sequence[int], length: int, out: Sequence[int]
-    ) -> None:
+    def check(self, request_id: str, given: dict[str, Any], prompt: Sequence[int], out: Sequence[int]) -> None:
         """Compare all rows of a request with what its parameters ask for.
 
         Args:
             given: the parameters of the request.
             prompt: tokens that count as its prompt.
-            length: positions of its prompt.
             out: the tokens that it sampled, or as many of them as are known.
         """
         made = self.params[request_id]
-        rows = {position - length + 1: pair for position, pair in self.rows[request_id].items()}
+        first = self.positions[request_id] - 1
+        rows = {position - first: pair for position, pair in self.rows[request_id].items()}
         steps = [number for number in sorted(rows) if 0 <= number <= len(out)]
         assert steps == list(range(len(steps)))
         assert len(steps) >= len(out)
@@ -64,7 +64,8 @@ def recorded_sampling(engine: AutoregressiveEngine) -> Iterator[Sampled]:
         return processed
 
     def add_request(slot: int, params: SamplingParams) -> None:
-        seen.params[runner.req_states.index_to_req_id[slot]] = params
+        name = runner.req_states.index_to_req_id[slot]
+        seen.params[name], seen.positions[name] = params, int(runner.req_states.prompt_len.np[slot])
         add(slot, params)
 
     sampler.apply_sampling_params, sampler.add_request = apply_sampling_params, add_request

@@ -207,7 +207,7 @@ def check_penalties(driver: Driver, table: torch.Tensor, answers: list) -> None:
         driver.run()
     for number, (name, params) in enumerate(drawn.items()):
         prompt = answers[number % len(answers)].prompt_token_ids
-        sampled.check(name, params, prompt if number % 4 < 2 else [], len(prompt), driver.tokens(name))
+        sampled.check(name, params, prompt if number % 4 < 2 else [], driver.tokens(name))
 
 
 @BOTH_MODES

@@ -15,6 +15,7 @@ from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, Prompt
 from omni_actors.protocol.results import FinishReason
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.code2wav import sound_of
+from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
 from tests.support.stage_driver import Driver, count_preemptions, make_engine
 
@@ -144,6 +145,19 @@ def test_requests_that_join_and_leave_with_text_at_random_times_equal_transforme
     talker.run()
     for number, name in enumerate(names):
         assert torch.equal(frames(talker, f"r{number}"), spoken[name].answer.codes[: CODES - number % 3 - 1])
+
+
+def test_penalties_count_first_codes_and_nothing_of_the_prompt(talker: Driver, spoken: dict[str, Spoken]) -> None:
+    generator = random.Random(5)
+    tokens = range(talker.engine.core.worker.model_runner.model.config.vocab_size)
+    drawn = {f"r{number}": draw_parameters(generator, tokens, length=12) for number in range(12)}
+    cases = [*spoken.values()]
+    with recorded_sampling(talker.engine) as sampled:
+        for number, (name, params) in enumerate(drawn.items()):
+            start(talker, name, cases[number % len(cases)], seed=number, **params)
+        talker.run()
+    for name, params in drawn.items():
+        sampled.check(name, params, [], frames(talker, name)[:, 0].tolist())
 
 
 def test_an_end_token_has_no_frame(talker: Driver, spoken: dict[str, Spoken]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from omni_actors.errors import InvalidRequest, OmniError, PromptTooLong, Unknown
 from omni_actors.protocol.results import FinishReason
 from omni_actors.stage.engine_interface import FinishedEvent, StageInputs
 from tests.support.code2wav import sound_of
+from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.qwen3_tts_reference import Qwen3TtsReference, TtsResult
 from tests.support.spoken_texts import RATE, clip_information, frames_of, speak, text_inputs
 from tests.support.stage_driver import Driver, count_preemptions, make_engine
@@ -125,6 +127,19 @@ def test_requests_that_join_and_leave_get_the_codes_of_the_reference(kind: Kind,
         assert len(answer.unique()) > 60
         assert frames_of(talker, f"r{number}").equal(answer[: FRAMES - number % 3]), (case, text)
         assert talker.finished(f"r{number}").reason is FinishReason.LENGTH
+
+
+def test_penalties_count_first_codes_and_nothing_of_the_prompt(kind: Kind, talker: Driver) -> None:
+    generator = random.Random(6)
+    tokens = range(talker.engine.core.worker.model_runner.model.config.vocab_size)
+    drawn = {f"r{number}": draw_parameters(generator, tokens, length=10) for number in range(6)}
+    cases = [*kind.cases]
+    with recorded_sampling(talker.engine) as sampled:
+        for number, (name, params) in enumerate(drawn.items()):
+            start(kind, talker, name, cases[number % len(cases)], number % len(TEXTS), seed=number, **params)
+        talker.run()
+    for name, params in drawn.items():
+        sampled.check(name, params, [], frames_of(talker, name)[:, 0].tolist())
 
 
 def refused(talker: Driver, text: str, voice: str | None, information: dict[str, Any]) -> OmniError:

@@ -290,10 +290,9 @@ def check_penalties(driver: Driver, config, answers) -> None:
             answer = answers[number % len(answers)]
             driver.start(name, talker_inputs(answer.thinker_rows, prompt_length(answer)), seed=number, **params)
         driver.run()
-    for number, (name, params) in enumerate(drawn.items()):
-        length = prompt_length(answers[number % len(answers)])
-        prompt = [config.tts_codec_mask_token_id, config.tts_codec_pad_token_id, config.tts_codec_start_token_id]
-        sampled.check(name, params, prompt, length + 2, driver.tokens(name))
+    prompt = [config.tts_codec_mask_token_id, config.tts_codec_pad_token_id, config.tts_codec_start_token_id]
+    for name, params in drawn.items():
+        sampled.check(name, params, prompt, driver.tokens(name))
 
 
 @BOTH_TALKER_MODES
