@@ -34,10 +34,9 @@ from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.image_schemas import ImageRequest
 from omni_actors.http_server.json_body import schemas
-from omni_actors.http_server.media_ahead import MediaAhead
 from omni_actors.http_server.middleware import RequestMiddleware
 from omni_actors.http_server.realtime import route as realtime
-from omni_actors.http_server.reservations import BodyBytes, Reservation
+from omni_actors.http_server.reservations import BodyBytes
 from omni_actors.http_server.response_schemas import ResponsesRequest
 from omni_actors.http_server.routing import no_route
 from omni_actors.http_server.schemas import ChatRequest, CompletionRequest, SpeechRequest
@@ -58,9 +57,6 @@ BODIES = (
     adapters.LoadLoraAdapter,
     adapters.UnloadLoraAdapter,
 )  # documented besides what FastAPI documents
-# Routes whose media are begun while the body arrives, and whether sound and pictures may go on decoded: a response is
-# kept with its media, and files are smaller.
-MEDIA_PATHS = {"/v1/chat/completions": True, "/v1/responses": False}
 ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 WANTED = {  # pydantic's types of errors, as far as the routes' parameters can have them
     "int_parsing": "a whole number",
@@ -97,14 +93,7 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> A
     """
     bodies = BodyBytes(settings.bodies_bytes)
     routes = create_routes(settings, fetcher=fetcher, bodies=bodies)
-
-    def ahead(path: str, reservation: Reservation) -> MediaAhead | None:
-        if path not in MEDIA_PATHS:
-            return None
-        server: ServerState = routes.state.server
-        return server.media.ahead(reservation, decoded=MEDIA_PATHS[path])
-
-    app: ASGIApp = RequestMiddleware(routes, settings, routes.routes, bodies, ahead)
+    app: ASGIApp = RequestMiddleware(routes, settings, routes.routes, bodies)
     if settings.cors_origins:
         # Outermost, because a browser asks in advance without the key, and must be able to read refusals.
         app = CORSMiddleware(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
 import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy
 
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError
@@ -26,33 +28,32 @@ from omni_actors.http_server.chat_messages import (
     UserMessage,
     VideoUrlPart,
 )
+from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
-from omni_actors.http_server.long_strings import base64_of, string_of
-from omni_actors.http_server.media_ahead import AHEAD, Begun, MediaAhead, Outcome, Taken, looked_at
-from omni_actors.http_server.reservations import Reservation
 from omni_actors.http_server.schema_fields import refuse_effects
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.media.decoders import Decoder, DecoderThreads
-from omni_actors.media.limits import MediaLimits, MediaTooLarge, check_counts
-from omni_actors.media.messages import AUDIO_FILE, UNKNOWN_FILE, Item
+from omni_actors.media.limits import DEFAULT_VIDEO_RATE, MediaLimits, MediaTooLarge, check_counts
+from omni_actors.media.messages import AUDIO_FILE, IMAGE_FILE, UNKNOWN_FILE, VIDEO_FILE, Item
 from omni_actors.protocol.payloads import MEDIA_MODALITIES
 
 MAX_URL = 2048  # bytes of a URL, or of a data: URI before its data
 MIN_BASE64 = 16  # characters; a shorter one may be anything
 BASE64 = re.compile(rb"[A-Za-z0-9+/_-]+={0,2}\s*")
+PIECE = 1 << 20  # characters of base64 decoded at once: each call holds the interpreter lock
+KINDS = {"audio": AUDIO_FILE, "image": IMAGE_FILE, "video": VIDEO_FILE}
 MediaPart = AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart | FilePart
 T = TypeVar("T")
 
 
 class _Medium(NamedTuple):
-    """A medium of a request: its bytes, the field that they came in, and what was begun while the body arrived."""
+    """A medium of a request: its bytes, and the field that they came in."""
 
     modality: str
     data: bytes
     param: str
-    begun: Begun | None = None
 
 
 class _Reading(NamedTuple):
@@ -99,7 +100,6 @@ class MediaReader:
         """
         self._check_count(messages)
         check_calls(messages, calls)
-        ahead = AHEAD.get(None)
         reading: list[_Reading] = []
         try:
             converted, found = await self._read_all(messages, reading)
@@ -108,17 +108,11 @@ class MediaReader:
                 check_counts([medium.modality for medium in found] + tracks, max_media)
             except InvalidRequest as error:
                 raise bad_field("messages", error.message) from None
-            values = await self._checked(found, ahead.taken if ahead is not None else Taken(), sound_in_video)
-        except asyncio.CancelledError:
-            if ahead is not None:
-                ahead.close()
-            raise
+            values = await self._checked(found, sound_in_video)
         finally:
             for task, _ in reading:
                 task.cancel()
             await asyncio.gather(*(task for task, _ in reading), return_exceptions=True)
-            if ahead is not None:
-                ahead.withdraw()
         for (_, part), medium, value in zip(reading, found, values, strict=True):
             part.update({"type": medium.modality, medium.modality: value})
         return converted
@@ -135,17 +129,6 @@ class MediaReader:
             await _in_order(reading)
             raise
         return converted, await _in_order(reading)
-
-    def ahead(self, reservation: Reservation, *, decoded: bool) -> MediaAhead:
-        """Begin with the media of a request while its body arrives.
-
-        Args:
-            reservation: counts what is held.
-            decoded: decode sound and pictures, too, instead of checking their files.
-        """
-        settings = self._settings
-        count, size = settings.media_parts, settings.media_bytes
-        return MediaAhead(self._decoders, self._limits(), count, size, reservation, decoded=decoded)
 
     async def recording(self, data: bytes, param: str) -> tuple[dict[str, Any], float]:
         """The part of a message with an uploaded sound, and its length in seconds, 0 if it does not say that.
@@ -189,7 +172,7 @@ class MediaReader:
             if not data:
                 raise bad_field(param, "The file is empty.")
             self._check_size(len(data), param)
-        values = await self._checked([_Medium("image", data, param) for data in files], Taken())
+        values = await self._checked([_Medium("image", data, param) for data in files])
         return [{"type": "image", "image": value} for value in values]
 
     def _check_count(self, messages: Sequence[AnyMessage]) -> None:
@@ -249,7 +232,7 @@ class MediaReader:
     async def _read(self, part: MediaPart, where: str) -> _Medium:
         if isinstance(part, AudioPart):
             param = f"{where}.input_audio.data"
-            text = await asyncio.to_thread(string_of, part.input_audio.data, param)
+            text = await asyncio.to_thread(_string_of, part.input_audio.data, param)
             return await self._base64(text, "audio", param)
         if isinstance(part, FilePart):
             return await self._file(part, f"{where}.file")
@@ -260,14 +243,14 @@ class MediaReader:
         else:
             modality, url = "video", part.video_url.url
         param = f"{where}.{modality}_url.url"
-        return await self._url(await asyncio.to_thread(string_of, url, param), modality, param)
+        return await self._url(await asyncio.to_thread(_string_of, url, param), modality, param)
 
     async def _file(self, part: FilePart, where: str) -> _Medium:
         if (part.file.file_id is None) == (not part.file.is_inline):
             raise bad_field(where, "Give exactly one of file_id and file_data.")
         if part.file.is_inline:
             param = f"{where}.file_data"
-            text = await asyncio.to_thread(string_of, part.file.file_data, param)
+            text = await asyncio.to_thread(_string_of, part.file.file_data, param)
             return await self._url(text, modality_of(text, param), param)
         param = f"{where}.file_id"
         file = self._files.find(part.file.file_id or "")
@@ -303,11 +286,7 @@ class MediaReader:
 
     async def _base64(self, text: memoryview, modality: str, param: str) -> _Medium:
         self._check_size((len(text) - 4) * 3 // 4, param)
-        ahead = AHEAD.get(None)
-        begun = await ahead.find(text) if ahead is not None else None
-        if begun is not None and begun.modality == modality:
-            return _Medium(modality, begun.data, param, begun)
-        return _Medium(modality, await asyncio.to_thread(base64_of, text, param), param)
+        return _Medium(modality, await asyncio.to_thread(_base64_of, text, param), param)
 
     def _check_size(self, size: int, param: str) -> None:
         limit = self._settings.media_bytes
@@ -322,40 +301,31 @@ class MediaReader:
             video_seconds=self._settings.video_seconds,
         )
 
-    async def _checked(self, found: Sequence[_Medium], taken: Taken, sound_in_video: bool = False) -> list[Any]:
-        """Check audio and images by their headers and decode video, side by side; what the client library takes.
+    async def _checked(self, found: Sequence[_Medium], sound_in_video: bool = False) -> list[Any]:
+        """Check audio and images by their headers and decode video; what the client library takes.
 
         The stage that decodes audio and images checks them again, and more.
         """
         limits = self._limits()
-        begun = [medium.begun or Begun(self._decoders, medium.modality, medium.data, limits, taken) for medium in found]
-        values = []
+        values: list[Any] = []
         used = 0
-        try:
-            for medium, one in zip(found, begun, strict=True):
-                value, size = await self._outcome(medium, one, limits, used)
-                used += size
-                if medium.modality == "video" and sound_in_video:
-                    value = (*value, medium.data)
-                    used += await self._sound_track(medium, limits, used)
-                values.append(value)
-        except asyncio.CancelledError:
-            for one in begun:
-                one.cancel()
-            raise
-        finally:
-            for one in begun:
-                one.withdraw()
+        for medium in found:
+            value, size = await self._looked_at(medium, limits, used)
+            used += size
+            if medium.modality == "video" and sound_in_video:
+                value = (*value, medium.data)
+                used += await self._sound_track(medium, limits, used)
+            values.append(value)
         return values
 
-    async def _outcome(self, medium: _Medium, begun: Begun, limits: MediaLimits, used: int) -> Outcome:
-        with _named(medium.param):
-            outcome = await begun.outcome(used)
-        if outcome is not None:
-            return outcome
-        return await self._on_decoder(
-            lambda decoder: looked_at(decoder, medium.modality, medium.data, limits, used), medium.param
-        )
+    async def _looked_at(self, medium: _Medium, limits: MediaLimits, used: int) -> tuple[Any, int]:
+        """What is sent on of a medium, and its bytes after decoding."""
+        items = [(Item(KINDS[medium.modality], f"The {medium.modality}", len(medium.data)), medium.data)]
+        if medium.modality != "video":
+            measured = await self._on_decoder(lambda decoder: decoder.measure(items, limits, used), medium.param)
+            return medium.data, measured.size
+        (frames,) = await self._on_decoder(lambda decoder: decoder.decode(items, limits, used), medium.param)
+        return (frames, DEFAULT_VIDEO_RATE), frames.nbytes
 
     async def _sound_track(self, medium: _Medium, limits: MediaLimits, used: int) -> int:
         """The bytes of a video's sound track after decoding."""
@@ -389,6 +359,27 @@ def _named(param: str) -> Iterator[None]:
         raise bad_field(param, str(error)) from None
     except OmniError as error:
         raise HttpError.of(error) from None
+
+
+def _string_of(value: msgspec.Raw, param: str) -> memoryview:
+    """The UTF-8 of a JSON string, copied only if it holds escapes. Raises `HttpError` if it is not a string."""
+    view = memoryview(value)
+    if view[0] != ord('"'):
+        raise bad_field(param, f"{param}: expected a string.")
+    return memoryview(decode(value, str, param).encode()) if re.search(rb"\\", view) else view[1:-1]
+
+
+def _base64_of(text: memoryview, param: str) -> bytes:
+    """Decode base64. Raises `HttpError` if it is not valid."""
+    pieces = []
+    for start in range(0, len(text), PIECE):
+        try:
+            pieces.append(binascii.a2b_base64(text[start : start + PIECE], strict_mode=True))
+        except binascii.Error as error:
+            raise bad_field(param, f"This is not valid base64: {error}.", "invalid_base64") from None
+        if len(pieces[-1]) < PIECE * 3 // 4 and start + PIECE < len(text):
+            raise bad_field(param, "This is not valid base64: its end is followed by more.", "invalid_base64")
+    return b"".join(pieces)
 
 
 async def _in_order(reading: Sequence[_Reading]) -> list[_Medium]:

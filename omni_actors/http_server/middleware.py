@@ -1,7 +1,6 @@
 """Middleware for every request: checks of host, origin, key, type and size of the body, and one log line.
 
-Bodies are read completely here, so that exceeding a limit is a plain 413 or 408 and the routes get bounded bodies. What
-can be begun before a body is complete, such as decoding its media, begins here.
+Bodies are read completely here, so that exceeding a limit is a plain 413 or 408 and the routes get bounded bodies.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -22,7 +21,6 @@ from starlette.websockets import WebSocket
 
 from omni_actors.host.addresses import is_loopback
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.media_ahead import AHEAD, MediaAhead
 from omni_actors.http_server.reservations import RESERVATION, BodyBytes, Reservation
 from omni_actors.http_server.routing import check_route
 from omni_actors.http_server.settings import ServerSettings
@@ -48,23 +46,14 @@ POLLED_PATHS = frozenset({"/v1/status", "/health", "/metrics"})  # logged at deb
 class RequestMiddleware:
     """ASGI middleware around the whole application.
 
-    Args:
-        ahead: begins with the media of a request while its body arrives, by its path; `None` where it has none.
-
     Puts `request_id` (for logs and the response's `x-request-id`) and `traceparent` (the caller's W3C trace context if
     it is valid, else `None`) into the scope's state.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        routes: Sequence[BaseRoute],
-        bodies: BodyBytes | None = None,
-        ahead: Callable[[str, Reservation], MediaAhead | None] = lambda path, reservation: None,
+        self, app: ASGIApp, settings: ServerSettings, routes: Sequence[BaseRoute], bodies: BodyBytes | None = None
     ) -> None:
         self._app = app
-        self._ahead = ahead
         self._routes = routes
         self._settings = settings
         self._bodies = bodies or BodyBytes(settings.bodies_bytes)
@@ -107,7 +96,6 @@ class RequestMiddleware:
     async def _check_and_run(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         reservation = Reservation(self._bodies)
         RESERVATION.set(reservation)
-        ahead: MediaAhead | None = None
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
@@ -128,9 +116,7 @@ class RequestMiddleware:
                 body = b""
                 if scope["method"] in ("POST", "PUT", "PATCH"):
                     self._check_type(scope["path"], headers)
-                    if (ahead := self._ahead(scope["path"], Reservation(self._bodies))) is not None:
-                        AHEAD.set(ahead)
-                    body = await self._read(headers, receive, reservation, ahead)
+                    body = await self._read(headers, receive, reservation)
             except HttpError as error:
                 if scope["type"] == "websocket":
                     await WebSocket(scope, receive, send).send_denial_response(error.response())
@@ -139,8 +125,6 @@ class RequestMiddleware:
                 return
             await self._app(scope, _ReceiveAgain(body, receive), answer)
         finally:
-            if ahead is not None:
-                ahead.close()
             reservation.release()
 
     async def _run_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -216,9 +200,7 @@ class RequestMiddleware:
 
     # -- body ---------------------------------------------------------------------------------------------------------
 
-    async def _read(
-        self, headers: Headers, receive: Receive, reservation: Reservation, ahead: MediaAhead | None
-    ) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, reservation: Reservation) -> bytes:
         limit = self._settings.body_bytes
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:
@@ -236,8 +218,6 @@ class RequestMiddleware:
                         raise _too_large(limit)  # before it is reserved: a body that never fits must not say "retry"
                     reservation.add(len(piece))
                     pieces.append(piece)
-                    if ahead is not None:
-                        ahead.feed(piece)
                     more = message.get("more_body", False)
         except TimeoutError:
             seconds = self._settings.read_timeout

@@ -30,14 +30,6 @@ class Reservation:
         self.size += size
         self._bodies.used += size
 
-    def try_add(self, size: int) -> bool:
-        """Count what is held to save time only; whether it may be. It leaves half of all bytes to the bodies."""
-        if self._bodies.used + size > self._bodies.limit // 2:
-            return False
-        self.size += size
-        self._bodies.used += size
-        return True
-
     def settle(self, size: int) -> None:
         """Hold this much from now on, without a refusal: what exceeds the limit makes the next `add` fail."""
         self._bodies.used += size - self.size

@@ -24,7 +24,7 @@ ABSENT: Any = field(default_factory=lambda: Raw(b"null"))  # a factory, because 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 OptionalText = Text | None
 
-# A long string, such as base64, stays in the body until `long_strings.py` reads it.
+# A long string, such as base64, stays in the body until `media.py` reads it.
 LongString = Annotated[Raw, Meta(extra_json_schema={"type": "string"})]
 OptionalLongString = Annotated[Raw, Meta(extra_json_schema={"type": ["string", "null"]})]
 Timeout = Annotated[float, Meta(gt=0, le=86400)]

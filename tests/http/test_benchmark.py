@@ -73,13 +73,3 @@ def test_the_wait_after_spoken_turns_is_measured_by_their_length(echo: HttpPipel
     assert [row[:2] for row in rows] == [["as it is", "0.2"], ["as it is", "0.4"]]
     assert all(0 <= float(text) < 1e6 for _, _, text, _ in rows)
     assert all(0 < float(sound) < 1e6 for _, _, _, sound in rows)
-
-
-def test_the_wait_after_a_large_body_is_measured(echo: HttpPipeline) -> None:
-    command = [sys.executable, "benchmarks/upload.py", "--url", echo.url, "--at-once", "--times", "2"]
-    command += ["--pictures", "1", "--film-seconds", "1"]
-    run = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120, capture_output=True, text=True)
-    ((size, seconds, median, least, most),) = cells(run.stdout)
-    assert 6 < float(size) < 12
-    assert float(seconds) > 0
-    assert 0 < float(least) <= float(median) <= float(most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -20,6 +21,7 @@ from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.media.decoders import DecoderThreads
 from tests.support.servers import film, picture, sound
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +129,27 @@ async def test_more_reference_pictures_than_the_model_takes_are_refused(
     assert caught.value.param == "image"
     parts = await reader.pictures([picture(8, 8)], "image", {})
     assert [part["type"] for part in parts] == ["image"]
+
+
+class MeetingFetcher(Fetcher):
+    """Every fetch waits until another one is under way."""
+
+    def __init__(self) -> None:
+        super().__init__([], 1)
+        self._meeting = asyncio.Barrier(2)
+
+    async def fetch(self, url: str, param: str) -> bytes:
+        async with asyncio.timeout(5 * PATIENCE):
+            await self._meeting.wait()
+        return picture(8, 8) if url.endswith("1") else sound(0.1)
+
+
+async def test_media_of_one_request_are_fetched_side_by_side(decoders: DecoderThreads, files: FileStore) -> None:
+    settings = ServerSettings(endpoint="ipc:///nowhere")
+    reader = MediaReader(settings, MeetingFetcher(), files, Transcripts(), decoders)
+    parts = [
+        {"type": "image_url", "image_url": {"url": "https://a.example/1"}},
+        {"type": "audio_url", "audio_url": {"url": "https://a.example/2"}},
+    ]
+    (message,) = await reader.messages(messages(*parts), {})
+    assert message["content"] == [{"type": "image", "image": picture(8, 8)}, {"type": "audio", "audio": sound(0.1)}]
