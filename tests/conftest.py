@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The models are tiny and the processes many: threads of one model that wait for each other cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# How many examples hypothesis tries, for all tests: few and always the same, or many (scripts/nightly.sh).
+settings.register_profile("default", max_examples=30, derandomize=True, database=None, deadline=None)
+settings.register_profile("nightly", max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("default")
 ECHO_STAGES = {"process", "chaos", "http", "nodes"}  # folders whose tests start no models, unless marked e2e
 
 

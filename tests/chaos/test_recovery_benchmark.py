@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.builders import chain, write
 from tests.support.paths import REPOSITORY
+
+pytestmark = pytest.mark.nightly
 
 
 def test_losses_under_load_with_a_spare(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.paths import REPOSITORY
 from tests.support.pipelines import RunningPipeline
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 CONFIG = "stage_configs/tiny_qwen2_5_omni.yaml"
 

@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline
+
+pytestmark = pytest.mark.nightly
 
 
 def test_a_load_is_measured_over_both_ways(echo: HttpPipeline, tmp_path: Path) -> None:

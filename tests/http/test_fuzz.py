@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scripts.fuzz_http import Case, Fuzzer
 from tests.support.servers import HttpPipeline
+
+pytestmark = pytest.mark.nightly
 
 
 def test_malformed_requests_break_nothing(echo: HttpPipeline) -> None:

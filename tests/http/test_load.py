@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.servers import HttpPipeline
 
+pytestmark = pytest.mark.nightly
+
 STREAMS = 200
 TEXT = "the sea is calm tonight, the tide is full"  # 41 tokens, 0.82 s of audio
 SAMPLES = 480 * len(TEXT)

@@ -15,7 +15,7 @@ from tests.support.browser import answered, ask, axe_violations, needs_chromium,
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, picture, sound
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.nightly]
 WIDTHS = {390: 844, 768: 1024, 1280: 800}  # width: height
 SCHEMES = ("light", "dark")
 PICTURES = {(1280, "light"): "web.png", (1280, "dark"): "web-dark.png", (390, "light"): "web-phone.png"}

@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from tests.support.browser import answered, ask, needs_chromium, open_page, plays, sent, sent_messages, until
 from tests.support.servers import HttpPipeline, picture, sound
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.nightly]
 
 MARKDOWN = """# Salt
 

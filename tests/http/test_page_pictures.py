@@ -14,7 +14,7 @@ from tests.support.browser import answered, ask, axe_violations, in_flight, need
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, picture, sound
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.nightly]
 SCREENSHOT = REPOSITORY / "docs" / "images" / "web-pictures.png"
 # Notes what is shown while pictures are made, and presses Escape after `window.stopAfter` steps.
 WATCH = """

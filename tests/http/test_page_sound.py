@@ -14,7 +14,7 @@ from playwright.sync_api import Page, expect
 from tests.support.browser import answered, ask, needs_chromium, open_page, until
 from tests.support.servers import HttpPipeline, sound
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.nightly]
 
 LONG = "w" * 500  # 10 s of sound, which the echo stages make in a fraction of that
 # Notes when each piece of sound begins and ends on the audio clock of the page.

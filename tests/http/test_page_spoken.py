@@ -156,6 +156,7 @@ def metrics(page: Page, pipeline: HttpPipeline) -> str:
     return page.request.get(f"{pipeline.url}/metrics").text()
 
 
+@pytest.mark.nightly
 def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page, line: Line) -> None:
     text = "hello sea " * 60
     converse(page, echo, text)
@@ -182,6 +183,7 @@ def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page
     expect(page.locator("#error")).to_be_hidden()
 
 
+@pytest.mark.nightly
 def test_an_answer_is_cut_although_the_next_one_begins_before_the_server_says_what_was_heard(
     echo: HttpPipeline, page: Page, line: Line
 ) -> None:
@@ -211,6 +213,7 @@ def test_an_answer_is_cut_although_the_next_one_begins_before_the_server_says_wh
     assert len(begun) == 2
 
 
+@pytest.mark.nightly
 def test_an_answer_of_which_nothing_was_heard_is_forgotten(slow: HttpPipeline, page: Page, line: Line) -> None:
     def connect(route: WebSocketRoute) -> None:
         def to_page(data: str) -> None:
@@ -233,6 +236,7 @@ def test_an_answer_of_which_nothing_was_heard_is_forgotten(slow: HttpPipeline, p
     until(page, lambda: in_flight(slow) == 0, "the end of the requests")
 
 
+@pytest.mark.nightly
 def test_a_muted_microphone_sends_silence(echo: HttpPipeline, page: Page, line: Line) -> None:
     def loudest() -> int:
         pieces = [base64.b64decode(event["audio"]) for event in line.of_kind(APPEND)[-PIECES_OF_TURN:]]
@@ -252,6 +256,7 @@ def test_a_muted_microphone_sends_silence(echo: HttpPipeline, page: Page, line: 
     until(page, lambda: page.locator("li.user").count() > turns, "a turn", 10)
 
 
+@pytest.mark.nightly
 def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipeline, page: Page, line: Line) -> None:
     connections: list[WebSocketRoute] = []
     understood: list[dict[str, Any]] = []
@@ -295,6 +300,7 @@ def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipel
     expect(page.locator("#error")).to_be_hidden()
 
 
+@pytest.mark.nightly
 def test_a_conversation_that_cannot_begin_says_why(echo: HttpPipeline, page: Page) -> None:
     page.clock.install()
     page.route_web_socket(ROUTE, lambda route: route.close(code=1013))
@@ -333,6 +339,7 @@ def understand(page: Page, line: Line, words: str) -> None:
     page.route_web_socket(ROUTE, connect)
 
 
+@pytest.mark.nightly
 def test_everybody_can_converse_at_any_width(echo: HttpPipeline, page: Page, line: Line) -> None:
     """Writes the picture of the documentation, too, if OMNI_TEST_SCREENSHOTS is set."""
     understand(page, line, "Why is the sea salt?")

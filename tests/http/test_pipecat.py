@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import numpy
+import pytest
 from pipecat.frames.frames import (
     ErrorFrame,
     Frame,
@@ -39,6 +40,8 @@ from omni_actors.http_server.realtime.session_config import RATE
 from tests.support.realtime import speech
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.nightly
 
 SILENCE = numpy.zeros(RATE, "<i2")
 PIECE = 2400  # samples of one frame, 100 ms

@@ -8,7 +8,7 @@ import httpx
 import hypothesis
 import pytest
 import schemathesis
-from hypothesis import HealthCheck
+from hypothesis import HealthCheck, settings
 from schemathesis.checks import CHECKS
 
 from tests.support.servers import HttpPipeline, picture, sound
@@ -20,15 +20,6 @@ TYPED = {
 }
 
 NAMES = ["status_code_conformance", "content_type_conformance", "response_schema_conformance"]
-MAX_EXAMPLES = {
-    "/v1/chat/completions": 100,
-    "/v1/completions": 50,
-    "/v1/responses": 40,
-    "/v1/audio/speech": 25,
-    "/v1/files": 30,
-}
-MAX_NEGATIVE = 40  # the decoder stops at the first error; mutations without a schema are for scripts/fuzz_http.py
-
 TIMELINE = "/v1/requests/{request_id}/timeline"
 VOICE = "/v1/audio/voices/{name}"
 OPERATIONS = [
@@ -72,13 +63,8 @@ def test_generated_requests(
     url = pictures.url if path.startswith("/v1/images/") else echo.url
     operation = schemathesis.openapi.from_url(f"{url}/openapi.json")[path][method]
     statuses: collections.Counter[int] = collections.Counter()
-    examples = MAX_EXAMPLES.get(path, 15)
-    if mode is schemathesis.GenerationMode.NEGATIVE:
-        examples = min(examples, MAX_NEGATIVE)
 
-    @hypothesis.settings(
-        max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
-    )
+    @settings(max_examples=settings().max_examples // 2, suppress_health_check=list(HealthCheck))
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
         # A made-up model ends every request at once, so most are sent for the model that is there.

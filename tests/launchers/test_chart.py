@@ -25,6 +25,8 @@ from omni_actors.transport.curve import load_keys
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.nightly
+
 CHART = REPOSITORY / "launch" / "chart"
 VERSIONS = ("1.31", "1.35")  # of Kubernetes: from the oldest that was maintained when this was written
 PIPELINE = "name: x\nmodel: y\nstages: []\n"

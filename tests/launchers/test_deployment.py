@@ -14,6 +14,8 @@ import pytest
 from omni_actors.launch import parser
 from tests.support.paths import REPOSITORY
 
+pytestmark = pytest.mark.nightly
+
 
 def test_the_dockerfile_has_no_known_faults() -> None:
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

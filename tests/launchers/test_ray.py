@@ -23,6 +23,8 @@ from tests.support.pipelines import RunningPipeline
 from tests.support.ray_nodes import RayNodes, spread_chain
 from tests.support.scripts import Started
 
+pytestmark = pytest.mark.nightly
+
 API_KEY = "not-for-command-lines"
 
 

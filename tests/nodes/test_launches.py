@@ -86,6 +86,7 @@ async def test_through_slow_and_cut_networks(
         assert {name: status.pid for name, status in (await replicas(client)).items()} == before
 
 
+@pytest.mark.nightly
 async def test_the_tiny_model_speaks_over_a_slow_network(
     cluster: Callable[[Any], Cluster], network: Network, short_path: Path, tiny_checkpoint: Path
 ) -> None:
@@ -110,6 +111,7 @@ async def test_the_tiny_model_speaks_over_a_slow_network(
         assert numpy.allclose(again.audio, first.audio, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_node_with_other_keys_ends_with_the_reason(cluster: Callable[[Any], Cluster], short_path: Path) -> None:
     make_cluster(short_path / "keys")
     make_cluster(short_path / "other")
@@ -133,6 +135,7 @@ esac
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_ssh_launcher(network: Network, short_path: Path, fails: bool) -> None:
     """The script, the launchers and the network are real, only ssh is not."""

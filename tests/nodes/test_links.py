@@ -15,6 +15,8 @@ from tests.support.network import Network
 from tests.support.paths import REPOSITORY, import_path
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.nightly
+
 PEER = REPOSITORY / "tests" / "support" / "network_peer.py"
 PORT = 29601
 

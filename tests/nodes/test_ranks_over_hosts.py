@@ -19,6 +19,8 @@ from tests.support.several_workers import START, answer
 from tests.support.stage_driver import Driver, make_engine
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.nightly
+
 DEVICE = "omni0"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
@@ -18,6 +19,8 @@ from tests.support.cluster import Cluster, process_on
 from tests.support.load import ask_and_check, replicas, text_of
 from tests.support.network import Network
 from tests.support.waiting import eventually, until
+
+pytestmark = pytest.mark.nightly
 
 SHORT = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0}
 

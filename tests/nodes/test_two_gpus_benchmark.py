@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.builders import chain, write
 from tests.support.paths import REPOSITORY
 from tests.support.processes import assert_nothing_left
+
+pytestmark = pytest.mark.nightly
 
 LOAD = ["--concurrency", "2", "--text-tokens", "8", "--codec-tokens", "8"]
 

@@ -79,6 +79,10 @@ def data(page: Page, name: str) -> float:
     return float(page.locator("body").get_attribute(f"data-{name}") or 0)
 
 
+def lanes(page: Page) -> list[str]:
+    return page.locator(".timeline .lane span").all_inner_texts()
+
+
 def until(page: Page, condition: Callable[[], object], what: str, seconds: float = 5.0) -> None:
     """Wait for a condition while the page's events are handled, which they are not in a sleep."""
     for _ in range(round(seconds * PATIENCE / 0.03)):

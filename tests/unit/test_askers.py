@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.paths import REPOSITORY
 
+pytestmark = pytest.mark.nightly
+
 
 def test_two_runs_ask_different_things_of_equal_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))

@@ -6,7 +6,7 @@ import time
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.errors import InvalidPayload
@@ -254,13 +254,11 @@ random_values = st.recursive(
 channels = st.sampled_from([ClientToCoordinator, IntoStage, FromStage, CoordinatorToStage])
 
 
-@settings(max_examples=150, deadline=None)
 @given(channels, st.lists(st.binary(max_size=60) | st.just(MAGIC), max_size=6))
 def test_random_frames(channel: object, frames: list[bytes]) -> None:
     check_only_the_two_errors(channel, frames)
 
 
-@settings(max_examples=250, deadline=None)
 @given(
     channels,
     st.sampled_from(["audio", "text", "chunk", "submit", "open_request", "abort", "failed", "welcome", "stage_done"]),
@@ -297,7 +295,6 @@ def test_random_bodies_under_a_good_header(channel: object, kind: str, body: dic
     check_only_the_two_errors(channel, frames)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_good_message_with_one_byte_changed(data: st.DataObject) -> None:
     frames = frames_of()

@@ -12,6 +12,8 @@ from coverage import CoverageData
 from scripts import coverage_floors
 from tests.support.paths import REPOSITORY
 
+pytestmark = pytest.mark.nightly
+
 FOUR_LINES = "a = 1\nb = 2\nc = 3\nd = 4\n"
 EVERYWHERE = dict.fromkeys(coverage_floors.FLOORS, 100.0)
 

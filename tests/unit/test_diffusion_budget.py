@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.config import StageConfig, StageKind
@@ -125,7 +125,6 @@ jobs = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(sizes, st.lists(jobs, min_size=1, max_size=4)), min_size=1, max_size=8), st.randoms())
 def test_any_requests_stay_within_the_budget_and_all_of_them_end(requests, random) -> None:
     budget = DeviceBudget(LIMIT)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.engine.platform import prepare
@@ -303,7 +303,6 @@ def test_what_comes_after_a_job_counts_for_its_place():
     assert steps == [["short"], ["short"], ["begun"]]
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     large=st.tuples(st.integers(1, 20), st.integers(100, 20_000)),
     others=st.lists(st.tuples(st.integers(1, 8), st.integers(100, 4096)), min_size=1, max_size=8),

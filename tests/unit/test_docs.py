@@ -64,6 +64,7 @@ class Assets(HTMLParser):
             self.addresses.append(given.get("href") or "")
 
 
+@pytest.mark.nightly
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) >= len(list(DOCS.rglob("*.md")))
@@ -73,6 +74,7 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
         assert not [address for address in assets.addresses if re.match(r"(https?:)?//", address)], page.name
 
 
+@pytest.mark.nightly
 def test_pages_have_what_their_sources_point_to(site: Path) -> None:
     extending = (site / "extending.html").read_text()
     for word in ("SoundPieces", "Leveller", "LlamaAdapter", "custom_model.prompt.Tokenize", "Painter"):

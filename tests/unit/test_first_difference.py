@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks import first_difference as benchmark
+
+pytestmark = pytest.mark.nightly
 
 
 def test_what_comes_after_the_first_difference_does_not_count() -> None:

@@ -114,6 +114,6 @@ class AnyOrderWithASpare(AnyOrder):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestAnyOrder.settings = settings(stateful_step_count=30)
 TestAnyOrderWithASpare = AnyOrderWithASpare.TestCase
-TestAnyOrderWithASpare.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestAnyOrderWithASpare.settings = settings(stateful_step_count=30)

@@ -275,4 +275,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestAnyOrder.settings = settings(stateful_step_count=25)

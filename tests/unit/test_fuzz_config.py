@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import PATIENCE
+
+pytestmark = pytest.mark.nightly
 
 
 def test_mutated_pipelines_are_accepted_or_refused(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import torch
 from omni_actors.engine.models.pictures.packing import attend_each, pack
 from tests.support.paths import REPOSITORY
 
+pytestmark = pytest.mark.nightly
+
 WANTED = 35.0  # decibels; of a batch 40
 TOGETHER = 40.0
 

@@ -14,6 +14,8 @@ from omni_actors.engine.models.qwen2_5_omni.code2wav import CHUNKS, SPEC
 from omni_actors.engine.models.qwen2_5_omni.stream import LIGHT_BLOCKS
 from tests.support.paths import REPOSITORY
 
+pytestmark = pytest.mark.nightly
+
 POLICY = "1,1,2,4,8"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix, parts
@@ -19,7 +19,6 @@ conditions = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 6), st.intege
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(given=st.lists(conditions, min_size=1, max_size=2), most=st.integers(1, 60))
 def test_parts_are_as_large_as_a_step_allows_and_cut_no_picture(given, most):
     prefixes = [Prefix(each) for each in given]

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.config import PipelineConfig
@@ -238,7 +238,6 @@ def test_an_adapter_has_a_prefix_of_its_own() -> None:
 
 
 @given(st.integers(2, 6), st.floats(0, 10), st.integers(1, 60))
-@settings(deadline=None, max_examples=25)
 def test_a_hot_conversation_never_overloads_a_replica(replicas: int, lead: float, requests: int) -> None:
     state = ready(replicas=replicas, max_in_flight=1000, routing={"prefix_lead": lead})
     for number in range(requests):
@@ -248,7 +247,6 @@ def test_a_hot_conversation_never_overloads_a_replica(replicas: int, lead: float
 
 
 @given(st.integers(0, 5), st.lists(st.integers(0, 20), max_size=60))
-@settings(deadline=None, max_examples=25)
 def test_what_is_remembered_of_conversations_is_bounded(most: int, asked: list[int]) -> None:
     state = ready(replicas=2, max_in_flight=1000, routing={"conversations": most})
     for number, conversation in enumerate(asked):
@@ -299,7 +297,6 @@ CONDITIONS = ("ready", "draining", "dead", "starting", "spare", "reserved", "con
     prefix_lead=st.floats(0, 20),
     host_lead=st.floats(0, 20),
 )
-@settings(deadline=None, max_examples=150)
 def test_a_choice_is_always_one_that_takes_requests_at_a_bounded_price(
     conditions: list[tuple[str, int]], home: int, source: int | None, prefix_lead: float, host_lead: float
 ) -> None:

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.support.paths import REPOSITORY
+
+pytestmark = pytest.mark.nightly
 
 
 def run(script: str, *options: str) -> str:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.engine.row_budget import RowBudget
@@ -277,7 +277,6 @@ class Edge:
         return False
 
 
-@settings(max_examples=150, deadline=None)
 @given(SEEDS)
 def test_every_request_ends_whatever_the_order_of_rows_and_however_small_budget_and_window(seed: int) -> None:
     generator = random.Random(seed)

@@ -41,7 +41,6 @@ def granted(made: Slots) -> list[str]:
 
 
 @given(st.integers(1, 300))
-@settings(deadline=None)
 def test_one_client_gets_all_slots_but_those_kept_for_others_who_then_get_in_at_once(count: int) -> None:
     made = slots(count)
     flood(made, count + 5, "flooder")
@@ -259,11 +258,10 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestAnyOrder.settings = settings(stateful_step_count=60)
 
 
 @given(st.integers(4, 40), st.integers(1, 30), st.data())
-@settings(deadline=None)
 def test_nobody_starves(count: int, others: int, data: st.DataObject) -> None:
     """Of clients with one priority, one that has nothing waits at most for those that have nothing, either."""
     made = slots(count)

@@ -8,6 +8,8 @@ import pytest
 
 from scripts.soak import growth
 
+pytestmark = pytest.mark.nightly
+
 MIB = 2**20
 COUNTS = range(50, 1001, 50)  # requests before each reading
 

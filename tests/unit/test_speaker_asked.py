@@ -20,6 +20,8 @@ from tools.speaker.skills import SPELLING
 from tools.speaker.tasks import Task, all_tasks, held_out_tasks
 from tools.speaker.training.prepare import Examples
 
+pytestmark = pytest.mark.nightly
+
 STATEMENTS = ("The sea is blue.", "Dogs bark!", "I like tea.")
 WORDS = ("sea", "dog", "house", "run", "blue", "walking", "stone", "river")
 

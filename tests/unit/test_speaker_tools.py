@@ -26,6 +26,8 @@ from tools.speaker.skills import COLORS, SHAPES, draw, questions_of, words_right
 from tools.speaker.sound import log_mel, resample, teacher_wave
 from tools.speaker.teacher import read_records, speak
 
+pytestmark = pytest.mark.nightly
+
 CHECKPOINT = REPOSITORY / "examples" / "speaker"
 CHELSIE = VOICES["Chelsie"]
 # What is said in docs/audio/boat.wav: phones, and how many codes each lasts.

@@ -41,6 +41,8 @@ from tools.speaker.training.thinker import Texts
 from tools.speaker.training.utterances import Utterances, sources_of, words_of
 from tools.speaker.training.vocoder import train_vocoder
 
+pytestmark = pytest.mark.nightly
+
 CHECKPOINT = REPOSITORY / "examples" / "speaker"
 SENTENCES = ["The sea is blue.", "A dog barked.", "Five, six."]
 

@@ -131,6 +131,7 @@ def run_audit(folder: Path, pins: str, url: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.nightly
 def test_a_known_vulnerability_fails(osv: str, tmp_path: Path) -> None:
     done = run_audit(tmp_path, "# a comment\nsound==2.0\nleaky==1.0\n", osv)
     assert done.returncode == 1, done.stderr
@@ -139,11 +140,13 @@ def test_a_known_vulnerability_fails(osv: str, tmp_path: Path) -> None:
     assert audit.vulnerabilities(audit.audited("leaky==1.1", osv)) == []
 
 
+@pytest.mark.nightly
 def test_a_vulnerability_with_a_reason_to_ignore_it_does_not_fail(osv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(audit.IGNORED_VULNERABILITIES, "PYSEC-1", "we never call what leaks")
     assert audit.vulnerabilities(audit.audited("leaky==1.0", osv)) == []
 
 
+@pytest.mark.nightly
 def test_what_could_not_be_asked_is_said_and_does_not_fail(tmp_path: Path) -> None:
     done = run_audit(tmp_path, "sound==2.0\n", "http://127.0.0.1:9/v1/query")  # the discard port: refused
     assert done.returncode == 0, done.stderr

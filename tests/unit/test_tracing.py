@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import coverage
+import pytest
 
 from tests.support.paths import REPOSITORY
+
+pytestmark = pytest.mark.nightly
 
 SCRIPT = """
 from tests.support.startup.untraced import untraced
